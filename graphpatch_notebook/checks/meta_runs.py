@@ -144,8 +144,13 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
             memo[id(backward)] = OrderedDict()
         if packing_of(module) is not None:
             memo[id(module.weight)] = Parameter(torch.empty(0, device=META))  # its class knows no tensors on meta
+    classes = {type(module) for module in reachable_modules(root.module)}
+    unnamed = [kind for kind in classes if "__slotnames__" not in vars(kind)]
     with _Weightless():
         model = copy.deepcopy(root.module, memo)
+    for kind in unnamed:  # `copyreg` leaves a cache on the classes that it copies objects of
+        if "__slotnames__" in vars(kind):
+            delattr(kind, "__slotnames__")
     for module in reachable_modules(root.module):
         if (packing := packing_of(module)) is not None:  # kernels of its own work on values
             spec, twin = packing.spec(module), memo[id(module)]

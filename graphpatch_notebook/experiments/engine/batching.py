@@ -59,14 +59,14 @@ class BatchRows:
 
     Attributes:
         dim: The dimension that holds them; `None` for a value that all rows share.
-        size: How long it is for one intervention.
+        size: How long it is for one cell.
     """
 
     dim: int | None
     size: int = 0
 
     def repeated(self, value: Tensor, count: int, *, may_share: bool = False) -> Tensor:
-        """Returns the value for `count` interventions, all the same. With `may_share`, do not write into it."""
+        """Returns the value for `count` cells, all the same. With `may_share`, do not write into it."""
         if self.dim is None:
             return value
         if may_share and self.size == 1:
@@ -76,7 +76,7 @@ class BatchRows:
         return value.repeat(repeats)
 
     def taken(self, value: Tensor, number: int) -> Tensor:
-        """Returns a view of what belongs to one intervention."""
+        """Returns a view of what belongs to one cell."""
         return value if self.dim is None else value.narrow(self.dim, number * self.size, self.size)
 
 
@@ -85,7 +85,7 @@ Layout = tuple[BatchRows | None, ...]
 
 
 def repeated(value: Any, layout: Layout, count: int, *, may_share: bool = False) -> Any:
-    """Returns a value made of containers for `count` interventions."""
+    """Returns a value made of containers for `count` cells."""
     places = iter(layout)
 
     def repeat(leaf: Any) -> Any:
@@ -96,7 +96,7 @@ def repeated(value: Any, layout: Layout, count: int, *, may_share: bool = False)
 
 
 def taken(value: Any, layout: Layout, number: int) -> Any:
-    """Returns what belongs to one intervention of a value made of containers; tensors are views."""
+    """Returns what belongs to one cell of a value made of containers; tensors are views."""
     places = iter(layout)
 
     def take(leaf: Any) -> Any:
@@ -107,7 +107,7 @@ def taken(value: Any, layout: Layout, number: int) -> Any:
 
 
 def parted(value: Any, layout: Layout, count: int) -> list[Any]:
-    """Returns what `taken` does for each of the first `count` interventions: each has containers of its own.
+    """Returns what `taken` does for each of the first `count` cells: each has containers of its own.
 
     Example:
         >>> parted({"a": torch.arange(3)}, (BatchRows(0, 1),), 2)
@@ -148,7 +148,7 @@ def row_inputs(inputs: Inputs) -> Layout:
 
 
 def repeated_inputs(inputs: Inputs, layout: Layout, count: int) -> Inputs:
-    """Returns inputs for `count` interventions."""
+    """Returns inputs for `count` cells."""
     args, kwargs = repeated((inputs.args, inputs.kwargs), layout, count)
     return Inputs(args, kwargs)
 
@@ -172,12 +172,12 @@ def is_close(value: Tensor, reference: Tensor) -> bool:
 
 
 class RowsPatch(Patch[Any]):
-    """Applies the patches of each intervention, all of them pure (see `purity`), to its rows.
+    """Applies the patches of each cell, all of them pure (see `purity`), to its rows.
 
     Args:
-        entries: For each intervention, its entries on this value.
+        entries: For each cell, its entries on this value.
         rows: Where the rows are.
-        wild: How many interventions follow that have wild values.
+        wild: How many cells follow that have wild values.
     """
 
     def __init__(self, entries: Sequence[Sequence[Entry]], rows: BatchRows, *, wild: int = 0) -> None:
@@ -211,7 +211,7 @@ class RowsPatch(Patch[Any]):
         return result
 
     def _piece(self, number: int, block: Tensor) -> Tensor:
-        """Returns what an intervention makes of its rows; patches write into them where they are a clone's."""
+        """Returns what a cell makes of its rows; patches write into them where they are a clone's."""
         if number >= len(self._entries):
             return wild(block, number - len(self._entries))
         for entry in self._entries[number]:
@@ -293,7 +293,7 @@ def _frames(
 
 
 def rows_at_once(tokens: int, device: str, *, is_sparse: bool = False) -> int:
-    """Returns how many interventions are best put into one forward.
+    """Returns how many cells are best put into one forward.
 
     Args:
         tokens: Of how many tokens each is.

@@ -16,10 +16,10 @@ PatchMap: TypeAlias = "Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]"
 
 @dataclass(frozen=True)
 class Cell:
-    """One intervention of a sweep.
+    """One combination of the values of the axes, with its patches.
 
     Attributes:
-        number: Where it stands in the sweep, counted from zero, the last axis fastest.
+        number: Its position in the sweep, counted from zero, the last axis fastest.
         labels: The value of each axis.
         patches: Its patch map; empty where it is not made yet.
     """

@@ -511,7 +511,7 @@ class ChangedPositions:
         return result
 
     def _changed(self, values: Tensor) -> Tensor:
-        """Returns the places of vectors to be computed, among all, in `(interventions, batch, positions, size)`."""
+        """Returns the places of vectors to be computed, among all, in `(cells, batch, positions, size)`."""
         if not self._last_only:
             return differing(values, self._given).flatten().nonzero().squeeze(1)
         length = values.shape[2]
@@ -570,7 +570,7 @@ def stand_ins(tree: FrameTree, count: int) -> dict[FrameNode, ChangedPositions]:
 
     Args:
         tree: The frames of a run without patches.
-        count: How many interventions share a forward: where there is little to do for all of them, nothing stands in.
+        count: How many cells share a forward: where there is little to do for all of them, nothing stands in.
     """
     found = {}
     for node in tree.root.walk():

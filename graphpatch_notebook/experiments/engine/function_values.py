@@ -33,9 +33,9 @@ class ReferredValues:
     """What values, and functions among them, hold at one moment: two are equal if nothing that can be seen changed.
 
     Seen are closures, globals that functions name, what they name of classes and of modules of Python, defaults, what
-    methods name of their object, random generators, whether somebody wrote into a module of torch's, and what
-    containers and plain objects among these hold, up to a few levels and thousands of values. What is next in an
-    iterator cannot be seen: one that holds it equals no other.
+    methods name of their object, random generators, writes into a module of torch's, and what containers and plain
+    objects among these hold, up to a few levels and thousands of values. The next value of an iterator cannot be seen:
+    values that hold one equal no others.
 
     Args:
         *values: The values.

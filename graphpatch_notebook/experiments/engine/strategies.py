@@ -274,7 +274,7 @@ def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, plan: BatchPlan)
 
 
 def _check_rows(output: Any, clean: CleanRun, plan: BatchPlan, count: int) -> None:
-    """Raises a `RowsError` unless the output has the rows of `count` interventions."""
+    """Raises a `RowsError` unless the output has the rows of `count` cells."""
     leaves = list(leaves_of(output))
     if len(leaves) != len(plan.output):
         raise RowsError("the model returned a value of another structure")
@@ -283,7 +283,7 @@ def _check_rows(output: Any, clean: CleanRun, plan: BatchPlan, count: int) -> No
             if leaf is not single and leaf != single:
                 raise RowsError(f"the output has {leaf!r} where it has {single!r} for one cell")
         elif place.dim is not None and leaf.shape[place.dim] != place.size * count:
-            raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} for {count} interventions")
+            raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} for {count} cells")
 
 
 def _check_control(output: Any, clean: CleanRun) -> None:

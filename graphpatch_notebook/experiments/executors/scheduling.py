@@ -37,8 +37,8 @@ def shown_progress(total: int, done: int, is_wanted: bool) -> Iterator[Progress]
         is_wanted: Whether there is to be a bar.
 
     Raises:
-        ExperimentError: A bar is wanted, and tqdm is not installed. Who asked for progress would otherwise sit before
-            a sweep of hours that says nothing; it costs one line, before anything has run.
+        ExperimentError: A bar is wanted, and tqdm is not installed. Better an error before anything has run than a
+            sweep of hours without its bar.
     """
     if not is_wanted:
         yield _Silent()
