@@ -1,4 +1,4 @@
-"""A module that passes for another one."""
+"""A module that delegates to another module."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OF_THE_MODEL = (
 
 
 class ModuleDelegate(Module):
-    """A module whose parameters, buffers, children and modes are those of another one, which it has as `_module`.
+    """A module with the parameters, buffers, children and modes of another module, `_module`.
 
-    Abstract: attributes that `torch.nn.Module` does not define are for the subclass to hand through.
+    Abstract: the subclass delegates attributes that `torch.nn.Module` does not define.
     """
 
     _module: Module

@@ -41,9 +41,9 @@ class ExtractionOptions:
             (or opaque, if the options say to skip it), as the two options above say of failures.
         postprocessing_function: Called with each `CompiledGraphModule` and the module that it was captured from, inner
             ones first. May edit `graph_module.graph` in place (and give the graph module tensors and modules of its own
-            for that): the edited graph *is* the module from then on, in every call of the `PatchableGraph`.
+            for that): the edited graph then runs in place of the module, in every call of the `PatchableGraph`.
         copy_transformers_generation_config: Give the `PatchableGraph` of a transformers model a `generation_config` of
-            its own, a copy of the model's, which its `generate` goes by. Without, it is the model's own.
+            its own, a copy of the model's, which its `generate` uses. Otherwise, it uses the model's own.
         decompose: Composite functions to open into their steps, so that each step is a node: the functions
             `torch.nn.functional.scaled_dot_product_attention` and `torch.nn.functional.multi_head_attention_forward`,
             or their names. See below.

@@ -42,12 +42,12 @@ __all__ = ["Frame", "capture", "record"]
 def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
     """Runs `module` once, eagerly, on example inputs and returns the record of that run: its root frame.
 
-    The module is left as it was (what its own run changes aside). No code is generated, no tensor is kept.
+    The module is restored afterwards, except for what its own run changes. No code is generated, no tensor is kept.
 
     Raises:
-        OptionError: An option has a value that it cannot have; nothing ran.
-        CaptureError: The module never ran its `forward`, or this torch is too old for one that is compiled.
-        Exception: Whatever `module` raises on these inputs.
+        OptionError: An option has an invalid value; nothing ran.
+        CaptureError: The module never ran its `forward`, or this torch is too old for a compiled module.
+        Exception: Any error that `module` raises on these inputs.
     """
     __tracebackhide__ = True
     options.check()
@@ -61,7 +61,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
 
 
 def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
-    """Runs the module of `recorder`, and returns the record of the run; what `capture` says holds."""
+    """Runs the module of `recorder` and returns the record of the run, under the conditions of `capture`."""
     __tracebackhide__ = True
     module = recorder.root_module
     modules = reachable_modules(module)

@@ -37,7 +37,7 @@ _INVOKE = invoke.__code__
 
 
 class _Code:
-    """What is known of a code object; kept with it, so that its `id` stays its own."""
+    """Facts about a code object. Keeps the code object alive, so that its `id` stays unique."""
 
     __slots__ = ("code", "is_collecting", "is_hook_of_offloading", "is_offloading", "is_users", "offsets")
 

@@ -1,4 +1,4 @@
-"""What capture knows about the functions that torch dispatches: their names, and which calls are worth a node."""
+"""The functions that torch dispatches: their names, and which of their calls become nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METADATA_READS = frozenset(
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """Returns the short name of a dispatched function, as people know it: `add`, `softmax`, `shape`, `getitem`.
+    """Returns the short, usual name of a dispatched function: `add`, `softmax`, `shape`, `getitem`.
 
     Example:
         >>> import torch

@@ -1,8 +1,8 @@
 """Gives the nodes of a complete frame their names.
 
 The names that the model itself uses come first (inputs, submodules, parameters, buffers), then `output`, then the
-operations by the variables that hold them, then the plumbing: so that no name of the model ever moves. Steps of
-opened calls come last: whatever is opened, all other names are the same.
+operations by the variables that hold them, then the plumbing (operations on sizes): the names of the model never
+change. Steps of opened calls come last, so opening calls does not change other names.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
     │   └── CallNode     a call of a submodule, with its Frame
     └── output           structure of what `forward` returned, over `Ref`s to nodes
 
-Arguments of a node are kept as they were, with a `Ref` in place of each value that has a node.
+The arguments of a node are kept, with a `Ref` in place of each value that has a node.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def map_leaves(value: Any, leaf: Callable[[Any], Any], *, with_subclasses: bool 
         value: The arguments of a call.
         leaf: The function.
         with_subclasses: Whether subclasses are containers, too, as in graphs of fx, and become plain ones. Otherwise
-            they are leaves: a named tuple, say, may refuse to hold anything but what it was made for.
+            they are leaves: a named tuple, say, may accept only values of certain types.
     """
     kind = type(value)
     if kind is torch.Size:  # holds integers only, and a leaf may become something else
@@ -185,13 +185,13 @@ class Node:
     returns an empty value.
 
     Attributes:
-        kind: What it is.
+        kind: The kind of node.
         op: For people: the name of the torch function (`linear`, `mul`), else of the input, parameter, submodule...
         target: What makes it. op: the function that torch dispatched (as the function mode received it). parameter,
             buffer, attribute: the attribute path from the frame's module (`weight`, `emb.weight`). call: the attribute
             path of the submodule from the frame's module (`h.3`). input: the parameter's name. constant: a weak
             reference to the tensor, or the object itself.
-        spec: What is known of the value.
+        spec: The description of the value: for a tensor, shape, dtype and device.
         base_name: The name it asks for, before numbering: the local variable, or else the torch function.
         name: The name in the graph, unique in the frame: fixed when the frame is complete.
         is_plumbing: Whether the value only carries sizes (or is the container that an `ElementNode` came from).
@@ -269,8 +269,8 @@ class Node:
 class OpNode(Node):
     """The result of a torch function.
 
-    The last step of an opened call, whose value the call returns, *is* the call for patches: it has the call's site
-    and name, and belongs to what is around the call.
+    The last step of an opened call, whose value the call returns, represents the call in patch maps: it has the site
+    and the name of the call, and belongs to the code around the call.
     """
 
     kind: Kind = "op"
@@ -350,19 +350,19 @@ _STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: 
 
 
 InputPlace: TypeAlias = "tuple[str, tuple[Key, ...]]"
-"""A place in the inputs of a frame: a parameter of `forward`, and what leads from its value to the one meant."""
+"""A place in the inputs of a frame: a parameter of `forward`, and the keys into its value."""
 
 
 @dataclass(slots=True, eq=False)
 class Conditions:
-    """What held for a module and its inputs when it was called.
+    """The state of a module and its inputs when it was called.
 
     Attributes:
         training: The module's `training` flag.
         hooks: The ids of the forward hooks and pre-hooks that the module had.
         input_flags: For each tensor in the inputs, whether it required gradients, and was contiguous.
-        same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records know
-            it by the second only.
+        same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records
+            refer to it by the second place only.
     """
 
     training: bool = False
@@ -396,17 +396,17 @@ class Frame:
         parameters: The parameters of `forward`, each with an `input` node, in order.
         nodes: All nodes in order of execution, inputs first, the output last.
         output: What `forward` returned, with a `Ref` for each value that has a node.
-        conditions: What held for the module and its inputs when it was called.
-        capture: What is known of the whole capture; all its frames share it.
+        conditions: The state of the module and its inputs when it was called.
+        capture: Facts about the whole capture; all its frames share it.
         opaque_reason: Why this frame has no graph; `None` if it has one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
         doubts: Why its graph may differ from the module on other inputs (it reads a value into Python, ...), or at
-            all (a value that came by a side channel).
+            all (a value from outside of the inputs and the module).
         custom_graph: The graph that a custom extraction function returned.
-        is_edited: Whether the user edited the graph of this frame, which is the module from then on.
-        custom_failure: Why such a function returned none.
+        is_edited: Whether the user edited the graph of this frame, which then runs in place of the module.
+        custom_failure: Why the custom extraction function did not return a graph.
         names: The nodes by name.
-        value_reads: What was read into Python, and where.
+        value_reads: The values that were read into Python, and where.
     """
 
     module: Module

@@ -1,4 +1,4 @@
-"""Applies patches to a value: follows the path into containers, copies, checks, and names what went wrong."""
+"""Applies patches to a value: follows the path into containers, copies, checks, and raises errors with the path."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def apply_entry(
 ) -> Any:
     """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
 
-    Containers on the way to a dug value are copied, never written into.
+    Containers on the path to a nested value are copied, never written into.
 
     Args:
         entry: The patches.
@@ -272,7 +272,7 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         raise
     except Exception as error:
         if isinstance(patch, _BUILT_IN) and isinstance(error, (RuntimeError, IndexError, TypeError, ValueError)):
-            # The message says all that the error does, and its traceback is inside this package.
+            # The message has all of the error's text, and its traceback is inside this package.
             raise PatchValueError(_explain(patch, target, value, error)) from None
         shown = f"{type(patch).__name__} on {target.path!r} ({target.node.op})"
         add_note(error, f"raised by {shown}: the value here is {_shown(value)}")

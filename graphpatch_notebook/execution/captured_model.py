@@ -131,7 +131,7 @@ class CapturedModel:
         return plan.callers is self._current().callers
 
     def _current(self) -> _Derived:
-        """Returns what is derived from the records as they are now."""
+        """Returns the values derived from the current records."""
         self.update_called_modules()
         derived = self._derived
         if derived is None or derived.edits != self.edits:

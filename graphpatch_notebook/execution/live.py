@@ -1,6 +1,7 @@
-"""A patched run: the model's own code runs, and patches are applied to its values.
+"""A patched run of the model's own code: identifies frames, and patches inputs, parameters and outputs.
 
-Only frames on the way to a patched value are seen at all, and only those with patched ops run under a function mode.
+Only frames on the path to a patched value are seen, and only those with patched ops run under a function mode
+(`live_mode`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Entry:
         target: The value.
         patches: The patches, in order.
         restriction: The steps and positions at which the patch (then the only one) has an effect; `None` for all.
-        observed_shape: The recorded shape, if the patches only look at the value as it is.
+        observed_shape: The recorded shape, if the patches only observe the unchanged value.
         is_special: Whether the value is not simply the result of a call (written in place, or unpacked from it).
         watch: The operation of the only patch, if it only looks at the result of a call.
     """
@@ -258,7 +258,7 @@ class RunPlan:
         root: The plan of the root frame.
         entries: The patches.
         callers: Which frames call which module.
-        own_graphs: The graph modules whose graph *is* the module.
+        own_graphs: The graph modules whose graph runs in place of the module.
         custom: Custom graphs by the id of the module that each *is*, in all calls of it.
         watched: The modules whose calls must be seen.
         watched_ids: Their ids.
@@ -372,7 +372,7 @@ def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:
     """Adds `frame` to those that are planned, and the frames above it that are needed to identify it.
 
     A call of a module that is called once in the whole capture needs no other frame. If a run calls it more often, it
-    counts as called again, whatever calls it. Modules that may run fused are always planned.
+    counts as a repeated call, from any caller. Modules that may run fused are always planned.
     """
     while id(frame) not in frames:
         frames[id(frame)] = frame
@@ -442,8 +442,8 @@ class Callers:
     def _calling_frames(self, planned: Mapping[int, Frame]) -> Iterator[Frame]:
         """Yields the frames that call a module with several frames, if one of these is planned.
 
-        This includes frames that are planned meanwhile. Their modules are watched, so that a call in one of them is
-        not mistaken for one in a frame above it.
+        This includes frames that are added during the iteration. Their modules are watched, so that a call in one of
+        them is not mistaken for a call in a frame above it.
         """
         seen: set[int] = set()
         while new := [frame.module for frame in planned.values() if id(frame.module) not in seen]:

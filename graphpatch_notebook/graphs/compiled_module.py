@@ -123,7 +123,7 @@ class CompiledGraphModule(GraphModule):
 
     @property
     def code(self) -> str:
-        """The Python code of the graph as it is now."""
+        """The Python code of the current graph."""
         return self._code().text
 
     @property
@@ -300,7 +300,7 @@ class CompiledGraphModule(GraphModule):
 
 
 def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
-    """Returns the graph modules from here on down whose graph *is* the module, in order of execution."""
+    """Returns the graph modules in this hierarchy whose graph runs in place of the module, in order of execution."""
     return [graph for graph in graph_module.walk() if isinstance(graph, CompiledGraphModule) and graph.has_own_graph]
 
 

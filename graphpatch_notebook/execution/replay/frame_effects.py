@@ -59,7 +59,7 @@ class GivenValues:
                 self._look(child)
 
     def change(self) -> str | None:
-        """Returns why the frame may have changed what it was given; `None` if it did not."""
+        """Returns the reason why the frame may have changed its inputs; `None` if it did not."""
         if self.unknown is not None:
             return f"it is given {self.unknown}"
         if any(version_of(tensor) != version for tensor, version in self.tensors):
