@@ -91,7 +91,7 @@ class UnknownPathError(PatchMapError, KeyError):
 
 
 class UnknownChildError(UnknownPathError, AttributeError):
-    """A graph, a node or a container has no such child."""
+    """A graph, a node or a container does not have this child."""
 
 
 class PatchValueError(GraphPatchError, ValueError):
@@ -223,7 +223,7 @@ class UnverifiedGraphWarning(GraphPatchWarning):
 
 
 class ExperimentWarning(GraphPatchWarning):
-    """Some cells of a sweep failed, or had to be run in a slower way than was asked for."""
+    """Some cells of a sweep failed, or had to be run in a slower way than requested."""
 
 
 class ListenerWarning(GraphPatchWarning):

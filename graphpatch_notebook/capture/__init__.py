@@ -1,11 +1,12 @@
 """Capture: one eager run of a model on example inputs becomes a tree of frames with named nodes.
 
 `recorder` runs the model. It sees torch functions through a function mode, and module calls through swapped forwards
-(`observers`). `frame_recorder` records one module call, as the classes in `records`. What an operation is follows from
-its place in the user's code (`call_sites`), its name from the variable that holds it (`bytecode`, `naming`), and sizes
-stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`; `held_values` finds what modules hold.
-`custom_graphs` and `decompositions` are for graphs of the user's and for opened functions; `data_loops` and `doubts`
-say where the record may not hold for other inputs; `quantization` reads packed weights.
+(`observers`). `frame_recorder` records one module call, as the classes in `records`; `functions` lists the calls that
+become nodes. An operation is identified by its place in the user's code (`call_sites`), and named after the variable
+that holds it (`bytecode`, `naming`). Sizes stay symbolic (`sizes`). `inputs` binds arguments to the parameters of
+`forward`; `held_values` finds the values that modules hold; `quantization/` reads packed weights. `custom_graphs`
+records custom graphs, `decompositions` opens functions. `data_loops` and `doubts` mark what
+may differ on other inputs.
 """
 
 from __future__ import annotations

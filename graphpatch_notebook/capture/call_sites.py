@@ -1,6 +1,6 @@
 """Call sites: the chain of Python call sites from a module's `forward` down to a torch call.
 
-What an op *is* is its chain and how often the same chain ran before in its frame. Capture and live runs find
+An op is identified by its chain and how often the same chain ran before in its frame. Capture and live runs find
 both here, so that they always agree.
 """
 

@@ -1,6 +1,6 @@
 """Graphs of custom extraction functions: checked, run node by node, and recorded as a frame.
 
-Such a graph *is* its module from then on. Its placeholders are the parameters of `forward`, its output is a one-element
+Such a graph runs in place of its module. Its placeholders are the parameters of `forward`, its output is a one-element
 tuple, and its nodes keep their names.
 """
 

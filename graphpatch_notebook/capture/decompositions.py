@@ -58,7 +58,7 @@ def chosen(decompose: Collection[str | Callable[..., Any]]) -> dict[int, Decompo
     """Returns the decompositions that `ExtractionOptions.decompose` asks for, by the id of their function.
 
     Raises:
-        OptionError: It asks for something else.
+        OptionError: It contains something else.
     """
     if isinstance(decompose, str) or not isinstance(decompose, Collection):
         given: Any = decompose
@@ -182,7 +182,7 @@ def _is_helper(function: Any, of: FunctionType) -> bool:
 
 
 def _with_globals(function: FunctionType, namespace: dict[str, Any]) -> FunctionType:
-    code = function.__code__.replace()  # of its own: the original one goes on being torch's
+    code = function.__code__.replace()  # a copy: the original belongs to torch
     count_as_users(code)
     copied = FunctionType(code, namespace, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__

@@ -93,7 +93,7 @@ class FrameRecorder:
     # -- which value belongs to which node -----------------------------------------------------------------------------
 
     def knows(self, value: Any) -> bool:
-        """Whether this very object is the value of a node."""
+        """Whether this object is the value of a node."""
         return self._lookup(value) is not None
 
     def alias_of(self, value: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class FrameRecorder:
         return self._object_from_elsewhere(leaf)
 
     def _is_unchanged(self, known: Ref, inside: list[tuple[Key, Any]]) -> bool:
-        """Whether a container still holds what it held when it was recorded: models assign into a child's output."""
+        """Whether a container is unchanged since it was recorded: models assign into a child's output."""
         return all(
             self._lookup(child) == Ref(known.node, (*known.dig, key))
             for key, child in inside

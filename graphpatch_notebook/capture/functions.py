@@ -24,7 +24,7 @@ METADATA_READS = frozenset(
         "sparse_dim", "has_names", "type", "__format__", "__repr__", "__str__", "names", "get_default_dtype",
     }
 )  # fmt: skip
-"""Calls that return what a tensor is, never its values."""
+"""Calls that return properties of a tensor, never its values."""
 
 
 def function_name(func: Callable[..., Any]) -> str:

@@ -394,7 +394,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def memory_of(value: Any) -> int | None:
-    """Returns the address of the memory of a tensor; `None` if it has none of its own."""
+    """Returns the address of the memory of a tensor; `None` if it does not have any."""
     if not isinstance(value, Tensor):
         return None
     try:

@@ -22,7 +22,7 @@ def name_nodes(frame: Frame) -> None:
     """Fixes `Node.name` of every node of `frame`, and fills `frame.names`."""
     frame.names.clear()
     _number_calls(frame)
-    # Each numbering goes on where it stopped: counting from one each time takes minutes in a loop of 50,000 ops.
+    # Each numbering continues where it stopped: counting from one each time takes minutes in a loop of 50,000 ops.
     numberings: dict[str, Iterator[str]] = {}
     for node in sorted(frame.nodes, key=_rank):  # a stable sort: execution order within a rank
         if not node.name:

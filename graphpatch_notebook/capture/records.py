@@ -5,7 +5,7 @@
     ├── Capture          what all frames of a capture share: its options, and what analyses found
     ├── Node ...         one value: input, parameter, buffer, attribute, constant, output
     │   ├── OpNode       the result of a torch function
-    │   │   ├── Site     the chain of call sites from `forward` down to the op: what the op *is*
+    │   │   ├── Site     the chain of call sites from `forward` down to the op, which identifies it
     │   │   └── CompositeCall    the opened call that the op is a step of, if it is one
     │   ├── ElementNode  a part of the result of an op, unpacked into a variable of its own
     │   └── CallNode     a call of a submodule, with its Frame
@@ -181,7 +181,7 @@ def refs_in(value: Any) -> Iterator[Ref]:
 class Node:
     """One value in a frame: an input, a held tensor, the output. Subclasses are for values that the frame computes.
 
-    Code that goes over all nodes can read the properties below from each of them: a node that has no such thing
+    Code can read the properties below from all nodes: a node that does not have such a property
     returns an empty value.
 
     Attributes:
@@ -192,11 +192,11 @@ class Node:
             path of the submodule from the frame's module (`h.3`). input: the parameter's name. constant: a weak
             reference to the tensor, or the object itself.
         spec: The description of the value: for a tensor, shape, dtype and device.
-        base_name: The name it asks for, before numbering: the local variable, or else the torch function.
+        base_name: The name before numbering: the local variable, or else the torch function.
         name: The name in the graph, unique in the frame: fixed when the frame is complete.
         is_plumbing: Whether the value only carries sizes (or is the container that an `ElementNode` came from).
         is_live: Whether a live run sees this value (it does not see arithmetic on sizes).
-        is_mutated_later: Whether an op of the model wrote into this very tensor later, or its memory was freed.
+        is_mutated_later: Whether an op of the model wrote into this tensor later, or its memory was freed.
         is_view_filled_later: Whether that tensor is a view, so that the write was meant for its base.
     """
 
@@ -238,7 +238,7 @@ class Node:
 
     @property
     def position(self) -> int | None:
-        """The position of the value in what the call at `site` returns; `None` where it is all of that."""
+        """The position of the value in what the call at `site` returns; `None` if it is the whole result."""
         return None
 
     @property
@@ -445,12 +445,12 @@ class Frame:
 
     @property
     def has_own_graph(self) -> bool:
-        """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
+        """Whether a graph (edited, or custom) replaces the module, rather than records it."""
         return self.is_edited or self.custom_graph is not None
 
     @property
     def is_below_own_graph(self) -> bool:
-        """Whether some frame above has a graph that *is* its module."""
+        """Whether a graph replaces the module of some frame above."""
         return self.parent is not None and (self.parent.has_own_graph or self.parent.is_below_own_graph)
 
     @property

@@ -1,6 +1,6 @@
 """The signature of a call: everything about it but the numbers in its tensors. A graph holds for equal signatures.
 
-CallSignature     the inputs: structure, plain values, and what code can ask of a tensor; the settings of torch
+CallSignature     the inputs: structure, plain values, and what code can read from a tensor; the settings of torch
 ├── of            the signature of a call
 ├── of_frame      the signature of the call that a frame is the record of
 └── differences   how a call differs from it
@@ -106,7 +106,7 @@ def _shown(what: Any) -> str:
 
 
 Settings: TypeAlias = "tuple[tuple[Aspect, Any], ...]"
-"""The settings of torch that code may ask for."""
+"""The settings of torch that code may read."""
 
 
 def current_settings() -> Settings:

@@ -127,7 +127,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Returns a real tensor of no subclass with the same bits."""
+    """Returns a plain, real tensor with the same bits."""
     tensor = tensor.detach().as_subclass(Tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

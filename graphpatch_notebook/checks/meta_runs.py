@@ -204,7 +204,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 def _has_values(arguments: Any) -> bool:
-    """Whether no tensor among some arguments is without its values."""
+    """Whether all tensors among some arguments have values."""
     with without_torch_functions():
         return not any(isinstance(each, Tensor) and each.is_meta for each in _leaves(arguments))
 

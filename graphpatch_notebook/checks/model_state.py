@@ -310,7 +310,7 @@ class ModuleState:
         return _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
 
     def unrepeatable_change(self) -> Change | None:
-        """Returns the first change that no graph repeats, or that `restore` did not take back.
+        """Returns the first change that graphs do not repeat, or that `restore` did not undo.
 
         Graphs write into tensors as the module does, and draw the same random numbers from torch.
         """
@@ -367,7 +367,7 @@ class ModuleState:
             value = now.get((kind, name), ABSENT)
             try:
                 is_equal = value is saved or bool(value == saved)
-            except (RuntimeError, ValueError):  # tensors and arrays have no one truth value
+            except (RuntimeError, ValueError):  # tensors and arrays do not have a single truth value
                 is_equal = False
             if not is_equal:
                 yield Change(ChangeKind.GLOBAL, "", kind.__name__, name, saved, value)
@@ -408,7 +408,7 @@ class ModuleState:
         """Puts everything back that can be. Call it again where an interrupt came in between.
 
         Args:
-            has_random: Whether to put back the generators of torch, Python and numpy, too, which all code shares.
+            has_random: Whether to restore the generators of torch, Python and numpy, too, which all code shares.
             counts_writes: Whether autograd is to refuse to go backward through a run that used what is written over.
         """
         if has_random:
@@ -516,7 +516,7 @@ def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
 
 
 def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields what a container holds elsewhere than it did: key, what was there, what is there."""
+    """Yields the changed items of a container: key, old value, new value."""
     if isinstance(container, set):
         before, after = set(saved), container
         yield from ((item, item, ABSENT) for item in before - after)

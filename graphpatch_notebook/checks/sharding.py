@@ -31,7 +31,7 @@ def sharding(root: Frame) -> str | None:
     if not torch.distributed.is_initialized() or (count := torch.distributed.get_world_size()) == 1:
         return None
     findings = root.capture.findings
-    if sharding not in findings:  # each patch context asks
+    if sharding not in findings:  # each patch context needs it
         findings[sharding] = _is_parallel(root.module) or any(
             _is_distributed(node) for frame in root.walk() for node in frame.nodes
         )

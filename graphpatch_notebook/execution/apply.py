@@ -76,7 +76,7 @@ class Applier:
         return patched
 
     def watch(self, entry: Entry, value: Any) -> None:
-        """Applies an entry that only looks at a tensor."""
+        """Applies an entry that only observes a tensor."""
         if isinstance(value, Tensor) and value.shape == entry.observed_shape:
             self.fired.ids.add(id(entry))
             entry.watch(value)  # type: ignore[misc]  # is given wherever this is called
@@ -84,7 +84,7 @@ class Applier:
             self.apply(entry, value)
 
     def is_observed(self, entry: Entry, value: Any) -> bool:
-        """Takes the short way for patches that only look at a tensor; returns whether it was one."""
+        """Applies patches that only observe a tensor; returns whether the value was a tensor."""
         shape = entry.observed_shape
         if shape is None or not isinstance(value, Tensor):
             return False
@@ -123,7 +123,7 @@ class Applier:
         steps = self.steps
         if entry.restriction is None:
             return None
-        if steps is None:  # no call of the `PatchableGraph`, but backward
+        if steps is None:  # not a call of the `PatchableGraph`, but backward
             raise GraphPatchError(_RECOMPUTED_STEP.format(path=entry.target.path))
         if not steps.admits(entry):
             raise HeldBackError

@@ -1,4 +1,4 @@
-"""Finds the node that raised an error from the traceback, so that runs without errors have no cost.
+"""Finds the node that raised an error from the traceback, so that runs without errors do not cost time.
 
 The traceback of an error holds the chain of call sites that identifies an op in a run, and the module calls between
 them. So the way from the outermost `forward` down to the error is also a way down the captured frames. If a loop makes

@@ -299,7 +299,7 @@ def _digs(frame: Frame) -> dict[Node, list[tuple[Key, ...]]]:
 
 
 def _identifier(name: str) -> str:
-    """Returns the name that fx is asked for; fx itself escapes keywords, builtins and other characters."""
+    """Returns the name requested from fx; fx itself escapes keywords, builtins and other characters."""
     return f"{name}_1" if name == "self" else name
 
 

@@ -1,4 +1,4 @@
-"""Quantized weights: what a packed weight represents, and the module's forward with another weight.
+"""Quantized weights: unpacks a packed weight, and runs the module's forward with another weight.
 
     module.weight        what the module holds: packed integers, which mean nothing by themselves
     Packing.spec         the spec of the represented weight, without unpacking it

@@ -1,4 +1,4 @@
-"""Side effects of frames: a run can only leave out frames that have none."""
+"""Side effects of frames: a run can only skip frames without side effects."""
 
 from __future__ import annotations
 

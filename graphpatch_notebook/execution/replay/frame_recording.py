@@ -1,4 +1,4 @@
-"""A run that is recorded: what its frames return, what they change, and which of them later runs can leave out."""
+"""Records a run: what its frames return, what they change, and which of them later runs can skip."""
 
 from __future__ import annotations
 
