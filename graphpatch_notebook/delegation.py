@@ -1,4 +1,4 @@
-"""A module that passes for another one."""
+"""A module that delegates to another module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-# What `nn.Module` defines and the module may define anew: always asked of the module.
+# What `nn.Module` defines and the module may define anew: always read from the module.
 _OF_THE_MODEL = (
     "add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter "
     "get_submodule half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters "
@@ -18,9 +18,9 @@ _OF_THE_MODEL = (
 
 
 class ModuleDelegate(Module):
-    """A module whose parameters, buffers, children and modes are those of another one, which it has as `_module`.
+    """A module with the parameters, buffers, children and modes of another module, `_module`.
 
-    Abstract: attributes that `torch.nn.Module` does not define are for the subclass to hand through.
+    Abstract: the subclass delegates attributes that `torch.nn.Module` does not define.
     """
 
     _module: Module

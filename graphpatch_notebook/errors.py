@@ -5,18 +5,18 @@ GraphPatchError
 ├── PatchMapError(ValueError)             a patch map was refused before anything ran
 │   └── UnknownPathError(KeyError)        ... and at least one of its paths leads to no value to patch
 │       └── UnknownChildError(AttributeError)   `pg.graph.x` does not exist
-├── OptionError(ValueError)               an option has a value that it cannot have
-├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
+├── OptionError(ValueError)               an option has an invalid value
+├── PatchValueError(ValueError)           a patch cannot be applied to a value, during a run
 ├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
 ├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
 ├── GraphError(RuntimeError)              a graph cannot be built, or cannot run in place of its module
 ├── SessionError(ValueError)              the chosen patches of a notebook cannot be changed or used like this
-│   ├── ChosenPatchError                  ... because a field of a chosen patch cannot be what it is
+│   ├── ChosenPatchError                  ... because a field of a chosen patch is invalid
 │   ├── StaleEditError                    ... because they were changed in the meantime
 │   ├── SessionFileError                  ... because the file with them cannot be read or written
 │   ├── UntrustedValueError               ... because a value is code from a file that the user has not trusted
-│   └── ExportError                       ... because Python code cannot say what they say
-├── ExperimentError(ValueError)           an experiment cannot be done like this, or its results not be kept
+│   └── ExportError                       ... because they cannot be written as Python code
+├── ExperimentError(ValueError)           an experiment cannot run like this, or its results cannot be kept
 └── SerializationError(ValueError)        a graph cannot be saved, or a file cannot be loaded
     ├── UnstoredFrameError(RuntimeError)  a loaded graph was called where the file has no graph
     └── StoredFormError                   a loaded graph was given inputs of a form that it does not cover
@@ -25,8 +25,8 @@ GraphPatchWarning(UserWarning)
 ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
 ├── PatchNotFiredWarning                  a patch never fired during a call, or in a block
 ├── RepeatedCallWarning                   a patched module or op ran more often than when it was captured
-├── DataLoopWarning                       a patched value is in a loop over data: on other inputs it may be another one
-├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
+├── DataLoopWarning                       a patched value is in a loop over data: its meaning may depend on inputs
+├── CheckpointWarning                     a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
 ├── SharedGradientWarning                 the gradient of a probed input is that of other uses of its tensor, too
@@ -91,7 +91,7 @@ class UnknownPathError(PatchMapError, KeyError):
 
 
 class UnknownChildError(UnknownPathError, AttributeError):
-    """A graph, a node or a container has no such child."""
+    """A graph, a node or a container does not have this child."""
 
 
 class PatchValueError(GraphPatchError, ValueError):
@@ -115,7 +115,7 @@ class SessionError(GraphPatchError, ValueError):
 
 
 class ChosenPatchError(SessionError):
-    """A field of a chosen patch cannot be what it is.
+    """A field of a chosen patch is invalid.
 
     Attributes:
         field: The name of the field: `path`, `kind`, `slice`, `value`, ...
@@ -150,7 +150,7 @@ class SweepInterrupted(KeyboardInterrupt):
     """A sweep was interrupted.
 
     Attributes:
-        result: The `xarray.DataArray` as far as it was done; NaN in cells that were not run.
+        result: The `xarray.DataArray` of the finished cells; NaN in cells that did not run.
     """
 
     def __init__(self, message: str, result: Any) -> None:
@@ -163,11 +163,11 @@ class SweepInterrupted(KeyboardInterrupt):
 
 
 class SerializationError(GraphPatchError, ValueError):
-    """A graph cannot be saved, or a file cannot be loaded: nothing of it ran."""
+    """A graph cannot be saved, or a file cannot be loaded. Nothing in the file ran."""
 
 
 class UnstoredFrameError(SerializationError, RuntimeError):
-    """A loaded graph came to a module whose graph is not in the file, and which has no model to run instead."""
+    """A loaded graph called a module that has neither a graph in the file nor a model to run instead."""
 
 
 class StoredFormError(SerializationError):
@@ -191,7 +191,7 @@ class RepeatedCallWarning(GraphPatchWarning):
 
 
 class DataLoopWarning(GraphPatchWarning):
-    """A patched value is computed in a loop over data: its name means a turn of the loop, whatever that is for."""
+    """A patched value is computed in a loop over data: its name means one iteration, which may process other data."""
 
 
 class CheckpointWarning(GraphPatchWarning):
@@ -199,7 +199,7 @@ class CheckpointWarning(GraphPatchWarning):
 
 
 class DecompositionWarning(GraphPatchWarning):
-    """A function that `ExtractionOptions.decompose` names is not called, or in a way that stays one node."""
+    """A function in `ExtractionOptions.decompose` is not called, or is called in a way that cannot be decomposed."""
 
 
 class AliasedPatchWarning(GraphPatchWarning):
@@ -207,7 +207,7 @@ class AliasedPatchWarning(GraphPatchWarning):
 
 
 class SharedGradientWarning(GraphPatchWarning):
-    """A probed input of a module has no gradient of its own: it is that of other uses of the same tensor, too."""
+    """The gradient of a probed input of a module includes those of other uses of the same tensor."""
 
 
 class ShardedValueWarning(GraphPatchWarning):
@@ -223,7 +223,7 @@ class UnverifiedGraphWarning(GraphPatchWarning):
 
 
 class ExperimentWarning(GraphPatchWarning):
-    """Some cells of a sweep failed, or had to be run in a slower way than was asked for."""
+    """Some cells of a sweep failed, or had to be run in a slower way than requested."""
 
 
 class ListenerWarning(GraphPatchWarning):

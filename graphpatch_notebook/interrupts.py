@@ -1,9 +1,8 @@
-"""Interrupts: everything is put back wherever one comes, between any two instructions, those that put back included.
+"""Restores state even if a KeyboardInterrupt arrives, also during restoration.
 
-`afterwards` and `holding` run the steps that put things back, and run them again if an interrupt came in between; so
-each step must allow to be run twice. `deferred` makes an interrupt wait. An interrupt that comes right
-before the first line of an `__exit__` ends a `with` block without it, which no Python code can prevent: `Block` says
-later that the block is over.
+`afterwards` and `holding` run the steps that restore state, and run them again if they were interrupted, so every step
+must be idempotent. `deferred` delays an interrupt. An interrupt right before the first line of an `__exit__` ends a
+`with` block without it, which Python code cannot prevent: `Block` detects later that the block is over.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-# -- putting things back -----------------------------------------------------------------------------------------------
+# -- restoring state ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def afterwards(*steps: Callable[[], object]) -> Iterator[None]:
-    """Runs steps, one after the other, when the block ends, whatever ends it; twice if an interrupt comes meanwhile."""
+    """Runs steps, in order, when the block ends or raises; again if an interrupt arrives while they run."""
     try:
         try:
             yield
@@ -103,9 +102,9 @@ class Block:
         return Block(frame) if is_with and not frame.f_code.co_flags & _SUSPENDS else None
 
     def is_over(self) -> bool:
-        """Whether its frame has come to its end; `False` in other threads than its own, which cannot know.
+        """Whether its frame has ended; `False` in threads other than its own, which cannot determine it.
 
-        Where the frame itself goes on (its own code handles the interrupt), the block counts as running.
+        If the frame itself continues (its own code handles the interrupt), the block counts as running.
         """
         if self._task is not None and self._task is not _current_task():
             return bool(self._task.done())  # it may be waiting

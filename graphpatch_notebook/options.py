@@ -33,17 +33,17 @@ class ExtractionOptions:
             `OpaqueGraphModule`. Without either option this fallback is silent, but can be seen: in the tree, and as
             `OpaqueGraphModule.reason`.
         allow_unused_submodules: Whether submodules that the example inputs do not reach are fine (they become
-            `UnusedModule`). `None` means: fine, unless `error_on_compilation_failure` asks for errors.
+            `UnusedModule`). `None` means: allowed, unless `error_on_compilation_failure` is set.
         custom_extraction_functions: For modules of these classes (or of subclasses of them), a function from the
-            module to an `fx.Graph` that *is* the module from then on. Its placeholders carry the names of `forward`'s
+            module to an `fx.Graph` that replaces the module. Its placeholders carry the names of `forward`'s
             parameters, its output is wrapped in a one-element tuple, and the names of its nodes are kept: a graph for
             which this is not so is a `CaptureError`. Where the function raises, the module is captured as any other
             (or opaque, if the options say to skip it), as the two options above say of failures.
         postprocessing_function: Called with each `CompiledGraphModule` and the module that it was captured from, inner
             ones first. May edit `graph_module.graph` in place (and give the graph module tensors and modules of its own
-            for that): the edited graph *is* the module from then on, in every call of the `PatchableGraph`.
+            for that): the edited graph then runs in place of the module, in every call of the `PatchableGraph`.
         copy_transformers_generation_config: Give the `PatchableGraph` of a transformers model a `generation_config` of
-            its own, a copy of the model's, which its `generate` goes by. Without, it is the model's own.
+            its own, a copy of the model's, which its `generate` uses. Otherwise, it uses the model's own.
         decompose: Composite functions to open into their steps, so that each step is a node: the functions
             `torch.nn.functional.scaled_dot_product_attention` and `torch.nn.functional.multi_head_attention_forward`,
             or their names. See below.
@@ -54,7 +54,7 @@ class ExtractionOptions:
     model's dtype). Its result keeps the name that it has anyway, and so does everything else.
     `"multi_head_attention_forward"` shows the steps of torch's own code under the variables of that code: with
     `need_weights=True` the pattern is what `softmax` made, the second of the `attn_output_weights`; otherwise it calls
-    `scaled_dot_product_attention` in turn, so ask for both.
+    `scaled_dot_product_attention` in turn, so list both.
 
     A call takes its steps one by one only where a patch stands on one of them, be it a probe; all other calls run
     fused, also where their result is patched. During the capture, all calls take their steps. The result of the steps

@@ -221,7 +221,7 @@ class PatchableGraph(ModuleDelegate):
 
         Returns:
             A report on each frame, which can be printed. The inputs, the model's state (buffers, attributes) and that
-            of the random generators stay as they were.
+            of the random generators do not change.
 
         Example:
             >>> import torch
@@ -236,7 +236,7 @@ class PatchableGraph(ModuleDelegate):
 
         It runs the graphs, not the model, without patches: to look into a graph, say one that differs in `verify`.
         Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`. The model's
-        state, and that of the random generators, stay as they were.
+        state, and that of the random generators, do not change.
 
         Args:
             on_node: Called with the path and the value of each node, when it is computed.
@@ -454,7 +454,7 @@ class PatchableGraph(ModuleDelegate):
         the cells have in common is computed once: modules that ran before the first patched value return what they
         returned without patches, cells share a forward as rows of a batch, and language models do not compute logits
         that the metric does not read. In batches the last bits may differ; with `batch=None` all bits are equal. If it
-        is not certain that the numbers are the same, cells run one by one, and `result.attrs["remarks"]` says why.
+        is not certain that the numbers are the same, cells run one by one; `result.attrs["remarks"]` has the reason.
 
         Args:
             axes: From names to values; these are the dimensions and coordinates of the result.

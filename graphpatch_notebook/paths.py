@@ -95,7 +95,7 @@ def python_path(start: str, names: Iterable[str]) -> str:
 
 
 def nearest(text: str, candidates: Sequence[str], count: int = 3) -> list[str]:
-    """Returns up to `count` of the candidates that a person who wrote `text` may have meant, best first.
+    """Returns up to `count` of the candidates that are most similar to `text`, best first.
 
     Example:
         >>> nearest("mlp.act.mul_9", ["mlp.act.mul_3", "mlp.c_fc.input", "attn.c_fc.weight"], count=1)

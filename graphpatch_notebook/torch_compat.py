@@ -191,26 +191,26 @@ def has_compiled_parts(root: torch.nn.Module) -> bool:
 
 
 def restore_gradients(were_enabled: bool, error: BaseException) -> None:
-    """Switches gradients as they were before a run that an interrupt broke off.
+    """Restores the gradient mode after a run that was interrupted.
 
-    `torch.no_grad` switches them back by a call that function modes see: an interrupt may come while ours looks at it.
-    Other errors leave them as the model's own code does.
+    `torch.no_grad` restores it by a call that function modes see, and an interrupt may arrive while ours handles it.
+    After other errors, the gradient mode is as the model's own code leaves it.
     """
     if not isinstance(error, Exception):
         torch.set_grad_enabled(were_enabled)
 
 
 class EagerCode:
-    """Has all that `torch.compile` compiled run as it was written, from `hold` until `let_go`, which may come twice.
+    """Runs compiled code eagerly from `hold` until `let_go`, which may be called twice.
 
-    This is one switch for all threads, so it is turned back when the last holder lets go.
+    The setting is global to all threads, so it is restored when the last holder lets go.
 
-    `torch.compiler.set_stance` (public): torch 2.6 and later. Before, there is no way: dynamo would fail on what looks
-    into compiled parts, or run them without it. Tested by: tests/integrations/test_torch_compile.py, test_old_torch.py.
+    `torch.compiler.set_stance` (public): torch 2.6 and later. Earlier, dynamo would fail on modes and hooks inside
+    compiled parts, or ignore them. Tested by: tests/integrations/test_torch_compile.py, test_old_torch.py.
 
     Attributes:
-        is_possible: Whether this torch can.
-        reason: Why an older one cannot look into compiled parts, and what to do, in words.
+        is_possible: Whether this torch supports it.
+        reason: The message for older versions: why compiled parts cannot be observed, and what to do.
     """
 
     is_possible: ClassVar[bool] = hasattr(torch.compiler, "set_stance")
@@ -239,7 +239,7 @@ class EagerCode:
 
 
 def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Returns `function` such that `torch.compile` breaks its graph there and runs it as it was written.
+    """Returns `function` wrapped so that `torch.compile` breaks its graph there and runs it eagerly.
 
     `torch._compile._disable_dynamo`: torch 2.1 to 2.13. The public `torch.compiler.disable` imports dynamo at once,
     which takes as long as torch itself. Tested by: tests/integrations/test_torch_compile.py, tests/test_packaging.py.

@@ -35,7 +35,7 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What is known of a tensor: never the tensor itself."""
+    """The properties of a tensor, without the tensor itself."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class ScalarSpec:
 
     @property
     def is_number(self) -> bool:
-        """Whether the value is one that patches can work on."""
+        """Whether patches can work on the value."""
         return isinstance(self.value, (bool, int, float, complex))
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ def take(value: Any, key: Key) -> Any:
 
 
 def replaced(value: Any, key: Key, child: Any) -> Any:
-    """Returns a container like `value` with another child at `key`; `value` itself stays as it is.
+    """Returns a container like `value` with another child at `key`; `value` itself does not change.
 
     A shallow copy: the other children are the same objects.
     """
@@ -205,7 +205,7 @@ def replaced(value: Any, key: Key, child: Any) -> Any:
     if isinstance(key, _DictKey):
         result[key.key] = child
     elif isinstance(result, Mapping):
-        result[key] = child  # type: ignore[index]  # a mapping that cannot be written to says so itself
+        result[key] = child  # type: ignore[index]  # a read-only mapping raises its own error
     else:
         object.__setattr__(result, key, child)
     return result
@@ -262,7 +262,7 @@ def with_own_containers(value: Any, function: Callable[[Any], Any] = lambda leaf
 
 
 def describe(value: Any) -> ValueSpec:
-    """Returns what is known of `value` without keeping it."""
+    """Returns the spec of `value` without keeping it."""
     if isinstance(value, Tensor):
         name = "Tensor" if type(value) in (Tensor, torch.nn.Parameter) else type(value).__name__
         if is_lazy(value):  # a lazy module's parameter that has no shape yet
@@ -289,8 +289,8 @@ def _plain_number(value: Any) -> Any:
 def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:
     """Returns a container of class `kind` with `items` at `keys`, as `children` took them out of such a container.
 
-    No constructor of the class runs where it could change what it is given: a `ModelOutput` comes back with just the
-    fields that it had, also where the class requires others (these are `None`).
+    The constructor of the class does not run if it could change the items: a `ModelOutput` gets only the fields that
+    it had, even if the class requires others (these are `None`).
 
     Example:
         >>> from collections import OrderedDict

@@ -1,7 +1,7 @@
-"""Warnings of this package name a line of the user's code, whatever code is between that line and the warning.
+"""Gives warnings that name the line of the user's code that led to them.
 
-Where no line of the user's made the run (a click did), they are collected instead, to be shown beside its results. This
-goes by context, as `warnings.catch_warnings` does not: that is one for all threads.
+If a click started the run, rather than a line of the user's code, they are collected, to be shown with its results.
+Collection is local to a context; `warnings.catch_warnings` would affect all threads.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def level_of_caller() -> int:
 
 
 def warn_each_time(message: str, category: type[GraphPatchWarning]) -> None:
-    """Gives a warning that names a line of the user's code, also where that line gave the same one before.
+    """Gives a warning that names a line of the user's code, even if that line gave the same warning before.
 
-    By default Python shows a warning once for each line of code: who runs a cell again would see nothing.
+    By default Python shows a warning once for each line of code, so running a cell again would show nothing.
     """
     if _is_collected(message):
         return

@@ -1,4 +1,4 @@
-"""Files that are whole, or not there."""
+"""Writes files atomically: a file is complete, or does not exist."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from graphpatch_notebook import PatchMapError
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    PatchMapError,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
 from graphpatch_notebook.capture import decompositions
 from graphpatch_notebook.capture.quantization import packed_weights
 from graphpatch_notebook.notebook import PATCH_KINDS
@@ -41,7 +50,8 @@ def test_imports_go_down_the_map() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    names = re.findall(r"`((?:graphpatch_notebook|js|tests|execution|inspection|capture)/[\w/.]*)`", GUIDE)
+    folders = "graphpatch_notebook|js|tests|docs|execution|inspection|capture|experiments|notebook|graphs|checks"
+    names = re.findall(rf"`((?:{folders})/[\w/.]*)`", GUIDE)
     assert len(names) > 20
     missing = [n for n in names if not (ROOT / n).exists() and not (ROOT / "graphpatch_notebook" / n).exists()]
     assert not missing
@@ -58,6 +68,29 @@ def test_the_files_of_a_patch_kind_are_those_that_name_one() -> None:
     files = [*(ROOT / "graphpatch_notebook").rglob("*.py"), *(ROOT / "js/src").rglob("*.ts")]
     naming = {file.relative_to(ROOT).as_posix() for file in files if '"replace"' in file.read_text("utf8")}
     assert listed == naming | {"graphpatch_notebook/patches/kinds.py", "graphpatch_notebook/__init__.py"}
+
+
+def test_the_files_that_know_built_in_patches_are_listed() -> None:
+    """Those that hold several of these classes in a tuple or set of their own."""
+    package = ROOT / "graphpatch_notebook"
+    kinds = {kind.__name__ for kind in (ZeroPatch, AddPatch, ReplacePatch, CustomPatch, ProbePatch, RecordPatch)}
+    found = set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf8"))):
+            if isinstance(node, (ast.Tuple, ast.Set)) and {ast.unparse(each) for each in node.elts} <= kinds:
+                found |= {file.relative_to(package).as_posix()} if node.elts else set()
+    section = GUIDE.split("These files know certain built-in classes")[1].split("In the documents:")[0]
+    assert set(re.findall(r"`([\w/]+\.py)`", section)) == found
+
+
+def test_laws_are_numbered_as_in_their_list() -> None:
+    laws = re.findall(r"^(\d+)\. ", (ROOT / "docs/concepts/laws.md").read_text("utf8"), re.MULTILINE)
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", GUIDE, re.MULTILINE))
+    assert list(rows) == laws
+    for file in sorted((ROOT / "tests/laws").glob("test_*.py")):
+        number = str(int(file.name.split("_")[2]))
+        assert file.relative_to(ROOT).as_posix() in rows[number]
+        assert file.read_text("utf8").startswith(f'"""Law {number}')
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 """Capture: one eager run of a model on example inputs becomes a tree of frames with named nodes.
 
 `recorder` runs the model. It sees torch functions through a function mode, and module calls through swapped forwards
-(`observers`). `frame_recorder` records one module call, as the classes in `records`. What an operation is follows from
-its place in the user's code (`call_sites`), its name from the variable that holds it (`bytecode`, `naming`), and sizes
-stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`; `held_values` finds what modules hold.
-`custom_graphs` and `decompositions` are for graphs of the user's and for opened functions; `data_loops` and `doubts`
-say where the record may not hold for other inputs; `quantization` reads packed weights.
+(`observers`). `frame_recorder` records one module call, as the classes in `records`; `functions` lists the calls that
+become nodes. An operation is identified by its place in the user's code (`call_sites`), and named after the variable
+that holds it (`bytecode`, `naming`). Sizes stay symbolic (`sizes`). `inputs` binds arguments to the parameters of
+`forward`; `held_values` finds the values that modules hold; `quantization/` reads packed weights. `custom_graphs`
+records custom graphs, `decompositions` opens functions. `data_loops` and `doubts` mark what
+may differ on other inputs.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ __all__ = ["Frame", "capture", "record"]
 def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
     """Runs `module` once, eagerly, on example inputs and returns the record of that run: its root frame.
 
-    The module is left as it was (what its own run changes aside). No code is generated, no tensor is kept.
+    The module is restored afterwards, except for what its own run changes. No code is generated, no tensor is kept.
 
     Raises:
-        OptionError: An option has a value that it cannot have; nothing ran.
-        CaptureError: The module never ran its `forward`, or this torch is too old for one that is compiled.
-        Exception: Whatever `module` raises on these inputs.
+        OptionError: An option has an invalid value; nothing ran.
+        CaptureError: The module never ran its `forward`, or this torch is too old for a compiled module.
+        Exception: Any error that `module` raises on these inputs.
     """
     __tracebackhide__ = True
     options.check()
@@ -61,7 +62,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
 
 
 def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
-    """Runs the module of `recorder`, and returns the record of the run; what `capture` says holds."""
+    """Runs the module of `recorder` and returns the record of the run, under the conditions of `capture`."""
     __tracebackhide__ = True
     module = recorder.root_module
     modules = reachable_modules(module)

@@ -1,7 +1,7 @@
-"""What the bytecode around a call says: which instruction it is, and which variable its result is assigned to.
+"""Reads the bytecode around a call: which instruction makes the call, and which variable gets its result.
 
 The same idea as in the `executing` library (https://github.com/alexmojaki/executing): the instruction after the call
-is the store. Only offsets are looked at, nothing is run.
+is the store. Only offsets are read; nothing runs.
 """
 
 from __future__ import annotations

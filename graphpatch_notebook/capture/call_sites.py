@@ -1,6 +1,6 @@
 """Call sites: the chain of Python call sites from a module's `forward` down to a torch call.
 
-What an op *is* is its chain and how often the same chain ran before in its frame. Capture and live runs find
+An op is identified by its chain and how often the same chain ran before in its frame. Capture and live runs find
 both here, so that they always agree.
 """
 
@@ -37,7 +37,7 @@ _INVOKE = invoke.__code__
 
 
 class _Code:
-    """What is known of a code object; kept with it, so that its `id` stays its own."""
+    """Facts about a code object. Keeps the code object alive, so that its `id` stays unique."""
 
     __slots__ = ("code", "is_collecting", "is_hook_of_offloading", "is_offloading", "is_users", "offsets")
 

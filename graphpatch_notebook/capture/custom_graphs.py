@@ -1,6 +1,6 @@
 """Graphs of custom extraction functions: checked, run node by node, and recorded as a frame.
 
-Such a graph *is* its module from then on. Its placeholders are the parameters of `forward`, its output is a one-element
+Such a graph runs in place of its module. Its placeholders are the parameters of `forward`, its output is a one-element
 tuple, and its nodes keep their names.
 """
 
@@ -46,7 +46,7 @@ _WRITABLE = frozenset({*dir(builtins), "inf", "nan", "torch", "device"})
 
 
 def record_name(node: fx.Node) -> str:
-    """Returns the name that users know a node of a custom graph by: its own; of a placeholder that of the input."""
+    """Returns the name of a node of a custom graph in node paths; for a placeholder, the name of the input."""
     return str(node.target).lstrip("*") if node.op == "placeholder" else node.name
 
 
@@ -65,8 +65,8 @@ def extracted_graph(
         path: The path of the module's frame; empty for the root.
 
     Raises:
-        CaptureError: It cannot; the message says what was found, and how to put it right.
-        Exception: Whatever the function raises.
+        CaptureError: The graph cannot be used; the message gives the reason and the repair.
+        Exception: Any error that the function raises.
     """
     graph = function(module)
     who = f"the custom extraction function for {type(module).__name__} ({path or '<root>'!r})"
@@ -319,9 +319,9 @@ class CalledModules:
         return [(frame, call, str(call.target).split(".")) for frame in frames for call in frame.calls()]
 
     def notice_others(self) -> bool:
-        """Brings the frames of calls whose module was replaced up to date; says whether there were any.
+        """Updates the frames of calls whose module was replaced; returns whether there were any.
 
-        The frames of modules that are back where they were come back with them.
+        If an original module was put back, its original frame is used again.
         """
         replaced = False
         for frame, call, names in self._calls:
@@ -334,7 +334,7 @@ class CalledModules:
             replaced = True
         if replaced:
             self._calls = self._found()
-            self.notice_others()  # a frame that came back may hold others that were replaced meanwhile
+            self.notice_others()  # modules inside of a restored frame may have been replaced, too
         return replaced
 
 

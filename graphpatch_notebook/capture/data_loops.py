@@ -102,7 +102,7 @@ def _function_at(file: str, line: int) -> ast.AST | None:
 def _tree(file: str) -> ast.AST:
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):  # no source, or not that of the code
+    except (SyntaxError, ValueError):  # the source is missing, or does not match the code
         return ast.Module(body=[], type_ignores=[])
 
 

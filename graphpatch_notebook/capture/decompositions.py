@@ -31,7 +31,7 @@ class Decomposition:
         name: What the options call it: its name in `torch.nn.functional`.
         function: The function, as torch dispatches it.
         is_exact: Whether the steps give the very bits of the function.
-        problem: Takes the arguments of a call; returns in words why this call cannot be opened, or `None`.
+        problem: Takes the arguments of a call; returns the reason why this call cannot be opened, or `None`.
         make_steps: Returns the function that takes the steps, with the signature of `function`.
     """
 
@@ -58,7 +58,7 @@ def chosen(decompose: Collection[str | Callable[..., Any]]) -> dict[int, Decompo
     """Returns the decompositions that `ExtractionOptions.decompose` asks for, by the id of their function.
 
     Raises:
-        OptionError: It asks for something else.
+        OptionError: It contains something else.
     """
     if isinstance(decompose, str) or not isinstance(decompose, Collection):
         given: Any = decompose
@@ -93,8 +93,8 @@ def _attention(
 ) -> Tensor:
     """Attention by its formula, as the documentation of torch writes it down.
 
-    Scores are computed in float32 at least, as the fused kernels do. Each name stands for the same value whatever the
-    mask, the dtype and the heads are.
+    Scores are computed in float32 at least, as the fused kernels do. Each name means the same value for every mask,
+    dtype and number of heads.
     """
     dtype = query.dtype
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
@@ -182,7 +182,7 @@ def _is_helper(function: Any, of: FunctionType) -> bool:
 
 
 def _with_globals(function: FunctionType, namespace: dict[str, Any]) -> FunctionType:
-    code = function.__code__.replace()  # of its own: the original one goes on being torch's
+    code = function.__code__.replace()  # a copy: the original belongs to torch
     count_as_users(code)
     copied = FunctionType(code, namespace, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Reason(enum.Enum):
-    """A kind of doubt; its value is what a message says of the module."""
+    """A kind of doubt; its value is the text about the module in messages."""
 
     READS_VALUE = "reads a value into Python ({what}: {line})"
     COUNTS_PARTS = "reads a value into Python ({what}: the number of parts depends on values)"

@@ -93,7 +93,7 @@ class FrameRecorder:
     # -- which value belongs to which node -----------------------------------------------------------------------------
 
     def knows(self, value: Any) -> bool:
-        """Whether this very object is the value of a node."""
+        """Whether this object is the value of a node."""
         return self._lookup(value) is not None
 
     def alias_of(self, value: Tensor) -> Tensor:
@@ -106,13 +106,13 @@ class FrameRecorder:
         return result
 
     def node_of(self, value: Any) -> Node | None:
-        """Returns the node whose whole value this very object is."""
+        """Returns the node whose value is this object, not a part of its value."""
         ref = self._lookup(value)
         return ref.node if ref is not None and not ref.dig else None
 
     def _lookup(self, value: Any) -> Ref | None:
         known = self._values.get(id(value))
-        # The id of an object that died may have been given to another one.
+        # A new object may have the id of an object that was freed.
         return known[1] if known is not None and known[0]() is value else None
 
     def register(self, value: Any, node: Node, dig: tuple[Key, ...] = ()) -> None:
@@ -160,7 +160,7 @@ class FrameRecorder:
         return self._object_from_elsewhere(leaf)
 
     def _is_unchanged(self, known: Ref, inside: list[tuple[Key, Any]]) -> bool:
-        """Whether a container still holds what it held when it was recorded: models assign into a child's output."""
+        """Whether a container is unchanged since it was recorded: models assign into a child's output."""
         return all(
             self._lookup(child) == Ref(known.node, (*known.dig, key))
             for key, child in inside
@@ -273,7 +273,7 @@ class FrameRecorder:
 
     @contextmanager
     def inside(self, call: CompositeCall) -> Iterator[None]:
-        """Makes what is recorded in the block steps of `call`, whose call sites are counted anew."""
+        """Records the ops in the block as steps of `call`; the occurrences of their call sites start at zero."""
         outside = self.composite, self._occurrences
         self.composite, self._occurrences = call, {}
         try:
@@ -407,7 +407,7 @@ class FrameRecorder:
 
 
 def _held_spec(module: Module, attribute_path: str, tensor: Tensor) -> ValueSpec:
-    """Returns what is known of a tensor that `module` holds; of a packed weight, the weight that it represents."""
+    """Returns the spec of a tensor that `module` holds; for a packed weight, of the weight that it represents."""
     packed = held_by(module, attribute_path)
     return describe(tensor) if packed is None else packed[0].spec(packed[1])
 

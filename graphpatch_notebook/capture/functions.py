@@ -1,4 +1,4 @@
-"""What capture knows about the functions that torch dispatches: their names, and which calls are worth a node."""
+"""The functions that torch dispatches: their names, and which of their calls become nodes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ METADATA_READS = frozenset(
         "sparse_dim", "has_names", "type", "__format__", "__repr__", "__str__", "names", "get_default_dtype",
     }
 )  # fmt: skip
-"""Calls that return what a tensor is, never its values."""
+"""Calls that return properties of a tensor, never its values."""
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """Returns the short name of a dispatched function, as people know it: `add`, `softmax`, `shape`, `getitem`.
+    """Returns the short, usual name of a dispatched function: `add`, `softmax`, `shape`, `getitem`.
 
     Example:
         >>> import torch

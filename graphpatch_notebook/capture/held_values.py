@@ -210,7 +210,7 @@ def is_offloaded(module: Module) -> bool:
 
 
 def is_own_generator(value: Any) -> bool:
-    """Whether a value is a random generator, or an iterator, and none of those that all code shares."""
+    """Whether a value is a random generator or an iterator, and not one of the global generators."""
     return _way(type(value)) is _Contents.GENERATOR and not any(value is shared for shared in _shared_generators())
 
 
@@ -394,7 +394,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def memory_of(value: Any) -> int | None:
-    """Returns the address of the memory of a tensor; `None` if it has none of its own."""
+    """Returns the address of the memory of a tensor; `None` if it does not have any."""
     if not isinstance(value, Tensor):
         return None
     try:

@@ -130,9 +130,9 @@ def with_input(
 
 
 def with_other_tensor(given: Any, old: Tensor, new: Tensor) -> tuple[Any, int]:
-    """Returns arguments with `new` wherever they have the very object `old`, and how often that was.
+    """Returns arguments with the object `old` replaced by `new`, and the number of replacements.
 
-    Only in tuples: lists and dicts are the caller's, who may look at what a module writes into them.
+    Only in tuples: lists and dicts belong to the caller, who may read what a module writes into them.
     """
     if given is old:
         return new, 1
@@ -164,7 +164,7 @@ def call_like(
 
     Args:
         frame: The frame.
-        tensor: Makes each tensor, given its name in messages and what it was.
+        tensor: Makes each tensor, given its name in messages and its recorded spec.
         number: Makes each number, or other constant.
 
     Raises:
@@ -228,7 +228,7 @@ class ExampleInputs:
         self._marks = self._look()
 
     def change(self) -> str | None:
-        """Returns what is different from what it was when this object was made, in words; `None`: nothing.
+        """Returns a description of what has changed since this object was made, or `None`.
 
         Seen are writes into tensors that torch counts (not those through `.data`, numpy, or into inference tensors),
         and what containers, and objects such as caches, hold.

@@ -1,8 +1,8 @@
 """Gives the nodes of a complete frame their names.
 
 The names that the model itself uses come first (inputs, submodules, parameters, buffers), then `output`, then the
-operations by the variables that hold them, then the plumbing: so that no name of the model ever moves. Steps of
-opened calls come last: whatever is opened, all other names are the same.
+operations by the variables that hold them, then the plumbing (operations on sizes): the names of the model never
+change. Steps of opened calls come last, so opening calls does not change other names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def name_nodes(frame: Frame) -> None:
     """Fixes `Node.name` of every node of `frame`, and fills `frame.names`."""
     frame.names.clear()
     _number_calls(frame)
-    # Each numbering goes on where it stopped: counting from one each time takes minutes in a loop of 50,000 ops.
+    # Each numbering continues where it stopped: counting from one each time takes minutes in a loop of 50,000 ops.
     numberings: dict[str, Iterator[str]] = {}
     for node in sorted(frame.nodes, key=_rank):  # a stable sort: execution order within a rank
         if not node.name:

@@ -1,8 +1,8 @@
 """Makes module calls and calls of `autograd.Function.apply` visible to the observer of their context.
 
 `forward` is swapped on module instances, and `Function.apply` on its class. Without an observer they
-cost one look at a context variable. Swaps are counted: several observers, also in other threads, share one swap, and
-the last one puts back what was there.
+cost one read of a context variable. Swaps are counted: several observers, also in other threads, share one swap, and
+the last observer restores the original.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Swap:
 
     def restore(self) -> None:
         if self.module.__dict__.get(self.attribute) is not self.forward:
-            return  # the user's code put another `forward` there meanwhile: that one stays
+            return  # the user's code has set another `forward` since: keep it
         if self.before is _ABSENT:
             del self.module.__dict__[self.attribute]
         else:
@@ -117,8 +117,8 @@ def innermost_forward(module: Module) -> str:
 class Swaps:
     """Swaps of `forward`, as long as they are held.
 
-    An interrupt may come between any two instructions. So what is to be taken back is noted before it is done, and
-    `let_go` can be called again where it did not come to its end.
+    A KeyboardInterrupt may occur between any two instructions. So each swap is noted before it is made, and `let_go`
+    can be called again if it was interrupted.
 
     Args:
         of_unobserved: Called when one of the swapped `forward`s runs without an observer.
@@ -141,7 +141,7 @@ class Swaps:
                 known.install()
 
     def let_go(self) -> None:
-        """Takes all of it back; modules without other holders are as they were."""
+        """Releases all swaps; modules without other holders get their original `forward` back."""
         with _lock:
             for module in self._modules:
                 known = _swaps.get(id(module))
@@ -187,9 +187,9 @@ TRANSPARENT = (CheckpointFunction,)
 
 
 class _Replacement:
-    """Puts the wrapper in place of `Function.apply` while anybody needs it.
+    """Replaces `Function.apply` by the wrapper while at least one observer needs it.
 
-    As with swaps of `forward`, `let_go` can be called again where an interrupt kept it from its end.
+    As with swaps of `forward`, `let_go` can be called again if it was interrupted.
     """
 
     def __init__(self) -> None:

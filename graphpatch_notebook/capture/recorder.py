@@ -39,7 +39,7 @@ OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 
 
 class FrameCount:
-    """Counts the frames that captures in its context are done with; may be read from another thread meanwhile.
+    """Counts the frames that captures in its context have completed. Other threads may read the count.
 
     Attributes:
         frames: How many there are so far.
@@ -58,7 +58,7 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         stack: The frames that run at this moment, innermost last.
-        owners: The nodes whose values are in the same memory, by its address: of what is there now.
+        owners: For each memory address, the nodes whose values are there at present.
         freed_later: The addresses of weights that are gathered for a call only.
         held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
         kept_sizes: Sizes that were still in use when their frame was over.
@@ -145,7 +145,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records a call of an `autograd.Function` as one op, whatever it does inside."""
+        """Records a call of an `autograd.Function` as one op, without the ops inside."""
         is_inside_op = function_mode_depth() < self.depth  # an operator's own autograd function
         if is_inside_op or self.muted or not self.stack or not self.stack[-1].wants_ops:
             return apply(*args, **kwargs)
@@ -175,14 +175,14 @@ class Recorder(TorchFunctionMode):
             return result
         occurrence, site = None, None
         refs: tuple[Any, Any] | None = None
-        # Whatever goes wrong in our own records must not disturb the user's model: the frame turns opaque instead.
+        # Errors in our own code must not reach the user's model: the frame becomes opaque instead.
         try:
             site = self.sites.site(python_frame)
             occurrence = frame.count(site) if site is not None else 0
             refs = frame.refs(args), frame.refs(kwargs)
         except Exception as failure:
             self._fail(frame, failure)
-        # Operators of the user's own may write into any argument, whatever they are called.
+        # Custom operators may write into any argument; their names do not show it.
         watched = (*args, *kwargs.values()) if is_overload(func) else args[:1]
         before = [(value, version_of(value)) for value in watched if isinstance(value, Tensor)]
         result = self.run_op(func, name, args, kwargs, (site, occurrence))
@@ -216,7 +216,7 @@ class Recorder(TorchFunctionMode):
     def _written(
         name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: list[tuple[Tensor, int | None]]
     ) -> list[Tensor]:
-        """Returns the tensors that the call wrote into, the one that it is about first."""
+        """Returns the tensors that the call wrote into, the main one first."""
         out = kwargs.get("out")
         if isinstance(out, Tensor) and out is result:
             return [out]
@@ -327,7 +327,7 @@ class Recorder(TorchFunctionMode):
         return frame, args, kwargs
 
     def _reason_to_skip(self, module: Module) -> str | None:
-        """Returns why no ops are recorded of a module, in words; `None` where they are."""
+        """Returns the reason why the ops of a module are not recorded; `None` if they are."""
         if self.options.skip_compilation or type(module) in self.options.classes_to_skip_compiling:
             return "the options say to skip it"
         if isinstance(module, torch.jit.ScriptModule):
@@ -379,10 +379,10 @@ def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: As
 
 
 def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
-    """Returns the output of a submodule with an alias of each tensor that the parent knows, or that comes twice.
+    """Returns the output of a submodule with an alias of each tensor that the parent has already, or that is repeated.
 
-    This distinguishes them: the submodule may return what it was given, alone or in a container. Containers are
-    copied then, but for lists and dicts of the parent's own, into which the submodule may have written.
+    This distinguishes them: the submodule may return its inputs, alone or in a container. Containers are copied
+    then, except for lists and dicts of the parent, which the submodule may have written into.
     """
     if isinstance(output, Tensor):
         is_distinct = id(output) not in seen and not parent.knows(output)

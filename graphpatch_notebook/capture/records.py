@@ -5,13 +5,13 @@
     ├── Capture          what all frames of a capture share: its options, and what analyses found
     ├── Node ...         one value: input, parameter, buffer, attribute, constant, output
     │   ├── OpNode       the result of a torch function
-    │   │   ├── Site     the chain of call sites from `forward` down to the op: what the op *is*
+    │   │   ├── Site     the chain of call sites from `forward` down to the op, which identifies it
     │   │   └── CompositeCall    the opened call that the op is a step of, if it is one
     │   ├── ElementNode  a part of the result of an op, unpacked into a variable of its own
     │   └── CallNode     a call of a submodule, with its Frame
     └── output           structure of what `forward` returned, over `Ref`s to nodes
 
-Arguments of a node are kept as they were, with a `Ref` in place of each value that has a node.
+The arguments of a node are kept, with a `Ref` in place of each value that has a node.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def map_leaves(value: Any, leaf: Callable[[Any], Any], *, with_subclasses: bool 
         value: The arguments of a call.
         leaf: The function.
         with_subclasses: Whether subclasses are containers, too, as in graphs of fx, and become plain ones. Otherwise
-            they are leaves: a named tuple, say, may refuse to hold anything but what it was made for.
+            they are leaves: a named tuple, say, may accept only values of certain types.
     """
     kind = type(value)
     if kind is torch.Size:  # holds integers only, and a leaf may become something else
@@ -181,22 +181,22 @@ def refs_in(value: Any) -> Iterator[Ref]:
 class Node:
     """One value in a frame: an input, a held tensor, the output. Subclasses are for values that the frame computes.
 
-    Code that goes over all nodes can read the properties below from each of them: a node that has no such thing
+    Code can read the properties below from all nodes: a node that does not have such a property
     returns an empty value.
 
     Attributes:
-        kind: What it is.
+        kind: The kind of node.
         op: For people: the name of the torch function (`linear`, `mul`), else of the input, parameter, submodule...
         target: What makes it. op: the function that torch dispatched (as the function mode received it). parameter,
             buffer, attribute: the attribute path from the frame's module (`weight`, `emb.weight`). call: the attribute
             path of the submodule from the frame's module (`h.3`). input: the parameter's name. constant: a weak
             reference to the tensor, or the object itself.
-        spec: What is known of the value.
-        base_name: The name it asks for, before numbering: the local variable, or else the torch function.
+        spec: The description of the value: for a tensor, shape, dtype and device.
+        base_name: The name before numbering: the local variable, or else the torch function.
         name: The name in the graph, unique in the frame: fixed when the frame is complete.
         is_plumbing: Whether the value only carries sizes (or is the container that an `ElementNode` came from).
         is_live: Whether a live run sees this value (it does not see arithmetic on sizes).
-        is_mutated_later: Whether an op of the model wrote into this very tensor later, or its memory was freed.
+        is_mutated_later: Whether an op of the model wrote into this tensor later, or its memory was freed.
         is_view_filled_later: Whether that tensor is a view, so that the write was meant for its base.
     """
 
@@ -238,7 +238,7 @@ class Node:
 
     @property
     def position(self) -> int | None:
-        """The position of the value in what the call at `site` returns; `None` where it is all of that."""
+        """The position of the value in what the call at `site` returns; `None` if it is the whole result."""
         return None
 
     @property
@@ -269,8 +269,8 @@ class Node:
 class OpNode(Node):
     """The result of a torch function.
 
-    The last step of an opened call, whose value the call returns, *is* the call for patches: it has the call's site
-    and name, and belongs to what is around the call.
+    The last step of an opened call, whose value the call returns, represents the call in patch maps: it has the site
+    and the name of the call, and belongs to the code around the call.
     """
 
     kind: Kind = "op"
@@ -350,19 +350,19 @@ _STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: 
 
 
 InputPlace: TypeAlias = "tuple[str, tuple[Key, ...]]"
-"""A place in the inputs of a frame: a parameter of `forward`, and what leads from its value to the one meant."""
+"""A place in the inputs of a frame: a parameter of `forward`, and the keys into its value."""
 
 
 @dataclass(slots=True, eq=False)
 class Conditions:
-    """What held for a module and its inputs when it was called.
+    """The state of a module and its inputs when it was called.
 
     Attributes:
         training: The module's `training` flag.
         hooks: The ids of the forward hooks and pre-hooks that the module had.
         input_flags: For each tensor in the inputs, whether it required gradients, and was contiguous.
-        same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records know
-            it by the second only.
+        same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records
+            refer to it by the second place only.
     """
 
     training: bool = False
@@ -396,17 +396,17 @@ class Frame:
         parameters: The parameters of `forward`, each with an `input` node, in order.
         nodes: All nodes in order of execution, inputs first, the output last.
         output: What `forward` returned, with a `Ref` for each value that has a node.
-        conditions: What held for the module and its inputs when it was called.
-        capture: What is known of the whole capture; all its frames share it.
+        conditions: The state of the module and its inputs when it was called.
+        capture: Facts about the whole capture; all its frames share it.
         opaque_reason: Why this frame has no graph; `None` if it has one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
         doubts: Why its graph may differ from the module on other inputs (it reads a value into Python, ...), or at
-            all (a value that came by a side channel).
+            all (a value from outside of the inputs and the module).
         custom_graph: The graph that a custom extraction function returned.
-        is_edited: Whether the user edited the graph of this frame, which is the module from then on.
-        custom_failure: Why such a function returned none.
+        is_edited: Whether the user edited the graph of this frame, which then runs in place of the module.
+        custom_failure: Why the custom extraction function did not return a graph.
         names: The nodes by name.
-        value_reads: What was read into Python, and where.
+        value_reads: The values that were read into Python, and where.
     """
 
     module: Module
@@ -445,12 +445,12 @@ class Frame:
 
     @property
     def has_own_graph(self) -> bool:
-        """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
+        """Whether a graph (edited, or custom) replaces the module, rather than records it."""
         return self.is_edited or self.custom_graph is not None
 
     @property
     def is_below_own_graph(self) -> bool:
-        """Whether some frame above has a graph that *is* its module."""
+        """Whether a graph replaces the module of some frame above."""
         return self.parent is not None and (self.parent.has_own_graph or self.parent.is_below_own_graph)
 
     @property

@@ -53,7 +53,7 @@ class Size(int):
 def _arithmetic(func: Callable[..., Any], reflected: bool) -> Callable[[Size, Any], Any]:
     def method(self: Size, other: Any) -> Any:
         if not isinstance(other, int) or isinstance(other, bool):
-            # A float or a tensor: Python, or torch, goes on with the plain number.
+            # A float or a tensor: Python, or torch, continues with the plain number.
             return NotImplemented if not isinstance(other, float) else _plain(func, self, other, reflected)
         operands = (other, self) if reflected else (self, other)
         result = func(*map(int, operands))

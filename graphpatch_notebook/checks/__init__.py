@@ -1,12 +1,12 @@
 """Checks: questions that the whole package asks about calls, models and runs, each answered in one file.
 
 call_signature   does this call look like that one?
-model_state      has the model changed? snapshot, compare, restore
+model_state      has the model changed? Snapshot, compare, restore
 comparison       do two runs do the same?
 dimensions       which dimension of a value is which? meta_runs: the runs at other sizes that answer it
 equality         are two values equal, bit for bit?
 sharding         is the model sharded over several processes?
 outer_values     what the code of a module reads from outside of it
 
-Why a graph may differ from its module is a `Doubt`: see `graphpatch_notebook.capture.doubts`.
+The reasons why a graph may differ from its module are `Doubt`s: see `graphpatch_notebook.capture.doubts`.
 """

@@ -1,9 +1,9 @@
-"""What a call looks like, apart from the numbers in its tensors: a recorded graph holds for calls that look alike.
+"""The signature of a call: everything about it but the numbers in its tensors. A graph holds for equal signatures.
 
-CallSignature     the inputs: structure, plain values, and what code can ask of a tensor; the settings of torch
+CallSignature     the inputs: structure, plain values, and what code can read from a tensor; the settings of torch
 ├── of            the signature of a call
 ├── of_frame      the signature of the call that a frame is the record of
-└── differences   in what a call differs from it
+└── differences   how a call differs from it
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Difference:
 
     Attributes:
         aspect: What differs.
-        was: What the signature says.
-        now: What the call has.
+        was: The value in the signature.
+        now: The value in the call.
         name: The input; empty where it is a setting of torch.
         position: The dimension, if it is a size.
     """
@@ -85,7 +85,7 @@ class Difference:
 
     @property
     def subject(self) -> str:
-        """What differs, in words."""
+        """What differs, for messages."""
         if self.aspect is Aspect.SIZE:
             return f"dimension {self.position} of {self.name!r}"
         if self.aspect is Aspect.VALUE:
@@ -106,7 +106,7 @@ def _shown(what: Any) -> str:
 
 
 Settings: TypeAlias = "tuple[tuple[Aspect, Any], ...]"
-"""The settings of torch that code may ask for."""
+"""The settings of torch that code may read."""
 
 
 def current_settings() -> Settings:
@@ -122,13 +122,13 @@ def current_settings() -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What a call says of a tensor beside its class and dtype.
+    """The properties of a tensor in a call besides its class and dtype.
 
     Attributes:
         sizes: Its shape.
         device: Where it is.
         layout: How it is laid out in memory.
-        requires_grad: Whether it requires gradients; `None` where that is not known.
+        requires_grad: Whether it requires gradients; `None` if unknown.
     """
 
     sizes: tuple[Dimension, ...]
@@ -139,13 +139,13 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What a call looks like, apart from the numbers in its tensors. Signatures can be compared and hashed.
+    """Everything about a call but the numbers in its tensors. Signatures can be compared and hashed.
 
     Attributes:
         inputs: The inputs by name: structure and plain values.
-        tensors: What else is known of each tensor in them, in order.
+        tensors: The other properties of each tensor in them, in order.
         same: For each tensor which of them, the first, is the same object.
-        settings: The settings of torch, as far as they are known.
+        settings: The known settings of torch.
         ranges: The smallest and the largest that a symbolic size may be.
         ignored: In what calls may differ: with `Aspect.SIZE` tensors may have any size.
 
@@ -176,7 +176,7 @@ class CallSignature:
 
     @classmethod
     def of_frame(cls, frame: Frame) -> CallSignature:
-        """Returns the signature of the call that `frame` is the record of, as far as the record says."""
+        """Returns the signature of the call that `frame` recorded, as far as it was recorded."""
         by_name = {str(node.target): node.spec for node in frame.inputs()}
         inputs = tuple((p.name, by_name.get(p.name, ScalarSpec(None))) for p in frame.parameters)
         tensors = [leaf for name, spec in inputs for leaf in tensor_leaves(name, spec)]
@@ -195,14 +195,14 @@ class CallSignature:
 
     @property
     def objects(self) -> list[str]:
-        """The classes of the objects among the inputs; nothing else is known of these."""
+        """The classes of the objects among the inputs; the signature has nothing else of these."""
         leaves = (leaf for name, spec in self.inputs for _, leaf in _leaves(name, spec))
         return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
 
     def differences(self, values: Sequence[Any]) -> list[Difference]:
-        """Returns in what a call with these inputs, in order, differs. `torch.compile` can trace it.
+        """Returns how a call with these inputs, in order, differs. `torch.compile` can trace this.
 
-        If tensors are missing, nothing is said of the others but that.
+        If tensors are missing, only that is reported.
         """
         found: list[Difference] = []
         tensors: list[tuple[str, Tensor]] = []
@@ -253,7 +253,7 @@ def inputs_of_call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def tensor_leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, TensorSpec]]:
-    """Yields the tensors in an input, each with what it is called in messages."""
+    """Yields the tensors in an input, each with its name in messages."""
     return ((leaf_name, leaf) for leaf_name, leaf in _leaves(name, spec) if isinstance(leaf, TensorSpec))
 
 
@@ -298,7 +298,7 @@ def _compare_values(
 
 
 def _is_known_to_fit(spec: ValueSpec, value: Any) -> bool:
-    """Whether a plain value is the same, an object of the same class, or nothing is known."""
+    """Whether a plain value is the same, an object has the same class, or the spec is unknown."""
     if isinstance(spec, ScalarSpec):
         return is_same_plain(spec.value, value)
     return isinstance(spec, UnknownSpec) or (isinstance(spec, ObjectSpec) and type(value).__name__ == spec.type_name)

@@ -1,7 +1,7 @@
-"""Runs two things from the same state of a model on the same inputs, and says whether they do the same.
+"""Compares two runs from the same state of a model on the same inputs.
 
-Compared are what they return, what they write into their inputs, the state that they leave the model and the random
-generators in, and whether gradients are on afterwards.
+They are equal if they return the same, write the same into their inputs, and leave the model, the random generators
+and the gradient mode in the same state.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def compared(
     *,
     within_rounding: bool = False,
 ) -> RunComparison:
-    """Compares two runs on copies of the same inputs, and leaves the model and the inputs as they were.
+    """Compares two runs on copies of the same inputs; the model and the inputs do not change.
 
     Args:
         model: Holds all state that the runs may change.
@@ -85,7 +85,7 @@ def compared(
         within_rounding: Whether the values may differ by rounding.
 
     Raises:
-        Exception: Whatever `expected` raises.
+        Exception: Any error that `expected` raises.
     """
     with _lock:
         try:
@@ -107,9 +107,9 @@ def run_and_compare(
     *,
     within_rounding: bool = False,
 ) -> tuple[Any, RunComparison]:
-    """Returns what `expected` returns on these very inputs, whose effects stay, and how `found` compares with it.
+    """Returns the result of `expected` on the inputs themselves, and how `found` compares with it.
 
-    `found` runs on copies, and what it changes is taken back. Takes what `compared` takes.
+    The effects of `expected` stay. `found` runs on copies, and its effects are undone. Same arguments as `compared`.
     """
     with _lock:
         try:

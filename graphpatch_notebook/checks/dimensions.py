@@ -1,12 +1,12 @@
-"""Where each dimension of each value comes from: the one place that decides which dimension is which.
+"""Determines where each dimension of each value comes from: from the inputs, the model, or the values of tensors.
 
-At the first question the captured model runs again at other sizes of its inputs, on the meta device
+At the first query the captured model runs again at other sizes of its inputs, on the meta device
 (`meta_runs`). Each dimension of a value then has a *profile*: its sizes in all these runs. Two dimensions are the same
 one if their profiles are equal. What never changes is the model's own; what changes follows the inputs (as one of their
 sizes, or a product, a sum, a rounding up of these), or the values of tensors.
 
-Where the model cannot run like that (the example had a cache, say), or a value does not occur in these runs, sizes that
-coincide have to do: a size that one of the inputs had is taken for that one.
+If the model cannot run like that (the example had a cache, say), or a value does not occur in these runs, equal sizes
+are taken to be the same dimension: a size that equals a size of an input follows that input.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _lock = threading.RLock()
 
 
 def dimensions_of(root: Frame) -> Dimensions:
-    """Returns what is known of the dimensions of all values of a capture; the first call runs the model, on meta."""
+    """Returns the dimensions of all values of a capture; the first call runs the model, on meta."""
     with _lock:
         findings = root.capture.findings
         if dimensions_of not in findings:
@@ -126,7 +126,7 @@ class Dimensions:
         return self._size(one) == self._size(other)
 
     def _vary(self, places: list[InputDim]) -> bool:
-        """Runs the model with other sizes at `places`; says whether it could."""
+        """Runs the model with other sizes at `places`; returns whether it could."""
         size = self._size(places[0])
         if not any(self._run(self._at(places, other)) for other in (2 * size + 3, size + 1, size - 1) if other > 0):
             return False
@@ -350,7 +350,7 @@ _SORTS = ("sort", "argsort")
 _INTO_FIRST = frozenset(
     "index_add index_copy index_fill index_put index_reduce masked_scatter scatter scatter_add scatter_reduce".split()
 )
-"""Functions whose result is as their first argument, whatever they put into it; besides those that work in place."""
+"""Functions whose result has the shape of their first argument, besides in-place functions."""
 
 
 def _may_be_flag(spec: ValueSpec) -> TypeGuard[ScalarSpec]:
@@ -367,7 +367,7 @@ def _tensors(spec: ValueSpec) -> list[TensorSpec]:
 
 
 def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: CallInputs | None = None) -> str | None:
-    """Returns in words how `shape` differs from what was captured, or `None` where it may differ like that.
+    """Returns a message about how `shape` differs from the captured shape, or `None` if that difference is allowed.
 
     Args:
         frame: The frame that the value is in.
@@ -394,13 +394,13 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Call
 
 
 def fixed_sizes(frame: Frame, node: Node, spec: ValueSpec) -> tuple[int | None, ...] | None:
-    """Returns the sizes of a captured value that are the same for all inputs, `None` for the others, or for no tensor.
+    """Returns the sizes of a captured value, with `None` for those that depend on inputs; `None` if not a tensor.
 
-    Where one of them is another one, `shape_problem` refuses the value.
+    If a fixed size has changed, `shape_problem` refuses the value.
 
     Args:
         frame: The frame that the value is in.
-        node: The node whose value it is, or is in.
+        node: The node that has the value, or a container with it.
         spec: What was recorded of the value.
     """
     if not isinstance(spec, TensorSpec):
@@ -424,10 +424,10 @@ def _size_problem(known: Dimensions, spec: TensorSpec, shape: torch.Size) -> str
 
 
 def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inputs: CallInputs) -> str | None:
-    """Returns in words how a shape differs in a frame that is given an object, such as a cache; `None` where it may.
+    """Returns a message about a shape in a frame that is given an object, such as a cache; `None` if it is allowed.
 
-    There, one step may do under a name what another one does not: pack the heads that share keys into the sequence,
-    say. So a size may differ only if it was that of an input whose size differs too, or such a size times another.
+    There, a node may compute different things in different steps: it may pack heads that share keys into the sequence,
+    say. So a size may differ only if it was the size of an input that differs too, or a multiple of such a size.
     """
     nodes = list(frame.inputs())
     given = [describe(given_input(frame.parameters, node.target, *inputs)) for node in nodes]

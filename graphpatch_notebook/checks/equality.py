@@ -26,7 +26,7 @@ class IncomparableError(Exception):
 
 
 def difference(a: Any, b: Any, where: str, *, within_rounding: bool = False) -> str | None:
-    """Returns the first difference between two values in words, or `None` where they are equal bit for bit.
+    """Returns a description of the first difference between two values, or `None` if they are equal bit for bit.
 
     Equal are: classes of containers, keys and their order, and for tensors class, dtype, shape, strides, device,
     `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal if their attributes are.
@@ -35,7 +35,7 @@ def difference(a: Any, b: Any, where: str, *, within_rounding: bool = False) -> 
         a: One value.
         b: The other one.
         where: What the message calls them.
-        within_rounding: Whether floats may differ as `ExtractionOptions.decompose` says that they do.
+        within_rounding: Whether floats may differ as described for `ExtractionOptions.decompose`.
 
     Raises:
         IncomparableError: Before any difference there are two objects without attributes.
@@ -127,7 +127,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Returns a real tensor of no subclass with the same bits."""
+    """Returns a plain, real tensor with the same bits."""
     tensor = tensor.detach().as_subclass(Tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

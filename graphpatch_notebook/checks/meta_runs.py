@@ -1,8 +1,7 @@
-"""Runs of a captured model at other sizes, on the meta device: nothing is computed, only shapes are.
+"""Runs of a captured model at other sizes, on the meta device, which computes shapes only.
 
-A copy of the model runs, so that whatever its code writes is written into the copy; weights take no memory there. Where
-the code reads a value into Python, it reads the value of the capture; where the number of entries is up to values, it
-is that of the capture, too.
+A copy of the model runs, so that its code writes into the copy; weights take no memory there. If the code reads a
+value into Python, it reads the captured value; if a size depends on values, it is the captured size.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def recorded_on_meta(
     root: Frame, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
 ) -> Frame:
     """Returns the record of such a run. Takes and raises what `run_on_meta` does."""
-    if communicates(root):  # a copy shares the hooks that do it, and what they know of the weights
+    if communicates(root):  # a copy shares the hooks that do it, and their state
         raise MetaRunError("the model exchanges tensors with other processes")
     result: list[Frame] = []
     failures: list[BaseException] = []
@@ -80,7 +79,7 @@ def recorded_on_meta(
         except BaseException as failure:
             failures.append(failure)
 
-    # In a thread of its own none of the modes, contexts and switches hold that the caller is in: it may be patching.
+    # A new thread does not have the modes and contexts of the caller, which may be patching.
     thread = threading.Thread(target=run, name="graphpatch-sizes", daemon=True)
     thread.start()
     thread.join()
@@ -94,7 +93,7 @@ def _run(root: Frame, shapes: InputShapes, more_entries: int, more: int, flipped
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
         for frame in root.walk():
-            if id(frame.module) in copies:  # not one that the forward itself made
+            if id(frame.module) in copies:  # not a module that the forward itself made
                 copies[id(frame.module)].training = frame.conditions.training
         specs = [leaf for leaf in _input_leaves(root) if isinstance(leaf, TensorSpec)]
         tensors, numbers = iter(shapes[: len(specs)]), iter(shapes[len(specs) :])
@@ -143,7 +142,7 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
         for backward in (module._backward_hooks, module._backward_pre_hooks):
             memo[id(backward)] = OrderedDict()
         if packing_of(module) is not None:
-            memo[id(module.weight)] = Parameter(torch.empty(0, device=META))  # its class knows no tensors on meta
+            memo[id(module.weight)] = Parameter(torch.empty(0, device=META))  # its class does not support meta tensors
     classes = {type(module) for module in reachable_modules(root.module)}
     unnamed = [kind for kind in classes if "__slotnames__" not in vars(kind)]
     with _Weightless():
@@ -197,7 +196,7 @@ class _OnMeta(TorchFunctionMode):
             args = tuple(META if isinstance(each, str) else each for each in args)
         if isinstance(kwargs.get("device"), str):
             kwargs["device"] = META
-        if name in ("grouped_mm", "_grouped_mm"):  # on meta it knows one dtype only: torch 2.9 to 2.13
+        if name in ("grouped_mm", "_grouped_mm"):  # on meta it supports one dtype only: torch 2.9 to 2.13
             wide = args[0].dtype
             args = tuple(each.bfloat16() if isinstance(each, Tensor) else each for each in args)
             return func(*args, **kwargs).to(wide)
@@ -205,7 +204,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 def _has_values(arguments: Any) -> bool:
-    """Whether no tensor among some arguments is without its values."""
+    """Whether all tensors among some arguments have values."""
     with without_torch_functions():
         return not any(isinstance(each, Tensor) and each.is_meta for each in _leaves(arguments))
 
@@ -301,7 +300,7 @@ def _count(node: Node) -> int:
 
 
 def _sized(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> Any:
-    """Returns a result of `count` entries, for a function whose values decide how many there are."""
+    """Returns a result of `count` entries, for a function with a result size that depends on values."""
 
     def entries(*more: int) -> Tensor:
         return torch.empty((count, *more), dtype=torch.long, device=META)

@@ -1,8 +1,8 @@
-"""The state of a model: a snapshot of what a run may change in it, what has changed since, and how to put it back.
+"""The state of a model: takes a snapshot of everything that a run may change, compares with it, and restores it.
 
 Walk            finds what modules hold: the containers, tensors and random generators in their attributes
 ModuleState     a snapshot of that: `change`, `change_in` (of one module), `restore`
-Fingerprint     compares a model with what it was, without keeping anything alive
+Fingerprint     detects changes of a model without keeping its tensors alive
 copied          a copy of inputs: what a run may change besides the model
 """
 
@@ -51,7 +51,7 @@ LARGE = 64 * 2**20
 
 
 def copied(value: Any, shared: Iterable[Tensor] = ()) -> Any:
-    """Returns a copy of inputs: tensors with the same strides, aliases among them and leaves as they were.
+    """Returns a copy of inputs: tensors keep their strides, their aliases, and whether they are leaves.
 
     Modules and functions are shared, and so is what has no state, such as `object()`: only its identity counts.
 
@@ -135,7 +135,7 @@ class SharedRandomState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def differing(self, other: SharedRandomState) -> list[str]:
-        """Returns whose generators have another state in `other`."""
+        """Returns the owners of the generators that have another state in `other`."""
         a, b = self._numpy, other._numpy
         is_equal = {
             "torch": len(self._torch) == len(other._torch) and all(map(torch.equal, self._torch, other._torch)),
@@ -147,14 +147,14 @@ class SharedRandomState:
 
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, Iterator):
-        return object()  # what is next in it cannot be seen: it may be another one each time
+        return object()  # the state of an iterator cannot be read: treat it as always changed
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
 
 
 def comparable_state(generator: Any) -> Any:
-    """Returns what equals another one if a random generator goes on alike."""
+    """Returns the state of a random generator as a value that can be compared with `==`."""
     return _comparable(_state_of(generator))
 
 
@@ -217,9 +217,9 @@ class Change:
         kind: What kind of thing it is.
         path: The path of the module that holds it, from the root of the snapshot.
         module_class: The name of the class of that module.
-        name: The attribute, and what is inside of it after dots; of random numbers, whose generators.
-        before: What it was; `ABSENT` if it was not there.
-        after: What it is now; `ABSENT` if it is gone.
+        name: The attribute, and the keys into it after dots; for random numbers, the owner of the generators.
+        before: The old value; `ABSENT` if there was none.
+        after: The new value; `ABSENT` if it was removed.
     """
 
     kind: ChangeKind
@@ -282,7 +282,7 @@ class ModuleState:
         """Returns the first change since, if there is one.
 
         Args:
-            besides: Whose random generators do not count: `"torch"`, `"Python"`, `"numpy"`, `"own"` of the model.
+            besides: Owners of random generators to ignore: `"torch"`, `"Python"`, `"numpy"`, `"own"` (of the model).
         """
         found = self._changes(_EVERYWHERE, has_contents=True)
         changes = itertools.chain(self._random_changes(besides), found, self._outer_changes())
@@ -310,7 +310,7 @@ class ModuleState:
         return _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
 
     def unrepeatable_change(self) -> Change | None:
-        """Returns the first change that no graph repeats, or that `restore` did not take back.
+        """Returns the first change that graphs do not repeat, or that `restore` did not undo.
 
         Graphs write into tensors as the module does, and draw the same random numbers from torch.
         """
@@ -367,7 +367,7 @@ class ModuleState:
             value = now.get((kind, name), ABSENT)
             try:
                 is_equal = value is saved or bool(value == saved)
-            except (RuntimeError, ValueError):  # tensors and arrays have no one truth value
+            except (RuntimeError, ValueError):  # tensors and arrays do not have a single truth value
                 is_equal = False
             if not is_equal:
                 yield Change(ChangeKind.GLOBAL, "", kind.__name__, name, saved, value)
@@ -408,7 +408,7 @@ class ModuleState:
         """Puts everything back that can be. Call it again where an interrupt came in between.
 
         Args:
-            has_random: Whether to put back the generators of torch, Python and numpy, too, which all code shares.
+            has_random: Whether to restore the generators of torch, Python and numpy, too, which all code shares.
             counts_writes: Whether autograd is to refuse to go backward through a run that used what is written over.
         """
         if has_random:
@@ -430,9 +430,9 @@ class ModuleState:
                     _write(tensor, content, counts_writes)
 
     def separated(self, value: Any) -> Any:
-        """Returns a value that stays what it is when this state is put back, or the model runs again.
+        """Returns a value that does not change when this state is restored, or the model runs again.
 
-        Usually that is the value itself; a copy where it holds a tensor, or a part of one, that the model keeps.
+        Usually this is the value itself; it is a copy if the value shares memory with a tensor of the model.
         """
         held = [*self._walk.tensors, *Walk([self._root]).tensors]
         kept = {memory_of(tensor) for tensor, _, _ in held if not isinstance(tensor, Parameter)} - {None}
@@ -440,9 +440,9 @@ class ModuleState:
 
 
 class Fingerprint:
-    """Equal to another one of the same model if nothing was changed in between, as far as torch counts writes.
+    """Equal to another fingerprint of the same model if nothing changed in between, as far as torch counts writes.
 
-    It takes little time and keeps no tensor alive: for caches of what was found out about a model.
+    It takes little time and does not keep tensors alive: for caches of results about a model.
 
     Args:
         model: The model, or a snapshot that was made of it just now.
@@ -466,7 +466,7 @@ class Fingerprint:
             self._names += saved
             held += saved.values()
         self._ids = list(map(id, held))
-        # Another object may get the id of one that is gone. So what is small stays, and the tensors are asked.
+        # A new object may get the id of a freed one. So small values are kept, and tensors have weak references.
         self._tensors = [weakref.ref(tensor) for tensor, _, _ in walk.tensors if id(tensor) in walk.seen]
         kept = [value for value in held if type(value) not in DICTS]
         self._kept = [
@@ -490,7 +490,7 @@ def _hook_registries(modules: Iterable[Module]) -> set[int]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether an attribute is what it was: the same object, or an equal plain value."""
+    """Whether an attribute is unchanged: the same object, or an equal plain value."""
     return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b)
 
 
@@ -516,7 +516,7 @@ def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
 
 
 def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields what a container holds elsewhere than it did: key, what was there, what is there."""
+    """Yields the changed items of a container: key, old value, new value."""
     if isinstance(container, set):
         before, after = set(saved), container
         yield from ((item, item, ABSENT) for item in before - after)
@@ -555,7 +555,7 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 
 
 def _copies(walk: Walk) -> list[Tensor | None]:
-    """Returns a copy of each tensor, to put back later; `None` for weights, and what cannot be written as a whole."""
+    """Returns a copy of each tensor, to restore it; `None` for weights, and where it cannot be written whole."""
     state = [not (isinstance(tensor, Parameter) or name.startswith("_parameters.")) for tensor, _, name in walk.tensors]
     pairs = list(zip(walk.tensors, state, strict=True))
     others = [tensor for (tensor, _, _), is_state in pairs if not is_state] if any(state) else []
@@ -583,7 +583,7 @@ def _is_equal(tensor: Tensor, content: Tensor) -> bool:
 def _write(tensor: Tensor, content: Tensor, counts_writes: bool) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.shape == content.shape and tensor.dtype == content.dtype and tensor.device == content.device:
-            # Through `data`: autograd may hold this tensor, as it was left by the run that counts.
+            # Through `data`: autograd may have saved this tensor for the backward of the run that counts.
             (tensor if counts_writes else tensor.data).copy_(content)
         else:
             tensor.data = content.clone()

@@ -1,4 +1,4 @@
-"""What the code of a module reads from outside: globals and the variables that its functions close over."""
+"""Finds the outer values that the code of a module reads: globals and closure variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPARED = frozenset({bool, int, float, str, list, dict, set, deque})
 
 
 def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]:
-    """Returns what the module's own functions name outside, globals and closures, by name."""
+    """Returns the globals and closure variables that the module's own functions use, by name."""
     found: dict[str, Any] = {}
     for function in _functions(module, forward):
         for name in function.__code__.co_names:
@@ -26,11 +26,11 @@ def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]
 
 
 def plain_outer_values(modules: Iterable[Module], forward_of: Callable[[Module], Any]) -> dict[tuple[type, str], Any]:
-    """Returns what classes of modules hold, and their functions name outside, as far as it is plain data or containers.
+    """Returns the class attributes, globals and closure variables of modules that are plain data or containers.
 
     Args:
-        modules: The modules; one of each class is looked at.
-        forward_of: What a module's forward is.
+        modules: The modules; one of each class is examined.
+        forward_of: Returns the forward of a module.
     """
     found: dict[tuple[type, str], Any] = {}
     for kind, module in {type(module): module for module in modules}.items():

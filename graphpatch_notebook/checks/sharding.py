@@ -1,4 +1,4 @@
-"""Is the model sharded over several processes, so that each of them computes with parts of its values?
+"""Determines whether a model is sharded over several processes, each of which computes with parts of its values.
 
 Of a model under tensor parallelism, a process holds some heads, some neurons, or one term of a sum: what a slice, a
 position, a head or a number means something else there than in the whole value. FSDP is different: its weights are
@@ -22,7 +22,7 @@ _DISTRIBUTED = "DTensor"
 
 
 def sharding(root: Frame) -> str | None:
-    """Returns in words over what the model of a capture is sharded; `None` where each process holds whole values.
+    """Returns a description of how the model of a capture is sharded; `None` if each process holds whole values.
 
     It looks for a `DTensor` among the values of the capture, and for `tp_size`, which transformers sets.
     """
@@ -31,7 +31,7 @@ def sharding(root: Frame) -> str | None:
     if not torch.distributed.is_initialized() or (count := torch.distributed.get_world_size()) == 1:
         return None
     findings = root.capture.findings
-    if sharding not in findings:  # each patch context asks
+    if sharding not in findings:  # each patch context needs it
         findings[sharding] = _is_parallel(root.module) or any(
             _is_distributed(node) for frame in root.walk() for node in frame.nodes
         )
@@ -63,8 +63,8 @@ def is_distributed(value: object) -> bool:
 def sharding_problem(node: Node, patch: Patch[object]) -> str | None:
     """Returns why a patch cannot be used on a node of a sharded model, or `None` where it can.
 
-    Zero is zero in each part and each term of a sum, and what only looks changes nothing. What a function does, only
-    its author knows.
+    Zero is zero in each part and each term of a sum, and a patch that only observes changes nothing. The effect of a
+    custom function on parts is unknown.
     """
     for name in ("slice", "positions"):
         if getattr(patch, name, None) is not None:

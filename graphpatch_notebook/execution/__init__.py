@@ -1,12 +1,12 @@
 """Execution: patched runs of the user's own model.
 
-A `CapturedModel` holds a model and the records of its capture. `patch_map` checks a patch map before anything runs,
+`captured_model` holds a model and the records of its capture. `patch_map` checks a patch map before anything runs,
 `plan` sorts its patches by frame, and `context` makes them active in a `with` block: it swaps the forwards of the
-modules on the way, and reports patches that never fire (`reports`). A call in the block is a `live.Run`: `frames` says
-which captured frame a module call is, `live` patches inputs, parameters and outputs (through `module_hooks` and
-`stand_in` where needed), `live_mode` patches the operations inside, and `apply` patches one value, after a check that
-it is the captured one. `steps` and `positions` limit patches to parts of a generation, `tracebacks` names the node that
-raised an error, and `replay/` reuses the results of frames in sweeps.
+modules on the way, and reports patches that never fire (`reports`). A call in the block is a `live.Run`: `frames` maps
+module calls to captured frames, `live` patches inputs, parameters and outputs (through `module_hooks` and `stand_in` if
+needed), `live_mode` patches the operations inside, and `apply` checks and patches one value. `steps` and `positions`
+limit patches to parts of a generation, `tracebacks` names the node that raised an error, `replay/` reuses the results
+of frames in sweeps, and `verified_fx` makes plain fx modules and compares them with the patched model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Applies patches to a value: follows the path into containers, copies, checks, and names what went wrong."""
+"""Applies patches to a value: follows the path into containers, copies, checks, and raises errors with the path."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Applier:
         return patched
 
     def watch(self, entry: Entry, value: Any) -> None:
-        """Applies an entry that only looks at a tensor."""
+        """Applies an entry that only observes a tensor."""
         if isinstance(value, Tensor) and value.shape == entry.observed_shape:
             self.fired.ids.add(id(entry))
             entry.watch(value)  # type: ignore[misc]  # is given wherever this is called
@@ -84,7 +84,7 @@ class Applier:
             self.apply(entry, value)
 
     def is_observed(self, entry: Entry, value: Any) -> bool:
-        """Takes the short way for patches that only look at a tensor; returns whether it was one."""
+        """Applies patches that only observe a tensor; returns whether the value was a tensor."""
         shape = entry.observed_shape
         if shape is None or not isinstance(value, Tensor):
             return False
@@ -123,7 +123,7 @@ class Applier:
         steps = self.steps
         if entry.restriction is None:
             return None
-        if steps is None:  # no call of the `PatchableGraph`, but backward
+        if steps is None:  # not a call of the `PatchableGraph`, but backward
             raise GraphPatchError(_RECOMPUTED_STEP.format(path=entry.target.path))
         if not steps.admits(entry):
             raise HeldBackError
@@ -148,7 +148,7 @@ def apply_entry(
 ) -> Any:
     """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
 
-    Containers on the way to a dug value are copied, never written into.
+    Containers on the path to a nested value are copied, never written into.
 
     Args:
         entry: The patches.
@@ -272,7 +272,7 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         raise
     except Exception as error:
         if isinstance(patch, _BUILT_IN) and isinstance(error, (RuntimeError, IndexError, TypeError, ValueError)):
-            # The message says all that the error does, and its traceback is inside this package.
+            # The message has all of the error's text, and its traceback is inside this package.
             raise PatchValueError(_explain(patch, target, value, error)) from None
         shown = f"{type(patch).__name__} on {target.path!r} ({target.node.op})"
         add_note(error, f"raised by {shown}: the value here is {_shown(value)}")

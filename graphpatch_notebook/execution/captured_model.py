@@ -30,7 +30,7 @@ class CapturedModel:
         options: How it was captured.
         examples: The example inputs; `None` if there were none, as for a loaded graph.
         drawn: The names of the random generators that the capture drew from; `None` if that is unknown.
-        unstored: For the paths of frames that the file it was loaded from has no graph of, why not.
+        unstored: The paths of frames without a graph in the file it was loaded from, with the reasons.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class CapturedModel:
         return plan.callers is self._current().callers
 
     def _current(self) -> _Derived:
-        """Returns what is derived from the records as they are now."""
+        """Returns the values derived from the current records."""
         self.update_called_modules()
         derived = self._derived
         if derived is None or derived.edits != self.edits:

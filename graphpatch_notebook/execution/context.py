@@ -1,4 +1,4 @@
-"""Patch contexts: which patches are active where, and what the model looks like meanwhile.
+"""Patch contexts: which patches are active where, and the forwards and hooks on the model inside the block.
 
 A context belongs to the thread (or task) that entered it: a context variable holds the active ones. For the length of
 the block, the modules whose frames hold patches have their `forward` swapped, and a forward hook where their output is
@@ -300,7 +300,7 @@ def leave(context: ActiveContext) -> None:
 
 
 def take_back(context: ActiveContext) -> None:
-    """Makes the model what it was before `context` was entered, without reports."""
+    """Restores the model to its state before `context` was entered, without reports."""
     with afterwards(partial(_let_go, context)):
         pass
 
@@ -401,7 +401,7 @@ def report_idle(context: ActiveContext) -> None:
     comparison, but calling the model only is taken for a mistake.
     """
     calls, reports = context.calls, context.reports
-    # With `after_call`, the caller knows that no call was made.
+    # With `after_call`, the caller has seen that no call was made.
     if calls.direct is not None and context.own and not calls.is_used and not context.after_call:
         reports.give(
             f"{count_of_patches(context.own)} never fired in this context: the {type(calls.direct).__name__} itself "

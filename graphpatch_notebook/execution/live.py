@@ -1,6 +1,7 @@
-"""A patched run: the model's own code runs, and patches are applied to its values.
+"""A patched run of the model's own code: identifies frames, and patches inputs, parameters and outputs.
 
-Only frames on the way to a patched value are seen at all, and only those with patched ops run under a function mode.
+Only frames on the path to a patched value are seen, and only those with patched ops run under a function mode
+(`live_mode`).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Run:
 
     @property
     def is_patched(self) -> bool:
-        """Whether there are patches. Loaded graphs ask this, and the next, of the run that calls them."""
+        """Whether there are patches. Loaded graphs read this, and the next, from the run that calls them."""
         return len(self.plan.entries) > 0
 
     @property
@@ -252,7 +253,7 @@ def _patched_inputs(
 def _with_aliases(
     applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call with an alias of its own for each tensor that a patch looks at.
+    """Returns a call with a separate alias for each tensor that a patch observes.
 
     A caller may use the tensor elsewhere, too (the residual stream): the gradient of the alias is that of what the
     module does with it.
@@ -269,11 +270,11 @@ def _with_aliases(
                 continue
             if not isinstance(value, Tensor) or not value.requires_grad or id(value) in seen:
                 continue
-            if not torch.is_grad_enabled():  # an alias would have no gradient, and the module might ask for one
+            if not torch.is_grad_enabled():  # an alias would not have a gradient, and the module might read it
                 with_other_uses.append(entry.target.path)
                 continue
             alias = value.view_as(value)
-            # A module may ask whether two of its inputs are one tensor: then they stay one.
+            # A module may check whether two of its inputs are one tensor, so they stay one.
             args, count = with_other_tensor(args, value, alias)
             named = {name: with_other_tensor(given, value, alias) for name, given in kwargs.items()}
             kwargs = {name: given for name, (given, _) in named.items()}

@@ -1,6 +1,6 @@
 """Hooks that patch the inputs and the output of modules with hooks of their own: ours must come last.
 
-One pair of hooks for each module, however many contexts want it.
+Each module has one pair of hooks, which all contexts share.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ class Entry:
         target: The value.
         patches: The patches, in order.
         restriction: The steps and positions at which the patch (then the only one) has an effect; `None` for all.
-        observed_shape: The recorded shape, if the patches only look at the value as it is.
+        observed_shape: The recorded shape, if the patches only observe the unchanged value.
         is_special: Whether the value is not simply the result of a call (written in place, or unpacked from it).
-        watch: The operation of the only patch, if it only looks at the result of a call.
+        watch: The operation of the only patch, if it only observes the result of a call.
     """
 
     target: Target
@@ -143,8 +143,8 @@ class FramePlan:
         output: Entries on the output.
         sites: Entries on ops, by call site; `None` if there are none.
         override: The graph that runs in place of the module's code, if there is one.
-        watched_inputs: Those of `inputs` that only look at a tensor, with where a call gives it: taken out of `inputs`.
-        watched_tensors: Those of `tensors` that only look at a parameter of the module: taken out of `tensors`.
+        watched_inputs: Those of `inputs` that only observe a tensor, with where a call gives it: taken out of `inputs`.
+        watched_tensors: Those of `tensors` that only observe a parameter of the module: taken out of `tensors`.
         probed_inputs: The entries on inputs with probes: each is shown a tensor that the module alone is given.
         entries: All entries of this frame.
     """
@@ -234,7 +234,7 @@ class FramePlan:
         return self.sites.entries_at(site, occurrence)
 
     def settle(self) -> None:
-        """Sets entries apart that only look at inputs and parameters: if a model is probed, there are hundreds."""
+        """Separates entries that only observe inputs and parameters: if a model is probed, there are hundreds."""
         if self.override is not None:
             self.override.names = frozenset(self.override.entries)
         for name, entries in list(self.inputs.items()):
@@ -258,8 +258,8 @@ class RunPlan:
         root: The plan of the root frame.
         entries: The patches.
         callers: Which frames call which module.
-        own_graphs: The graph modules whose graph *is* the module.
-        custom: Custom graphs by the id of the module that each *is*, in all calls of it.
+        own_graphs: The graph modules whose graph runs in place of the module.
+        custom: Custom graphs by the id of the module that each replaces, in all its calls.
         watched: The modules whose calls must be seen.
         watched_ids: Their ids.
         with_patched_inputs: The modules whose inputs are patched.
@@ -372,7 +372,7 @@ def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:
     """Adds `frame` to those that are planned, and the frames above it that are needed to identify it.
 
     A call of a module that is called once in the whole capture needs no other frame. If a run calls it more often, it
-    counts as called again, whatever calls it. Modules that may run fused are always planned.
+    counts as a repeated call, from any caller. Modules that may run fused are always planned.
     """
     while id(frame) not in frames:
         frames[id(frame)] = frame
@@ -442,8 +442,8 @@ class Callers:
     def _calling_frames(self, planned: Mapping[int, Frame]) -> Iterator[Frame]:
         """Yields the frames that call a module with several frames, if one of these is planned.
 
-        This includes frames that are planned meanwhile. Their modules are watched, so that a call in one of them is
-        not mistaken for one in a frame above it.
+        This includes frames that are added during the iteration. Their modules are watched, so that a call in one of
+        them is not mistaken for a call in a frame above it.
         """
         seen: set[int] = set()
         while new := [frame.module for frame in planned.values() if id(frame.module) not in seen]:

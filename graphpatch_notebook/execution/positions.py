@@ -41,7 +41,7 @@ class Restriction:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the patch is for no step, or for no position."""
+        """Whether the patch selects no steps, or no positions."""
         return any(chosen is not None and not chosen.chosen for chosen in (self.steps, self.positions))
 
 

@@ -25,7 +25,7 @@ class FiredPatches:
 
     Attributes:
         ids: The entries that fired (by id).
-        missing: Why entries had no value to be applied to (by id).
+        missing: Why entries did not find a value to patch (by id).
         reached: The planned frames that ran (by id).
         with_other_uses: The paths of probed inputs whose gradients include those of other uses of the tensor.
         has_changed: Whether a patch changed a value.

@@ -79,7 +79,7 @@ class GenerationSteps:
     Args:
         root: The root frame of the capture.
         restricted: The entries for some steps or positions.
-        count: What the context knows.
+        count: The steps that the context has counted.
         is_direct: Whether the model itself is called, rather than a method that calls it.
     """
 

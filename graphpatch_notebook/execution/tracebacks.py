@@ -1,4 +1,4 @@
-"""Finds the node that raised an error from the traceback, so that runs without errors have no cost.
+"""Finds the node that raised an error from the traceback, so that runs without errors do not cost time.
 
 The traceback of an error holds the chain of call sites that identifies an op in a run, and the module calls between
 them. So the way from the outermost `forward` down to the error is also a way down the captured frames. If a loop makes
@@ -63,7 +63,7 @@ class _TracebackPath:
         """Goes down into a call of `module`."""
         calls = [n for frame in self.frames for n in frame.calls() if n.frame.module is module]
         here = [n for n in calls if n.site is not None and list(n.site.steps) == self.steps]
-        if id(module) in self.counts:  # the one that began last
+        if id(module) in self.counts:  # the run that began last
             here = [n for n in here or calls if n.call_index == self.counts[id(module)] - 1]
         self.frames = [n.frame for n in here or calls]
         self.module, self.steps, self.fx_name, self.counts = module, [], None, {}

@@ -100,7 +100,7 @@ def build(frame: Frame, targets: Targets) -> BuiltGraph:
 
 
 def records(graph: fx.Graph) -> dict[str, fx.Node]:
-    """Returns the fx nodes of a graph by the names that users know."""
+    """Returns the fx nodes of a graph by their names in node paths."""
     return {node.meta[RECORD].name: node for node in graph.nodes if RECORD in node.meta}
 
 
@@ -299,7 +299,7 @@ def _digs(frame: Frame) -> dict[Node, list[tuple[Key, ...]]]:
 
 
 def _identifier(name: str) -> str:
-    """Returns the name that fx is asked for; fx itself escapes keywords, builtins and other characters."""
+    """Returns the name requested from fx; fx itself escapes keywords, builtins and other characters."""
     return f"{name}_1" if name == "self" else name
 
 
@@ -313,7 +313,7 @@ class ForwardCodeGen(CodeGen):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the signature is one that fx cannot print."""
+        """Whether fx cannot print the signature."""
         kinds = set(self._kinds.values())
         has_bare_star = _KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds
         return _POSITIONAL_ONLY in kinds or has_bare_star or bool(self._defaults) or "self" in self._kinds
@@ -331,7 +331,7 @@ class ForwardCodeGen(CodeGen):
         marked = self._with_markers(free_vars)
         if "self" not in self._kinds:
             return super().gen_fn_def(marked, *args, **kwargs)
-        # A parameter of `forward` is called `self`: then the module goes by another name, see `generated_code`.
+        # A parameter of `forward` is called `self`: the module gets another name, see `generated_code`.
         taken = {_parameter_name(text) for text in free_vars}
         owner = next(name for name in OWNER_NAMES if name not in taken)
         return super().gen_fn_def(["self", *marked], *args, **kwargs).replace("self", owner, 1)
@@ -391,7 +391,7 @@ class Written(NamedTuple):
         op: The fx opcode, `call_function` or `call_method`.
         target: What is called: a function, or the name of a method.
         order: What is written as positional arguments: the positions of recorded arguments, and names of attributes;
-            `None` for the recorded arguments as they were.
+            `None` for the recorded arguments.
     """
 
     op: str

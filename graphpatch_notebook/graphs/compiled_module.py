@@ -37,7 +37,7 @@ class CompiledGraphModule(GraphModule):
 
     The code is generated when it is first needed. A graph that is a record of the module runs only where it is asked
     for (`verify`, the interpreter, `to_fx`); in calls the module itself runs. A graph that was edited, or that a custom
-    extraction function made, *is* the module: it always runs.
+    extraction function made, replaces the module: it always runs.
 
     Example:
         >>> import torch
@@ -70,7 +70,7 @@ class CompiledGraphModule(GraphModule):
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph, built when it is first asked for; after editing it, call `recompile()`. May be set."""
+        """The graph, built when it is first read; after editing it, call `recompile()`. May be set."""
         return self._build().graph
 
     @graph.setter
@@ -123,7 +123,7 @@ class CompiledGraphModule(GraphModule):
 
     @property
     def code(self) -> str:
-        """The Python code of the graph as it is now."""
+        """The Python code of the current graph."""
         return self._code().text
 
     @property
@@ -142,7 +142,7 @@ class CompiledGraphModule(GraphModule):
 
     @property
     def has_own_graph(self) -> bool:
-        """Whether the graph *is* the module: it was edited, or a custom extraction function made it."""
+        """Whether the graph replaces the module: it was edited, or a custom extraction function made it."""
         return self._frame.has_own_graph
 
     def input_problem(self, node: Node) -> str | None:
@@ -150,7 +150,7 @@ class CompiledGraphModule(GraphModule):
         return None if self._edited_calls is None else self._edited_calls.input_problem(node)
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the graph if it is the module, or is asked for; else the module."""
+        """Runs the graph if it replaces the module, or is requested; else the module."""
         if is_compiling() or is_tracing():
             if self.has_own_graph:
                 return self.run_graph(args, kwargs)
@@ -300,7 +300,7 @@ class CompiledGraphModule(GraphModule):
 
 
 def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
-    """Returns the graph modules from here on down whose graph *is* the module, in order of execution."""
+    """Returns the graph modules in this hierarchy whose graph runs in place of the module, in order of execution."""
     return [graph for graph in graph_module.walk() if isinstance(graph, CompiledGraphModule) and graph.has_own_graph]
 
 

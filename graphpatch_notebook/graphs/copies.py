@@ -155,7 +155,7 @@ def _set_frame(frame: Frame, state: dict[str, Any]) -> None:
         frame.custom_graph = frame.custom_graph.unpacked(frame).graph
 
 
-# `copy.copy` and pickle ask this table; `deepcopy` of frames goes its own way above.
+# `copy.copy` and pickle use this table; `deepcopy` of frames uses the code above.
 copyreg.pickle(Frame, _reduced_frame)
 for _kind in (Node, OpNode, ElementNode, CallNode):
     copyreg.pickle(_kind, _reduced_node)

@@ -1,11 +1,11 @@
 """Edited graphs: their records, whether they can run, and the calls that they hold for.
 
 A graph is a record of one run: flags, absent inputs, branches, and sizes that the code took for plain numbers
-(`range(n)`, a table cut to a length, `is_causal`) are in it as they were. So an edited graph refuses other structures
-and plain values than the example's. In calls of other sizes, dtypes, layouts or settings of torch the graph as it was
-before it was edited is compared with the module first: what Python made of a size cannot be seen in the graph. Where a
-signature does not say all (an object such as a cache is given, or the module looks at values to find its way), every
-call is compared.
+(`range(n)`, a table cut to a length, `is_causal`) are constants in it. So an edited graph refuses other structures and
+plain values than the example's. In calls of other sizes, dtypes, layouts or settings of torch the graph before the edit
+is compared with the module first: what Python computes from a size is not visible in the graph. If a signature does not
+describe the call completely (an object such as a cache is given, or the module branches on values), every call is
+compared.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
 
     Args:
         frame: The frame.
-        graph: Its graph as it is now.
+        graph: Its current graph.
         attribute: Returns what `get_attr` nodes read, by its path.
     """
     output = frame.output_node
@@ -273,7 +273,7 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
         if node.op == "output":
             record = output
         elif record is not None:
-            kept.discard(id(record))  # a copied node has the record of the one that it was copied from
+            kept.discard(id(record))  # a copied node has the record of its original
         elif not node.meta.get(AUXILIARY):
             record = custom_record(node, frame.module)
             record.name = unique_name(record_name(node), taken)

@@ -108,7 +108,7 @@ def _escape_keywords(graph: fx.Graph) -> None:
 
 
 class _EscapedPath(str):
-    """An attribute path whose parts are not taken for identifiers."""
+    """An attribute path with parts that fx does not treat as identifiers."""
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return [_EscapedName(part) for part in super().split(sep, maxsplit)]

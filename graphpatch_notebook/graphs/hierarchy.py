@@ -37,7 +37,7 @@ def build_hierarchy(root: Frame) -> GraphModule:
 class _HierarchyBuilder:
     def __init__(self) -> None:
         self._hierarchy = Hierarchy()
-        # The first graph module of each module: for what one frame holds and another one calls.
+        # The first graph module of each module: a frame may call a module that another frame holds.
         self._by_module: dict[int, Module] = {}
         self._pending: list[tuple[Module, str, Module]] = []
 
@@ -145,7 +145,7 @@ def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], Non
 
     Raises:
         CaptureError: An edited graph is malformed, or refers to something that is gone.
-        Exception: Whatever `function` raises.
+        Exception: Any error that `function` raises.
     """
     for callee in graph_module.callees():
         postprocess(callee, function)

@@ -37,8 +37,8 @@ _STARS = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEY
 class GraphInterpreter:
     """Runs a hierarchy of graph modules node by node.
 
-    All graphs run, including those that may differ from the model on such inputs: a warning says so. Modules without a
-    graph run themselves.
+    All graphs run; those that may differ from the model on such inputs give a warning. Modules without a graph run
+    their own code.
 
     Args:
         graph_module: The root of the hierarchy.

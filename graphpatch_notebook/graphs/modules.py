@@ -72,7 +72,7 @@ class Mirror(Module):
         if hasattr(type(self), name) or name in self.__dict__:
             object.__setattr__(self, name, value)
         elif isinstance(value, (Tensor, Module)) and not hasattr(self._original_module, name):
-            # For an edited graph: the user's module stays as it is.
+            # For an edited graph: the user's module does not change.
             own: dict[str, Any] = self._modules if isinstance(value, Module) else self.__dict__
             own[name] = value
         else:

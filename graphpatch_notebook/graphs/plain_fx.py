@@ -114,7 +114,7 @@ class PatchedValue(Module):
             is_tensor = isinstance(value, Tensor)
             if patch.observes_only:
                 if self.is_shown_alias and is_tensor and value.requires_grad and torch.is_grad_enabled():
-                    value = value.view_as(value)  # whose gradient is that of this use of the tensor
+                    value = value.view_as(value)  # its gradient is that of this use of the tensor only
                 patch.op(value.clone() if self.is_shown_copied and is_tensor else value)
             else:
                 value = patch.op(value.clone() if patch.requires_clone and is_tensor else value)
@@ -329,7 +329,7 @@ class InputCheck(Module):
         super().__init__()
         ignored = _IGNORED | {Aspect.SIZE} if any_size else _IGNORED
         self.signature = replace(CallSignature.of_frame(frame), ignored=ignored)
-        # Compilers know this module, but not the one whose graph calls it; `train()` and `eval()` reach both.
+        # Compilers see this module, but not the module whose graph calls it; `train()` and `eval()` reach both.
         self.training = self.was_training = frame.conditions.training
         self.modules_below: list[tuple[str, Module, bool]] = []
         self._is_noting_layouts = False

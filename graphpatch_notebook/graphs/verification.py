@@ -145,7 +145,7 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     restored afterwards. If the graph of the root replaces the model, nothing runs, and nothing is compared.
 
     Raises:
-        Exception: Whatever the model raises on these inputs.
+        Exception: Any error that the model raises on these inputs.
     """
     if root.has_own_graph:
         return VerificationReport(tuple(_report(g, {}) for g in root.walk()))

@@ -41,7 +41,7 @@ def meant_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
 
 
 def fused_attention(root: Frame, names: Sequence[str]) -> Frame | None:
-    """Returns the nearest frame whose attention is one fused call, if the names ask for values inside attention."""
+    """Returns the nearest frame whose attention is one fused call, if the names refer to values inside attention."""
     if names[-1] not in _PATTERNS:
         return None
     fused = [

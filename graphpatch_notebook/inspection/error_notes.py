@@ -1,4 +1,4 @@
-"""What the note on an error says of the node that raised it: its path and operation, the user's line, the shapes."""
+"""Writes the note on an error about the node that raised it: its path and operation, the user's line, the shapes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is known of an operation, or another piece of a module's code, that raised an error.
+    """An operation, or another piece of a module's code, that raised an error.
 
     Attributes:
-        what: Which it is: the path and the operation.
+        what: The path and the operation.
         line: The user's line.
         now: Its arguments.
         at_capture: The arguments that it had at capture.
-        more: What else is known, a sentence each.
+        more: Further facts, a sentence each.
     """
 
     what: str
@@ -38,7 +38,7 @@ class Failure:
 
 
 def arguments_text(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
-    """Returns the arguments of a call in words: tensors by their shapes, numbers by their values."""
+    """Returns a description of the arguments of a call: tensors by their shapes, numbers by their values."""
     return _joined([_text(value) for value in args] + [f"{name}={_text(value)}" for name, value in kwargs.items()])
 
 

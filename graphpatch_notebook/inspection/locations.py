@@ -30,8 +30,8 @@ class Location:
         dig: The keys, as paths write them, that lead into the node's value.
         frame: The frame that the node is in; the root frame for the root.
         node: The node; `None` for the root.
-        graph: The frame that this location *is*, if it is a graph.
-        spec: What was recorded of the value, if it is none.
+        graph: The frame at this location, if the location is a graph.
+        spec: The recorded spec of the value, if the location is not a graph.
     """
 
     root: Frame
@@ -87,7 +87,7 @@ class Location:
         """Returns the location to which `names` lead from here, one child after the other.
 
         Raises:
-            UnknownChildError: There is no such child; the message names the nearest paths.
+            UnknownChildError: The child does not exist; the message names the nearest paths.
         """
         __tracebackhide__ = True
         here = self

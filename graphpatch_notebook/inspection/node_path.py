@@ -1,4 +1,4 @@
-"""`pg.graph`: a `NodePath`, with which one walks through a capture, looks at it, and names what to patch."""
+"""`pg.graph`: a `NodePath`, which navigates a capture, shows it, and names values to patch."""
 
 from __future__ import annotations
 

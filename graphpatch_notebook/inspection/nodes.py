@@ -1,6 +1,6 @@
-"""`pg.nodes`: every path that can be patched, with what is known of the value there.
+"""`pg.nodes`: every path that can be patched, with the recorded facts about its value.
 
-A node whose value is a container has an entry for each tensor and number in it, and none for the container
+A node whose value is a container has an entry for each tensor and number in it, but not for the container
 (`output|sub_0.logits`).
 """
 
@@ -23,17 +23,17 @@ NodeKind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "op",
 
 @dataclass(frozen=True, slots=True)
 class NodeMeta:
-    """What is known of a value that can be patched, from the run on the example inputs.
+    """Facts about a value that can be patched, from the run on the example inputs.
 
     Attributes:
         path: The node path, as `pg.patch` takes it.
         name: The name of the node: the last one in the path before `|`.
-        kind: What it is: `input`, `parameter`, `buffer`, `attribute` (another tensor of the module), `op`, `output`.
+        kind: The kind: `input`, `parameter`, `buffer`, `attribute` (another tensor of the module), `op`, `output`.
         op: The name of the torch function (`linear`, `mul`); for other kinds that of the input, parameter, ...
         shape: The recorded shape; `None` for numbers. So are `dtype` and `device`.
         dtype: The recorded dtype.
         device: The recorded device.
-        value: The value in words, as in the tree: `Tensor(3, 2)`, `int(5)`.
+        value: The value, as the tree shows it: `Tensor(3, 2)`, `int(5)`.
         frame_path: The path of the graph that the node is in; empty for the root.
         module_class: The name of the class of the user's module that this is the graph of.
         is_plumbing: Whether the value only carries sizes; the tree hides it.
@@ -78,7 +78,7 @@ class NodeMap(Mapping[str, NodeMeta]):
         root: The frame of the whole model.
 
     Raises:
-        UnknownPathError: (on look-up) There is no such path, or it does not lead to a single value; a `KeyError`.
+        UnknownPathError: (on look-up) The path does not exist, or does not lead to a single value; a `KeyError`.
 
     Example:
         >>> from graphpatch_notebook.values import TensorSpec
@@ -188,7 +188,7 @@ class NodeRows:
                     add_spec(leaf)
 
     def meta(self, row: int) -> NodeMeta:
-        """Returns what is known of the node in a row."""
+        """Returns the facts about the node in a row."""
         return _meta(self.paths[row], self.frames[row], self.nodes[row], self.specs[row])
 
 

@@ -1,4 +1,4 @@
-"""Turns the text of a node path into the node that it means, or into a message that says what is wrong with it.
+"""Resolves the text of a node path to a node, or to a message that describes the problem.
 
 "h_0.attn.output|sub_0"   text
   -> ParsedPath           names and dig (`paths`)
@@ -57,7 +57,7 @@ def resolve(root: Frame, path: str | ParsedPath) -> Target:
     """Returns what `path` means in the capture whose root frame is `root`.
 
     Raises:
-        Unresolvable: Nothing that can be patched; the message says why and names the nearest paths.
+        Unresolvable: The path does not lead to a value to patch; the message gives the reason and the nearest paths.
     """
     parsed = parse(path) if isinstance(path, str) else path
     frame = root
@@ -121,7 +121,7 @@ def with_nearest(root: Frame, path: str, message: str) -> str:
 
 
 def operation_of(root: Frame, path: str) -> str | None:
-    """Returns the operation whose value is at `path`; `None` for inputs, outputs and weights, and where nothing is."""
+    """Returns the operation whose value is at `path`; `None` for inputs, outputs, weights and unknown paths."""
     try:
         node = resolve(root, path).node
     except Unresolvable:
@@ -251,7 +251,7 @@ def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> 
 
 
 def _idle_submodule(frame: Frame, name: str) -> str | None:
-    """Returns the attribute path of the submodule that calls would be named `name` after, if there are no calls."""
+    """Returns the attribute path of the submodule that `name` refers to, if it is never called."""
     called = {str(call.target) for call in frame.calls()}
     for path, _ in frame.module.named_modules():
         if path and name in (path, call_name(path)):

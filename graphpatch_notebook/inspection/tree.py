@@ -121,7 +121,7 @@ def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: 
 
 
 def is_shown(node: Node) -> bool:
-    """Whether the tree shows `node` without being asked to."""
+    """Whether the tree shows `node` by default."""
     if node.kind in ("call", "output"):
         return True
     if node.kind == "input" and _is_flag(node.spec):
@@ -130,7 +130,7 @@ def is_shown(node: Node) -> bool:
 
 
 def is_clutter(spec: ValueSpec) -> bool:
-    """Whether the value holds nothing to look at or to patch."""
+    """Whether the value holds nothing to show or to patch."""
     if isinstance(spec, ContainerSpec):
         return all(is_clutter(child) or _is_flag(child) for _, _, child in spec.children)
     return isinstance(spec, ObjectSpec) or (isinstance(spec, ScalarSpec) and not spec.is_number)

@@ -1,7 +1,7 @@
 """The patch kinds: operations on the value of a node.
 
 A patch is applied to the value of a node each time the model computes it, and the rest of the model sees what the
-patch returns. A patch does not know its node: one object may be used for several nodes and contexts at once.
+patch returns. A patch does not depend on its node: one object may be used for several nodes and contexts at once.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A file is a safetensors file whose metadata holds a JSON document. `saving` checks the graphs against the model and
 writes them; `loading` reads strictly, and finds the modules of a model if one is given. `document` lays out the parts:
-records of frames (`frames`), their graphs (`graphs`) and modules (`modules`). `forms` says for which calls a loaded
-graph holds, and `sizes` for which sizes of its inputs. `codecs/` writes single values.
+records of frames (`frames`), their graphs (`graphs`) and modules (`modules`). `forms` determines the calls that a
+loaded graph holds for, and `sizes` the sizes of its inputs. `codecs/` writes single values.
 """
 
 from __future__ import annotations

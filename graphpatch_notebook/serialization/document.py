@@ -108,7 +108,7 @@ def _where(frame: Frame) -> str:
 
 
 class Builds:
-    """The graphs of frames, as they are written: over the attribute paths of their modules.
+    """The graphs of frames as written to a file: with the attribute paths of their modules.
 
     Args:
         root: The hierarchy of graph modules; some may be edited.

@@ -77,7 +77,7 @@ class Form:
         return cls(list(frame.parameters), specs, [list(spec.shape) for spec in leaves], same=list(range(len(leaves))))
 
     def widen(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Extends the ranges to the sizes of a call for which the graph was found equal; says whether it could."""
+        """Extends the ranges to the sizes of a call for which the graph was found equal; returns whether it could."""
         ranges = dict(self.ranges)
         for sizes, dims in zip(shapes, self.dims, strict=True):
             for size, dim in zip(sizes, dims, strict=True):
@@ -135,7 +135,7 @@ class Guard:
 
     Args:
         form: The form of the calls that it holds for.
-        modules: The modules, as they were saved.
+        modules: The saved modules.
     """
 
     def __init__(self, form: Form, modules: Sequence[Module]) -> None:

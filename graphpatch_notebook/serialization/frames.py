@@ -1,4 +1,4 @@
-"""Writes the records of frames, and what is known of their values, as JSON, and reads them back as frames."""
+"""Writes the records of frames, and the specs of their values, as JSON, and reads them back as frames."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ class FrameReader:
 
 
 def _set_forward(module: LoadedModule, frame: Frame) -> None:
-    """Gives the module a `forward` with the recorded signature, which raises an error that says why it cannot run."""
+    """Gives the module a `forward` with the recorded signature, which raises an error with the reason."""
     reason = "its graph runs in a call of the PatchableGraph only"
     if frame.opaque_reason is not None:
         reason = (

@@ -71,7 +71,7 @@ def encoded_graph(frame: Frame, builds: Built, modules: ModuleTable) -> list[dic
     """Returns the JSON of the graph of `frame`.
 
     Raises:
-        UnstorableError: It cannot be written; the message says why.
+        UnstorableError: It cannot be written; the message gives the reason.
     """
     built = builds.built(frame)
     numbers: dict[fx.Node, int] = {}

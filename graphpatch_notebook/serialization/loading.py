@@ -262,7 +262,7 @@ def check_weights(
 
 
 def _where(module: Module, fields: Mapping[str, Item], originals: Mapping[int, Module]) -> str:
-    """Returns the path of a module in the model, in words."""
+    """Returns the path of a module in the model, for messages."""
     model = originals.get(fields["frames"].items()[0].entries()["module"].whole(0, len(fields["modules"].items()) - 1))
     names = model.named_modules() if model is not None else ()
     path = next((path for path, other in names if other is module), "")

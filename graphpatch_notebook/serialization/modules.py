@@ -101,7 +101,7 @@ class LoadedRoot(LoadedModule):
         """Makes `guard` check all calls.
 
         Args:
-            guard: Says for which calls the graph holds.
+            guard: Checks whether the graph holds for a call.
             model: The model, if it is given.
             has_edits: Whether some graphs are not records of the model, so that the model cannot run in their place.
         """
@@ -264,7 +264,7 @@ class ModuleTable:
         """Returns the attribute path by which a graph of `module` reads the tensor that the model has at `path`.
 
         Raises:
-            UnstorableError: There is no tensor, or one that cannot be written.
+            UnstorableError: The tensor does not exist, or cannot be written.
         """
         path = module.tensor_paths.get(path, path) if isinstance(module, LoadedModule) else path
         parents, _, name = path.rpartition(".")
@@ -331,7 +331,7 @@ class ModuleTable:
         }
 
     def _number_of(self, module: Module, name: str, tensor: Tensor | None, lost: list[str]) -> int | None:
-        """Returns the number of a tensor; one that cannot be written is noted in `lost`."""
+        """Returns the number of a tensor; a tensor that cannot be written is noted in `lost`."""
         if tensor is None:
             return None
         try:

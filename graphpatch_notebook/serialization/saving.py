@@ -1,8 +1,8 @@
 """`save`: checks the graphs of a model against it, and writes those that hold to one file.
 
-Nothing is kept of the example inputs but what they looked like, so the graphs are compared with the model on inputs
-that are made up to look like them, at the example's sizes, with gradients on and off. What the records hold proves the
-rest (`sizes`); this comparison stays, because a value may come from where no record sees it.
+Only the specs of the example inputs are kept, so the graphs are compared with the model on random inputs with these
+specs, at the example's sizes, with gradients on and off. The records prove the other sizes (`sizes`); the comparison is
+needed, too, because a value may come from a source that is not recorded.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[Call]) -> Do
     """Returns the document of all graphs that hold, with the form of the calls that they hold for."""
     root = source.root
     known = guard_of(root.module)
-    if known is not None:  # it was loaded: there is no model to compare it with
+    if known is not None:  # it was loaded, without a model to compare it with
         return with_form(document(root, source.builds, source.options, reasons), known.form)
     if reasons.of(root) is not None:
         return document(root, source.builds, source.options, reasons)

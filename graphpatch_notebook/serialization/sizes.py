@@ -1,6 +1,6 @@
-"""Decides for which sizes of its inputs a saved graph holds.
+"""Determines the input sizes for which a saved graph holds.
 
-`checks.dimensions` knows which sizes of the inputs can change. Here the model is recorded again at other sizes on the
+`checks.dimensions` reports which sizes of the inputs can change. The model is recorded again at other sizes on the
 meta device, where nothing is computed. The graph holds at these sizes if both records have the same steps: the same
 operations with the same arguments. Arguments that are sizes refer to the node that they come from, so every number that
 the code itself made of a size (`range(n)`, a table cut to a length, a branch) is a difference.

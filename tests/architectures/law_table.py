@@ -23,7 +23,7 @@ from tests.laws import test_law_02_identity as law_02
 from tests.laws import test_law_03_edits as law_03
 from tests.laws import test_law_05_untouched as law_05
 from tests.laws import test_law_06_gradients as law_06
-from tests.laws import test_law_11_memory as law_11
+from tests.laws import test_law_13_memory as law_13
 from tests.zoo import Case, seed_all
 from tests.zoo.values import bit_equal, same_state, snapshot
 
@@ -93,7 +93,7 @@ LAWS = (
         needs_tidiness=True,
     ),
     Law(6, "gradients are those of hooks", (), (law_06.test_gradients_equal_those_of_hooks,), needs_gradients=True),
-    Law(11, "no weight is copied", (law_11.test_parameters_are_shared,), (law_11.test_records_hold_no_tensors,)),
+    Law(13, "no weight is copied", (law_13.test_parameters_are_shared,), (law_13.test_records_hold_no_tensors,)),
 )
 
 _MOST_INTERRUPTS = 12

@@ -1,4 +1,4 @@
-"""Law 11 at length: thousands of patched runs, and many graphs, keep no more than plain hooks do."""
+"""Law 13 at length: thousands of patched runs, and many graphs, keep no more than plain hooks do."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Quantized weights: the weight that a packed one represents, and calls of a module with another weight."""
+"""Quantized weights (`packed_weights`), and how bitsandbytes packs them (`bitsandbytes_weights`)."""

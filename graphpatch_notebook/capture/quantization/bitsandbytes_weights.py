@@ -1,6 +1,6 @@
 """How the modules of bitsandbytes keep their weights: `Linear8bitLt`, `Linear4bit` and the embeddings of both kinds.
 
-bitsandbytes is imported when a weight is unpacked: the model that has it brought it along.
+bitsandbytes is imported only when a weight is unpacked, so the model has imported it already.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Quantized weights: what a packed weight represents, and the module's forward with another weight.
+"""Quantized weights: unpacks a packed weight, and runs the module's forward with another weight.
 
     module.weight        what the module holds: packed integers, which mean nothing by themselves
-    Packing.spec         what is known of that weight, without unpacking it
-    Packing.unpacked     that weight: what the node `weight` holds, made when somebody patches or probes it
+    Packing.spec         the spec of the represented weight, without unpacking it
+    Packing.unpacked     the represented weight: the value of the node `weight`, made when it is patched or probed
     Packing.bound        a forward that uses a patched one in place of the module's own kernel
 
 Modules are recognized by the names of their classes, so that no library is imported that the model does not use.
@@ -27,7 +27,7 @@ class Packing(ABC):
     """How the modules of a class keep their weight.
 
     Args:
-        forward: The library's own forward of the class: the one that `run` can replace.
+        forward: The library's own forward of the class, which `run` can replace.
     """
 
     attribute = "weight"
@@ -37,7 +37,7 @@ class Packing(ABC):
 
     @abstractmethod
     def spec(self, module: Module) -> TensorSpec:
-        """Returns what is known of the unpacked weight of `module`, without unpacking it."""
+        """Returns the spec of the unpacked weight of `module`, without unpacking it."""
 
     @abstractmethod
     def unpacked(self, module: Module) -> Tensor:

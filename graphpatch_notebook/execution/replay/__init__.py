@@ -1,8 +1,8 @@
 """Recorded results of module calls, which later runs reuse instead of computing them again.
 
-A `FrameTree` holds the frames of a model that were seen in runs. `FrameRecording` notes what each frame returns and
-changes, and which frames a later run can leave out; `FrameReplay` leaves them out. `execution.frames_seen` gives one of
-the two to a run.
+`frame_results` holds the frames of a model that were seen in runs, as a `FrameTree`, and a `FrameReplay`, which skips
+frames with a known result. A `FrameRecording` (`frame_recording`) records what each frame returns and changes
+(`frame_effects`). `execution.frames_seen` gives one of the two to a run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Side effects of frames: a run can only leave out frames that have none."""
+"""Side effects of frames: a run can only skip frames without side effects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GivenValues:
                 self._look(child)
 
     def change(self) -> str | None:
-        """Returns why the frame may have changed what it was given; `None` if it did not."""
+        """Returns the reason why the frame may have changed its inputs; `None` if it did not."""
         if self.unknown is not None:
             return f"it is given {self.unknown}"
         if any(version_of(tensor) != version for tensor, version in self.tensors):

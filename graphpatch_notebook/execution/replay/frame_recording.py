@@ -1,4 +1,4 @@
-"""A run that is recorded: what its frames return, what they change, and which of them later runs can leave out."""
+"""Records a run: what its frames return, what they change, and which of them later runs can skip."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FrameRecording:
         tree: Where results are written to; its open frames must be marked already.
         model: The model that runs.
         flow: Decides for which frames, of those with one input tensor and one output tensor, both are kept.
-        state: The model as it was before, to see what modules change in themselves; `None` if that is not needed.
+        state: A snapshot of the model before, to detect changes by modules; `None` if that is not needed.
 
     Attributes:
         state_change: What the run changes in the model; `None` for nothing.

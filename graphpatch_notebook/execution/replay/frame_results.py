@@ -34,7 +34,7 @@ class FrameNode:
         is_open: Whether the frames that it calls are recorded one by one: it holds a value that will be patched.
         ended: When its `forward` returned, by the clock of the recording; `NEVER` if that was not seen.
         value: What it returned, if that was kept.
-        pair: What it was given and what it returned, if each is one tensor, and these were kept.
+        pair: Its input and its output, if each is one tensor, and these were kept.
         problem: Why a run cannot leave it out; `None` if it can.
         is_written_later: Whether the model writes into what it returned: then each run needs a copy.
     """

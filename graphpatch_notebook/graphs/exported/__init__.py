@@ -1,7 +1,7 @@
 """Programs of `torch.export` as patchable graphs, with the module hierarchy of the model that was exported.
 
 `inputs` reads the parameters of the program and runs its own checks. `groups` finds which of the modules that
-`torch.export.unflatten` makes stand for one module of the model. `conversion` makes modules of our own (`modules`) and
+`torch.export.unflatten` makes represent one module of the model. `conversion` makes our own modules (`modules`) and
 their graphs, that of the whole program included. `frames` makes the records of the calls, with the shapes of the
 program's fake tensors.
 """
@@ -35,7 +35,7 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
 
     Raises:
         TypeError: It is neither.
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         SerializationError: The file is not an archive.
         GraphError: This torch is too old.
         Exception: Raised by torch for a file that it cannot read, or a program that it cannot unflatten.

@@ -177,7 +177,7 @@ def _with_parameters(source: fx.Graph, group: Group) -> fx.Graph:
 
 
 def _container(variants: list[Module]) -> Module:
-    """Returns an empty module for one that is never called."""
+    """Returns an empty module for a module that is never called."""
     names = [base_name(name) for variant in variants for name in variant._modules]
     is_list = bool(names) and names == [str(position) for position in range(len(names))]
     has_tensors = any(variant._parameters or variant._buffers for variant in variants)
@@ -286,7 +286,7 @@ class Structured:
 
 
 def _put_together(graph: fx.Graph, leaves: list[Any], structure: Any) -> Any:
-    """Returns the output as a graph holds it: plain containers as they are, others as calls."""
+    """Returns the output as a graph holds it: plain containers unchanged, others as calls."""
     if structure.is_leaf():
         return leaves[0]
     if not _is_plain(structure):
@@ -302,7 +302,7 @@ def _put_together(graph: fx.Graph, leaves: list[Any], structure: Any) -> Any:
 
 
 def _is_plain(structure: Any) -> bool:
-    """Whether graphs can hold such a container as it is: a tuple, a list, a dict with text for keys."""
+    """Whether graphs can hold such a container directly: a tuple, a list, a dict with strings as keys."""
     if structure.type is dict:
         return all(type(key) is str for key in structure.context)
     return structure.type in (tuple, list)

@@ -66,7 +66,7 @@ class _FrameBuilder:
             frame: The frame, which is already part of the hierarchy.
             group: The group of its module.
             number: Which graph of the group runs.
-            given: Examples of the arguments, by parameter; the program knows those of the root.
+            given: Examples of the arguments, by parameter; those of the root are in the program.
         """
         graph = self._converter.graph(group, number)
         frame.custom_graph = graph
@@ -146,7 +146,7 @@ def _site(fx_node: fx.Node) -> SavedSite | None:
     return SavedSite((), lines) if lines and fx_node.op not in ("placeholder", "get_attr") else None
 
 
-# -- what is told by the graph as a whole ------------------------------------------------------------------------------
+# -- what follows from the whole graph ---------------------------------------------------------------------------------
 
 
 def _mark_plumbing(records: dict[fx.Node, Node]) -> None:
@@ -292,7 +292,7 @@ def _is_alike(value: Any, known: Any) -> bool:
 
 
 def spec_of(value: Any) -> ValueSpec:
-    """Returns what is known of an example value: sizes that are symbols are those of the example inputs."""
+    """Returns the spec of an example value: symbolic sizes get their values in the example inputs."""
     if isinstance(value, Tensor):
         return TensorSpec(torch.Size(_sizes(value)), value.dtype, value.device)
     if isinstance(value, (SymInt, SymFloat, SymBool)):

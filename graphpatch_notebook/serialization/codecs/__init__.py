@@ -1,1 +1,1 @@
-"""Single values as JSON and tensors, and back: plain values, tensors, functions and classes by name."""
+"""Writes and reads `values`, `tensors`, functions and classes (`names`) and `value_reads`; `reading` is for JSON."""

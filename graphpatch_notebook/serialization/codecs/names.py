@@ -97,7 +97,7 @@ def imported(text: str, where: str) -> Any:
     """Imports the object that `text` (of `name_of_object`) names; only for names that are allowed.
 
     Raises:
-        SerializationError: There is no such thing here.
+        SerializationError: The name does not exist here.
     """
     module, _, name = text.partition(":")
     try:
@@ -394,7 +394,7 @@ def _may_access(name: str, is_write: bool) -> bool:
 
 
 def decoded_function(item: Item, allowed: Allowed) -> Function:
-    """Returns the function of a JSON item; one that is not allowed is noted in `allowed`, and must not be called.
+    """Returns the function of a JSON item; a forbidden function is noted in `allowed`, and must not be called.
 
     Raises:
         SerializationError: It has the wrong kind, or does not exist here.

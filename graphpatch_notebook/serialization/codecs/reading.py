@@ -1,4 +1,4 @@
-"""Strict reading of JSON: each value must have the expected type, or an error says where it does not."""
+"""Strict reading of JSON: each value must have the expected type, or an error names its place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Item:
         self.where = where
 
     def error(self, problem: str) -> SerializationError:
-        """Returns an error that says where the problem is."""
+        """Returns an error that names the place of the problem."""
         return SerializationError(f"{self.where}: {problem}")
 
     def _expected(self, what: str) -> SerializationError:

@@ -1,4 +1,4 @@
-"""Tensors in a file: each storage once, and for each tensor which part of which storage it is.
+"""Tensors in a file: each storage once, and each tensor as a view of a storage.
 
     "tensors": [{"storage": "wte.weight", "dtype": "float32", "shape": [99, 8], "stride": [8, 1], "offset": 0, ...}]
 
@@ -37,7 +37,7 @@ def check_storable(tensor: Tensor) -> None:
     """Checks that a tensor is a part of a storage, and nothing else.
 
     Raises:
-        UnstorableError: It is not; the message says why.
+        UnstorableError: It is not; the message gives the reason.
     """
     if is_lazy(tensor):
         raise UnstorableError("it holds a parameter that has no shape yet; run the model once")

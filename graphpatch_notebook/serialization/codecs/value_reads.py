@@ -46,7 +46,7 @@ def unchanged(value: Any, expected: Any) -> None:
 
     Args:
         value: The value; or the parts of a tensor, whose number is compared.
-        expected: What it was when the graph was captured.
+        expected: The value when the graph was captured.
     """
     if isinstance(value, (tuple, list)):
         value = len(value)

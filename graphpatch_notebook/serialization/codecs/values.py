@@ -1,4 +1,4 @@
-"""Plain values as JSON: values that JSON has are written as they are, others as an object with one field, its kind.
+"""Plain values as JSON: values that JSON has are written directly, others as an object with one field, its kind.
 
 1, 0.5, "a", None, [..]     ->  the same
 (1, 2)                      ->  {"tuple": [1, 2]}
@@ -24,7 +24,7 @@ _KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.m
 
 
 class UnstorableError(Exception):
-    """Something that cannot be written to a file (caught inside the package); the message says what."""
+    """A value that cannot be written to a file (caught inside the package); the message names it."""
 
 
 def encoded(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Law 11: no weight is copied, capture keeps only metadata, and needs no more memory at its peak than the forward."""
+"""Law 13: no weight is copied, capture keeps only metadata, and needs no more memory at its peak than the forward."""
 
 from __future__ import annotations
 
