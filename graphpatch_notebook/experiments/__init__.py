@@ -10,6 +10,10 @@ A metric is a function of the output of the model: `LogitDifference`, `Probabili
 `KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap`, `plot_heads` and `plot_scores` draw
 them, `save_figure` saves a plot, `show_heatmap` displays a result in a notebook, and `save_result` and `load_result`
 write and read files.
+
+The functions in `methods` make one patch map for each cell. `engine` runs the cells, and `executors` distributes them.
+`attribution` runs the model with gradients instead. `metrics` has the metrics, `results` makes and stores the arrays,
+`plotting` draws them, and `extras` imports optional packages.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def extra(name: str, purpose: str, instead: str = "") -> Any:
 
     Args:
         name: The name of the module.
-        purpose: What it is needed for, for the message.
+        purpose: The feature that needs it, for the message.
         instead: An alternative, appended to the message.
 
     Raises:

@@ -31,7 +31,7 @@ class Extension:
         shell.register_magic_function(self.magic.graphpatch, magic_kind="line_cell", magic_name=_NAME)
         shell.input_transformers_cleanup.append(mark_cell)
         shell.ast_transformers.append(self._transformer)
-        # Patches that an interrupt left active must not apply to the next cell, whatever that is.
+        # Patches that an interrupt left active must not apply to the next cell, even if that has no magic.
         shell.events.register("pre_execute", remove_leftover_patches)
         self._completer = PathCompleter(proxy, self._active, taken=self.magic.workspace.results.names_of_others)
         self._completer.install()

@@ -385,7 +385,7 @@ class CleanValues:
 
 
 Occurrence: TypeAlias = "tuple[str, int]"
-"""A path, and how often it came up before in the same run."""
+"""A path, and the number of its earlier values in the same run."""
 
 _NO_GRADIENT = (
     "it differs between the runs, but only through operations without a gradient (integers, comparisons, .detach(), "

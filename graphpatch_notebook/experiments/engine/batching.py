@@ -1,9 +1,9 @@
-"""Several cells in one forward, each in rows of the batch of its own.
+"""Runs several cells in one forward: each cell has its own rows of the batch.
 
 BatchRows, Layout   where the rows are in a value
 RowsPatch           applies the patches of each cell to its rows
-BatchPlan           where the rows are in all values that matter, and how many cells one forward holds
-chunked             which cells share a forward: those whose first patched values occur at about the same time
+BatchPlan           where the rows are in patched values, frame results and the output, and how many cells fit
+chunked             groups cells whose first patched values occur at about the same time; each group is one forward
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class RowsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Where the rows of one value are.
+    """The position of the rows in one value.
 
     Attributes:
         dim: The dimension that holds them; `None` for a value that all rows share.
-        size: How long it is for one cell.
+        size: The size of that dimension for one cell.
     """
 
     dim: int | None
     size: int = 0
 
     def repeated(self, value: Tensor, count: int, *, may_share: bool = False) -> Tensor:
-        """Returns the value for `count` cells, all the same. With `may_share`, do not write into it."""
+        """Repeats the value for `count` cells. With `may_share`, the result may be a view; do not write into it."""
         if self.dim is None:
             return value
         if may_share and self.size == 1:
@@ -76,16 +76,16 @@ class BatchRows:
         return value.repeat(repeats)
 
     def taken(self, value: Tensor, number: int) -> Tensor:
-        """Returns a view of what belongs to one cell."""
+        """Returns a view of the rows of one cell."""
         return value if self.dim is None else value.narrow(self.dim, number * self.size, self.size)
 
 
 Layout = tuple[BatchRows | None, ...]
-"""Where the rows are in each of the leaves of a value made of containers; `None` for what is not a tensor."""
+"""The position of the rows in each leaf of a nested container; `None` for leaves that are not tensors."""
 
 
 def repeated(value: Any, layout: Layout, count: int, *, may_share: bool = False) -> Any:
-    """Returns a value made of containers for `count` cells."""
+    """Repeats the tensors in a nested container for `count` cells."""
     places = iter(layout)
 
     def repeat(leaf: Any) -> Any:
@@ -96,7 +96,7 @@ def repeated(value: Any, layout: Layout, count: int, *, may_share: bool = False)
 
 
 def taken(value: Any, layout: Layout, number: int) -> Any:
-    """Returns what belongs to one cell of a value made of containers; tensors are views."""
+    """Returns the part of a nested container that belongs to one cell; tensors are views."""
     places = iter(layout)
 
     def take(leaf: Any) -> Any:
@@ -107,7 +107,7 @@ def taken(value: Any, layout: Layout, number: int) -> Any:
 
 
 def parted(value: Any, layout: Layout, count: int) -> list[Any]:
-    """Returns what `taken` does for each of the first `count` cells: each has containers of its own.
+    """Returns `taken` for each of the first `count` cells, with separate containers for each.
 
     Example:
         >>> parted({"a": torch.arange(3)}, (BatchRows(0, 1),), 2)
@@ -129,7 +129,7 @@ def parted(value: Any, layout: Layout, count: int) -> list[Any]:
 
 
 def row_inputs(inputs: Inputs) -> Layout:
-    """Returns where the rows are in the inputs: dimension 0 of all tensors that are as long there as the first one.
+    """Returns the position of the rows in the inputs: dimension 0 of all tensors with the size of the first one there.
 
     Raises:
         RowsError: No input is a tensor with a dimension, or one is an object (such as a cache) that cannot be repeated.
@@ -154,7 +154,7 @@ def repeated_inputs(inputs: Inputs, layout: Layout, count: int) -> Inputs:
 
 
 def is_close(value: Tensor, reference: Tensor) -> bool:
-    """Whether two values are equal but for the rounding of kernels that saw another batch."""
+    """Whether two values are equal up to the rounding errors of kernels for other batch sizes."""
     if value.shape != reference.shape:
         return False
     if not (value.is_floating_point() or value.is_complex()):
@@ -163,7 +163,7 @@ def is_close(value: Tensor, reference: Tensor) -> bool:
     tolerance = _TOLERANCES.get(value.dtype, _COARSE)
     if not reference.numel():
         return True
-    # In one go where all is finite: this is done for many values.
+    # A faster check for finite values: this function runs for many values.
     if (value - reference).abs().max().item() <= tolerance * reference.abs().max().item():
         return True
     finite = reference[reference.isfinite()]
@@ -177,14 +177,14 @@ class RowsPatch(Patch[Any]):
     Args:
         entries: For each cell, its entries on this value.
         rows: Where the rows are.
-        wild: How many cells follow that have wild values.
+        perturbed: The number of further cells, which get perturbed values.
     """
 
-    def __init__(self, entries: Sequence[Sequence[Entry]], rows: BatchRows, *, wild: int = 0) -> None:
-        super().__init__(any_shape=True)  # each entry looks at the shape of its rows
+    def __init__(self, entries: Sequence[Sequence[Entry]], rows: BatchRows, *, perturbed: int = 0) -> None:
+        super().__init__(any_shape=True)  # each entry checks the shape of its rows
         self._entries, self._rows = entries, rows
         patched = [number for number, own in enumerate(entries) if own]
-        self._count = len(entries) + wild
+        self._count = len(entries) + perturbed
         self._touched = [*patched, *range(len(entries), self._count)]
 
     def op(self, original_output: Any) -> Any:
@@ -197,7 +197,7 @@ class RowsPatch(Patch[Any]):
             raise RowsError(
                 f"a patched value of shape {tuple(original_output.shape)} has no rows where others had them"
             )
-        if torch.is_grad_enabled():  # many writes into one tensor make a long way back
+        if torch.is_grad_enabled():  # many in-place writes would make a deep autograd graph
             blocks = [self._rows.taken(original_output, number) for number in range(count)]
             pieces = [self._piece(number, block) for number, block in enumerate(blocks)]
             is_same = all(piece is block for piece, block in zip(pieces, blocks, strict=True))
@@ -211,21 +211,21 @@ class RowsPatch(Patch[Any]):
         return result
 
     def _piece(self, number: int, block: Tensor) -> Tensor:
-        """Returns what a cell makes of its rows; patches write into them where they are a clone's."""
+        """Returns the patched rows of a cell. Patches may write into the rows if these are part of a clone."""
         if number >= len(self._entries):
-            return wild(block, number - len(self._entries))
+            return perturbed(block, number - len(self._entries))
         for entry in self._entries[number]:
             block = apply_to_rows(entry, block, is_own=not torch.is_grad_enabled())
         return block
 
 
-def wild(value: Tensor, number: int) -> Tensor:
-    """Returns a value that is far off: far below for number 0, far above for others, and nowhere by the same amount.
+def perturbed(value: Tensor, number: int) -> Tensor:
+    """Returns the value with large offsets that vary by element: negative for number 0, positive for others.
 
-    Whole numbers and truth values come in another order.
+    Integers and booleans are reordered instead.
 
     Example:
-        >>> bool((wild(torch.ones(3), 0) < -900).all()), bool((wild(torch.ones(3), 1) > 900).all())
+        >>> bool((perturbed(torch.ones(3), 0) < -900).all()), bool((perturbed(torch.ones(3), 1) > 900).all())
         (True, True)
     """
     if not (value.is_floating_point() or value.is_complex()):
@@ -237,8 +237,8 @@ def wild(value: Tensor, number: int) -> Tensor:
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
-# Rough costs: only their ratio matters, and only to the order of magnitude. Nothing is timed, so that a sweep that is
-# run again is divided, and rounded, in the same way.
+# Rough costs: only the order of magnitude of their ratio matters. Nothing is timed, so that the chunks of a sweep, and
+# its rounding errors, are the same in each run.
 _WORK_OF_A_CALL = 20_000
 _IDLE_WORK_OF_A_CALL = 10_000
 _OPERATIONS_PER_CALL_TIME = {"cpu": 5e6, "other": 5e8}
@@ -248,13 +248,13 @@ _MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class RunCost:
-    """What a run costs, as far as it is known without running.
+    """The estimated cost of a run.
 
     Attributes:
-        ends: For each frame, but for those that it calls: when it ended, its work, and its idle work, which a row costs
-            that is as without patches.
-        total: All work.
-        calls: How many frames there are.
+        ends: For each frame, without the frames that it calls: the time when it ended, its work per row, and its work
+            for a row that no patch has changed.
+        total: The sum of the work.
+        calls: The number of frames.
     """
 
     ends: tuple[tuple[float, int, int], ...]
@@ -263,7 +263,7 @@ class RunCost:
 
     @classmethod
     def of(cls, tree: FrameTree, changed_only: Container[FrameNode] = ()) -> RunCost:
-        """Returns the work of the frames of a recording. Some of them compute only what patches change."""
+        """Returns the cost of a recorded run; frames in `changed_only` compute only positions that patches change."""
         ends = []
         for node, is_idle in _frames(tree.root, changed_only):
             if node.module is None or node.ended == NEVER:
@@ -275,28 +275,28 @@ class RunCost:
         return cls(tuple(ends), sum(work for _, work, _ in ends) or 1, len(ends))
 
     def rest(self, since: float) -> float:
-        """Returns the share of the work that is left after a time."""
+        """Returns the fraction of the work that is done after a time."""
         return sum(work for ended, work, _ in self.ends if ended >= since) / self.total
 
     def idle(self, since: float, until: float) -> float:
-        """Returns the work of a row that is as without patches, between two times, as a share of all work."""
+        """Returns the fraction of the work that an unchanged row costs between two times."""
         return sum(idle for ended, _, idle in self.ends if since <= ended < until) / self.total
 
 
 def _frames(
     node: FrameNode, changed_only: Container[FrameNode], is_idle: bool = False
 ) -> Iterator[tuple[FrameNode, bool]]:
-    """Yields a frame and those below, with whether they are within one of those that compute only what changes."""
+    """Yields a frame and those below it, with whether each is inside a frame of `changed_only`."""
     yield node, is_idle
     for child in node.children.values():
         yield from _frames(child, changed_only, is_idle or node in changed_only)
 
 
 def rows_at_once(tokens: int, device: str, *, is_sparse: bool = False) -> int:
-    """Returns how many cells are best put into one forward.
+    """Returns the number of cells to run in one forward.
 
     Args:
-        tokens: Of how many tokens each is.
+        tokens: The number of tokens of one cell.
         device: The type of the device.
         is_sparse: Whether most of the work is done only for tokens that patches change.
     """
@@ -305,19 +305,19 @@ def rows_at_once(tokens: int, device: str, *, is_sparse: bool = False) -> int:
 
 
 def overhead(cost: RunCost, tokens: int, device: str) -> float:
-    """Returns what a run costs besides computing, in rows."""
+    """Returns the fixed cost of a run, as a number of rows."""
     speed = _OPERATIONS_PER_CALL_TIME["cpu" if device == "cpu" else "other"]
     return cost.calls * speed / (2 * cost.total * max(1, tokens))
 
 
 def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> list[list[int]]:
-    """Returns numbers of cells in chunks.
+    """Returns the numbers of cells, grouped into chunks.
 
     Args:
-        cuts: For each cell, when its first patched value occurs.
-        cost: What a run costs, from a time on.
-        most: How many cells a chunk may hold.
-        extra: What a run costs besides, in rows.
+        cuts: The time at which the first patched value of each cell occurs.
+        cost: The cost of a run.
+        most: The maximum number of cells in a chunk.
+        extra: The fixed cost of a run, as a number of rows.
     """
     by_cut: dict[float, list[int]] = {}
     for number, cut in enumerate(cuts):
@@ -327,7 +327,7 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
     since = 0.0
     for cut in sorted(by_cut):
         cells, rest = by_cut[cut], cost.rest(cut)
-        # Joining costs these cells a longer way, and saves a run.
+        # Joining an earlier chunk saves a run, but these cells then compute frames that they could have replayed.
         is_joined = open_chunk and len(open_chunk) + len(cells) <= most
         if is_joined and len(cells) * cost.idle(since, cut) <= rest * (1 + extra):
             open_chunk += cells
@@ -344,7 +344,7 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 Found: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, BatchRows], dict[str, str]]"
-"""Where rows are in the output, in what frames return, and in patched values; why some of these have none."""
+"""The rows in the output, in frame results and in patched values, and why some patched values have none."""
 
 _SHARED = "its value is one for all rows"
 _UNREACHED = "the model does not reach it on these inputs"
@@ -360,11 +360,11 @@ class BatchPlan:
         layouts: Where the rows are in what frames returned.
         of_paths: Where the rows are in patched values.
         problems: Why some paths cannot be patched in a batch, by path.
-        most: How many cells one forward holds.
-        cost: What a run costs.
-        overhead: What a run costs besides computing, in rows.
-        stand_ins: What runs in place of frames, and computes only positions that patches change.
-        is_assumed: Whether dimension 0 is taken for the batch because of its size.
+        most: The maximum number of cells in one forward.
+        cost: The cost of a run.
+        overhead: The fixed cost of a run, as a number of rows.
+        stand_ins: Replacements for frames, which compute only positions that patches change.
+        is_assumed: Whether dimension 0 is assumed to be the batch because of its size.
     """
 
     inputs: Layout
@@ -379,7 +379,7 @@ class BatchPlan:
     is_assumed: bool = False
 
     def problem(self, entries: Sequence[Entry]) -> str | None:
-        """Returns why a cell cannot share a forward, in words."""
+        """Returns why a cell cannot share a forward, as a message; `None` if it can."""
         nodes: dict[int, str] = {}
         for entry in entries:
             path = entry.target.path
@@ -407,11 +407,11 @@ def batch_plan(
 ) -> BatchPlan:
     """Returns how cells share a forward.
 
-    Where every value that matters is as long as the batch in dimension 0, that is taken to be the batch until a run
-    gives reason for doubt; else `checks.dimensions` says which dimension it is.
+    If dimension 0 of every relevant value has the size of the batch, it is assumed to be the batch until a run shows
+    otherwise. If not, `checks.dimensions` determines the dimension.
 
     Raises:
-        RowsError: They cannot; the message says why.
+        RowsError: Cells cannot share a forward.
     """
     layout = row_inputs(inputs)
     tokens, device = _size(inputs)
@@ -439,7 +439,7 @@ def batch_plan(
 
 
 def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:
-    """Returns the paths in modules that ask whether two of their inputs are the same object, which rows make others."""
+    """Returns the paths in modules that check whether two inputs are the same object: batching breaks that identity."""
     why = "nn.MultiheadAttention does another thing for inputs that are the same object"
     return {target.path: why for target in targets if _is_within(target.frame, nn.MultiheadAttention)}
 
@@ -451,10 +451,10 @@ def _is_within(frame: Frame | None, kind: type[nn.Module]) -> bool:
 
 
 def _read_after(pg: PatchableGraph, inputs: Inputs, clean: CleanRun, targets: Sequence[Target]) -> dict[str, str]:
-    """Returns the paths after which Python reads values: what the model does then may differ from cell to cell."""
+    """Returns the paths after which Python reads values: the model may then take different branches for each cell."""
     why = "the model looks at values, and may do another thing for each cell"
     if clean.last_read == NEVER:
-        # It was not noted in this run: the capture knows.
+        # This run did not record reads, but the capture did.
         has_doubts = any(frame.doubts for frame in captured(pg).root.walk())
         return dict.fromkeys(clean.marks, why) if has_doubts else {}
     if all(mark.occurred > clean.last_read for mark in clean.marks.values()):
@@ -463,7 +463,7 @@ def _read_after(pg: PatchableGraph, inputs: Inputs, clean: CleanRun, targets: Se
 
 
 def _assumed(clean: CleanRun, paths: Sequence[str], size: int) -> Found | None:
-    """Returns where rows are if patched values and the output are in dimension 0 as long as the batch, else `None`."""
+    """Returns the rows if dimension 0 of patched values and of the output has the size of the batch, else `None`."""
 
     def layout_of(value: Any) -> Layout | None:
         leaves = list(leaves_of(value))
@@ -473,7 +473,7 @@ def _assumed(clean: CleanRun, paths: Sequence[str], size: int) -> Found | None:
 
     output = layout_of(clean.output)
     if any(not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves_of(clean.output)):
-        return None  # perhaps the size of the batch
+        return None  # it may be the batch size
     values = [clean.marks[path].value for path in paths]
     if output is None or any(not isinstance(value, Tensor) or layout_of(value) is None for value in values):
         return None
@@ -486,7 +486,7 @@ def _kept(clean: CleanRun) -> list[FrameNode]:
 
 
 def _looked_up(pg: PatchableGraph, clean: CleanRun, targets: Sequence[Target]) -> Found:
-    """Returns where rows are as is known of the dimensions of captured values, and for paths that have none, why."""
+    """Returns the rows as derived from the dimensions of captured values."""
     root = captured(pg).root
     known = dimensions_of(root)
     output = _layout(known, clean.output, root.output_node.spec)
@@ -516,7 +516,7 @@ def _looked_up(pg: PatchableGraph, clean: CleanRun, targets: Sequence[Target]) -
 
 
 def _captured_frames(node: FrameNode, frame: Frame) -> dict[FrameNode, Frame]:
-    """Returns the captured frames of the frames below one that is above the model, or whose own frame is `frame`."""
+    """Returns the captured frame of each frame below `node`, which is the root or corresponds to `frame`."""
     found: dict[FrameNode, Frame] = {}
     calls = [frame] if node.module is None else [call.frame for call in frame.calls()]
     by_key = {(id(own.module), 0 if own.call is None else own.call.call_index): own for own in calls}
@@ -527,10 +527,10 @@ def _captured_frames(node: FrameNode, frame: Frame) -> dict[FrameNode, Frame]:
 
 
 def _layout(known: Dimensions, value: Any, spec: ValueSpec | None) -> Layout:
-    """Returns where the rows are in a value made of containers, as recorded of the captured value.
+    """Returns the rows in a nested container, derived from the spec of the captured value.
 
     Raises:
-        RowsError: This is not known for one of its tensors.
+        RowsError: The batch dimension of a tensor is unknown.
     """
     inside = None if isinstance(value, (Tensor, *PLAIN)) else readable_children(value)
     if inside is None:
@@ -553,7 +553,7 @@ def _rows(known: Dimensions, value: Tensor, spec: ValueSpec | None) -> BatchRows
 
 
 def _size(inputs: Inputs) -> tuple[int, str]:
-    """Returns how many tokens the inputs have, or what is like a token, and the type of the device."""
+    """Returns the number of tokens (or similar units) in the inputs, and the type of the device."""
     first = next(leaf for leaf in leaves_of((inputs.args, inputs.kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
     is_vectors = first.is_floating_point() and first.dim() > 1
     return first.numel() // (first.shape[-1] or 1 if is_vectors else 1), first.device.type

@@ -21,7 +21,7 @@ class Cell:
     Attributes:
         number: Its position in the sweep, counted from zero, the last axis fastest.
         labels: The value of each axis.
-        patches: Its patch map; empty where it is not made yet.
+        patches: Its patch map; empty until it is made.
     """
 
     number: int
@@ -34,12 +34,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What came of one cell.
+    """The result of one cell.
 
     Attributes:
         number: The number of the cell.
-        measurement: What the metric gave; `None` for a cell that failed.
-        error: Why it failed, in words.
+        measurement: The metric; `None` for a cell that failed.
+        error: The message of its error, if it failed.
     """
 
     number: int
@@ -51,7 +51,7 @@ def axes_of(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Returns the values of each axis, in order.
 
     Raises:
-        ExperimentError: An axis has no values, or a name that none can have.
+        ExperimentError: The axes are not a dict, or an axis does not have a list of values.
     """
     if not isinstance(axes, Mapping):
         raise ExperimentError(f'axes are a dict from names to values, {{"layer": paths}}, not {type(axes).__name__}')
@@ -69,11 +69,11 @@ def axes_of(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 class Cells:
-    """The cells of a sweep, whose patch maps are made one by one, in order, each once.
+    """The cells of a sweep. Their patch maps are made in order, each once.
 
     Args:
         axes: The values of each axis.
-        make_patches: From a value of each axis to a patch map.
+        make_patches: Maps one value of each axis to a patch map.
 
     Attributes:
         unmade: The cells without their patch maps.
@@ -88,8 +88,8 @@ class Cells:
         """Returns a cell with its patch map, as `make_patches` returns it.
 
         Raises:
-            ExperimentError: `make_patches` gave no patch map.
-            Exception: Whatever `make_patches` raises, with a note that names the cell.
+            ExperimentError: `make_patches` did not return a dict.
+            Exception: Raised by `make_patches`; a note that names the cell is added.
         """
         cell = self.unmade[number]
         try:

@@ -1,15 +1,15 @@
-"""In a batch of cells, modules that work on each position alone compute only positions that patches have changed.
+"""In a batch of cells, position-wise modules compute only the positions that patches have changed.
 
-The cells of a batch differ only in what is patched, and in a causal model positions before a patched one do not differ
-at all. A frame that makes the vector at a position from the vector at that position alone (an MLP, a projection)
-returns for a vector what it returned in the run without patches, if it was given the same vector there. On GPT-2 124M
-this makes a sweep over 12 layers x 16 positions 1.8 times as fast.
+In a causal model, patches do not change the positions before them. A *position-wise* frame (an MLP, a projection)
+computes the vector at each position from the input vector at that position only. Where its input is the same as in the
+run without patches, its result is the recorded one. On GPT-2 124M this makes a sweep over 12 layers x 16 positions 1.8
+times as fast.
 
-    PositionFlow      follows vectors through the run without patches: which frames work on each position alone, and
-                      whose results are read at the last position only
-    keeps_vectors     which calls of torch treat each vector by itself; a call that is not known to is taken to mix
-    SameSteps         whether another run makes the same calls, so that what was found of the first holds for it
-    ChangedPositions  runs in place of such a frame in a batch
+    PositionFlow      follows vectors through the run without patches, to find the position-wise frames and those with
+                      results that are read at the last position only
+    keeps_vectors     whether a call of torch is position-wise; unknown functions are assumed not to be
+    SameSteps         whether another run makes the same calls, so that the flow of the first one is valid for it
+    ChangedPositions  replaces the forward of a position-wise frame in a batch
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graphpatch_notebook.experiments.engine.value_reads import ValueReads
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call: what it was given, which of these tensors are not the same in each run, and what it returned."""
+    """A call: its arguments, the tensors among them that vary between runs (`moving`), and its result."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -44,12 +44,12 @@ class _Call:
 
     @property
     def is_of_first(self) -> bool:
-        """Whether its first argument is all that moves."""
+        """Whether only its first argument varies."""
         return len(self.moving) == 1 and self.args[0] is self.moving[0]
 
     @property
     def keeps_lead(self) -> bool:
-        """Whether all that moves, and the result, have the same leading dimensions."""
+        """Whether the result and all tensors that vary have the same leading dimensions."""
         return isinstance(self.result, Tensor) and all(t.shape[:-1] == self.result.shape[:-1] for t in self.moving)
 
     def given(self, place: int, name: str, default: Any = None) -> Any:
@@ -57,7 +57,7 @@ class _Call:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def is_along_last(self, place: int, default: Any = None) -> bool:
-        """Whether the dimension that it was given is the last."""
+        """Whether the argument `dim` is the last dimension."""
         dim = self.given(place, "dim", default)
         if isinstance(dim, (tuple, list)):
             dim = dim[0] if len(dim) == 1 else None
@@ -135,14 +135,14 @@ _IN_PARTS = frozenset({"chunk", "split", "tensor_split"})
 def keeps_vectors(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], moving: Sequence[Tensor], result: Any
 ) -> bool:
-    """Whether a call makes of each vector, or of those at the same place in several tensors, one at that place.
+    """Whether a call is position-wise: each vector of the result depends only on the vectors at the same position.
 
     Args:
         name: The (raw) name of the function.
-        args: What it was given.
-        kwargs: What it was given by keyword.
-        moving: Those of its tensors that are not the same in each run: the others must be shared by all vectors.
-        result: What it returned.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        moving: The tensors among them that vary between runs. All vectors must share the other tensors.
+        result: The result of the call.
 
     Example:
         >>> import torch
@@ -162,12 +162,12 @@ def keeps_vectors(
 
 
 def picks_last(name: str, args: tuple[Any, ...], lead: tuple[int, ...]) -> bool:
-    """Whether a call takes the vectors at the last position, and no others, of a tensor.
+    """Whether a call selects exactly the vectors at the last position of a tensor.
 
     Args:
         name: The (raw) name of the function.
-        args: What it was given: the tensor first.
-        lead: Its dimensions but for the last: sequences, and positions.
+        args: The positional arguments; the first one is the tensor.
+        lead: The sizes of all but its last dimension: `(batch, positions)`.
 
     Example:
         >>> import torch
@@ -188,7 +188,7 @@ def picks_last(name: str, args: tuple[Any, ...], lead: tuple[int, ...]) -> bool:
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Whether all vectors meet the same numbers of a tensor: it has none but along the last dimension."""
+    """Whether all vectors share a tensor: only its last dimension may be larger than 1."""
     return all(size == 1 for size in tensor.shape[:-1])
 
 
@@ -198,13 +198,13 @@ _MANY = 16
 
 
 class TorchCalls:
-    """What a run did: functions, with their arguments that are neither tensors nor objects."""
+    """The calls of a run: functions, with the arguments that are plain values."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, _Settings | None]] = []
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes a call."""
+        """Adds a call."""
         self.calls.append((func, _settings(args, kwargs)))
 
 
@@ -234,7 +234,7 @@ def _has_settings(settings: _Settings, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):  # most are: this one is cheap to ask
+    if isinstance(value, Tensor):  # the most frequent case, and the cheapest check
         return None
     if isinstance(value, PLAIN):
         return value
@@ -244,10 +244,10 @@ def _plain(value: Any) -> Any:
 
 
 class SameSteps(TorchFunctionMode):
-    """Sees whether a run takes the steps that another one took.
+    """Checks whether a run makes the same calls as an earlier one.
 
     Args:
-        steps: Of the other one.
+        steps: The calls of the earlier run.
     """
 
     def __init__(self, steps: TorchCalls) -> None:
@@ -257,7 +257,7 @@ class SameSteps(TorchFunctionMode):
 
     @property
     def is_same(self) -> bool:
-        """Whether the run, which is over, took the very same steps."""
+        """Whether the calls were the same; read it after the run."""
         self._has_strayed = self._has_strayed or next(self._expected, None) is not None
         return not self._has_strayed
 
@@ -274,7 +274,7 @@ class SameSteps(TorchFunctionMode):
 _NONE_LEFT = (None, None)
 
 
-# -- frames that work on each position alone ---------------------------------------------------------------------------
+# -- position-wise frames ----------------------------------------------------------------------------------------------
 
 Place = tuple[tuple[int, int], ...]
 """Identifies a frame in all runs, as `FrameNode.place`."""
@@ -284,12 +284,12 @@ _READS = SIZE_READS | METADATA_READS | {"dtype", "device", "layout", "is_cuda", 
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
-    """What a tensor was made of, vector by vector.
+    """The frames that a tensor was computed from by position-wise calls, as sets of one bit for each frame.
 
     Attributes:
-        given: The frames, one bit each, of whose inputs it was made.
-        returned: The frames of whose results it was made.
-        lead: The leading dimensions where the first of these was.
+        given: The frames with inputs that it was computed from.
+        returned: The frames with results that it was computed from.
+        lead: The leading dimensions of the first of these inputs.
     """
 
     given: int
@@ -298,15 +298,15 @@ class _Tag:
 
 
 class PositionFlow(ValueReads):
-    """Follows vectors through a run; it also notes reads of values, and the steps of the run.
+    """Follows vectors through a run, and records the reads of values and the calls of the run.
 
     Args:
-        tree: Tells the time.
+        tree: The frames; its clock is used.
         weights: Tensors that are the same in each run.
-        inputs: Tensors that the model is given.
+        inputs: The tensors in the inputs of the model.
 
     Attributes:
-        steps: What the run did, call by call.
+        steps: The calls of the run.
     """
 
     def __init__(self, tree: FrameTree, weights: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
@@ -324,7 +324,7 @@ class PositionFlow(ValueReads):
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def begins(self, node: FrameNode, value: Tensor) -> None:
-        """A frame begins that is given one tensor."""
+        """Called when a frame begins that has one tensor as its input."""
         bit = self._bits[node] = 1 << len(self._bits)
         lead = tuple(value.shape[:-1])
         tag = self._tag(value)
@@ -336,7 +336,7 @@ class PositionFlow(ValueReads):
         self._running |= bit
 
     def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
-        """The frame returns; says whether it works on each position alone."""
+        """Called when the frame returns; returns whether it is position-wise."""
         bit = self._bits[node]
         self._running &= ~bit
         tag = self._tag(output) if isinstance(output, Tensor) else None
@@ -353,13 +353,13 @@ class PositionFlow(ValueReads):
         return True
 
     def fails(self, node: FrameNode) -> None:
-        """The frame ends in another way."""
-        bit = self._bits.get(node, 0)  # none yet, where an interrupt came as the frame began
+        """Called when the frame raises."""
+        bit = self._bits.get(node, 0)  # missing if an interrupt arrived as the frame began
         self._running &= ~bit
         self._mixing |= bit
 
     def read_at_last_only(self, output: Any) -> set[FrameNode]:
-        """Returns the frames whose results are read at the last position only, by a model that returned `output`."""
+        """Returns the frames with results that are read at the last position only, if the model returned `output`."""
         for leaf in leaves_of(output):
             if isinstance(leaf, Tensor):
                 self._is_lost = self._is_lost or not (self._is_fixed(leaf) or _holds(self._seen, leaf))
@@ -374,7 +374,7 @@ class PositionFlow(ValueReads):
         self.steps.note(func, args, kwargs)
         given = tensors_among((*args, *kwargs.values()))
         result = self._watched(func, args, kwargs, given)
-        # A tensor that was not seen before was made where no mode sees it, of unknown values.
+        # An unknown tensor was made where no mode receives calls, from unknown values.
         self._is_lost = self._is_lost or not all(self._is_fixed(t) or _holds(self._seen, t) for t in given)
         made = tensors_among((result,))
         for tensor in made:
@@ -393,7 +393,7 @@ class PositionFlow(ValueReads):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor], result: Any
     ) -> None:
         written = args[0] if writes_in_place(name, kwargs) and args else None
-        # What was the same in each run is so no more, and others may share its memory.
+        # A tensor that was the same in each run now varies, and others may share its memory.
         self._is_lost = self._is_lost or "out" in kwargs or (isinstance(written, Tensor) and self._is_fixed(written))
         tags = [self._tag(tensor) for tensor in moving]
         known = [tag for tag in tags if tag is not None]
@@ -412,7 +412,7 @@ class PositionFlow(ValueReads):
         ):
             is_joined = False
         if is_joined and keeps_vectors(name, args, kwargs, moving, result):
-            # A running frame is given all that it makes its result of: nothing from elsewhere has these positions.
+            # A running frame must compute the result from its inputs alone: other tensors may differ by position.
             self._mixing |= all_given & ~shared & self._running
             for tensor in tensors_among((result,)):
                 self._set(tensor, _Tag(all_given, all_returned, known[0].lead))
@@ -441,12 +441,12 @@ def _holds(known: dict[int, weakref.ref[Tensor]], tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Flow:
-    """What was found of a kind of run, for others that take the same steps.
+    """The result of a `PositionFlow`, for other runs that take the same steps.
 
     Attributes:
-        steps: What the run did.
-        position_wise: The places of frames that work on each position alone.
-        last_only: The places of those of them whose results are read at the last position only.
+        steps: The calls of the run.
+        position_wise: The places of position-wise frames.
+        last_only: The places of position-wise frames with results that are read at the last position only.
     """
 
     steps: TorchCalls
@@ -457,28 +457,28 @@ class Flow:
         """Does nothing: the flow is known."""
 
     def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
-        """Whether the frame works on each position alone."""
+        """Returns whether the frame is position-wise."""
         return node.place in self.position_wise
 
     def fails(self, node: FrameNode) -> None:
         """Does nothing: the flow is known."""
 
 
-# -- what runs in place of them ----------------------------------------------------------------------------------------
+# -- replacements of their forwards ------------------------------------------------------------------------------------
 
 _WHOLE = 0.8
-"""Where a larger share of positions has changed, all are computed: to take them apart would cost more."""
+"""If a larger fraction of positions has changed, all are computed: selecting them would cost more."""
 
 LEAST_OPERATIONS = {"cpu": 4e6, "other": 4e9}
-"""A module that needs fewer for a forward is computed as a whole."""
+"""A module that needs fewer operations for a forward computes all positions."""
 
 
 class ChangedPositions:
-    """Stands in for the `forward` of one frame of a module that works on each position alone.
+    """Replaces the `forward` of one position-wise frame.
 
     Args:
-        node: The frame, with what it was given and returned in a run without patches.
-        least: Where there are not more positions than these, all are computed.
+        node: The frame, with its input and result in the run without patches.
+        least: If there are not more positions than this, all are computed.
     """
 
     def __init__(self, node: FrameNode, least: float) -> None:
@@ -511,7 +511,7 @@ class ChangedPositions:
         return result
 
     def _changed(self, values: Tensor) -> Tensor:
-        """Returns the places of vectors to be computed, among all, in `(cells, batch, positions, size)`."""
+        """Returns the flat indices of the vectors to compute; `values` is `(cells, batch, positions, size)`."""
         if not self._last_only:
             return differing(values, self._given).flatten().nonzero().squeeze(1)
         length = values.shape[2]
@@ -531,7 +531,7 @@ class ChangedPositions:
         )
 
     def _computed(self, forward: Callable[..., Any], vectors: Tensor, places: Tensor, *keyword: str) -> Tensor:
-        """Returns what the module makes of some vectors, given to it in sequences as long as it is used to."""
+        """Calls the module with some vectors, in sequences of the usual length, and returns its result for each."""
         lead = self._given.shape[1:-1]
         missing = -len(places) % math.prod(lead)
         padded = torch.cat([places, places[-1:].expand(missing)]) if missing else places
@@ -541,11 +541,11 @@ class ChangedPositions:
 
     @property
     def has_positions(self) -> bool:
-        """Whether what the frame is given is `(batch, positions, size)`."""
+        """Whether the input of the frame is `(batch, positions, size)`."""
         return self._given.dim() == 3
 
     def at_last_only(self) -> ChangedPositions:
-        """Returns what can run instead where the result is read at the last position only."""
+        """Returns the replacement for a frame with a result that is read at the last position only."""
         other = copy.copy(self)
         other._last_only = True
         return other
@@ -555,22 +555,22 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def differing(value: Tensor, reference: Tensor) -> Tensor:
-    """Returns at which positions vectors differ in any bit, without the last dimension: -0.0 is not 0.0 here."""
+    """Returns a mask of positions with vectors that differ in any bit (-0.0 differs from 0.0)."""
     word = _WORDS.get(value.element_size())
     if word is None:
         return (value != reference).any(-1)
     if value.is_contiguous() and reference.is_contiguous() and value.shape[-1] * value.element_size() % 64 == 0:
-        # Eight bytes at a time: then eight of the answers at a time.
+        # Compare eight bytes at a time, then reduce eight booleans at a time.
         return (value.view(torch.int64) != reference.view(torch.int64)).view(torch.int64).any(-1)
     return (value.view(word) != reference.view(word)).any(-1)
 
 
 def stand_ins(tree: FrameTree, count: int) -> dict[FrameNode, ChangedPositions]:
-    """Returns what can stand in for frames that work on each position alone.
+    """Returns the replacements for position-wise frames.
 
     Args:
         tree: The frames of a run without patches.
-        count: How many cells share a forward: where there is little to do for all of them, nothing stands in.
+        count: The number of cells in a forward. Frames with few operations for all cells are not replaced.
     """
     found = {}
     for node in tree.root.walk():
@@ -583,7 +583,7 @@ def stand_ins(tree: FrameTree, count: int) -> dict[FrameNode, ChangedPositions]:
 
 
 def _operations(module: Module) -> int:
-    """Returns how many operations a module needs for one position, roughly."""
+    """Returns the approximate number of operations of a module for one position."""
     weights = {id(w): w for inner in all_modules(module) for w in inner._parameters.values() if w is not None}
     return 2 * sum(weight.numel() for weight in weights.values())
 
@@ -591,13 +591,13 @@ def _operations(module: Module) -> int:
 def read_at_last_only(
     among: Mapping[FrameNode, ChangedPositions], places: Container[Place]
 ) -> dict[FrameNode, ChangedPositions]:
-    """Returns what can stand in for those of some frames whose results are read at the last position only.
+    """Returns the replacements for frames with results that are read at the last position only.
 
-    Pure patches make what is at a position of what was there.
+    This is valid because pure patches are position-wise.
 
     Args:
-        among: What stands in for frames.
-        places: The places of frames whose results are read at the last position only.
+        among: The replacements for position-wise frames.
+        places: The places of frames with results that are read at the last position only.
     """
     return {
         node: stand_in.at_last_only()

@@ -1,4 +1,4 @@
-"""What a run without patches shows: when each patched value occurs, and what the frames before it return."""
+"""The run without patches: records when each patched value occurs, and what the frames before it return."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _known: WeakKeyDictionary[PatchableGraph, tuple[Fingerprint, dict[Hashable, Any]
 
 
 def shown_earlier(pg: PatchableGraph, state: ModuleState) -> dict[Hashable, Any]:
-    """Returns what is known of a graph, by what was asked; all is forgotten when its model is changed.
+    """Returns the cached test results of a graph. The cache is cleared when its model has changed.
 
     Args:
         pg: The graph.
-        state: Its model as it is.
+        state: The current state of its model.
     """
     fingerprint = Fingerprint(state)
     known = _known.get(pg)
@@ -50,14 +50,14 @@ def shown_earlier(pg: PatchableGraph, state: ModuleState) -> dict[Hashable, Any]
 
 
 def kind_of_run(inputs: Inputs) -> Hashable:
-    """Returns what two runs of a model have in common that do the same, as long as Python reads no values."""
+    """Returns a key that is equal for runs that take the same steps, unless Python reads values."""
     signature = CallSignature.of({**{str(i): value for i, value in enumerate(inputs.args)}, **inputs.kwargs})
     return object() if signature.objects else signature
 
 
 @dataclass(kw_only=True, eq=False)
 class Mark(Patch[Any]):
-    """Notes when its node occurs first, and the value."""
+    """Records the first value of its node, and when it occurs."""
 
     observes_only: ClassVar[bool] = True
     tree: FrameTree
@@ -77,18 +77,18 @@ class Mark(Patch[Any]):
 
 @dataclass(frozen=True)
 class CleanRun:
-    """What a run without patches showed.
+    """The results of a run without patches.
 
     Attributes:
-        returned: What the model returned, for one call of the metric, which may write into it; `None` after that.
-        output: A copy of that.
-        tree: The frames, with what some of them returned.
-        marks: When each path occurred, and its value.
-        state_change: What the run changed in the model, in words; `None` for nothing.
-        kind: What the run has in common with others that do the same.
-        known: What other sweeps have shown.
+        returned: The output, for one call of the metric, which may write into it; `None` after that.
+        output: A copy of the output.
+        tree: The frames, with the results of some of them.
+        marks: The value of each path, and when it occurred.
+        state_change: What the run changed in the model, as a message; `None` for nothing.
+        kind: A key that is equal for runs that take the same steps.
+        known: The cached test results of earlier sweeps.
         last_only: The places of frames whose results are read at the last position only.
-        last_read: When Python read values last; `NEVER` where that was not noted.
+        last_read: When Python last read values; `NEVER` if reads were not recorded.
     """
 
     returned: Any
@@ -102,7 +102,7 @@ class CleanRun:
     last_read: float = NEVER
 
     def first_of(self, paths: Iterable[str]) -> float:
-        """Returns when the first of `paths` occurred."""
+        """Returns the time at which the first of `paths` occurred."""
         return min((self.marks[path].occurred for path in paths), default=NEVER)
 
 
@@ -115,15 +115,15 @@ def clean_run(
     keeps_pairs: bool = False,
     state: ModuleState | None = None,
 ) -> CleanRun:
-    """Runs the model without patches, and returns what that showed; gradients are as the caller has them.
+    """Runs the model without patches, in the grad mode of the caller, and returns the recorded results.
 
     Args:
         pg: The graph.
-        inputs: What it runs on.
+        inputs: The inputs of the model.
         targets: The values that are patched.
-        notes_reads: Whether to note when Python reads values.
-        keeps_pairs: Whether to keep what frames are given and return that work on each position alone.
-        state: The model as it is, if there is a snapshot of it.
+        notes_reads: Whether to record when Python reads values.
+        keeps_pairs: Whether to keep the inputs and results of position-wise frames.
+        state: The current state of the model, if there is a snapshot of it.
     """
     state = ModuleState(captured(pg).module, is_look=True) if state is None else state
     known, kind = shown_earlier(pg, state), kind_of_run(inputs)
@@ -154,19 +154,19 @@ def clean_run(
     )
     is_after = all(mark.occurred > mode.last_of_all for mark in run.marks.values())
     if mode.last == 0 and is_after and run.state_change is None:
-        # What Python reads is made of constants: another run that takes the same steps does the same.
+        # All values that Python reads are constants, so a run that takes the same steps has the same flow.
         known[key] = found
     return run.shown(kind, known, found.last_only, mode.last_of_all)
 
 
 @dataclass(frozen=True)
 class _Watch:
-    """What a run is watched by.
+    """The observers of a run.
 
     Attributes:
-        mode: What sees its calls of torch.
-        pairs: Which of its frames work on each position alone; `None` where that is not asked.
-        state: The model as it was before, to see what modules change in themselves; `None` where that is not asked.
+        mode: Receives the calls of torch.
+        pairs: Determines which frames are position-wise; `None` if that is not needed.
+        state: The model before the run, to detect changes of its state; `None` if that is not needed.
     """
 
     mode: SameSteps | PositionFlow | None = None
@@ -203,7 +203,7 @@ def _recorded(
     targets: Sequence[Target],
     make_watch: Callable[[FrameTree, Iterable[Tensor]], _Watch],
 ) -> _Recorded:
-    """Records a run: once more, where something writes into what a frame had returned."""
+    """Records a run; repeats it if something wrote into the recorded result of a frame."""
     tree, is_spoilt = _opened(targets), True
     while is_spoilt:
         fresh = SameInputs.of(inputs.fresh())
@@ -234,7 +234,7 @@ def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Targe
 
 
 def _keep_from_metric(tree: FrameTree, output: Any) -> None:
-    """Makes sure that a metric that writes into the output does not write into recorded values."""
+    """Copies recorded values that share memory with the output, into which a metric may write."""
     shared = {storage_of(leaf) for leaf in tensors_in(output)}
     for node in tree.root.walk():
         if node.value is not None and any(storage_of(leaf) in shared for leaf in tensors_in(node.value)):
@@ -251,7 +251,7 @@ def watched_run(
     watch: FrameWatch,
     noticed: Callable[[Any], None] | None = None,
 ) -> tuple[dict[str, Mark], Any]:
-    """Returns the marks of a run without patches, and its output."""
+    """Runs the model without patches, and returns the marks and the output."""
     marks = {target.path: Mark(tree=tree, noticed=noticed) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
@@ -260,7 +260,7 @@ def watched_run(
 
 
 def _open(tree: FrameTree, target: Target) -> None:
-    """Opens the frames on the way to a value, so that what they call is kept."""
+    """Opens the frames that contain a value, so that the frames they call are kept."""
     frame: Frame | None = target.frame
     chain: list[Frame] = []
     while frame is not None:

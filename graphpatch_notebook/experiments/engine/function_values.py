@@ -1,4 +1,4 @@
-"""What functions of the user's refer to besides their arguments: whether that has changed."""
+"""Detects changes of the variables and objects that the user's functions refer to."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _CLOSED = (PatchableGraph, BuiltinFunctionType, ModuleType, type)
 
 
 class ReferredValues:
-    """What values, and functions among them, hold at one moment: two are equal if nothing that can be seen changed.
+    """A snapshot of values and of everything that functions among them refer to; equal if no change was detected.
 
-    Seen are closures, globals that functions name, what they name of classes and of modules of Python, defaults, what
-    methods name of their object, random generators, writes into a module of torch's, and what containers and plain
-    objects among these hold, up to a few levels and thousands of values. The next value of an iterator cannot be seen:
-    values that hold one equal no others.
+    It covers closures, globals that functions name, attributes of classes and Python modules that they name, defaults,
+    attributes that methods name, random generators, the state of torch modules, and the contents of containers and
+    plain objects among these, up to a few levels and thousands of values. The next value of an iterator cannot be read:
+    snapshots that include one are never equal.
 
     Args:
         *values: The values.
@@ -53,13 +53,13 @@ class ReferredValues:
     """
 
     def __init__(self, *values: Any) -> None:
-        self._held: list[Any] = []  # so that no other object gets the id of one of these
+        self._held: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self._marks = list(islice(self._marks_of(values), _MOST))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ReferredValues) and self._marks == other._marks
 
-    __hash__ = None  # type: ignore[assignment]  # it is compared with a later one only
+    __hash__ = None  # type: ignore[assignment]  # it is only compared
 
     def _marks_of(self, values: Iterable[Any]) -> Iterator[Any]:
         seen: set[int] = set()
@@ -71,7 +71,7 @@ class ReferredValues:
                     yield value
                 elif kind in (float, complex):
                     yield repr(value)  # it may be NaN
-                elif kind is MethodType:  # a new one is made by each access
+                elif kind is MethodType:  # each access makes a new one
                     inner += _parts(value)
                 elif id(value) not in seen:
                     seen.add(id(value))
@@ -84,10 +84,10 @@ class ReferredValues:
 
 
 def _contents(value: Any) -> Any:
-    """Returns what equals another one if a value holds the same, in one go; `None` for what has parts."""
+    """Returns the contents of a value in a comparable form; `None` if it is compared by its parts."""
     if isinstance(value, Tensor):
         is_read = type(value) is Tensor and value.device.type == "cpu" and value.nbytes <= _FEW_BYTES
-        # Writes through `numpy` and `data` are not counted.
+        # The version counter misses writes through `numpy` and `data`.
         return version_of(value), repr(value.tolist()) if is_read else None
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.nbytes <= _FEW_BYTES else ABSENT
@@ -124,7 +124,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _named_outside(function: FunctionType) -> Iterator[Any]:
-    """Yields the attributes, of classes and modules of Python that a function refers to, which it names."""
+    """Yields the attributes that a function names of the classes and Python modules that it refers to."""
     for _, owner in referred(function):
         if isinstance(owner, (type, ModuleType)):
             yield from (vars(owner)[name] for name in _names(function.__code__) if name in vars(owner))
@@ -133,14 +133,14 @@ def _named_outside(function: FunctionType) -> Iterator[Any]:
 def referred(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yields the names and values of the variables outside of a function that it may read."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # of a variable without a value
+        with suppress(ValueError):  # the variable has no value yet
             yield name, cell.cell_contents
     for name in _names(function.__code__):
         yield name, function.__globals__.get(name)
 
 
 def _named(owner: Any, function: Any) -> Iterator[Any]:
-    """Yields the attributes, its class's too, and the other methods, of an object that a method of it names."""
+    """Yields the attributes and methods of an object, and of its class, that one of its methods names."""
     for name in _names(function.__code__) if isinstance(function, FunctionType) else ():
         found = getattr_static(owner, name, None)
         found = found.fget if isinstance(found, property) else found

@@ -1,4 +1,4 @@
-"""What an experiment runs the model on."""
+"""The inputs of the model in an experiment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Inputs:
     """The arguments of a call of the model.
 
     Attributes:
-        args: The positional ones.
-        kwargs: Those by keyword.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
     """
 
     args: tuple[Any, ...] = ()
@@ -29,7 +29,7 @@ class Inputs:
         return Inputs(args, kwargs)
 
     def run(self, model: Callable[..., Any]) -> Any:
-        """Returns what a model gives for a copy of the arguments."""
+        """Calls the model with copies of the arguments, and returns its output."""
         fresh = self.fresh()
         return model(*fresh.args, **fresh.kwargs)
 
@@ -39,16 +39,16 @@ class Inputs:
 
     @property
     def rows(self) -> int | None:
-        """How many rows the batch has: the size of the first dimension of the first tensor."""
+        """The batch size: the size of the first dimension of the first tensor."""
         return next((len(tensor) for tensor in self.tensors() if tensor.ndim), None)
 
 
 class SameInputs(Inputs):
-    """Inputs for one run, whose very tensors are given to the model."""
+    """Inputs for one run, which the model receives without a copy."""
 
     @classmethod
     def of(cls, inputs: Inputs) -> SameInputs:
-        """Returns the same inputs, which are copies already."""
+        """Returns the same inputs, which must be copies already."""
         return cls(inputs.args, inputs.kwargs)
 
     def fresh(self) -> Inputs:
@@ -56,7 +56,7 @@ class SameInputs(Inputs):
 
 
 def inputs_of(given: Any) -> Inputs:
-    """Returns the inputs that a user gave as one: a tuple of arguments, a dict of keyword ones, or one value.
+    """Converts a tuple of arguments, a dict of keyword arguments, or a single value to `Inputs`.
 
     Example:
         >>> inputs_of((1, 2)).args, inputs_of({"a": 1}).kwargs, inputs_of(3).args

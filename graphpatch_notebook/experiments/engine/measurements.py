@@ -1,4 +1,4 @@
-"""What a metric gave for one cell, as numbers that can be kept, sent and stored."""
+"""Converts the result of a metric to float64 numbers that can be stored as JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from graphpatch_notebook.errors import ExperimentError, add_note
 
 @dataclass(frozen=True)
 class Measurement:
-    """The numbers that a metric gave.
+    """The numbers that a metric returned.
 
     Attributes:
-        values: Of dtype float64 (which holds float32 exactly); without dimensions for a single number, `(names,)` for
-            a metric that gives several by name.
-        names: The names, of a metric that gives several numbers by name.
+        values: The numbers as float64 (which holds float32 exactly); a 0-dimensional array for a single number, and
+            of shape `(names,)` for a dict.
+        names: The keys, if the metric returned a dict.
     """
 
     values: np.ndarray[Any, np.dtype[np.float64]]
@@ -29,11 +29,11 @@ class Measurement:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What all measurements of one sweep have in common: shape and names."""
+        """The shape and the names, which are the same for all measurements of a sweep."""
         return (self.values.shape, self.names)
 
     def is_close(self, other: Measurement) -> bool:
-        """Whether both are the same numbers, but for rounding."""
+        """Whether both are equal up to rounding errors."""
         if self.form != other.form:
             return False
         finite = np.abs(other.values[np.isfinite(other.values)])
@@ -41,7 +41,7 @@ class Measurement:
         return bool(np.allclose(self.values, other.values, rtol=1e-4, atol=1e-4 * scale, equal_nan=True))
 
     def to_json(self) -> Any:
-        """Returns what `from_json` makes the same measurement of, bit for bit."""
+        """Returns JSON data from which `from_json` restores the measurement exactly."""
         return {"values": _listed(self.values.tolist()), "names": None if self.names is None else list(self.names)}
 
     @classmethod
@@ -52,13 +52,13 @@ class Measurement:
 
 
 def measurement(value: Any) -> Measurement:
-    """Returns what a metric gave as a `Measurement`.
+    """Converts the result of a metric to a `Measurement`.
 
     Args:
         value: A number, a tensor or an array of any shape, or a dict from names to single numbers.
 
     Raises:
-        ExperimentError: It is none of these.
+        ExperimentError: The value has another type.
 
     Example:
         >>> measurement({"a": 1, "b": 2.5})
@@ -85,14 +85,14 @@ def _check_names(given: Mapping[Any, Any]) -> None:
 
 
 def baseline_of(metric: Callable[[Any], Any], output: Any) -> Measurement:
-    """Returns what a metric gives for what the model returned without patches."""
+    """Returns the metric of the output of a run without patches."""
     with noted_metric(output):
         return measurement(metric(output))
 
 
 @contextmanager
 def noted_metric(output: Any) -> Iterator[None]:
-    """Adds to an error of a metric what it was given: what the model returned without patches."""
+    """Adds a note about `output`, the output without patches, to an error that the metric raises."""
     try:
         yield
     except Exception as error:
@@ -111,7 +111,7 @@ def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
         if value.dim() == 0:
             return np.array(value.item(), dtype=np.float64)
         return np.array(value.detach().to("cpu").double().numpy())
-    if _has_none(value):  # which numpy takes for NaN
+    if _has_none(value):  # numpy would convert it to NaN
         raise ExperimentError(
             "the metric gave None: does it lack a return?" if value is None else f"the metric gave {value!r}, with None"
         )
@@ -132,7 +132,7 @@ def _has_none(value: Any) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    # JSON has no NaN and no infinity.
+    # JSON has neither NaN nor infinity.
     if isinstance(value, list):
         return [_listed(item) for item in value]
     return value if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""Which cells of a sweep share work, and which run as in a plain loop: decided once, before any of them runs."""
+"""Makes the patch maps of a sweep, and finds the cells that may share work: those with pure patches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 _MOST_SHOWN = 10
 _EACH = 8
-"""After so many cells, what metrics refer to is looked at after some only: a look takes as long as to make a patch."""
+"""After this many cells, referred values are checked less often: a check takes as long as making a patch map."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Plan:
     """How the cells of a sweep are run.
 
     Attributes:
-        made: The cells that are made already, in order.
-        later: The numbers of those that are made just before they run, one after the other.
-        why: Why cells do not share work, in words; `None` where all may.
-        entries: The entries of the cells that are made already, by number.
+        made: The cells whose patch maps are made, in order.
+        later: The numbers of the cells whose patch maps are made just before they run.
+        why: Why some cells do not share work, as a message; `None` if all may.
+        entries: The entries of the cells in `made`, by number.
     """
 
     made: Sequence[Cell]
@@ -43,12 +43,12 @@ class Plan:
 
     @property
     def shared(self) -> list[Cell]:
-        """Pure cells, with private copies of their patch maps: in which order they run, and how, does not matter."""
+        """Pure cells, with private copies of their patch maps. They may run in any order, and together."""
         return [cell for cell in self.made if isinstance(cell.patches, PurePatches)]
 
     @property
     def alone(self) -> list[Cell]:
-        """Others that are made already. Each runs as in a plain loop, after the pure ones."""
+        """The other cells in `made`. Each runs as in a plain loop, after the pure ones."""
         return [cell for cell in self.made if not isinstance(cell.patches, PurePatches)]
 
     @property
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        """What is to be known of the cells that do not share work, in words."""
+        """Messages about the cells that do not share work."""
         count = len(self.alone) + len(self.later)
         total = len(self.shared) + count
         return [f"{count:,} of {total:,} cells ran one by one, each as a whole: {self.why}"] if count else []
@@ -67,11 +67,11 @@ class Plan:
 def planned(
     pg: PatchableGraph, cells: Cells, inputs: Inputs, metric: Callable[[Any], Any], *, is_all: bool, backward: bool
 ) -> Plan:
-    """Makes pure cells, up to the first that is not (if not `is_all`), and returns how all are run.
+    """Makes patch maps, all or (if not `is_all`) up to the first impure one, and returns the plan.
 
     Raises:
-        UnknownPathError, PatchMapError: Patch maps that are made are refused: one error with all that is wrong.
-        ExperimentError: `make_patches` changes what runs look at besides patches.
+        UnknownPathError, PatchMapError: Patch maps are invalid; one error lists all problems.
+        ExperimentError: `make_patches` changes the model, its inputs, or values that the metric refers to.
     """
     count = len(cells.unmade)
     copies = PrivateCopies(keeps_gradients=backward)
@@ -82,7 +82,7 @@ def planned(
     is_metric_same = is_given_same = True
     while len(made) < count and (is_all or why is None):
         cell = cells.made(len(made))
-        if _is_looked_at(len(made), count):  # what is changed now and then may be as it was at the end
+        if _is_looked_at(len(made), count):  # a change may be undone before the end
             is_metric_same = is_metric_same and referred == ReferredValues(metric)
             is_given_same = is_given_same and given == ReferredValues(inputs.args, inputs.kwargs)
         if cell.number == 0 and reason is None and not is_all:
@@ -116,12 +116,12 @@ def _is_looked_at(number: int, count: int) -> bool:
 
 
 def _is_changed(pg: PatchableGraph, state: ModuleState) -> bool:
-    """Whether a model is another one now; that other threads patch it meanwhile does not count."""
+    """Whether the model has changed. Patches of other threads do not count."""
     return state.change_in(None) is not None or why_plain(pg) is not None
 
 
 def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:
-    """Whether the model draws random numbers; leaves all as it was."""
+    """Whether the model draws random numbers. Restores the state of the model."""
     state = ModuleState(captured(pg).module)
     with afterwards(state.restore), torch.no_grad():
         inputs.run(pg)
@@ -130,7 +130,7 @@ def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:
 
 
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:
-    """Returns the entries of each cell, by its number; raises one error with all that is wrong with patch maps."""
+    """Returns the entries of each cell, by its number; raises one error that lists all problems of patch maps."""
     found: dict[int, list[Entry]] = {}
     errors: list[tuple[Cell, PatchMapError]] = []
     for cell in cells:

@@ -1,7 +1,7 @@
-"""Which patch maps do the same whenever and wherever they are applied, and private copies of them.
+"""Checks that patch maps are pure, and copies them. A pure patch map has the same effect each time it is applied.
 
-Only these share forwards with others, and run from recorded results. This is decided by inspection: the patches are
-`ZeroPatch`, `AddPatch` and `ReplacePatch` themselves (no subclasses), and all that they hold is plain data or tensors.
+Only cells with pure patch maps share forwards and use recorded results. A patch map is pure if each patch is
+a `ZeroPatch`, `AddPatch` or `ReplacePatch` (not of a subclass) that holds only plain data and tensors.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _FEW_BYTES = 4096
 
 
 class ImpureError(Exception):
-    """A patch map may do something else each time that it is applied, for the reason given (caught in the package)."""
+    """A patch map is not pure, for the given reason (caught inside the package)."""
 
 
 class PurePatches(dict[Any, Any]):
-    """A patch map that does the same whenever and wherever it is applied."""
+    """A pure patch map, as a private copy."""
 
 
 class PrivateCopies:
-    """Copies patch maps, so that what is done to the patches, tensors and lists in them later does not matter.
+    """Copies patch maps, so that later changes of their patches, tensors and lists have no effect.
 
-    A large tensor that cells share (a value at many places) is copied once, as long as its contents stay the same.
+    A large tensor that several cells share is copied once, unless its contents change.
 
     Args:
-        keeps_gradients: Whether tensors with gradients are not copied, so that they get theirs.
+        keeps_gradients: Whether to keep tensors that require gradients, rather than copies, so that they receive them.
     """
 
     def __init__(self, *, keeps_gradients: bool = False) -> None:
@@ -52,7 +52,7 @@ class PrivateCopies:
         """Returns a copy of a patch map.
 
         Raises:
-            ImpureError: It may do something else each time that it is applied.
+            ImpureError: It is not pure.
 
         Example:
             >>> value = torch.ones(2)
@@ -64,7 +64,7 @@ class PrivateCopies:
         if type(patch_map) is not dict:
             raise ImpureError(f"a patch map is a {type(patch_map).__name__}, not a dict")
         copied = PurePatches()
-        # Entering a mode takes longer than to copy a patch.
+        # Once for all patches: entering a mode takes longer than copying a patch.
         with torch.inference_mode(False):
             for path, given in patch_map.items():
                 is_one = type(given) not in (list, tuple)
@@ -104,7 +104,7 @@ class PrivateCopies:
             return tensor
         if clone.nbytes <= _FEW_BYTES:
             return clone
-        # Where it lies only says where to look: what counts is that the contents are equal, as of now.
+        # The address is only a key: a copy is shared if the contents are equal now.
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         known = self._large.setdefault(key, clone)
         if known is not clone and difference(known, clone, "") is not None:
@@ -112,10 +112,10 @@ class PrivateCopies:
         return known
 
     def check_given(self) -> None:
-        """Makes sure that tensors that were not copied, as they have gradients, hold what they held.
+        """Checks that tensors that were kept for their gradients have not changed.
 
         Raises:
-            ExperimentError: They do not.
+            ExperimentError: A tensor has changed.
         """
         for tensor, clone in self._given:
             if difference(tensor.detach(), clone, "") is not None:
@@ -126,7 +126,7 @@ class PrivateCopies:
 
 
 def is_pure(patch_map: Any) -> bool:
-    """Whether a patch map does the same whenever and wherever it is applied.
+    """Whether a patch map is pure: it has the same effect each time it is applied.
 
     Example:
         >>> is_pure({"output": ZeroPatch(slice=0)}), is_pure({"output": object()})

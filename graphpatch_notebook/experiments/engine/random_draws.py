@@ -1,8 +1,8 @@
-"""Whether a run draws random numbers, where other threads may draw them, too.
+"""Checks whether a run draws random numbers, even if other threads draw some at the same time.
 
-All threads share the generators of Python, torch and numpy: the state of one says nothing of a run while others draw.
-Calls of Python's are looked at in the thread of the run then; those of torch's and numpy's cannot be seen: that another
-thread draws from these looks as if the run did.
+All threads share the generators of Python, torch and numpy, so a changed state may be the work of another thread. For
+Python's generator, calls are then profiled in the thread of the run. Calls of the generators of torch and numpy cannot
+be profiled: if another thread draws from these, the run is reported to draw.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphpatch_notebook.interrupts import afterwards
 
 
 def change_by(run: Callable[[], object], model: Module, state: ModuleState) -> Change | None:
-    """Returns what `run` has changed in a model since `state`; where that is in doubt, it runs once more."""
+    """Returns what `run` has changed in a model since `state`; calls `run` again if another thread may have done it."""
     change = state.change()
     if change is None or change.kind is not ChangeKind.RANDOM or "Python" not in change.name:
         return change
@@ -28,10 +28,10 @@ def change_by(run: Callable[[], object], model: Module, state: ModuleState) -> C
 
 
 def draws_from_python(run: Callable[[], object], model: Module) -> bool:
-    """Whether `run` draws from Python's generator, where it is known that some thread did; the model stays as it is."""
+    """Whether `run` draws from Python's generator, given that some thread did. Restores the state of the model."""
     if threading.active_count() == 1 or sys.getprofile() is not None:
         return True
-    generator: Any = random.random.__self__  # type: ignore[attr-defined]  # all else in it calls this, or getrandbits
+    generator: Any = random.random.__self__  # type: ignore[attr-defined]  # others call this, or getrandbits
     calls: list[Any] = []
 
     def notice(_frame: Any, event: str, called: Any) -> None:

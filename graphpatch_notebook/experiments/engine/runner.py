@@ -1,7 +1,7 @@
-"""Runs the cells of a sweep on one `PatchableGraph`, in one process, without computing what they have in common.
+"""Runs the cells of a sweep on one `PatchableGraph`, in one process, without repeating computations they share.
 
-Each cell has the numbers of `with pg.patch(...): metric(pg(...))`. Patch maps that are not pure run just like that;
-so does all else where it is not certain that another way gives these numbers, and a remark says why.
+Each cell has the numbers of `with pg.patch(...): metric(pg(...))`. Impure patch maps run exactly like that. The others
+start with the setup, and fall back to a simpler one if a check fails while they run; a remark gives the reason.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class CellRunner:
 
     Args:
         pg: The graph.
-        inputs: What the model runs on.
-        metric: From the output of the model to numbers.
+        inputs: The inputs of the model.
+        metric: Maps the output of the model to numbers.
         paths: All paths that pure cells patch.
-        batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
+        batch: `"auto"`, the number of cells in one forward, or `None` for one cell at a time.
         backward: Whether gradients of the metric are accumulated.
 
     Raises:
         UnknownPathError: Some paths do not exist.
-        ExperimentError: The metric gives no numbers.
+        ExperimentError: The metric does not return numbers.
     """
 
     def __init__(
@@ -57,26 +57,26 @@ class CellRunner:
             self._follow(sweep_setup(pg, inputs, metric, paths, batch=self._batch_size, backward=backward))
 
     def _follow(self, setup: SweepSetup) -> None:
-        """Uses this setup from now on."""
+        """Switches to this setup."""
         self._setup = setup
         self._plain = Plain(setup)
-        # Where others share forwards on other inputs, a cell alone is not part of what was compared.
+        # Batches on trimmed inputs were not compared with the replay of a single cell.
         is_replayed = setup.clean is not None and setup.replays and not setup.is_trimmed
         self._replayed = Replayed(setup) if is_replayed else None
         self._batched = Batched(setup) if setup.batch is not None else None
 
     @property
     def baseline(self) -> Measurement:
-        """What the metric gives without patches."""
+        """The metric without patches."""
         return self._setup.baseline
 
     @property
     def remarks(self) -> Sequence[str]:
-        """What the user should know about how the cells are run, in words."""
+        """Messages for the user about how the cells run."""
         return self._setup.remarks
 
     def chunks(self, cells: Sequence[Cell], entries_by_number: Mapping[int, list[Entry]]) -> list[list[Cell]]:
-        """Returns pure cells in chunks for `run`, in the best order."""
+        """Groups pure cells into chunks for `run`, in the order in which to run them."""
         self._known_entries = {id(cell.patches): (cell.patches, entries_by_number[cell.number]) for cell in cells}
         clean, plan = self._setup.clean, self._setup.batch
         if clean is None or plan is None:
@@ -96,11 +96,11 @@ class CellRunner:
         ]
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
-        """Returns a result for each cell (given by number and patch map); none keeps the others from theirs.
+        """Returns the result of each cell, given by number and patch map. A cell that fails does not affect the others.
 
-        Several at once are pure (see `purity`); what is not runs as in a plain loop.
+        Several cells at once must be pure (see `purity`); an impure cell runs as in a plain loop.
         """
-        # Tensors made in inference mode do not count writes.
+        # Tensors made in inference mode have no version counter.
         with torch.inference_mode(False), torch.set_grad_enabled(self._setup.backward):
             if len(cells) > 1 and self._batched is not None:
                 try:
@@ -112,18 +112,18 @@ class CellRunner:
                 except torch.OutOfMemoryError:
                     half = len(cells) // 2
                     return [*self.run(cells[:half]), *self.run(cells[half:])]
-                except Exception as error:  # perhaps of one cell only
+                except Exception as error:  # one cell alone may be the cause
                     remark = f"some cells ran one by one: together they raised {type(error).__name__}"
                     self._setup = self._setup.remarked(remark)
             return [self._result(number, patches, is_whole=False) for number, patches in cells]
 
     def run_whole(self, number: int, patches: PatchMap) -> CellResult:
-        """Returns the result of a cell that runs as in a plain loop, whatever its patches are."""
+        """Runs a cell as in a plain loop, even if it is pure, and returns its result."""
         with torch.inference_mode(False), torch.set_grad_enabled(self._setup.backward):
             return self._result(number, patches, is_whole=True)
 
     def _together(self, cells: Sequence[tuple[int, PatchMap]], batched: Batched) -> list[CellResult]:
-        """Runs cells in one forward, and looks up where the rows are if an assumption about that fails."""
+        """Runs cells in one forward; if the assumed batch dimension is wrong, looks it up and tries again."""
         entries = [self._entries(patches) for _, patches in cells]
         try:
             return batched.results(cells, entries)

@@ -1,11 +1,11 @@
-"""The three ways to run cells. Each gives the numbers of the loop, or raises an error that says why it cannot.
+"""Three ways to run cells. Each returns the same numbers as a plain loop, or raises an error with the reason.
 
-    Plain      one cell, as in the loop
-    Replayed   one cell, in which frames that end before its first patched value return recorded results
-    Batched    several cells in the rows of one forward, replayed likewise
+    Plain      one cell, as in a plain loop
+    Replayed   one cell; frames that end before its first patched value return recorded results
+    Batched    several cells in the rows of one forward, also with recorded results
 
-Whether a batch has the numbers that cells have alone is checked: a model shows it once, for inputs and paths of a kind.
-The patches are known to do the same in a batch (`purity`).
+`Batched` checks that a batch returns the same numbers as single cells, once for each kind of inputs and paths.
+Only patches that `purity` accepts run in `Replayed` and `Batched`.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.values import readable_children
 
 _UNVERIFIED_RUNS = 2
-_WILD = 6
-"""One far below, and five far above: more than half, so that a median moves, too."""
+_PERTURBED = 6
+"""One row with negative offsets and five with positive ones: a majority, so that a median changes, too."""
 
 
 class NotReplayableError(Exception):
-    """With recorded results the model does not return the same (caught inside the package)."""
+    """With recorded results, the model returns something else (caught inside the package)."""
 
 
 class Plain:
-    """Runs a cell as in the loop.
+    """Runs a cell as in a plain loop.
 
     Args:
         setup: How the cells of the sweep run.
@@ -68,7 +68,7 @@ class Plain:
         self._setup = setup
 
     def measured(self, patches: PatchMap) -> Measurement:
-        """Returns what the metric gives for a cell."""
+        """Returns the metric of a cell."""
         setup = self._setup
         with setup.pg.patch(patches):
             value = setup.metric(setup.full_inputs.run(setup.pg))
@@ -78,7 +78,7 @@ class Plain:
 
 
 class Replayed:
-    """Runs a cell without what happens before its first patched value.
+    """Runs a cell, and replays the frames that end before its first patched value.
 
     Args:
         setup: How the cells of the sweep run; it has a clean run on the whole inputs.
@@ -91,14 +91,14 @@ class Replayed:
         self._runs_until: dict[frozenset[FrameNode], int] = {}
 
     def measured(self, patches: PatchMap, entries: Sequence[Entry]) -> Measurement:
-        """Returns what the metric gives for a pure cell.
+        """Returns the metric of a pure cell.
 
         Raises:
-            NotReplayableError: With recorded results the model does not return the same.
+            NotReplayableError: With recorded results, the model returns something else.
         """
         frames = frozenset(self._clean.tree.replayable(self._clean.first_of(e.target.path for e in entries)))
         count = self._runs_until[frames] = self._runs_until.get(frames, 0) + 1
-        if not frames or count <= _UNVERIFIED_RUNS:  # to compare costs a run: not where it would not pay
+        if not frames or count <= _UNVERIFIED_RUNS:  # the comparison costs a run, which few cells would not repay
             return self._plain.measured(patches)
         if count == _UNVERIFIED_RUNS + 1 and not self._is_equal_without(frames):
             raise NotReplayableError
@@ -114,7 +114,7 @@ class Replayed:
         )
 
     def _without(self, frames: frozenset[FrameNode]) -> AbstractContextManager[None]:
-        """Leaves frames out of the run in the block."""
+        """Replays frames in the block."""
         values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
         replay = FrameReplay(self._clean.tree, values)
         return frames_seen(replay, replay.modules())
@@ -135,11 +135,11 @@ class Batched:
         self._never_meet = self._has_compared = False
 
     def results(self, cells: Sequence[tuple[int, PatchMap]], entries: Sequence[Sequence[Entry]]) -> list[CellResult]:
-        """Returns a result for each of some pure cells, given by number and patch map, and by their entries.
+        """Returns the results of pure cells, which are given by number and patch map, and by their entries.
 
         Raises:
             RowsError: They cannot share a forward.
-            ReadElsewhereError: The metric reads for some of them what was left out.
+            ReadElsewhereError: For some cells, the metric reads logits that were not computed.
         """
         setup, plan = self._setup, self._plan
         problem = next(filter(None, map(plan.problem, entries)), None)
@@ -151,7 +151,7 @@ class Batched:
         paths = list(dict.fromkeys(entry.target.path for own in entries for entry in own))
         until = self._clean.first_of(paths)
         frames = frozenset(self._clean.tree.replayable(until, plan.layouts) if setup.replays else ())
-        # One row more has no patches: it is looked at.
+        # An extra row without patches is compared with the clean run.
         own_rows = [*entries, *([[]] if frames not in self._checked_frames else [])]
         patches: PatchMap = {
             path: RowsPatch([[e for e in own if e.target.path == path] for own in own_rows], plan.of_paths[path])
@@ -159,7 +159,7 @@ class Batched:
         }
         outputs: list[Any] | None = None
         if not self._has_compared:
-            # Before the metric is asked, and before there are gradients, which cannot be taken back.
+            # Before the metric runs and gradients accumulate, which cannot be undone.
             with torch.no_grad(), setup.pg.patch(patches):
                 outputs = self._outputs(frames, len(cells), len(own_rows))
             maps = [patch_map for _, patch_map in cells]
@@ -186,7 +186,7 @@ class Batched:
         return parted(output, plan.output, cells)
 
     def _without(self, frames: frozenset[FrameNode], count: int) -> AbstractContextManager[None]:
-        """Leaves frames, and positions that are as without patches, out of the run in the block."""
+        """Replays frames, and positions that patches do not change, in the block."""
         plan = self._plan
         values = {
             frame: repeated(frame.value, plan.layouts[frame], count, may_share=not frame.is_written_later)
@@ -241,25 +241,25 @@ def _tensors_inside(value: Any, seen: set[int] | None = None) -> Iterator[Tensor
 
 
 def _key(test: str, clean: CleanRun, plan: BatchPlan) -> Hashable:
-    """Returns what the outcome of a test depends on, besides the model."""
+    """Returns the key of a test: everything that its outcome depends on, except for the model."""
     return (test, clean.kind, frozenset(plan.of_paths), plan.is_assumed)
 
 
 def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, plan: BatchPlan) -> None:
-    """Runs a cell without patches beside some that have wild values wherever cells of the sweep have patches.
+    """Checks that perturbed rows do not change a row without patches: all paths of the sweep are perturbed at once.
 
-    An earlier sweep may have done that.
+    The check is skipped if an earlier sweep passed it.
 
     Raises:
-        RowsError: The one without patches is not what the model returns without patches.
+        RowsError: The row without patches differs from the clean run.
     """
     pg, known, test = setup.pg, clean.known, _key("rows never meet", clean, plan)
     if test in known:
         return
-    patches: PatchMap = {path: RowsPatch([[]], place, wild=_WILD) for path, place in plan.of_paths.items()}
+    patches: PatchMap = {path: RowsPatch([[]], place, perturbed=_PERTURBED) for path, place in plan.of_paths.items()}
     frames = clean.tree.replayable(clean.first_of(plan.of_paths), plan.layouts)
-    values = {frame: repeated(frame.value, plan.layouts[frame], 1 + _WILD) for frame in frames}
-    many = repeated_inputs(setup.inputs.fresh(), plan.inputs, 1 + _WILD)
+    values = {frame: repeated(frame.value, plan.layouts[frame], 1 + _PERTURBED) for frame in frames}
+    many = repeated_inputs(setup.inputs.fresh(), plan.inputs, 1 + _PERTURBED)
     modules = all_modules(captured(pg).module)
     try:
         with torch.no_grad(), frames_seen(FrameReplay(clean.tree, values), modules), pg.patch(patches).quiet():
@@ -268,7 +268,7 @@ def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, plan: BatchPlan)
         raise
     except Exception as error:
         raise RowsError(f"on several rows it raises {type(error).__name__}: {error}") from None
-    _check_rows(output, clean, plan, 1 + _WILD)
+    _check_rows(output, clean, plan, 1 + _PERTURBED)
     _check_control(taken(output, plan.output, 0), clean)
     known[test] = True
 
@@ -296,22 +296,22 @@ def _check_control(output: Any, clean: CleanRun) -> None:
 def _assure_same_alone(
     setup: SweepSetup, clean: CleanRun, plan: BatchPlan, maps: Sequence[PatchMap], outputs: Sequence[Any]
 ) -> bool:
-    """Compares the cell that changes the output most with what the loop gives; an earlier sweep may have done that.
+    """Compares the cell that changes the output most with the same cell in a plain loop, unless an earlier sweep did.
 
-    Where a part of the outputs is left out, as the metric does not seem to read it, its numbers are compared, too.
+    If outputs are trimmed because the metric does not seem to read them, the metric is compared, too.
 
     Args:
         setup: How the cells of the sweep run.
-        clean: What a run without patches showed.
+        clean: The run without patches.
         plan: How cells share a forward.
         maps: The patch maps of cells that shared a forward.
-        outputs: What the model returned for each.
+        outputs: The output of each.
 
     Returns:
-        Whether the comparison says something: not where no patch had an effect.
+        Whether a patch had an effect; without one, the comparison proves nothing.
 
     Raises:
-        RowsError: They differ.
+        RowsError: The outputs or metrics differ.
     """
     metric = setup.metric
     passed: WeakSet[Any] = clean.known.setdefault(_key("same alone", clean, plan), WeakSet())
@@ -339,7 +339,7 @@ def _distance(output: Any, reference: Any) -> float:
 
 
 def _is_same(whole: Any, part: Any, *, is_last: bool) -> bool:
-    """Whether an output is another one, or what is left of it where the rest is not read."""
+    """Whether `part` equals the output `whole`, or its last position if `is_last`."""
     if isinstance(part, Tensor):
         if not isinstance(whole, Tensor):
             return False

@@ -1,4 +1,4 @@
-"""How the cells of a sweep run: which work they share, found by a few runs without patches before any cell runs."""
+"""Runs the model a few times without patches, and returns the setup that the pure cells of a sweep start with."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttenti
 
 @dataclass(frozen=True)
 class SweepSetup:
-    """How the cells of a sweep run. Where cells turn out not to share something, another setup is made, without it.
+    """How the cells of a sweep run. If a check fails while they run, the runner switches to a simpler setup.
 
     Attributes:
         pg: The graph.
-        metric: From the output of the model to numbers.
+        metric: Maps the output of the model to numbers.
         backward: Whether gradients of the metric are accumulated.
-        full_inputs: What the model runs on.
-        inputs: The same, or more arguments with which the model leaves out what the metric does not read.
-        baseline: What the metric gives without patches.
-        clean: What a run without patches showed; `None` where cells run as in the loop.
-        batch: How cells share a forward; `None` where they do not.
+        full_inputs: The inputs of the model.
+        inputs: The same, or with added arguments that skip outputs the metric does not read.
+        baseline: The metric without patches.
+        clean: The run without patches; `None` if cells run as in a plain loop.
+        batch: How cells share a forward; `None` if they do not.
         replays: Whether recorded results are used.
-        keeps_last_logits: Whether `inputs` has the model compute the logits of the last position only.
-        remarks: What the user should know about how cells run, in words.
+        keeps_last_logits: Whether the model computes the logits of the last position only.
+        remarks: Messages for the user about how cells run.
     """
 
     pg: PatchableGraph
@@ -61,27 +61,27 @@ class SweepSetup:
 
     @property
     def is_trimmed(self) -> bool:
-        """Whether cells that share a forward leave something out."""
+        """Whether cells that share a forward skip outputs."""
         return self.inputs is not self.full_inputs
 
     def remarked(self, text: str) -> SweepSetup:
-        """Returns the same setup with a remark more."""
+        """Returns the same setup with another remark."""
         return self if text in self.remarks else replace(self, remarks=(*self.remarks, text))
 
     def without_replay(self) -> SweepSetup:
-        """Returns the setup for a model that does not return the same with recorded results."""
+        """Returns the setup for a model that returns something else with recorded results."""
         remark = "every cell ran as a whole: with recorded results the model does not return the same"
         return replace(self, replays=False).remarked(remark)
 
     def without_batch(self, why: str) -> SweepSetup:
-        """Returns the setup in which no cells share a forward."""
+        """Returns the setup in which cells do not share forwards."""
         if self.is_trimmed:
             return self.plain(why)
         return replace(self, batch=None).remarked(f"cells ran one by one: {why}")
 
     def plain(self, why: str) -> SweepSetup:
-        """Returns the setup in which each cell runs as in the loop."""
-        # What was left out of the run may have mattered.
+        """Returns the setup in which each cell runs as in a plain loop."""
+        # The old baseline may be of trimmed inputs.
         with self.pg.patch({}).quiet():
             baseline = baseline_of(self.metric, self.full_inputs.run(self.pg))
         plain = SweepSetup(
@@ -90,7 +90,7 @@ class SweepSetup:
         return plain.remarked(f"{_ONE_BY_ONE}: {why}")
 
     def with_batch_looked_up(self, most: int | str) -> SweepSetup:
-        """Returns the setup for batches whose rows are where `checks.dimensions` says, not where they were assumed."""
+        """Returns the setup with the batch dimensions of `checks.dimensions` instead of assumed ones."""
         assert self.clean is not None
         targets = [resolve(captured(self.pg).root, path) for path in self.clean.marks]
         return replace(self, batch=batch_plan(self.pg, self.inputs, self.clean, targets, most, may_assume=False))
@@ -105,14 +105,14 @@ def sweep_setup(
     batch: int | str | None,
     backward: bool,
 ) -> SweepSetup:
-    """Runs the model a few times without patches, and returns how cells run. The model's state stays as it was.
+    """Runs the model a few times without patches, restores its state, and returns the setup.
 
     Args:
         pg: The graph.
-        inputs: What the model runs on.
-        metric: From the output of the model to numbers.
+        inputs: The inputs of the model.
+        metric: Maps the output of the model to numbers.
         paths: All paths that pure cells patch.
-        batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
+        batch: `"auto"`, the number of cells in one forward, or `None` for one cell at a time.
         backward: Whether gradients of the metric are accumulated.
     """
     targets = _targets(pg, paths)
@@ -173,7 +173,7 @@ def _looked_at(
 
 
 def _whole(setup: SweepSetup, targets: Sequence[Target]) -> SweepSetup:
-    """Returns the setup in which cells run on the whole inputs: alone, each has the very bits of the loop."""
+    """Returns the setup without trimmed inputs: a single cell then has the same bits as in a plain loop."""
     if not setup.is_trimmed:
         return setup
     clean = clean_run(setup.pg, setup.full_inputs, targets)
@@ -187,7 +187,7 @@ def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) 
 
 
 def why_plain(pg: PatchableGraph) -> str | None:
-    """Returns why nothing may be shared whatever the cells patch, in words; `None` where something may."""
+    """Returns why all cells must run as in a plain loop, as a message; `None` if cells may share work."""
     if has_global_hooks() or any(has_hooks(module) for module in all_modules(captured(pg).module)):
         return "there are hooks on modules, which may keep what they see"
     if captured(pg).runs_own_graphs:
@@ -208,12 +208,12 @@ def _trimmed(
     batch: int | str | None,
     backward: bool,
 ) -> SweepSetup:
-    """Returns the setup, still without batches, for a run that leaves out as much as can be."""
+    """Returns the setup, without batches, for the run that skips the most outputs."""
     holds_fused = any(isinstance(module, _FUSED) for module in all_modules(captured(pg).module))
-    # Frames may have run by torch's fused kernels in one run and without them in another.
+    # Torch's fused kernels may have run in the clean run and not in patched ones, or the reverse.
     is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
     full = _baseline(pg, inputs, metric) if is_fused else None
-    # Torch's fused kernels are not used under a mode: their numbers would be others.
+    # Under a mode, torch does not use its fused kernels, so the numbers would differ.
     notes_reads = batch is not None and not holds_fused
 
     def run(given: Inputs) -> CleanRun:
@@ -245,12 +245,12 @@ def _trimmed(
 
 
 def _is_far_from_inputs(mark: Mark) -> bool:
-    """Whether a patched value occurred, and is not a mask or position, which models use otherwise without a cache."""
+    """Whether a patched value occurred, and is not a mask or position, which may depend on the cache."""
     return mark.occurred != NEVER and isinstance(mark.value, Tensor) and mark.value.is_floating_point()
 
 
 def _gives(metric: Callable[[Any], Any], output: Any, expected: Measurement) -> bool:
     try:
         return measurement(metric(output)).is_close(expected)
-    except Exception:  # it looks at what was left out
+    except Exception:  # it reads an output that was skipped
         return False

@@ -1,8 +1,8 @@
-"""What a run can leave out because the metric does not read it: logits of earlier positions, the cache.
+"""Finds outputs that a run can skip because the metric does not read them: earlier logits, and the cache.
 
-Language models of transformers compute the logits of the last positions only, where they are asked to
-(`logits_to_keep`), and no cache (`use_cache`). Whether a metric reads the last position only is checked:
-each of its reads of the logits is seen.
+Language models of transformers have arguments to compute only the logits of the last positions
+(`logits_to_keep`), and to return no cache (`use_cache`). A mode observes each read of the logits to check
+whether a metric reads the last position only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReadElsewhereError(Exception):
 
 
 class LastPositionOnly(TorchFunctionMode):
-    """Lets a metric read logits at the last position only.
+    """Raises an error if a metric reads logits at other positions than the last one.
 
     Args:
         logits: The logits, `(batch, seq, vocabulary)`.
@@ -46,7 +46,7 @@ class LastPositionOnly(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_given(self, values: Any) -> bool:
-        for value in values:  # this is asked for all that a metric does, for each cell
+        for value in values:  # this runs for each call of the metric, for each cell
             if value is self._logits:
                 return True
             kind = type(value)
@@ -71,41 +71,41 @@ class LastPositionOnly(TorchFunctionMode):
 
 
 def logits_in(output: Any) -> Tensor | None:
-    """Returns the logits of a language model in its output, if they are there."""
+    """Returns the logits in the output of a language model, if it has them."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and logits.dim() == 3 else None
 
 
 def last_position_value(metric: Callable[[Any], Any], output: Any) -> Any:
-    """Returns what `metric` gives, if it reads the logits in `output` at the last position only; else `None`."""
+    """Returns the metric of `output`, if it reads the logits at the last position only; else `None`."""
     try:
         return None if logits_in(output) is None else watched_metric(metric, output)
-    except Exception:  # it reads others, or what is not there
+    except Exception:  # it reads other positions, or a missing output
         return None
 
 
 def watched_metric(metric: Callable[[Any], Any], output: Any) -> Any:
-    """Returns what a metric gives that is to read logits at the last position only.
+    """Returns the metric of `output`, which must read logits at the last position only.
 
     Raises:
-        ReadElsewhereError: It reads others, too.
+        ReadElsewhereError: It reads other positions.
     """
     logits = logits_in(output)
     if logits is None:
         return metric(output)
     with LastPositionOnly(logits):
         value = metric(output)
-    if any(leaf is logits for leaf in leaves_of(value)):  # handed on as they are
+    if any(leaf is logits for leaf in leaves_of(value)):  # the metric returned the logits themselves
         raise ReadElsewhereError
     return value
 
 
 def trims(root: Frame, inputs: Inputs, targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Returns keyword arguments with which a run leaves out what is not looked at, the most that may be first.
+    """Returns keyword arguments that make a run skip outputs; those that skip most are first.
 
     Args:
         root: The root frame of the capture.
-        inputs: What the model runs on; what is given there stays as it is.
+        inputs: The inputs of the model; arguments that they contain are not replaced.
         targets: The values that are patched.
     """
     given = {*inputs.kwargs, *(parameter.name for parameter in root.parameters[: len(inputs.args)])}
@@ -122,7 +122,7 @@ def trims(root: Frame, inputs: Inputs, targets: Sequence[Target]) -> list[dict[s
 
 
 def _is_late(root: Frame, target: Target) -> bool:
-    """Whether a value may occur after the choice of positions: in the model's own forward, or in its head."""
+    """Whether a value may occur after `logits_to_keep` is applied: in the model's own forward, or in its head."""
     if target.frame is root:
         return target.node.kind not in _EARLY
     frame = target.frame

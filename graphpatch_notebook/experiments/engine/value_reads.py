@@ -1,4 +1,4 @@
-"""When Python looks at values: what a model does after that may be another thing for another cell."""
+"""Records when Python reads values of tensors: after a read, a model may take other branches for other cells."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _BOOLS = (torch.bool, torch.uint8)
 
 
 class ValueReads(TorchFunctionMode):
-    """Notes when values of tensors are read into Python (`if x.max() > 0`, `x.item()`), or make up a shape.
+    """Records when values of tensors are read into Python (`if x.max() > 0`, `x.item()`), or determine a shape.
 
     Args:
-        tree: Its clock is used.
-        clean: Tensors from before the run, whose reads do not matter, as do not those of what calls of torch make of
-            nothing but such tensors. All other reads matter, also those of outputs of autograd functions, which no
-            mode sees being made.
+        tree: The frames; its clock is used.
+        clean: Tensors from before the run. Reads of these, and of tensors computed only from these, do not count. All
+            other reads count, including those of outputs of autograd functions, which are computed where modes do not
+            receive calls.
 
     Attributes:
-        last: When values that matter were read last; 0 for never.
-        last_of_all: When any value was read last; 0 for never.
+        last: The time of the last read that counts; 0 for never.
+        last_of_all: The time of the last read of any value; 0 for never.
     """
 
     def __init__(self, tree: FrameTree, clean: Iterable[Tensor] = ()) -> None:
@@ -47,7 +47,7 @@ class ValueReads(TorchFunctionMode):
             self._add(tensor)
 
     def notice(self, value: Any) -> None:
-        """A patched value occurs."""
+        """Called when a patched value occurs: reads of it count."""
         with without_torch_functions():
             for leaf in leaves_of(value):
                 self._clean.pop(id(leaf), None)
@@ -57,7 +57,7 @@ class ValueReads(TorchFunctionMode):
         return self._watched(func, args, kwargs, tensors_among((*args, *kwargs.values())))
 
     def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-        """Makes the call, which is given these tensors, and returns its result."""
+        """Makes the call and returns its result; `given` are the tensors in its arguments."""
         name = raw_name(func)
         is_read = _may_hand_out_values(func) and _hands_out_values(name, args)
         is_clean = not self._is_mixed and all(map(self._is_clean, given))
@@ -82,7 +82,7 @@ class ValueReads(TorchFunctionMode):
 
 @functools.lru_cache(maxsize=4096)
 def _may_hand_out_values(func: Any) -> bool:
-    """Whether the name of a function is one of those that do, with some arguments: asked for each call of torch."""
+    """Whether the function reads values for some arguments. Cached, since it runs for each call of torch."""
     name = raw_name(func)
     return name in VALUE_READS or name in _SIZED_BY_VALUES or name in _SIZED_BY_SOME
 
@@ -92,7 +92,7 @@ def _hands_out_values(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _is_sized_by_values(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call gives a tensor whose shape depends on values."""
+    """Whether the shape of the result depends on values."""
     if name == "__getitem__":
         return any(isinstance(leaf, Tensor) and leaf.dtype in _BOOLS for leaf in leaves_of(args[1]))
     if name == "where":

@@ -1,7 +1,7 @@
-"""Where the cells of a sweep run: in this thread, in other threads, in processes, or on a cluster.
+"""Runs the chunks of a sweep in this thread, in other threads, in processes, or on a cluster.
 
-`scheduling` runs chunks here and keeps results in a ledger, which shows the progress and writes the `checkpoint`: the
-file from which the same call goes on. `executors` submits chunks instead, and submits them again where a worker is
-lost. `pickling` makes bytes of what is sent, without weights; `worker` runs it in another process or thread, on a graph
-that is built there and is checked to be the same model.
+`scheduling` runs chunks in this thread and keeps results in a ledger, which shows the progress and writes the
+`checkpoint`: a file from which the same call resumes. `executors` submits chunks to an executor instead, and submits
+them again if a worker is lost. `pickling` converts tasks to bytes, without weights. `worker` runs a task in another
+process or thread, and checks that the graph there has the same model.
 """

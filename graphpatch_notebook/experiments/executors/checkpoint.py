@@ -1,8 +1,8 @@
-"""The file in which a sweep keeps what is done, chunk by chunk, so that the same call goes on where it was stopped.
+"""The checkpoint file of a sweep: results are added chunk by chunk, so that the same call resumes after a stop.
 
-Lines of JSON: the first says which sweep it is, each other one holds the cells of a chunk, as `[number, measurement]`,
-or `[number, null, error]` for a cell that failed. A last line that is not whole was being written when the process
-died; it is cut off.
+The file has lines of JSON. The first identifies the sweep. Each other line holds the cells of a chunk, as
+`[number, measurement]`, or `[number, null, error]` for a cell that failed. An incomplete last line was being written
+when the process died; it is removed.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _SAMPLED = 1024
 
 
 class Digester:
-    """Makes digests of plain data: equal for what is equal, in this process and in others.
+    """Computes digests of plain data, which are equal for equal data in all processes.
 
-    Plain are numbers, texts, slices, tensors, arrays, containers of these, functions of C such as `torch.sum`, and the
-    package's metrics, `ZeroPatch`, `AddPatch` and `ReplacePatch` that hold such data. Code is not looked at: of other
-    objects only the class counts (of other patches also the fields), and a key must stand for the rest.
+    Plain data are numbers, strings, slices, tensors, arrays, containers of these, C functions such as `torch.sum`, and
+    the package's metrics, `ZeroPatch`, `AddPatch` and `ReplacePatch` with such fields. Code is not read: the digest of
+    another object includes only its class (and the fields of a patch), and the key must represent the rest.
 
     Args:
-        key: What the user gave as `checkpoint_key`.
+        key: The `checkpoint_key` of the user.
     """
 
     def __init__(self, key: str) -> None:
         self._has_key = key != ""
-        # Cells share large tensors. With the object, or its id may become another's.
+        # Cells share large tensors. The object is kept alive, so that its id stays unique.
         self._known: dict[int, tuple[Any, str]] = {}
 
     def digest(self, value: Any, what: str) -> str:
@@ -62,10 +62,10 @@ class Digester:
 
         Args:
             value: The value.
-            what: What it is called in messages.
+            what: The name of the value in messages.
 
         Raises:
-            ExperimentError: There is something in it that is not plain, and no key.
+            ExperimentError: The value contains an object that is not plain data, and there is no key.
         """
         return hashlib.sha256(repr(self._description(value, what)).encode()).hexdigest()[:16]
 
@@ -91,7 +91,7 @@ class Digester:
             )
         if inside is None or (is_dataclass and not is_ours and not isinstance(value, Patch)):
             return name
-        # The field in which a probe keeps what it saw is private.
+        # A probe keeps its values in a private field.
         public = [(key, part) for key, part in inside if not (is_dataclass and str(key).startswith("_"))]
         return name, [(repr(key), self._description(part, what)) for key, part in public]
 
@@ -136,10 +136,10 @@ def identity(
     module: Module,
     cells: Sequence[Cell],
 ) -> dict[str, Any]:
-    """Returns what identifies a sweep, as JSON; the baseline bit for bit, much else as digests.
+    """Returns JSON data that identifies a sweep: the axes, the exact baseline, and digests of the rest.
 
     Raises:
-        ExperimentError: It holds code, which only a key can identify, and none was given.
+        ExperimentError: The sweep uses code, which only a key can identify, and there is no key.
     """
     digester = Digester(key)
     name = metric_name(metric)
@@ -158,7 +158,7 @@ def identity(
 
 
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], cells: Sequence[Cell]) -> Iterator[str]:
-    """Yields, in words, what is otherwise in the identity that a file holds."""
+    """Yields a message for each difference between the identities of this sweep and of the file."""
     if list(mine["axes"]) != list(theirs["axes"]):
         yield f"its axes are {list(theirs['axes'])}, not {list(mine['axes'])}"
         return
@@ -191,18 +191,18 @@ def _shown(values: Any) -> str:
 
 
 class Checkpoint:
-    """A file that is written by one sweep.
+    """The checkpoint file of one sweep.
 
     Args:
-        file: Its name; it need not exist.
-        own: What `identity` returns for the sweep.
+        file: The name of the file; it need not exist.
+        own: The `identity` of the sweep.
         cells: The cells of the sweep.
 
     Attributes:
-        done: What the file holds: results of cells, by number, those that failed not among them.
+        done: The results in the file, by the number of the cell, without those of failed cells.
 
     Raises:
-        ExperimentError: The file holds another sweep, or something else, or cannot be written: it is left as it is.
+        ExperimentError: The file holds other data, or cannot be written. It is not changed.
     """
 
     def __init__(self, file: str | os.PathLike[str], own: Mapping[str, Any], cells: Sequence[Cell]) -> None:
@@ -248,7 +248,7 @@ class Checkpoint:
     def append(self, results: Sequence[CellResult]) -> None:
         """Writes the results of a chunk, and returns when they are on the disk.
 
-        Where that fails (a full disk) the sweep goes on in memory, with a warning: nothing that is done gets lost.
+        If that fails (for example, because the disk is full), a warning is issued and the sweep continues in memory.
         """
         if not self._is_writable or not results:
             return
@@ -277,7 +277,7 @@ def _written(result: CellResult) -> list[Any]:
 
 
 def _results(line: bytes) -> list[CellResult]:
-    """Returns the results in a line, without cells that failed; none for a line that cannot be read."""
+    """Returns the results in a line, without failed cells; an empty list if the line cannot be read."""
     try:
         cells = json.loads(line)["cells"]
         return [CellResult(int(number), Measurement.from_json(data)) for number, data, *_ in cells if data is not None]

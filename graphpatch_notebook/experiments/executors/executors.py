@@ -1,4 +1,4 @@
-"""Runs chunks by an executor: threads of this process, processes of this machine, or a cluster."""
+"""Runs chunks on an executor: threads of this process, processes of this machine, or a cluster."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from graphpatch_notebook.warning_places import warn_each_time
 
 _LONGEST_LOOK = 10.0  # seconds
 _PATIENCE = 5.0  # seconds without a worker
-_PATIENCE_WITH_NANNIES = 60.0  # which start a worker again
+_PATIENCE_WITH_NANNIES = 60.0  # they restart lost workers
 
 
 class WorkersLostError(Exception):
     """No worker is left.
 
     Attributes:
-        keys: Those of the tasks that were on a worker when it was lost.
+        keys: The keys of the tasks that were on a worker when it was lost.
     """
 
     def __init__(self, workers: Sequence[str], keys: set[str]) -> None:
@@ -51,25 +51,25 @@ class WorkersLostError(Exception):
 
 @dataclass
 class Cluster:
-    """What a sweep needs from a cluster besides futures.
+    """Submits tasks to a Dask cluster, and checks for lost workers.
 
     Args:
         client: The client.
-        options: Those of `client.submit`.
+        options: Keyword arguments for `client.submit`.
     """
 
     client: Any
     options: dict[str, Any]
-    _workers: dict[str, bool] = field(default_factory=dict)  # the last ones, by address: whether they have a nanny
-    _lost: float | None = None  # since when there is none
+    _workers: dict[str, bool] = field(default_factory=dict)  # by address: whether they have a nanny
+    _lost: float | None = None  # the time when the last worker was lost
 
     @classmethod
     def of(cls, executor: Any) -> Cluster | None:
-        """Returns the cluster that an executor is of; `None` for other ones.
+        """Returns the cluster of an executor; `None` for executors of other kinds.
 
-        In distributed (seen in 2026.8) a future of `Client.get_executor()` never ends where the result is lost with its
-        worker and the scheduler gives up on the task: the error escapes from what transmits it. The futures of the
-        client itself do end, so these are used; `test_executors` kills workers at all times.
+        In distributed (seen in 2026.8) a future of `Client.get_executor()` never completes if its result is lost
+        with a worker and the scheduler gives up on the task: the future does not receive the error. The futures of the
+        client itself do complete, so these are used; `test_executors` kills workers at various times.
         """
         if type(executor).__module__ == "distributed.cfexecutor" and hasattr(executor, "_client"):
             return cls(executor._client, getattr(executor, "_kwargs", {}))
@@ -77,13 +77,13 @@ class Cluster:
 
     @property
     def submit(self) -> Callable[..., Any]:
-        """What submits a task."""
+        """The function that submits a task."""
         return functools.partial(self.client.submit, **self.options)
 
     def check(self, keys: Sequence[str]) -> None:
-        """Makes sure that tasks may still be worked on. To be asked again and again: it remembers the workers.
+        """Checks that the cluster can still run tasks. Call it repeatedly: it compares with the workers seen before.
 
-        Where there never was a worker, the first one may be still to come.
+        If there never was a worker, the first one may still start.
 
         Args:
             keys: The keys of tasks.
@@ -98,9 +98,9 @@ class Cluster:
                 "is in the file of checkpoint=, if you gave one"
             )
         try:
-            # The limit is that of `Client.sync`, which may wait for ever where the client is closed meanwhile.
+            # A timeout for `Client.sync`, which may wait forever if the client is closed during the call.
             workers, suspects = self.client.run_on_scheduler(_look(), list(keys), callback_timeout=_LONGEST_LOOK)
-        except Exception:  # it has lost the scheduler, which the next look may tell
+        except Exception:  # the scheduler may be lost, which the next check reports
             return
         if workers or not (self._workers or suspects):
             self._workers, self._lost = workers, None
@@ -111,7 +111,7 @@ class Cluster:
 
 
 def _look() -> Callable[..., tuple[dict[str, bool], list[str]]]:
-    # A function in a function is sent by its code: the scheduler may lack this package.
+    # A nested function is pickled by its code: the scheduler may lack this package.
     def look(keys: list[str], dask_scheduler: Any) -> tuple[dict[str, bool], list[str]]:
         tasks = dask_scheduler.tasks
         workers = {address: worker.nanny is not None for address, worker in dask_scheduler.workers.items()}
@@ -122,23 +122,23 @@ def _look() -> Callable[..., tuple[dict[str, bool], list[str]]]:
 
 # -- executors ---------------------------------------------------------------------------------------------------------
 
-_ATTEMPTS = 3  # the last one alone, so that a chunk that kills its worker takes no others with it
+_ATTEMPTS = 3  # the last one alone, so that a chunk that kills its worker does not affect others
 _PAUSE = 1.0  # seconds
-_IN_FLIGHT = 256  # enough for any cluster to be busy; what waits here costs nothing to cancel
-# How the loss of a worker looks, with schedulers that need not be installed here.
+_IN_FLIGHT = 256  # enough to keep a cluster busy; chunks that wait here need not be canceled
+# Errors for a lost worker. Schedulers need not be installed, so some are compared by name.
 _LOSSES = (CancelledError, asyncio.CancelledError, ConnectionError, EOFError)
-_TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # which are one from Python 3.11 on
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # the same class since Python 3.11
 _NAMES_OF_LOSSES = ("KilledWorker", "CommClosedError", "FutureLostError", "WorkerStartTimeoutError")
 
 Task = Callable[[Sequence[Cell], int], "tuple[Any, ...]"]
-"""From some cells, and how often they were submitted before, to the arguments of `submit`."""
+"""Maps some cells, and the number of earlier attempts, to the arguments of `submit`."""
 
 
 def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
-    """Makes sure that an executor can be used, with this recipe, for this graph.
+    """Checks that an executor can be used with this recipe for this graph.
 
     Raises:
-        ExperimentError: It cannot.
+        ExperimentError: It cannot be used.
     """
     if innermost(captured(pg)) is not None:
         raise ExperimentError(
@@ -169,10 +169,10 @@ def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
 
 
 def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: SweepWork) -> Task:
-    """Returns what makes tasks for an executor.
+    """Returns a function that makes tasks for an executor.
 
     Raises:
-        ExperimentError: Something that would have to be sent holds a model, or cannot be sent.
+        ExperimentError: A part of the tasks holds a model, or cannot be pickled.
     """
     if isinstance(executor, ThreadPoolExecutor):
         shared = SharedGraph(pg, work)
@@ -180,9 +180,9 @@ def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: SweepWork) 
     if isinstance(recipe, (str, os.PathLike)):
         recipe = str(Path(recipe).expanduser().absolute())
     packed_recipe = packed([("the recipe", recipe)])
-    packed([("the metric", work.metric), ("what the model runs on", work.inputs)])  # for messages that tell which
+    packed([("the metric", work.metric), ("what the model runs on", work.inputs)])  # an error names the part
     packed_work = packed([("the sweep", work)])
-    token = uuid.uuid4().hex  # another sweep of the same arguments is another: weights may have changed
+    token = uuid.uuid4().hex  # unique even for the same arguments: weights may have changed
 
     def task(cells: Sequence[Cell], attempt: int) -> tuple[Any, ...]:
         return (run_chunk, token, packed_recipe, packed_work, _packed_cells(cells), attempt)
@@ -191,7 +191,7 @@ def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: SweepWork) 
 
 
 def _packed_cells(cells: Sequence[Cell]) -> bytes:
-    # Named one by one, and together: what several cells hold is sent once.
+    # Each part has a name for errors, and one pickler for all sends shared objects once.
     return packed(
         (f"the patch map of {cell}", (cell.number, {str(path): patch for path, patch in cell.patches.items()}))
         for cell in cells
@@ -211,18 +211,18 @@ class _Portion:
 
 
 class Dispatch:
-    """Hands the chunks of one sweep to an executor, and what comes back to a ledger.
+    """Submits the chunks of one sweep to an executor, and adds the results to a ledger.
 
-    Chunks whose worker is lost are submitted again, at last each alone. Where the executor itself is broken, or no
-    worker of a cluster is left, the rest is run here, but for the cells that workers may have been lost with.
+    If a worker is lost, its chunks are submitted again, the last time each alone. If the executor is broken, or no
+    worker of a cluster is left, the remaining cells run in this process, unless they may have killed a worker.
 
     Args:
         executor: The executor.
         task: Makes the tasks.
-        runner: Runs cells here.
+        runner: Runs cells in this process.
 
     Attributes:
-        remarks: Those of the runners that ran cells elsewhere, in order, as keys.
+        remarks: The remarks of the runners of all workers, in order, as keys.
     """
 
     def __init__(self, executor: Any, task: Task, runner: CellRunner) -> None:
@@ -242,10 +242,10 @@ class Dispatch:
         self._ledger: Ledger
 
     def run(self, chunks: Chunks, ledger: Ledger) -> None:
-        """Has all chunks run. `ledger` keeps what is done, also when this is interrupted; futures are cancelled then.
+        """Runs all chunks. After an interrupt, `ledger` has the completed results, and futures are canceled.
 
         Raises:
-            ExperimentError: The first chunk that came back shows that none can be run like this.
+            ExperimentError: The first chunk failed in a way that all others would.
         """
         self._ledger = ledger
         self._waiting.extend(map(_Portion, chunks))
@@ -271,7 +271,7 @@ class Dispatch:
         finally:
             for portion in self._out:
                 with contextlib.suppress(Exception):
-                    # Released tasks are not run; `cancel` of a cluster waits, for ever where the client is closed.
+                    # Released tasks do not run; `cancel` of a cluster would wait forever if the client is closed.
                     (portion.future.cancel if self._cluster is None else portion.future.release)()
 
     def _submit(self) -> None:
@@ -292,7 +292,7 @@ class Dispatch:
 
     def _take_next(self) -> None:
         try:
-            portion = self._done.get(timeout=_PAUSE)  # on Windows no interrupt gets through to a wait without an end
+            portion = self._done.get(timeout=_PAUSE)  # on Windows, a wait without a timeout cannot be interrupted
         except queue.Empty:
             self._look_after_cluster()
         else:
@@ -306,7 +306,7 @@ class Dispatch:
                 self._breakage = error
 
     def _outcome(self, portion: _Portion) -> Outcome:
-        """Returns a result. One that was lost with its worker is computed again, or never arrives."""
+        """Returns a result. If it was lost with its worker, it is computed again, or this times out."""
         if self._cluster is None:
             return portion.future.result()  # type: ignore[no-any-return]
         portion.fetches += 1
@@ -335,12 +335,12 @@ class Dispatch:
 
     def _take_failure(self, portion: _Portion, error: BaseException) -> None:
         if isinstance(error, BrokenExecutor):
-            self._breakage = error  # the portion stays among those that are out
+            self._breakage = error  # the portion stays in `_out`
             return
         is_lost = isinstance(error, _LOSSES) or type(error).__name__ in _NAMES_OF_LOSSES or portion.future.cancelled()
         if is_lost and portion.attempt + 1 < _ATTEMPTS:
             del self._out[portion]
-            self._waiting.append(_Portion(portion.cells, portion.attempt + 1))  # behind all that is new
+            self._waiting.append(_Portion(portion.cells, portion.attempt + 1))  # after all new chunks
             return
         if not self._has_results and not is_lost:
             raise ExperimentError(f"no cell can be run by this executor: {error}") from error
@@ -358,7 +358,7 @@ class Dispatch:
                     del self._out[portion]
 
     def _run_rest(self) -> None:
-        """Runs here what is left, but for what may have killed its worker: that may kill this process, too."""
+        """Runs the remaining chunks here, except for those that may have killed a worker: they could kill this one."""
         breakage = self._breakage
         rest = [*self._out, *self._waiting]
         if isinstance(breakage, WorkersLostError):

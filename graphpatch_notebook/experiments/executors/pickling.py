@@ -1,4 +1,4 @@
-"""What is sent to other processes: as bytes, never with a model."""
+"""Pickles tasks for other processes, and rejects models."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ RECIPE = """\
 
 
 def packed(parts: Iterable[tuple[str, Any]]) -> bytes:
-    """Returns the parts, each with its name in messages, as bytes that `unpacked` makes equal ones of.
+    """Pickles the parts, each given with its name for messages, to bytes for `unpacked`.
 
-    Functions go along by their code where another process could not import them: lambdas, functions of notebooks.
+    Functions that another process could not import (lambdas, functions of notebooks) are pickled by their code.
 
     Raises:
-        ExperimentError: A part holds a model, or something else that cannot be sent; the message names the part.
+        ExperimentError: A part holds a model, or cannot be pickled; the message names the part.
     """
     stream = io.BytesIO()
     packer = _packer_class()(stream)
@@ -41,7 +41,7 @@ def packed(parts: Iterable[tuple[str, Any]]) -> bytes:
             packer.dump(value)
         except ExperimentError:
             raise
-        except Exception as error:  # whatever the `__reduce__` of a user's class raises
+        except Exception as error:  # raised by the `__reduce__` of a user's class, for example
             raise ExperimentError(
                 f"{holder} cannot be sent to another process: {type(error).__name__}: {error}"
             ) from error
@@ -49,9 +49,9 @@ def packed(parts: Iterable[tuple[str, Any]]) -> bytes:
 
 
 def unpacked(data: bytes) -> list[Any]:
-    """Returns the parts that `packed` was given."""
+    """Returns the parts from the bytes that `packed` returned."""
     stream = io.BytesIO(data)
-    unpickler = pickle.Unpickler(stream)  # one for all: parts refer to what others hold, too
+    unpickler = pickle.Unpickler(stream)  # one for all, since parts share objects
     parts = []
     while stream.tell() < len(data):
         parts.append(unpickler.load())
@@ -62,8 +62,8 @@ def unpacked(data: bytes) -> list[Any]:
 def _packer_class() -> Any:
     cloudpickle = extra("cloudpickle", "executor=")
 
-    class Packer(cloudpickle.Pickler):  # type: ignore[misc, name-defined]  # not known here
-        """Pickles, but no models; of a view of a tensor only what is seen of it."""
+    class Packer(cloudpickle.Pickler):  # type: ignore[misc, name-defined]  # its type is unknown
+        """Pickles values except for models; of a view of a tensor, only the elements of the view."""
 
         holder = ""
         held: Any = None
@@ -79,12 +79,12 @@ def _packer_class() -> Any:
 
 
 def has_weights(module: Module) -> bool:
-    """Whether there is anything in a module that would have to be sent: `torch.nn.CrossEntropyLoss()` has nothing."""
+    """Whether a module has parameters or buffers; `torch.nn.CrossEntropyLoss()` has none."""
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _is_part(tensor: Tensor) -> bool:
-    # torch pickles the whole storage: of one row of an embedding, the embedding.
+    # torch pickles the whole storage of a view, such as the embedding for one of its rows.
     try:
         return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     except (NotImplementedError, RuntimeError):  # tensors without a storage
@@ -105,7 +105,7 @@ def _refusal(holder: str, held: Any, module: Module) -> str:
 
 
 def _variable(held: Any, module: Module) -> str | None:
-    """Returns the name of the variable by which a function reaches a module, if it is one of its own."""
+    """Returns the name of the variable of a function that holds the module, if there is one."""
     while isinstance(held, functools.partial):
         held = held.func
     function = getattr(held, "__func__", held)

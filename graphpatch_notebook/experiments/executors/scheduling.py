@@ -1,4 +1,4 @@
-"""Runs the chunks of a sweep here, keeps what is done, and shows how far it is."""
+"""Runs the chunks of a sweep in this thread, keeps their results, and shows the progress."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from graphpatch_notebook.experiments.extras import extra
 
 
 class Progress(Protocol):
-    """Is told of cells that are done."""
+    """Receives completed-cell counts."""
 
     def update(self, n: int) -> object:
-        """Says that `n` more cells are done."""
+        """Adds `n` completed cells."""
 
 
 class _Silent:
@@ -29,16 +29,15 @@ class _Silent:
 
 @contextlib.contextmanager
 def shown_progress(total: int, done: int, is_wanted: bool) -> Iterator[Progress]:
-    """Shows a bar for the length of the block: a widget in a notebook, a line on stderr elsewhere.
+    """Shows a progress bar during the block: a widget in a notebook, a line on stderr elsewhere.
 
     Args:
-        total: How many cells there are.
-        done: How many of them were done before: the rate, and so the estimate, leaves these out.
-        is_wanted: Whether there is to be a bar.
+        total: The number of cells.
+        done: The number of cells that were completed before; the rate does not include these.
+        is_wanted: Whether to show a bar.
 
     Raises:
-        ExperimentError: A bar is wanted, and tqdm is not installed. Better an error before anything has run than a
-            sweep of hours without its bar.
+        ExperimentError: A bar is requested, and tqdm is not installed. Nothing has run.
     """
     if not is_wanted:
         yield _Silent()
@@ -53,13 +52,13 @@ Chunks: TypeAlias = "Sequence[Sequence[Cell]]"
 
 @dataclass
 class Ledger:
-    """What is done of a sweep.
+    """The results of a sweep so far.
 
     Attributes:
-        baseline: What all measurements must look like.
-        checkpoint: The file in which it is kept, if there is one.
-        progress: Shows how far the sweep is.
-        results: By the number of the cell.
+        baseline: The measurement without patches; all others must have its shape and names.
+        checkpoint: The file for the results, if there is one.
+        progress: Shows the progress.
+        results: The results, by the number of the cell.
     """
 
     baseline: Measurement
@@ -68,9 +67,9 @@ class Ledger:
     results: dict[int, CellResult] = field(default_factory=dict)
 
     def keep(self, results: Sequence[CellResult]) -> None:
-        """Keeps the results of a chunk; an interrupt comes before or after, never between memory and file.
+        """Keeps the results of a chunk, in memory and in the file; an interrupt is deferred until both are done.
 
-        What is kept already is left out: after an interrupt it may be given again.
+        Results that are kept already are ignored: after an interrupt they may be given again.
         """
         results = [self._checked(result) for result in results if result.number not in self.results]
         with interrupts.deferred():
@@ -96,13 +95,13 @@ def _form(measurement: Measurement) -> str:
 
 
 def remaining(chunks: Chunks, done: Mapping[int, CellResult]) -> Iterator[list[Cell]]:
-    """Yields what remains of the chunks; they are not divided again, so that numbers stay the same bit for bit."""
+    """Yields the remaining cells of each chunk. Chunks are not regrouped, since that could change rounding errors."""
     for chunk in chunks:
         if rest := [cell for cell in chunk if cell.number not in done]:
             yield rest
 
 
 def run_here(runner: CellRunner, chunks: Chunks, ledger: Ledger) -> None:
-    """Runs the chunks one after the other, and keeps what is done in `ledger`, also of a run that is interrupted."""
+    """Runs the chunks in order. `ledger` has the results of completed chunks even if the run is interrupted."""
     for chunk in chunks:
         ledger.keep(runner.run([(cell.number, cell.patches) for cell in chunk]))

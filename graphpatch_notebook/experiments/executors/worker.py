@@ -1,7 +1,7 @@
-"""Where chunks of a sweep are run: in another process, on a graph that is built there, or in threads of this one.
+"""Runs chunks of a sweep in another process, on a graph that is built there, or in threads of this process.
 
 A process builds the graph of a recipe once, and each of its threads makes one `CellRunner` for a sweep. They are kept
-for the next chunk, until one of another recipe, or sweep, comes.
+for further chunks, until a chunk of another recipe or sweep arrives.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from graphpatch_notebook.warning_places import collected_warnings
 # -- whether a worker has the same model -------------------------------------------------------------------------------
 
 _SAMPLES = 64
-# What other kernels, and other numbers of threads, may make of the same weights, relative to the largest number.
+# The allowed difference between machines (other kernels or numbers of threads), relative to the largest number.
 _TOLERANCE = 1e-4
 _LOW_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a model gives on the inputs of a sweep, without patches.
+    """The metric and samples of the output of a model without patches, to check that two models are the same.
 
-    Metrics alone would not tell models apart: a probability may be next to nothing in both.
+    The metric alone is not enough: a probability may be near zero for both models.
 
     Attributes:
-        baseline: Of the metric.
+        baseline: The metric without patches.
         samples: Some numbers of each tensor of the output.
-        tolerance: How far others may be off, relative to the largest number.
+        tolerance: The allowed difference, relative to the largest number.
         is_training: Whether the model is in training mode.
     """
 
@@ -68,12 +68,12 @@ class Reference:
         )
 
     def problem(self, other: Reference) -> str | None:
-        """Returns in which way `other`, made elsewhere, is of another model, in words; `None` where it is of this."""
+        """Returns how `other`, of a worker, differs from this, as a message; `None` if the models are the same."""
         if other.is_training != self.is_training:
             modes = {True: "training", False: "evaluation"}
             return f"it is in {modes[other.is_training]} mode, and in {modes[self.is_training]} mode here"
         metrics = f"{_shown(other.baseline.values)} there and {_shown(self.baseline.values)} here"
-        # Where a metric subtracts, what is left may be as small as what rounding makes of the outputs.
+        # A metric that subtracts may be as small as the rounding errors of the outputs.
         allowed = self.tolerance * max(_largest(self.samples), _largest(self.baseline.values))
         is_same_form = other.baseline.form == self.baseline.form
         if not is_same_form or not _is_close(self.baseline.values, other.baseline.values, allowed):
@@ -106,19 +106,19 @@ def _shown(values: Any) -> str:
 # -- workers -----------------------------------------------------------------------------------------------------------
 
 Outcome: TypeAlias = "tuple[list[CellResult], list[str], list[str]]"
-"""The results of a chunk, the warnings that were given, and the remarks of the runner so far."""
+"""The results of a chunk, the messages of its warnings, and the remarks of the runner so far."""
 
 
 @dataclass(frozen=True)
 class SweepWork:
-    """What the chunks of a sweep have in common, besides the graph.
+    """The data that the chunks of a sweep share, except for the graph.
 
     Attributes:
-        inputs: As of `CellRunner`, like the next three.
-        metric: See there.
-        paths: See there.
-        batch: See there.
-        reference: What the model must give without patches.
+        inputs: As in `CellRunner`.
+        metric: As in `CellRunner`.
+        paths: As in `CellRunner`.
+        batch: As in `CellRunner`.
+        reference: The expected results without patches.
     """
 
     inputs: Inputs
@@ -128,17 +128,17 @@ class SweepWork:
     reference: Reference
 
     def runner(self, pg: PatchableGraph) -> CellRunner:
-        """Returns what runs the cells on a graph."""
+        """Returns a runner of the cells on a graph."""
         return CellRunner(pg, self.inputs, self.metric, self.paths, batch=self.batch)
 
     def problem(self, pg: PatchableGraph, runner: CellRunner) -> str | None:
-        """Returns in which way a graph is not that of the sweep: no number of it may get among the others."""
+        """Returns how the model of a graph differs from that of the sweep, as a message; `None` if it does not."""
         return self.reference.problem(Reference.of(pg, self.inputs, runner.baseline))
 
 
 @dataclass
 class SharedGraph:
-    """Runs chunks in threads of this process, on one graph: each thread has a runner, and contexts, of its own."""
+    """Runs chunks in threads of this process, on one graph. Each thread has its own runner and patch contexts."""
 
     pg: PatchableGraph
     work: SweepWork
@@ -150,7 +150,7 @@ class SharedGraph:
             runner: CellRunner | None = getattr(self._own, "runner", None)
             if runner is None:
                 runner = self.work.runner(self.pg)
-                if (problem := self.work.problem(self.pg, runner)) is not None:  # autocast, say, is one thread's
+                if (problem := self.work.problem(self.pg, runner)) is not None:  # such as autocast: it is per thread
                     raise ExperimentError(f"the model gives other numbers in a thread of the executor: {problem}")
                 self._own.runner = runner
             return runner.run(cells), messages, list(runner.remarks)
@@ -158,7 +158,7 @@ class SharedGraph:
 
 @dataclass
 class _WorkerState:
-    """What a process has made for one sweep."""
+    """The runners of a process for one sweep."""
 
     token: str
     recipe: bytes
@@ -172,18 +172,18 @@ _states: dict[str, _WorkerState] = {}  # one at most, by token
 
 
 def run_chunk(token: str, recipe: bytes, work: bytes, cells: bytes, attempt: int) -> Outcome:  # noqa: ARG001
-    """Returns the results of some cells: what is submitted to executors.
+    """Returns the results of some cells. Executors receive this function.
 
     Args:
-        token: Tells sweeps apart.
+        token: Identifies the sweep.
         recipe: How to build the graph.
         work: A `SweepWork`.
         cells: Pairs of number and patch map.
-        attempt: How often these cells were submitted before. Some schedulers know a task by its arguments, and would
-            hand out the failure of the last attempt.
+        attempt: The number of earlier attempts. Some schedulers identify a task by its arguments, and would return the
+            error of the last attempt.
 
     Raises:
-        ExperimentError: The graph cannot be built, or is not that of the sweep.
+        ExperimentError: The graph cannot be built, or has another model.
     """
     with collected_warnings() as messages:
         state = _state_of(token, recipe, work)
@@ -211,7 +211,7 @@ def _runner(state: _WorkerState) -> CellRunner:
                 _graphs.pop(state.recipe, None)
                 if is_new:
                     raise
-                # What the recipe reads may have changed since it was built for another sweep.
+                # The weights that the recipe loads may have changed since an earlier sweep.
                 state.runners[thread] = _checked_runner(state)
         return state.runners[thread]
 
@@ -234,7 +234,7 @@ def built(recipe: Any) -> PatchableGraph:
     """Returns the graph that a recipe builds, or loads.
 
     Raises:
-        ExperimentError: It does not.
+        ExperimentError: The recipe fails, or returns something else.
     """
     try:
         pg = PatchableGraph.load(recipe) if isinstance(recipe, (str, os.PathLike)) else recipe()

@@ -45,7 +45,7 @@ def browser_of(
     _check_tokenizer(tokenizer)
     session = session_of(graph)
     names = [name for name, other in workspace.graphs().items() if other is graph]
-    if names:  # tells the session the variable names of the graph and the model
+    if names:  # sets the variable names of the graph and the model in the session
         workspace.named(session.origin.graph if session.origin.graph in names else names[0])
     elif session.origin.graph in workspace.namespace:  # may be another graph, which exported code must not patch
         free = next(name for name in numbered(session.origin.graph) if name not in workspace.namespace)

@@ -24,7 +24,7 @@ _MOST_LINES = 2_000
 
 
 def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
-    """Returns what is known of a row: `Details` of js/src/kernel/protocol.ts. Does not run the model.
+    """Returns the details of a row: `Details` of js/src/kernel/protocol.ts. Does not run the model.
 
     Args:
         pg: The graph.

@@ -21,7 +21,7 @@ def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleto
 
     Args:
         scores: Maps paths of nodes, of values in containers, or of graphs to numbers: of Python or numpy, or tensors
-            without dimensions. NaN means that there is not a score. Or an `xarray.DataArray` with the dimension `path`.
+            without dimensions. NaN means that a path has no score. Or an `xarray.DataArray` with the dimension `path`.
         skeleton: The rows.
 
     Raises:

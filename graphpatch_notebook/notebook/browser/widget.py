@@ -131,7 +131,7 @@ class Browser(DisplayedWidget):
         Args:
             scores: Maps paths of nodes, of values in containers, or of graphs to numbers: of Python or numpy, or
                 tensors without dimensions. Or an `xarray.DataArray` with the dimension `path`, as `attribute` returns
-                it. NaN means that there is not a score.
+                it. NaN means that a path has no score.
             name: The name of the scores. Default: the name of the array, or "score".
 
         Raises:

@@ -69,7 +69,7 @@ class ThreadSettings:
             yield
 
     def remark(self) -> str | None:
-        """Returns a message if the current thread is another one, in which autocast could not be read; else `None`."""
+        """Returns a message if this is another thread, in which autocast could not be read; else `None`."""
         if not self._autocast or self.thread == threading.get_ident():
             return None
         kinds = " and ".join(f"{kind} ({dtype})" for kind, dtype in self._autocast.items())

@@ -126,7 +126,7 @@ def _changed(change: str) -> str:
 
 
 def given_arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and keyword arguments that given inputs stand for.
+    """Returns the positional and keyword arguments that the given inputs represent.
 
     Example:
         >>> given_arguments((1, 2)), given_arguments({"x": 1}), given_arguments(3)

@@ -418,7 +418,7 @@ def probe_change(before: KeptValue, after: KeptValue) -> dict[str, Any] | None:
 
     For a record, the norms are sums over its values.
     """
-    if after.problem is not None:  # the report of the probe says it
+    if after.problem is not None:  # the report of the probe has the message
         return None
     if before.problem is not None:
         return _unknown(f"not compared: without the patches, {before.problem}")

@@ -114,7 +114,7 @@ class PatchKind:
         return (*(name for name, is_there in own.items() if is_there), *RESTRICTIONS)
 
     def state(self) -> dict[str, Any]:
-        """Returns what the front end has to know: a `PatchKind` of js/src/kernel/protocol.ts."""
+        """Returns the data for the front end: a `PatchKind` of js/src/kernel/protocol.ts."""
         value = None if self.value is None else {"noun": self.value.noun, "example": self.value.example}
         return {"name": self.name, "summary": self.summary, "fields": list(self.fields), "value": value}
 
