@@ -63,7 +63,7 @@ def path_patch(
        corrupted values; the value of the receiver is recorded. What is not a component (the residual stream, norms) is
        recomputed. A component that contains the sender is not held: it passes on the change of the sender.
     3. The model runs on the corrupted inputs with only the receiver replaced, by that value. Everything after it is
-    recomputed. The metric is that of this run; for the receiver `None`, that of the run in step 2.
+       recomputed. The metric is that of this run; for the receiver `None`, that of the run in step 2.
 
     Args:
         pg: The graph.
