@@ -4,7 +4,7 @@ A `PatchableGraph` is made of a model and example inputs, and is used like the m
 `PatchableGraph.nodes` and `PatchableGraph.browse` show the values that have a name; `PatchableGraph.patch` is given
 what to do with them: `ZeroPatch`, `AddPatch`, `ReplacePatch`, `CustomPatch`, `ProbePatch`, `RecordPatch`, or a `Patch`
 of your own. `ExtractionOptions` say how a model is captured. `graphpatch_notebook.experiments` runs thousands of
-patches. All errors are `GraphPatchError`s, and all warnings are `GraphPatchWarning`s. In IPython,
+patches. Each error is a `GraphPatchError`, and each warning a `GraphPatchWarning`. In IPython,
 `%load_ext graphpatch` brings `%graphpatch help`.
 
 Example:
