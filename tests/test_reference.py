@@ -90,7 +90,7 @@ def test_what_is_wrong_with_docstrings_is_found(tmp_path: Path) -> None:
     for name, text in {"conf.py": conf, "made.py": MADE, "index.rst": INDEX, "llms.txt": ""}.items():
         (tmp_path / name).write_text(text, "utf8")
     built = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-b", "dummy", str(tmp_path), str(tmp_path / "out")],
+        [sys.executable, "-m", "sphinx", "-q", "-N", "-b", "dummy", str(tmp_path), str(tmp_path / "out")],
         check=True,
         capture_output=True,
         text=True,
