@@ -14,10 +14,10 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.checks.sharding import REPAIR, sharding, sharding_problem
 from graphpatch_notebook.errors import PatchMapError, ShardedValueWarning, UnknownPathError
-from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.plan import PROBES, Entry
 from graphpatch_notebook.execution.positions import restriction_of
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
-from graphpatch_notebook.patches.kinds import Patch, ProbePatch, RecordPatch
+from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
@@ -49,7 +49,7 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
                 problems.append(error.message)
                 has_all_paths = False
                 continue
-        if type(patches) in _PROBES and _is_plain(patches):
+        if type(patches) in PROBES and _is_plain(patches):
             entries.append(Entry(target, (patches,)))
             continue
         listed = [patches] if isinstance(patches, Patch) else patches
@@ -79,9 +79,6 @@ def _sharding_problems(entries: Sequence[Entry], sharded: str) -> list[str]:
         for patch in entry.patches
         if (problem := sharding_problem(entry.target.node, patch)) is not None
     ]
-
-
-_PROBES = (ProbePatch, RecordPatch)
 
 
 def _is_plain(probe: Patch[Any]) -> bool:

@@ -30,7 +30,7 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import has_compiled_parts
 from graphpatch_notebook.values import TensorSpec
 
-_PROBES = (ProbePatch, RecordPatch)
+PROBES = (ProbePatch, RecordPatch)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,11 +59,11 @@ class Entry:
         self.is_special = node.is_in_place or node.position is not None
         if self.restriction is not None or self.target.dig or node.is_mutated_later or not isinstance(spec, TensorSpec):
             return
-        if len(patches) == 1 and type(patches[0]) in _PROBES:
+        if len(patches) == 1 and type(patches[0]) in PROBES:
             self.observed_shape = spec.shape
             if not self.is_special:
                 self.watch = patches[0].op
-        elif all(type(patch) in _PROBES for patch in patches):
+        elif all(type(patch) in PROBES for patch in patches):
             self.observed_shape = spec.shape
 
 
@@ -200,7 +200,7 @@ class FramePlan:
         node = entry.target.node
         # Patches see a copy of a value that the model writes into later, and of some positions of a value.
         shows_itself = not node.is_mutated_later and (entry.restriction is None or entry.restriction.positions is None)
-        if node.kind == "input" and shows_itself and any(isinstance(patch, _PROBES) for patch in entry.patches):
+        if node.kind == "input" and shows_itself and any(isinstance(patch, PROBES) for patch in entry.patches):
             self.probed_inputs.append(entry)
         if node.kind == "output":
             self.output.append(entry)
