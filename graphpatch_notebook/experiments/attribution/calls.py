@@ -108,12 +108,16 @@ class Rule:
             own derivative is exact, and is used.
         keeps_result: Whether `Call.results` are of use.
         is_exact: Whether the derivative explains the whole change. If not, the function is named as a fallback.
+        is_constant: Whether the result is a constant, without a derivative.
+        refusal: Whether the rule does not fit a call.
     """
 
     surrogate: Surrogate
     is_multilinear: bool = False
     keeps_result: bool = False
     is_exact: bool = True
+    is_constant: bool = False
+    refusal: Callable[[Call], bool] | None = None
 
 
 @cache

@@ -22,6 +22,13 @@ def attention(*args: Any, **kwargs: Any) -> Any:
     return decomposition.steps(is_fused=True)(*args, **kwargs)
 
 
+def refused_attention(call: Call) -> bool:
+    """Whether attention is random, so that its steps would draw other numbers, or cannot be taken apart."""
+    decomposition = decomposition_of(functional.scaled_dot_product_attention)
+    is_random = bool(call.argument(4, "dropout_p", 0.0))
+    return is_random or decomposition is None or call.take(decomposition.problem, *call.inputs) is not None
+
+
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
@@ -62,11 +69,12 @@ def batch_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    weight, bias = _by_channel(x, weight, bias)
+    scale = _by_channel(x, weight, bias)
     if not training and running_mean is not None and running_var is not None:
-        mean, var = _by_channel(x, running_mean, running_var)
-        return _scaled((x - mean) * torch.rsqrt(var + eps), weight, bias)
-    return _scaled(_standardized(x, (0, *range(2, x.dim())), eps), weight, bias)
+        return _scaled(
+            (x - _by_channel(x, running_mean)[0]) * torch.rsqrt(_by_channel(x, running_var + eps)[0]), *scale
+        )
+    return _scaled(_standardized(x, (0, *range(2, x.dim())), eps), *scale)
 
 
 def instance_norm(
@@ -118,7 +126,7 @@ def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
     return normed if bias is None else normed + bias
 
 
-def _by_channel(x: Tensor, *given: Tensor | None) -> list[Tensor | None]:
+def _by_channel(x: Tensor, *given: Tensor | None) -> list[Any]:
     shape = (1, -1, *(1,) * (x.dim() - 2))
     return [None if each is None else each.reshape(shape) for each in given]
 

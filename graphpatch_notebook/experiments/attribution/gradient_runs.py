@@ -307,7 +307,7 @@ class AttributionRuns:
         scores = [
             _reduced(_difference(mine, value.detach()), gradient, kept, is_careful=True).double().cpu().numpy()
             for mine, value, gradient in zip(clean, cut.values, gradients, strict=True)
-            if gradient is not None
+            if gradient is not None  # type: ignore[redundant-expr]  # `allow_unused`
         ]
         if not scores:
             return _UNREACHED

@@ -32,12 +32,6 @@ def identity(call: Call, x: Tensor, *_: Tensor) -> Tensor:
     return x * torch.where(is_zero, derivative, slope)
 
 
-def constant(call: Call, *_: Tensor) -> Any:
-    """A constant."""
-    result = call(*call.corrupted)
-    return [part.detach() for part in result] if isinstance(result, tuple) else result.detach()
-
-
 def half(call: Call, *inputs: Tensor) -> Any:
     """Half of the derivative, as a product shares it among its factors."""
     return call(*inputs) / 2

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.decompositions import decomposition_of
+from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution import composites, relp
@@ -122,7 +123,6 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "amin": composites.amin,
     "max": composites.largest,
     "min": composites.smallest,
-    "scaled_dot_product_attention": composites.attention,
 }
 _SECANT: dict[Any, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), Rule(quotient, keeps_result=True)),
@@ -135,11 +135,12 @@ _SECANT: dict[Any, Rule] = {
     **dict.fromkeys(("logsumexp", "special_logsumexp"), Rule(logsumexp)),
     **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), Rule(composites.max_pool)),
     "cross_entropy": Rule(composites.cross_entropy),
+    "scaled_dot_product_attention": Rule(by_steps(composites.attention), refusal=composites.refused_attention),
 }
 _NORMS = ("layer_norm", "rms_norm", "group_norm", "instance_norm", "normalize")
 _RELP: dict[Any, Rule] = {
     **dict.fromkeys(relp.ACTIVATIONS, Rule(relp.identity)),
-    **dict.fromkeys(relp.DENOMINATORS, Rule(relp.constant)),
+    **dict.fromkeys(relp.DENOMINATORS, Rule(quotient, is_constant=True)),
     **dict.fromkeys(("mul", "multiply"), Rule(relp.half, is_multilinear=True)),
     **{name: Rule(by_steps(_COMPOSITES[name])) for name in _NORMS},
 }
@@ -209,7 +210,7 @@ class DerivativeRules:
     def before(self, args: Sequence[Any]) -> None:
         """Is given the arguments of each call of the run with gradients."""
 
-    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         """Is given the result of each call of the run with gradients."""
 
 
@@ -265,7 +266,7 @@ class SecantRules(DerivativeRules):
         """Records what a call of the clean run decides."""
         self._decisions += _decisions(function, args, result)
 
-    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         name = family_name(function)
         for decision in _decisions(function, args, result):
             clean = self._decisions[self._decided] if self._decided < len(self._decisions) else None
@@ -279,8 +280,10 @@ class SecantRules(DerivativeRules):
             if not any(part.requires_grad for part in results):
                 if name not in _CONSTANT:
                     self.fallbacks.setdefault(name, "its result has no gradient")
-            elif name not in LINEAR and self.rule_for(function) is None and name not in _OPENED:
-                self.fallbacks.setdefault(name, "it has no rule, and the derivative of torch")
+            elif not has_rule and name not in LINEAR and name not in _OPENED:
+                self.fallbacks.setdefault(name, "it has no rule here, and the derivative of torch")
+        if inputs and raw_name(function) in VALUE_READS:
+            self.fallbacks.setdefault(name, "the model computes in Python with its result")
 
     def before(self, args: Sequence[Any]) -> None:
         """Names what computed the arguments, if it was not a function that torch dispatches."""
@@ -332,7 +335,7 @@ class RelPRules(DerivativeRules):
             call.surrogate = relp.by_first if roots[0].is_multiple else relp.by_second if roots[1].is_multiple else None
         return _Recorded(name, [Held(x) for x in call.inputs])
 
-    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         self._roots.note(function, args, result)
 
 
@@ -406,7 +409,7 @@ class _Mode(TorchFunctionMode):
 
 def _needs(rule: Rule, call: Call) -> bool:
     """Whether a call may need its rule: not products with weights, which are the same in both runs."""
-    if not call.inputs or not all(map(has_memory, call.inputs)):
+    if not call.inputs or not all(map(has_memory, call.inputs)) or (rule.refusal is not None and rule.refusal(call)):
         return False
     return not rule.is_multilinear or sum(not is_weight(x) for x in call.inputs) > 1
 
@@ -435,7 +438,11 @@ class _Applied(_Mode):
 
     def _without_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        self._rules.after(func, args, result)
+        self._rules.after(func, args, result, has_rule=False)
+        return result
+
+    def _seen(self, func: Any, args: Any, result: Any) -> Any:
+        self._rules.after(func, args, result, has_rule=True)
         return result
 
     def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
@@ -444,7 +451,11 @@ class _Applied(_Mode):
         is_needed = torch.is_grad_enabled() and any(x.requires_grad for x in call.inputs) and any(call.differs)
         if not is_needed or (rule.is_multilinear and sum(call.differs) < 2):
             self._writes.before(func, args, kwargs)
-            return self._without_rule(func, args, kwargs)
+            return self._seen(func, args, func(*args, **kwargs))
+        if rule.is_constant:
+            self._writes.before(func, args, kwargs)
+            with torch.no_grad():
+                return func(*args, **kwargs)
         if _is_in_checkpoint():
             raise ExperimentError(
                 "the model computes values again in backward (activation checkpointing), where derivative rules cannot "
@@ -460,8 +471,7 @@ class _Applied(_Mode):
             replaced.result = self._writes.hold(result)
         if replaced.kind is not None:
             result = replaced.kind(result)
-        self._rules.after(func, args, result)
-        return result
+        return self._seen(func, args, result)
 
 
 def _is_in_checkpoint() -> bool:
