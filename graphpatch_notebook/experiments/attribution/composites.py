@@ -201,6 +201,10 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
     return value * gate.sigmoid()
 
 
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    return x.clamp_min(0) + x.clamp_max(0) * (weight if weight.numel() == 1 else _by_channel(x, weight)[0])
+
+
 def cross_entropy(call: Call, *inputs: Tensor) -> Any:
     """The rule of `cross_entropy`: the mean of log-probabilities, for targets that are numbers of classes."""
     is_plain = len(inputs) == 1 and not call.argument(7, "label_smoothing", 0.0)

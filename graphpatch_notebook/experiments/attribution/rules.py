@@ -72,7 +72,7 @@ _ELEMENTWISE = """
     abs absolute acos arctan asin atan clamp clamp_min clamp_max clip cos cosh erf erfc exp exp2 expm1 lgamma log log10
     log1p log2 logit logsigmoid log_sigmoid maximum minimum fmax fmin pow reciprocal rsqrt sigmoid sin sinh softplus
     sqrt square tan tanh hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink threshold softsign celu elu
-    gelu leaky_relu mish relu relu6 selu silu prelu xlogy atan2 hypot div true_divide divide truediv
+    gelu leaky_relu mish relu relu6 selu silu xlogy atan2 hypot div true_divide divide truediv
 """
 _MULTILINEAR = """
     mul multiply matmul mm bmm mv dot vdot inner outer ger einsum tensordot linear bilinear conv1d conv2d conv3d
@@ -103,7 +103,7 @@ _APPROXIMATED = """
     prod cumprod logcumsumexp cdist pairwise_distance addcdiv kl_div binary_cross_entropy smooth_l1_loss huber_loss
     binary_cross_entropy_with_logits local_response_norm logaddexp logaddexp2 rrelu lstm gru rnn_tanh rnn_relu
     lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell poisson_nll_loss gaussian_nll_loss l1_loss
-    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d linalg_solve_triangular linalg_solve linalg_inv
 """
 _COMPOSITES: dict[str, Callable[..., Any]] = {
     "layer_norm": composites.layer_norm,
@@ -118,6 +118,7 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "std": composites.std,
     "cosine_similarity": composites.cosine_similarity,
     "glu": composites.glu,
+    "prelu": composites.prelu,
     "softmin": composites.softmin,
     "amax": composites.amax,
     "amin": composites.amin,
@@ -147,7 +148,7 @@ _RELP: dict[Any, Rule] = {
 _OPENED = frozenset({"multi_head_attention_forward"})
 """Functions whose steps give their very bits: they are run step by step."""
 
-_DECISIONS = operations.CHOICES | {"where", "masked_fill", "argsort", "argmin", "min"}
+_DECISIONS = (operations.CHOICES - {"max"}) | {"where", "masked_fill", "argsort", "argmin"}
 """Functions with integers or conditions that no derivative follows."""
 
 
@@ -278,7 +279,7 @@ class SecantRules(DerivativeRules):
         self._seen.update(part.grad_fn for part in (*results, *inputs))
         if inputs and results and torch.is_grad_enabled():
             if not any(part.requires_grad for part in results):
-                if name not in _CONSTANT:
+                if name not in _CONSTANT and inputs[0] is args[0]:
                     self.fallbacks.setdefault(name, "its result has no gradient")
             elif not has_rule and name not in LINEAR and name not in _OPENED:
                 self.fallbacks.setdefault(name, "it has no rule here, and the derivative of torch")
@@ -395,29 +396,35 @@ class _Mode(TorchFunctionMode):
                     return decomposition.steps(is_fused=False)(*args, **kwargs)
         rule = self._rules.rule_for(func)
         call = None if rule is None else Call(func, args, kwargs, self._rules)
-        if rule is None or call is None or not _needs(rule, call):
-            self._writes.before(func, args, kwargs)
-            return self._without_rule(func, args, kwargs)
-        return self._with_rule(rule, call, args, kwargs)
+        if rule is not None and call is not None and _fits(rule, call):
+            if not rule.is_multilinear or sum(not is_weight(x) for x in call.inputs) > 1:
+                return self._with_rule(rule, call, args, kwargs)
+        else:
+            rule = None
+        self._writes.before(func, args, kwargs)
+        return self._plain(func, args, kwargs, has_rule=rule is not None)
 
-    def _without_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
+        """Calls a function that keeps its derivative, because it has no rule, or because that is what its rule says."""
         raise NotImplementedError
 
     def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
 
-def _needs(rule: Rule, call: Call) -> bool:
-    """Whether a call may need its rule: not products with weights, which are the same in both runs."""
-    if not call.inputs or not all(map(has_memory, call.inputs)) or (rule.refusal is not None and rule.refusal(call)):
-        return False
-    return not rule.is_multilinear or sum(not is_weight(x) for x in call.inputs) > 1
+def _fits(rule: Rule, call: Call) -> bool:
+    """Whether a rule can be used for a call."""
+    return (
+        bool(call.inputs)
+        and all(map(has_memory, call.inputs))
+        and not (rule.refusal is not None and rule.refusal(call))
+    )
 
 
 class _Recording(_Mode):
     """Records the inputs of each call that has a rule."""
 
-    def _without_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
         result = func(*args, **kwargs)
         self._rules.decide(func, args, result)
         return result
@@ -427,7 +434,7 @@ class _Recording(_Mode):
         record = _Recorded(family_name(func), [self._writes.hold(x) for x in call.inputs])
         self._rules.record(record)
         self._writes.before(func, args, kwargs)
-        result = self._without_rule(func, args, kwargs)
+        result = self._plain(func, args, kwargs, has_rule=True)
         if rule.keeps_result and isinstance(result, Tensor):
             record.result = self._writes.hold(result)
         return result
@@ -436,13 +443,9 @@ class _Recording(_Mode):
 class _Applied(_Mode):
     """Replaces the derivatives of calls."""
 
-    def _without_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
         result = func(*args, **kwargs)
-        self._rules.after(func, args, result, has_rule=False)
-        return result
-
-    def _seen(self, func: Any, args: Any, result: Any) -> Any:
-        self._rules.after(func, args, result, has_rule=True)
+        self._rules.after(func, args, result, has_rule=has_rule)
         return result
 
     def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
@@ -451,7 +454,7 @@ class _Applied(_Mode):
         is_needed = torch.is_grad_enabled() and any(x.requires_grad for x in call.inputs) and any(call.differs)
         if not is_needed or (rule.is_multilinear and sum(call.differs) < 2):
             self._writes.before(func, args, kwargs)
-            return self._seen(func, args, func(*args, **kwargs))
+            return self._plain(func, args, kwargs, has_rule=True)
         if rule.is_constant:
             self._writes.before(func, args, kwargs)
             with torch.no_grad():
@@ -471,7 +474,8 @@ class _Applied(_Mode):
             replaced.result = self._writes.hold(result)
         if replaced.kind is not None:
             result = replaced.kind(result)
-        return self._seen(func, args, result)
+        self._rules.after(func, args, result, has_rule=True)
+        return result
 
 
 def _is_in_checkpoint() -> bool:

@@ -67,7 +67,8 @@ def _slope(call: Call, number: int, inputs: list[Tensor]) -> Tensor:
     run = torch.where(clean == corrupted, 0, clean - corrupted)
     rise = torch.where(clean_result == corrupted_result, 0, clean_result - corrupted_result)
     # The quotient of close values is mostly rounding, and cannot be told apart from the derivative.
-    noise = 8 * torch.finfo(rise.dtype).eps * torch.maximum(clean_result.abs(), corrupted_result.abs())
+    size = torch.maximum(clean_result.abs(), corrupted_result.abs()) + torch.maximum(clean.abs(), corrupted.abs())
+    noise = 4 * torch.finfo(rise.dtype).eps * size
     is_close = (run == 0) | ((derivative * run - rise).abs() <= noise)
     return torch.where(is_close, derivative, rise / torch.where(is_close, 1, run))
 
