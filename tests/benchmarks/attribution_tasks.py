@@ -1,4 +1,4 @@
-"""Tasks for judging attribution: a small model is trained on each, and pairs of inputs differ in one token that matters.
+"""Tasks for judging attribution, each with a small trained model, and pairs of inputs that differ in one token.
 
 `python -m tests.benchmarks.attribution_tasks FOLDER` trains the models that are not in FOLDER yet.
 """
@@ -302,8 +302,7 @@ class Induction(Task):
 
 
 TASKS: dict[str, Callable[[], Task]] = {
-    kind.name: kind
-    for kind in (IndirectObjects, ModularAddition, GreaterThan, Brackets, PermutedValues, Induction)
+    kind.name: kind for kind in (IndirectObjects, ModularAddition, GreaterThan, PermutedValues, Brackets, Induction)
 }
 SHIPPED = {"induction": "induction_model", "indirect_objects": "indirect_objects_model"}
 
@@ -312,8 +311,8 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     return -(logits.log_softmax(-1) * target).sum(-1).mean()
 
 
-def train(task: Task, most_steps: int = 12000, batch: int = 128, rate: float = 2e-3) -> nn.Module:
-    """Trains until nearly all answers are right and the loss is close to the entropy of the answers."""
+def train(task: Task, most_steps: int = 2500, batch: int = 128, rate: float = 2e-3) -> nn.Module:
+    """Trains until nearly all answers are right and the loss is close to the entropy of the answers, or to the end."""
     torch.manual_seed(SEED)
     model, generator = task.build(), torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05, betas=(0.9, 0.98), fused=True)

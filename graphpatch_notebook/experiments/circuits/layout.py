@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 from graphpatch_notebook.components.names import parse_name
-from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
+from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit, Edge
 
 NODE_HEIGHT = 36.0
 PORTS = ("q", "k", "v")
@@ -26,12 +27,10 @@ _PITCH = 92.0
 """From a row to the next."""
 _GAP, _EDGE_ROOM = 16.0, 12.0
 _MARGIN, _LABELS = 14.0, 66.0
-_ROUTED = 60
-"""The strongest edges have places in the rows between their ends; the other ones are drawn behind the nodes there."""
 _ROUNDS = 12
 _THINNEST, _WIDEST = 1.0, 8.0
-_SPREAD = 0.3
-"""The part of a node's width, to each side, over which edges without a named input begin and end."""
+_SPREAD, _APART = 0.36, 3.0
+"""Edges without a named input begin and end over this part of a node's width, to each side, so far apart."""
 
 Row: TypeAlias = "tuple[str, int | None, str]"
 """The stack, the layer and the kind of component that a row has."""
@@ -93,7 +92,7 @@ class PlacedEdge:
         edge: The edge of the circuit.
         sender: The number of the node where it begins.
         receivers: The numbers of the nodes where it ends: several, if heads share the keys or values that it ends at.
-        width: The width of its line: a part that is proportional to the magnitude of its score, and what is seen at all.
+        width: The width of its line, which grows with the magnitude of its score.
         line: Its line, as the `d` of an SVG path.
     """
 
@@ -165,30 +164,35 @@ class _Route:
 class _Picture:
     def __init__(self, circuit: Circuit) -> None:
         self.edges = sorted(circuit.edges, key=lambda edge: -abs(edge.score))
-        self.nodes = [_placed(name) for name in circuit.nodes]
+        senders = {edge.sender for edge in self.edges}
+        # Of the heads that share keys or values, those that pass something on.
+        targets = {
+            receiver: [name for name in circuit.targets(receiver) if name in senders] or circuit.targets(receiver)[:1]
+            for receiver in {edge.receiver for edge in self.edges}
+        }
+        used = senders.union(*targets.values())
+        self.nodes = [_placed(name) for name in circuit.nodes if name in used]
         self.index = {node.name: index for index, node in enumerate(self.nodes)}
         self.rows = list(dict.fromkeys(node.row for node in self.nodes))
         self.items: list[list[_Item]] = [[] for _ in self.rows]
         self.of_node = [_Item(node.width, self.rows.index(node.row), at) for at, node in enumerate(self.nodes)]
         for item in self.of_node:
             self.items[item.row].append(item)
-        senders = {edge.sender for edge in self.edges}
-        self.routes: list[_Route] = []
-        for number, edge in enumerate(self.edges):
-            # Of the heads that share keys or values, those that pass something on.
-            targets = circuit.targets(edge.receiver)
-            for target in [name for name in targets if name in senders] or targets[:1]:
-                self.routes.append(self._route(number, edge, self.index[target]))
+        self.routes = [
+            self._route(number, edge, self.index[target])
+            for number, edge in enumerate(self.edges)
+            for target in targets[edge.receiver]
+        ]
 
     def _route(self, number: int, edge: Edge, target: int) -> _Route:
-        """Returns a line, with new items in the rows between its ends."""
+        """Returns a line. The strongest have places in the rows between; others pass behind the nodes there."""
         first, last = self.of_node[self.index[edge.sender]], self.of_node[target]
-        between = [_Item(_EDGE_ROOM, row) for row in range(first.row + 1, last.row)] if number < _ROUTED else []
+        between = [_Item(_EDGE_ROOM, row) for row in range(first.row + 1, last.row)] if number < READABLE else []
         for item in between:
             self.items[item.row].append(item)
         items = (first, *between, last)
         if len(items) == last.row - first.row + 1:
-            for lower, upper in zip(items, items[1:], strict=False):
+            for lower, upper in pairwise(items):
                 lower.above.append(upper)
                 upper.below.append(lower)
         word = edge.receiver.rpartition(".")[2]
@@ -224,7 +228,7 @@ class _Picture:
     # -- order within rows ---------------------------------------------------------------------------------------------
 
     def _order(self) -> None:
-        """Sorts each row by the mean place of its neighbors below, then above, ..., and keeps the best of all orders."""
+        """Sorts each row by the mean place of its neighbors below, then above, ..., and keeps the best order."""
         best, fewest = [list(row) for row in self.items], self._crossings()
         for round_ in range(_ROUNDS):
             if fewest == 0:
@@ -290,7 +294,6 @@ class _Picture:
     # -- lines ---------------------------------------------------------------------------------------------------------
 
     def _placed_edges(self, renumbered: dict[int, int]) -> Iterable[PlacedEdge]:
-        largest = max((abs(edge.score) for edge in self.edges), default=0.0) or 1.0
         starts, stops = self._spread()
         for number, edge in enumerate(self.edges):
             lines, receivers = [], []
@@ -302,9 +305,12 @@ class _Picture:
                 below, above = self._y(first.row) - NODE_HEIGHT / 2, self._y(last.row) + NODE_HEIGHT / 2
                 lines.append(_curve([(starts[at], below), *between, (stops[at], above)]))
                 receivers.append(renumbered[last.node or 0])
-            width = _THINNEST + (_WIDEST - _THINNEST) * abs(edge.score) / largest
             sender = renumbered[self.index[edge.sender]]
-            yield PlacedEdge(edge, sender, tuple(receivers), round(width, 2), "".join(lines))
+            yield PlacedEdge(edge, sender, tuple(receivers), self._thickness(edge), "".join(lines))
+
+    def _thickness(self, edge: Edge) -> float:
+        largest = max(abs(edge.score) for edge in self.edges) or 1.0
+        return round(_THINNEST + (_WIDEST - _THINNEST) * abs(edge.score) / largest, 2)
 
     def _spread(self) -> tuple[list[float], list[float]]:
         """Returns where each line begins and ends: at a port, or beside others, in the order of what is next to it."""
@@ -325,10 +331,13 @@ class _Picture:
         return starts, stops
 
     def _fan(self, ends: list[float], node: int, lines: list[int]) -> None:
-        room = min(_SPREAD * self.nodes[node].width, 5.0 * (len(lines) - 1))
-        for place, at in enumerate(lines):
-            part = 2 * place / (len(lines) - 1) - 1 if len(lines) > 1 else 0.0
-            ends[at] = self.nodes[node].x + part * room
+        """Puts the ends of lines side by side, closer together where a node has less room than they need."""
+        widths = [self._thickness(self.edges[self.routes[at].edge]) + _APART for at in lines]
+        scale = min(1.0, 2 * _SPREAD * self.nodes[node].width / sum(widths))
+        x = self.nodes[node].x - scale * sum(widths) / 2
+        for at, width in zip(lines, widths, strict=True):
+            ends[at] = x + scale * width / 2
+            x += scale * width
 
     def _bands(self) -> Iterable[Band]:
         layers: dict[tuple[str, int], list[int]] = {}
@@ -349,7 +358,7 @@ def _placed(name: str) -> PlacedNode:
 def _offsets(row: Sequence[_Item]) -> list[float]:
     """Returns how far each item is from the first one, if they are as close as may be."""
     offsets = [0.0]
-    for left, right in zip(row, row[1:], strict=False):
+    for left, right in pairwise(row):
         gap = _GAP if left.node is not None and right.node is not None else _GAP / 2
         offsets.append(offsets[-1] + left.width / 2 + right.width / 2 + gap)
     return offsets

@@ -46,7 +46,7 @@ export class CircuitFigure {
     private readonly circuit: CircuitPicture,
     private readonly options: FigureOptions,
   ) {
-    this.count = circuit.edges.length;
+    this.count = circuit.first;
     this.edges = circuit.edges.map((edge, number) => this.drawEdge(edge, number));
     this.nodes = circuit.nodes.map((node, number) => this.drawNode(node, number));
     this.picture = this.draw();
@@ -55,7 +55,7 @@ export class CircuitFigure {
       type: "range",
       class: "gp-circuit-slider",
       min: Math.min(1, this.count),
-      max: this.count,
+      max: circuit.edges.length,
       value: this.count,
       "aria-label": "Number of edges shown",
       oninput: () => this.showStrongest(Number(this.slider.value)),

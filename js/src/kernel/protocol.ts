@@ -103,6 +103,8 @@ export interface CircuitPicture {
   nodes: CircuitNode[];
   /** The strongest first. */
   edges: CircuitEdge[];
+  /** How many edges are shown at first. */
+  first: number;
   /** `40 of 1,230 edges, faithfulness 0.91`. */
   summary: string;
   /** The code that makes the circuit. */
