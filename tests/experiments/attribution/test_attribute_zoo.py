@@ -134,6 +134,4 @@ def test_module_outputs_are_scored_as_by_hooks(case: Case) -> None:
     assert found == pytest.approx(wanted, rel=tolerance, abs=0.01 * tolerance * scale)
     assert set(expected) - set(found) <= set(skipped)
     assert len(found) == len(expected) or case.name in SHY
-    assert [parameter.grad for parameter in capture.model.parameters()] == [None] * len(
-        list(capture.model.parameters())
-    )
+    assert all(parameter.grad is None for parameter in capture.model.parameters())
