@@ -193,16 +193,6 @@ def has_compiled_parts(root: torch.nn.Module) -> bool:
     return any(map(_has_compiled_forward, classes))
 
 
-def restore_gradients(were_enabled: bool, error: BaseException) -> None:
-    """Restores the gradient mode after a run that was interrupted.
-
-    `torch.no_grad` restores it by a call that function modes see, and an interrupt may arrive while ours handles it.
-    After other errors, the gradient mode is as the model's own code leaves it.
-    """
-    if not isinstance(error, Exception):
-        torch.set_grad_enabled(were_enabled)
-
-
 class EagerCode:
     """Runs compiled code eagerly from `hold` until `let_go`, which may be called twice.
 
