@@ -79,6 +79,11 @@ def runs_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def takes_hooks(module: torch.nn.Module) -> bool:
+    """Whether forward hooks can be registered on `module`: scripted modules take none."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether `module` is under FSDP: its parameters are gathered for a call, and their memory is freed afterwards.
 

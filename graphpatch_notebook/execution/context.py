@@ -29,11 +29,11 @@ from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.live.boundaries import Run, new_run
 from graphpatch_notebook.execution.live.module_hooks import ModuleHooks, forwards_may_be_wrapped
 from graphpatch_notebook.execution.live.operations import was_in_checkpoint
-from graphpatch_notebook.execution.live.skipped_calls import refuse_with_cache
 from graphpatch_notebook.execution.live.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.patch_map import Snapshot
 from graphpatch_notebook.execution.plan import RunPlan
 from graphpatch_notebook.execution.reports import Reports, count_of_patches, warn_of_data_loops, warn_of_other_uses
+from graphpatch_notebook.execution.skipped_calls import refuse_with_cache
 from graphpatch_notebook.execution.splices import check_splices
 from graphpatch_notebook.execution.steps import GenerationSteps, StepCount
 from graphpatch_notebook.interrupts import Block, afterwards, discards_value, on_error
