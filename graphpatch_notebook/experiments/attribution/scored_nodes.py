@@ -15,6 +15,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of, shape_problem
+from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import (
@@ -24,6 +25,7 @@ from graphpatch_notebook.execution import (
     Restriction,
     StepCount,
     restriction_of,
+    sequence_dims,
     token_inputs,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -332,6 +334,8 @@ class PositionAxis:
         if node.is_state:
             raise ValueError(f"a {node.node.kind} has no positions")
         dims = dimensions_of(self._root).dims_like(node.spec, sequence)
+        along = sequence_dims(find(self._root).axes_at(node.path)) if len(dims) > 1 else []
+        dims = [dim for dim in dims if dim in along] or dims
         if given is not None and -len(shape) <= given < len(shape) and given % len(shape) in dims:
             return _SequenceDim(given % len(shape))
         if len(dims) != 1:

@@ -11,9 +11,9 @@ from torch import Tensor
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.dimensions import NoBatchError, dimensions_of
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import restriction_of, row_dimension, token_inputs
+from graphpatch_notebook.execution import restriction_of, row_dimension, sequence_dims, token_inputs
 from graphpatch_notebook.experiments.methods.arguments import targets
-from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.values import TensorSpec
@@ -80,6 +80,9 @@ def _dim(root: Frame, target: Target, given: int | None) -> int | str:
         except ValueError as problem:
             return str(problem)
         return 0 if restriction is None else target.kept_dims.index(restriction.dim)
+    along = [dim for dim in sequence_dims(axes_of(root, target)) if dim in target.kept_dims] if given is None else []
+    if len(along) == 1:
+        return target.kept_dims.index(along[0])
     if given is None:
         return "the model does not take input_ids or inputs_embeds; give the dimension, such as position_dim=1"
     if type(given) is not int:
