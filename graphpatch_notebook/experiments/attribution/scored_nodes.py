@@ -413,7 +413,7 @@ class PositionAxis:
         steps.begin(inputs.args, inputs.kwargs)
         return steps.current
 
-    def _chosen(self, given: Positions) -> list[int]:
+    def _chosen(self, given: Positions | Rows) -> list[int]:
         """Returns the given positions, counted from the start."""
         total, of_encoder = (self._step.past or 0) + (self._step.length or 0), self._step.encoder_length or 0
         lengths = {of_encoder if place.is_encoder else total for place in self._places.values()}

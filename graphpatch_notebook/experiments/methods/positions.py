@@ -272,7 +272,7 @@ def row_dim(root: Frame, target: Target, position_dim: int) -> int | str:
     return dim if dim is not None and dim != position_dim else "its value has no dimension of the batch"
 
 
-def counts_from_end(given: Positions) -> bool:
+def counts_from_end(given: Positions | Rows) -> bool:
     """Whether positions count from the end of the sequence."""
     if given is None or given is True:
         return False
