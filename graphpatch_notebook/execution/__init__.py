@@ -23,7 +23,13 @@ from graphpatch_notebook.execution.live.stand_in import (
     tensor_at,
 )
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.positions import Restriction, restriction_of, row_dimension, token_inputs
+from graphpatch_notebook.execution.positions import (
+    Restriction,
+    restriction_of,
+    row_dimension,
+    sequence_dims,
+    token_inputs,
+)
 from graphpatch_notebook.execution.recording import Recording, record
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
@@ -50,6 +56,7 @@ __all__ = [
     "record",
     "restriction_of",
     "row_dimension",
+    "sequence_dims",
     "tensor_at",
     "token_inputs",
     "verified_fx_module",
