@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,13 +67,23 @@ def circuit_patches(pg: PatchableGraph, circuit: Circuit, corrupted: Any) -> dic
     """
     check_graph(pg)
     check_unsharded(pg, "circuit_patches")
-    nodes = nodes_of(pg.nodes.root, heads=_has_heads(pg, circuit))
+    nodes = nodes_like(pg, circuit.feeds)
     return CircuitRuns(pg, nodes, inputs_of(corrupted)).patches(kept_edges(nodes, circuit))
 
 
-def _has_heads(pg: PatchableGraph, circuit: Circuit) -> bool:
-    """Whether the nodes of a circuit are heads of attention."""
-    return set(circuit.feeds) == set(nodes_of(pg.nodes.root).feeds)
+def nodes_like(pg: PatchableGraph, receivers: Iterable[str]) -> Nodes:
+    """Returns the nodes of a model that have these receivers: with heads of attention as nodes, or without.
+
+    Raises:
+        ExperimentError: The model has other receivers.
+    """
+    wanted = set(receivers)
+    for heads in (True, False):
+        nodes = nodes_of(pg.nodes.root, heads=heads)
+        if set(nodes.receivers) == wanted:
+            return nodes
+    other = next(iter(wanted.symmetric_difference(nodes.receivers)), "")
+    raise ExperimentError(f"the receivers are not all those of this model: they differ in {other!r}")
 
 
 def kept_edges(nodes: Nodes, circuit: Circuit) -> Kept:
