@@ -10,6 +10,7 @@ No component is run again, so the costs do not depend on the number of edges.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.attribution.gradient_runs import _number
 from graphpatch_notebook.experiments.attribution.rules import Method, check_method, rules_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
+from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import Norm, Sum, Term, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.extras import extra
@@ -35,6 +37,8 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_same_shapes,
     check_unsharded,
 )
+from graphpatch_notebook.experiments.methods.reference_runs import record
+from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
@@ -52,12 +56,13 @@ def attribute_edges(
     clean: Any,
     corrupted: Any,
     *,
-    method: Literal["gradient", "integrated", "relp", "secant"] = "gradient",
+    method: Literal["gradient", "integrated", "relp", "secant", "exact"] = "gradient",
     steps: int = 5,
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
     heads: bool = True,
     max_bytes: int = 2**30,
+    batch: int | str | None = "auto",
 ) -> DataArray:
     """Returns a score for each edge between components: an estimate of what passes along this edge alone.
 
@@ -83,11 +88,13 @@ def attribute_edges(
         corrupted: The corrupted inputs, in the same form.
         method: The derivatives, as for `attribute`. With `"secant"`, the scores into `@logits` sum exactly to the
             change of the metric. `"integrated"` takes the mean of the gradients at `steps` points between the runs.
+            `"exact"` runs the model once for each edge, and returns the true effects: for small models.
         steps: The number of points for `"integrated"`.
         senders: Names of senders, or patterns such as `layers[*].mlp_out`; all by default.
         receivers: Names of receivers, or patterns.
         heads: Whether heads of attention are nodes of their own.
         max_bytes: The memory limit for what is computed beside the runs. Scores do not change.
+        batch: For `"exact"`: how many edges run in one forward, as for `pg.sweep`.
 
     Returns:
         An array with the dimensions `receiver` and `sender`, and NaN where the model has no edge. Attributes: `clean`
@@ -117,7 +124,8 @@ def attribute_edges(
     """
     check_graph(pg)
     check_unsharded(pg, "attribute_edges")
-    check_method(method)
+    if method != "exact":
+        check_method(method)
     if type(steps) is not int or steps < 1:
         raise ExperimentError(f"steps must be a positive integer, not {steps!r}")
     batches = batches_of(pg, metric, clean, corrupted)
@@ -125,8 +133,12 @@ def attribute_edges(
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
     total = EdgeScores(nodes)
-    for batch in batches:
-        total.add(_Runs(pg, nodes, batch, method, steps, int(max_bytes)).scores(), len(batches))
+    for pair in batches:
+        if method == "exact":
+            found = _exact_effects(pg, nodes, pair, batch, rows, columns)
+        else:
+            found = _Runs(pg, nodes, pair, method, steps, int(max_bytes)).scores()
+        total.add(found, len(batches))
     array = xarray.DataArray(
         total.values, {"receiver": nodes.receivers, "sender": nodes.senders}, ["receiver", "sender"], name="score"
     )
@@ -229,6 +241,37 @@ class EdgeScores:
         self.values += other.values / count
         self.clean += other.clean / count
         self.corrupted += other.corrupted / count
+
+
+def _exact_effects(
+    pg: PatchableGraph, nodes: Nodes, pair: Batch, batch: int | str | None, rows: Sequence[str], columns: Sequence[str]
+) -> EdgeScores:
+    """Returns the true effects of the edges from `columns` to `rows`, in one run for each."""
+    found = EdgeScores(nodes)
+    runs = CircuitRuns(pg, nodes, pair.corrupted)
+    clean = record(pg, pair.clean, [writer.path for writer in nodes.writers], pair.metric)
+    found.clean = float(clean.measurement.values)
+    with torch.no_grad():
+        changes = {
+            id(writer): writer.written(clean.values[writer.path] - runs.values[writer.path]) for writer in nodes.writers
+        }
+        for reader in nodes.readers:
+            read = writers_in(reader.source)
+            senders = [name for writer in nodes.writers if writer in read for name in writer.names if name in columns]
+            for receiver in [name for name in reader.names if name in rows and senders]:
+                swept = run_sweep(
+                    pg,
+                    {"sender": senders},
+                    functools.partial(runs.edge, reader, receiver, changes),
+                    pair.corrupted,
+                    metric=pair.metric,
+                    batch=batch,
+                    progress=False,
+                )
+                found.corrupted = float(swept.attrs["baseline"])
+                at = [found.columns[sender] for sender in senders]
+                found.values[found.rows[receiver], at] = swept.values - found.corrupted
+    return found
 
 
 @dataclass
@@ -343,7 +386,12 @@ class _GradientRun:
                 "the metric has no gradient: it must compute a tensor from the output by operations that can be "
                 "differentiated, without argmax, .item(), .detach() or torch.no_grad()"
             )
-        found = torch.autograd.grad(metric, list(wanted.values()), allow_unused=True)
+        try:
+            found = torch.autograd.grad(metric, list(wanted.values()), allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ExperimentError(f"the gradients of the metric cannot be computed: {error}") from error
         return dict(zip(wanted, found, strict=True))
 
 
@@ -493,9 +541,9 @@ class _Backwards:
                 continue
             delta = self._deltas.of(term.source)
             if own is gradient and flat is None:
-                flat = gradient.float().flatten(1)
-            left = flat if own is gradient and flat is not None else own.float().flatten(1)
-            scores = (left @ delta.float().flatten(1).T).detach().cpu().double().numpy() / self._count
+                flat = _wide(gradient).flatten(1)
+            left = flat if own is gradient and flat is not None else _wide(own).flatten(1)
+            scores = (left @ _wide(delta).flatten(1).T).detach().cpu().double().numpy() / self._count
             for row, name in enumerate(names):
                 self._found.block([name], term.source)[:] += scores[row]
 
@@ -511,3 +559,8 @@ class _Backwards:
         stacked = gradient.reshape(-1, *result.shape).to(result.dtype)
         (found,) = torch.autograd.grad(result, read, stacked, is_grads_batched=True)
         return found.reshape(gradient.shape)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Returns a value in single precision, if it has half: sums over many products need it."""
+    return value.float() if value.element_size() < 4 else value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,19 +71,19 @@ def circuit_patches(pg: PatchableGraph, circuit: Circuit, corrupted: Any) -> dic
     return CircuitRuns(pg, nodes, inputs_of(corrupted)).patches(kept_edges(nodes, circuit))
 
 
-def nodes_like(pg: PatchableGraph, receivers: Iterable[str]) -> Nodes:
-    """Returns the nodes of a model that have these receivers: with heads of attention as nodes, or without.
+def nodes_like(pg: PatchableGraph, feeds: Mapping[str, Sequence[str]]) -> Nodes:
+    """Returns the nodes of a model that feed each other so: with heads of attention as nodes, or without.
 
     Raises:
-        ExperimentError: The model has other receivers.
+        ExperimentError: The model has other nodes.
     """
-    wanted = set(receivers)
+    wanted = {receiver: tuple(senders) for receiver, senders in feeds.items()}
     for heads in (True, False):
         nodes = nodes_of(pg.nodes.root, heads=heads)
-        if set(nodes.receivers) == wanted:
+        if nodes.feeds == wanted:
             return nodes
-    other = next(iter(wanted.symmetric_difference(nodes.receivers)), "")
-    raise ExperimentError(f"the receivers are not all those of this model: they differ in {other!r}")
+    other = next(iter(set(wanted.items()) ^ set(nodes.feeds.items())), ("", ""))[0]
+    raise ExperimentError(f"the nodes are not those of this model: they differ in {other!r}")
 
 
 def kept_edges(nodes: Nodes, circuit: Circuit) -> Kept:
@@ -121,6 +121,11 @@ class CircuitRuns:
         self._nodes = nodes
         self._stream = Stream(record(pg, corrupted, base_paths(nodes)).values)
 
+    @property
+    def values(self) -> Mapping[str, Tensor]:
+        """The values of the corrupted run, by path."""
+        return self._stream.values
+
     def patches(self, kept: Kept) -> dict[str, Patch[Any]]:
         """Returns the patches of a circuit."""
         by_path: dict[str, list[Reader]] = {}
@@ -129,28 +134,26 @@ class CircuitRuns:
                 by_path.setdefault(path, []).append(reader)
         return {path: ReadPatch(self._stream, path, readers, kept) for path, readers in by_path.items()}
 
-    def edge(self, clean: Mapping[str, Tensor], receiver: str, sender: str) -> dict[str, Patch[Any]]:
-        """Returns the patches on the corrupted run with which one receiver reads the clean value of one sender."""
-        reader = next(reader for reader in self._nodes.readers if receiver in reader.names)
-        writer = next(writer for writer in self._nodes.writers if sender in writer.names)
-        kept = np.array([[sender == name for name in writer.names]])
+    def edge(self, reader: Reader, receiver: str, changes: Mapping[int, Tensor], sender: str) -> dict[str, Patch[Any]]:
+        """Returns the patches on the corrupted run with which one receiver reads the clean value of one sender.
 
-        def change(each: Writer) -> Tensor:
-            return each.written(clean[each.path] - self._stream.values[each.path])
-
-        with torch.no_grad():
-            read = self._stream.changes(reader.source, {id(writer): kept}, change)
-            if read is None:
-                return {}
-            if reader.projection is None:
-                shape = self._stream.values[reader.paths[0]].shape
-                return {path: AddPatch(value=read.reshape(shape)) for path in reader.paths}
-            columns = index_of(reader.projection.heads[reader.names.index(receiver)])
-            value = (read[0] @ reader.projection.weight()[:, columns]).unflatten(
-                0, self._stream.values[reader.paths[0]].shape[:-1]
-            )
-            where = columns if isinstance(columns, slice) else columns.tolist()
-            return {path: AddPatch(value=value, slice=(..., where)) for path in reader.paths}
+        Args:
+            reader: What the receiver is part of.
+            receiver: The name of the receiver.
+            changes: What the senders of each writer write in the clean run, minus the same in the corrupted one.
+            sender: The name of the sender.
+        """
+        writer = next(writer for writer in writers_in(reader.source) if sender in writer.names)
+        kept = {id(writer): np.array([[sender == name for name in writer.names]])}
+        read = self._stream.changes(reader.source, kept, lambda each: changes[id(each)])
+        assert read is not None
+        shape = self._stream.values[reader.paths[0]].shape
+        if reader.projection is None:
+            return {path: AddPatch(value=read.reshape(shape)) for path in reader.paths}
+        columns = index_of(reader.projection.heads[reader.names.index(receiver)])
+        value = (read[0] @ reader.projection.weight()[:, columns]).reshape(*shape[:-1], -1)
+        where = columns if isinstance(columns, slice) else columns.tolist()
+        return {path: AddPatch(value=value, slice=(..., where)) for path in reader.paths}
 
 
 class Stream:
@@ -238,10 +241,10 @@ class ReadPatch(Patch[Any]):
         kept: The senders that each receiver reads.
     """
 
-    stream: Stream
-    path: str
-    readers: Sequence[Reader]
-    kept: Kept
+    stream: Stream = field(repr=False)
+    path: str = field(repr=False)
+    readers: Sequence[Reader] = field(repr=False)
+    kept: Kept = field(repr=False)
     _read: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property

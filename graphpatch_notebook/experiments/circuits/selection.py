@@ -71,7 +71,7 @@ def circuit(
     check_graph(pg)
     if type(edges) is not int or edges < 0:
         raise ExperimentError(f"edges must be a number of edges, not {edges!r}")
-    nodes = nodes_like(pg, scores.coords["receiver"].values.tolist())
+    nodes = nodes_like(pg, scores.attrs["feeds"])
     chosen = Ranking(nodes, scores, selection, absolute=absolute).first(edges)
     attrs = scores.attrs
     found = Circuit(
@@ -96,8 +96,9 @@ class Ranking:
     def __init__(self, nodes: Nodes, scores: DataArray, selection: Selection, *, absolute: bool) -> None:
         if selection not in ("top", "greedy"):
             raise ExperimentError(f"selection must be 'top' or 'greedy', not {selection!r}")
-        if list(scores.coords["sender"].values) != nodes.senders:
-            raise ExperimentError("the scores lack some senders of the model: compute them with senders=None")
+        own = [list(scores.coords[name].values) for name in ("receiver", "sender")]
+        if own != [nodes.receivers, nodes.senders]:
+            raise ExperimentError("the scores lack nodes of the model: compute them without senders= and receivers=")
         self._nodes = nodes
         self._receivers, self._senders = nodes.receivers, nodes.senders
         self._scores = scores.values
@@ -203,7 +204,7 @@ def faithfulness(
     batches = batches_of(pg, metric, clean, corrupted)
     named = dict(scores) if isinstance(scores, Mapping) and not hasattr(scores, "dims") else {"scores": scores}
     first = next(iter(named.values()))
-    nodes = nodes_like(pg, first.coords["receiver"].values.tolist())
+    nodes = nodes_like(pg, first.attrs["feeds"])
     candidates = int(np.isfinite(first.values).sum())
     if random is not None:
         drawn = np.random.default_rng(random).random(first.shape)
