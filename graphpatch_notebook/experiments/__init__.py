@@ -12,8 +12,8 @@
 
 A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
 `KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap`, `plot_heads` and `plot_scores` draw
-them, `save_figure` saves a plot, `show_heatmap` displays a result in a notebook, and `save_result` and `load_result`
-write and read files.
+them, `save_figure` saves a plot, `show_heatmap` and `show_circuit` display a result in a notebook, and `save_result`
+and `load_result` write and read files.
 
 The functions in `methods` make one patch map for each cell. `engine` runs the cells, and `executors` distributes them.
 `attribution` and `circuits` run the model with gradients instead. `metrics` has the metrics, `results` makes and stores
@@ -39,6 +39,7 @@ from graphpatch_notebook.experiments.plotting.plots import (
     plot_heatmap,
     plot_scores,
     save_figure,
+    show_circuit,
     show_heatmap,
 )
 from graphpatch_notebook.experiments.results.files import load_result, save_result
@@ -74,6 +75,7 @@ __all__ = [
     "plot_scores",
     "save_figure",
     "save_result",
+    "show_circuit",
     "show_heatmap",
     "sweep",
     "top_scores",
