@@ -371,7 +371,7 @@ class _Typed:
     is_quoted: bool
 
 
-def next_segments(place: Location, typed: str, *, patchable: bool) -> Offers | None:
+def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers | None:
     """Returns the completions of the last segment of a path.
 
     Args:
@@ -379,8 +379,9 @@ def next_segments(place: Location, typed: str, *, patchable: bool) -> Offers | N
         typed: The incomplete path.
         patchable: Whether the path must end at a value that can be patched. Then graphs and containers are followed
             by a separator. Otherwise, the path can also end at a graph, a container or an object.
+        limit: The maximum number of completions.
     """
-    if components := list(islice(_component_offers(place, typed), MOST_OFFERS)):
+    if components := list(islice(_component_offers(place, typed), limit)):
         return Offers(0, components)
     parsed = _parsed(typed)
     if parsed is None:
@@ -391,8 +392,8 @@ def next_segments(place: Location, typed: str, *, patchable: bool) -> Offers | N
         if child is None or (separator == "|") != (child.graph is None and not child.dig):
             return None
         here = child
-    children = list(islice(_children(here, parsed.last, patchable), MOST_OFFERS))
-    children = _in_order(here, parsed.last, children, patchable)[:MOST_OFFERS]
+    children = list(islice(_children(here, parsed.last, patchable), limit))
+    children = _in_order(here, parsed.last, children, patchable)[:limit]
     return Offers(parsed.start, [_offer(child, parsed.is_quoted, patchable) for child in children])
 
 
