@@ -87,7 +87,7 @@ def _before(trails: Trails, value: Value) -> list[Value]:
     """Returns the values whose sum a value is, up to norms, scalings and linear maps."""
     flow = trails.flow
     if (norm := trails.norms.get(value)) is not None:
-        return [flow.inputs(norm)[0].value]
+        return [norm.given.value]
     if value.node.kind != "op":
         return []
     reads = [read for read in flow.reads(value.node) if read.is_float]
@@ -141,9 +141,7 @@ def end_of(trails: Trails, stack: Stack) -> End:
     """Returns what the stream of a stack ends in."""
     flow = trails.flow
     last = stack.layers[-1].end.value
-    norm = next(
-        (value for value, frame in trails.norms.items() if trails.is_same(flow.inputs(frame)[0].value, last)), None
-    )
+    norm = next((value for value, found in trails.norms.items() if trails.is_same(found.given.value, last)), None)
     for place in flow.outputs(flow.root):
         if place.value.is_float and (unembedding := _unembedding(trails, place.value, last, norm)) is not None:
             return End(norm, place, unembedding, _is_sequence_first(trails, place.value, stack))

@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 
 from torch.autograd import Function
 
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.components.attention import Attention
-from graphpatch_notebook.components.chain import Layer, Step, Trails
+from graphpatch_notebook.components.chain import Layer, Norm, Step, Trails
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
@@ -25,7 +25,7 @@ from graphpatch_notebook.components.operations import (
 _MIXED = {"multi_head_attention_forward": 2, "grid_sample": 0}
 """Which of its tensors a function takes the values from."""
 
-WriteKind: TypeAlias = Literal["attn", "cross_attn", "mlp", "mixer"]
+WriteKind: TypeAlias = Literal["attn", "cross_attn", "mlp", "mixer", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class Write:
 
     Attributes:
         value: What is added.
-        kind: What computes it.
+        kind: What computes it; `unknown` if calls do that of which there are no records.
         state: The stream that it is computed from.
         step: The addition.
         inside: The nodes that compute it from the stream.
@@ -48,7 +48,7 @@ class Write:
     state: Value
     step: Step
     inside: frozenset[Node]
-    norm: Frame | None = None
+    norm: Norm | None = None
     attentions: tuple[Attention, ...] = ()
     is_parallel: bool = False
 
@@ -141,7 +141,9 @@ class Writes:
         if ops & ATTENTION:
             return "attn"
         has_convolution = any(node.op in CONVOLUTIONS and not self._is_pointwise(node) for node in found.inside)
-        return "mixer" if has_convolution or ops & MIXING or any(map(self._is_mixer, found.inside)) else "mlp"
+        if has_convolution or ops & MIXING or any(map(self._is_mixer, found.inside)):
+            return "mixer"
+        return "unknown" if any(node.kind == "call" for node in found.inside) else "mlp"
 
     def _is_mixer(self, node: Node) -> bool:
         """Whether an operation is an `autograd.Function` of several values, as attention without a softmax is."""
@@ -158,10 +160,12 @@ class Writes:
     def _is_pointwise(self, node: Node) -> bool:
         return all(size == 1 for weight in self._flow.weights(node) for size in weight.shape[2:])
 
-    def _norm(self, state: Value, found: Slice) -> Frame | None:
+    def _norm(self, state: Value, found: Slice) -> Norm | None:
         """Returns the norm that reads the stream for a write."""
-        flow = self._flow
+        is_same = self._trails.is_same
         for value, norm in self._trails.norms.items():
-            if value.node in found.inside and self._trails.is_same(flow.inputs(norm)[0].value, state):
+            given = norm.given.value
+            # The stream may go on from what the norm casts its input to, as in exported programs.
+            if value.node in found.inside and (is_same(given, state) or is_same(state, given)):
                 return norm
         return None
