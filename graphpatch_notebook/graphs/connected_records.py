@@ -119,7 +119,7 @@ def _element(record: OpNode, part: Ref) -> ElementNode:
         for field in dataclasses.fields(Node)
         if field.name not in ("kind", "op")
     }
-    return ElementNode(op=part.node.op, whole=part.node, position=part.dig[0], **same)  # type: ignore[arg-type]  # of a tuple
+    return ElementNode(op=part.node.op, whole=part.node, position=part.dig[0], **same)
 
 
 def _note_function(record: OpNode, fx_node: fx.Node) -> None:
