@@ -45,6 +45,7 @@ LAYERS = [
     "experiments/executors",
     "experiments/methods",
     "experiments/attribution",
+    "experiments/circuits",
     "experiments/plotting",
     "experiments",
     "notebook/display",

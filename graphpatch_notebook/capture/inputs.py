@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Frame, InputParameter
+from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, Ref
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import (
     ContainerSpec,
@@ -112,6 +112,21 @@ def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ..
             return kwargs[name]
         return None if parameter.default is _EMPTY else parameter.default
     return None
+
+
+def passed_on(node: Node, frame: Frame) -> tuple[Any, Frame] | None:
+    """Returns what has the same value as a node at a boundary of frames, as recorded, and the frame of its nodes.
+
+    For an input, this is the argument that the caller gave; for a call, the output node of the called frame; for an
+    output, what `forward` returned. `None` for other nodes, and where it was not recorded.
+    """
+    if node.kind == "input":
+        if frame.parent is None or frame.call is None:
+            return None
+        return given_input(frame.parameters, node.target, frame.call.args, frame.call.kwargs), frame.parent
+    if isinstance(node, CallNode):
+        return (Ref(node.frame.output_node), node.frame) if node.frame.nodes else None
+    return (frame.output, frame) if node.kind == "output" and frame.opaque_reason is None else None
 
 
 def with_input(

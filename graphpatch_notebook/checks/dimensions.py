@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeGuard
 import torch
 
 from graphpatch_notebook.capture.data_loops import is_sized_by_values
-from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.capture.inputs import given_input, passed_on
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
 from graphpatch_notebook.checks.meta_runs import InputShapes, MetaRunError, input_shapes, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
@@ -312,11 +312,8 @@ class Dimensions:
     def _order_of(self, frame: Frame, node: Node) -> set[Profile]:
         if node.kind in HELD_KINDS:
             return set()
-        if isinstance(node, CallNode):
-            return self._order_among(Ref(node.frame.output_node))
-        if node.kind == "input":
-            call = frame.call
-            given = None if call is None else given_input(frame.parameters, node.target, call.args, call.kwargs)
+        if node.kind in ("input", "call"):
+            given, _ = passed_on(node, frame) or (None, frame)
             return self._order_among(given)
         if node.kind == "output":
             return self._order_among(frame.output) & self._order_among([Ref(each) for each in frame.inputs()])

@@ -46,6 +46,11 @@ class Component:
     proof: str = ""
     doubt: str = ""
 
+    @property
+    def kept_dims(self) -> list[int]:
+        """The dimensions of the value at `path` that the part has, in order."""
+        return [dim for dim in range(len(self.shape)) if dim >= len(self.index) or isinstance(self.index[dim], slice)]
+
 
 @dataclass(slots=True)
 class _Findings:
@@ -127,7 +132,7 @@ class Components(Mapping[str, Component]):
         return len(self._findings.by_name)
 
     def lookup(self, text: str) -> list[Component]:
-        """Returns the components that a name means: one, or several for lists, slices and `*`.
+        """Returns the components that a name means: one, or several for lists, slices and `*`, also in words.
 
         Negative numbers count from the end. With `*`, layers that do not have the component are left out. A bracket at
         the end is a slice of the value.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.capture.inputs import passed_on
 from graphpatch_notebook.capture.records import (
     HELD_KINDS,
     CallNode,
@@ -152,18 +152,12 @@ class Flow:
         if node.kind == "op" and not keys:
             return Value(node)
         while True:
-            frame = self.frame_of[node]
-            given: Any
-            if node.kind == "input" and frame.parent is not None and frame.call is not None:
-                given = given_input(frame.parameters, node.target, frame.call.args, frame.call.kwargs)
-            elif isinstance(node, CallNode) and node.frame.opaque_reason is None:
-                given = node.frame.output
-            elif node.kind == "output" and frame.opaque_reason is None:
-                given = frame.output
-            else:
+            is_opaque = isinstance(node, CallNode) and node.frame.opaque_reason is not None
+            passed = None if is_opaque else passed_on(node, self.frame_of[node])
+            if passed is None:
                 element = self._elements.get((node, keys[0])) if keys else None
                 return Value(element, keys[1:]) if element is not None else Value(node, keys)
-            found = at_keys(given, keys)
+            found = at_keys(passed[0], keys)
             if not isinstance(found, Ref):
                 return None
             node, keys = found.node, found.dig

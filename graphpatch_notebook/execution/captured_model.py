@@ -170,10 +170,24 @@ class CapturedModel:
         Raises:
             UnknownPathError: It means nothing that can be patched.
         """
-        try:
-            return [target.text for target in targets_of(self.nodes, text)]
-        except Unresolvable as error:
-            raise UnknownPathError(error.message) from None
+        return [target.text for target in self.targets_of(text)]
+
+    def targets_of(self, text: str) -> list[Target]:
+        """Returns what a path, the name of components, or a pattern of paths means, in order of execution.
+
+        Raises:
+            UnknownPathError: It means nothing that can be patched.
+        """
+        derived = self._current()
+        found = derived.targets.get(text)
+        if found is None:
+            try:
+                found = derived.targets[text] = targets_of(derived.nodes, text)
+            except Unresolvable as error:
+                raise UnknownPathError(error.message) from None
+            for target in found:
+                derived.targets.setdefault(target.text, [target])
+        return found
 
     def plan(self, entries: Sequence[Entry]) -> RunPlan:
         """Returns the plan of runs with the patches of `entries`."""

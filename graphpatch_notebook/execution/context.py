@@ -33,12 +33,12 @@ from graphpatch_notebook.execution.live.operations import was_in_checkpoint
 from graphpatch_notebook.execution.live.skipped_calls import refuse_with_cache
 from graphpatch_notebook.execution.live.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.patch_map import Snapshot
-from graphpatch_notebook.execution.plan import RunPlan
+from graphpatch_notebook.execution.plan import Entry, RunPlan
 from graphpatch_notebook.execution.reports import Reports, count_of_patches, warn_of_data_loops, warn_of_other_uses
 from graphpatch_notebook.execution.splices import check_splices
 from graphpatch_notebook.execution.steps import GenerationSteps, StepCount
 from graphpatch_notebook.interrupts import Block, afterwards, discards_value
-from graphpatch_notebook.patches.kinds import RunStopped
+from graphpatch_notebook.patches.kinds import Patch, RunStopped
 from graphpatch_notebook.torch_compat import (
     EagerCode,
     function_mode_depth,
@@ -354,6 +354,7 @@ def call_patched(
     outer, applied = observer.get(), apply_observer.get()
     is_inside = isinstance(outer, Run) and outer.root is root  # of another call of the same object
     modes, has_grad, eager = function_mode_depth(), torch.is_grad_enabled(), EagerCode()
+    needed = plan.entries
     try:
         result = _observed(run, function, args, kwargs, eager, context.held.has_compiled_parts)
     except BaseException as error:
@@ -368,6 +369,7 @@ def call_patched(
         if has_grad and was_in_checkpoint(error):
             raise GraphPatchError(_STOPPED_IN_CHECKPOINT) from None
         result, run.applier.fired.has_stopped = error.value, True
+        needed = _entries_until(error.patch, context)
     if context.is_left:
         raise GraphPatchError(
             "the patch context ended while this call ran in it, in another thread: some of its patches may be missing "
@@ -376,15 +378,11 @@ def call_patched(
     fired = run.applier.fired
     fired.check_end()
     calls.awaits_backward |= run.is_checkpointed and fired.has_changed and torch.is_grad_enabled()
-    unfired = fired.others(plan, steps)
+    unfired = fired.others(plan, needed, steps)
     if steps is not None:
         unfired = steps.settle(unfired, fired.ids)
     if fired.with_other_uses:
         warn_of_other_uses(fired.with_other_uses)
-    if fired.has_stopped and context.captured.permanent_plan is not None:
-        # Who stops a run of an edited graph does not need all of its permanent patches, which are the first entries.
-        permanent = set(map(id, plan.entries[: len(context.captured.permanent_plan.entries)]))
-        unfired = [(entry, why) for entry, why in unfired if id(entry) not in permanent]
     # Methods that do not run the model (`get_input_embeddings`) are called on edited graphs, too.
     if unfired and (is_direct or fired.reached or not context.origin.is_of_one_call):
         reports.unfired(unfired, "during this call")
@@ -392,6 +390,21 @@ def call_patched(
         for callback in context.after_call:
             callback()
     return result
+
+
+def _entries_until(stopping: Patch[Any], context: ActiveContext) -> list[Entry]:
+    """Returns the patches of the context in which `stopping` ended the run, and of those inside it.
+
+    What ends a run for its own sake, as `pg.record` does, need not come to the patches of blocks around it, nor to
+    permanent ones.
+    """
+    entries: list[Entry] = []
+    for each in reversed(_entered_here()):
+        if each.captured is context.captured:
+            entries += each.own
+            if any(patch is stopping for entry in each.own for patch in entry.patches):
+                break
+    return entries
 
 
 _STOPPED_IN_CHECKPOINT = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,12 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, PatchValueError, UnknownPathError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext
 from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped
 from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.patches.slices import index_problem, selection_problem
 from graphpatch_notebook.paths import nearest
 
 if TYPE_CHECKING:
@@ -42,7 +46,7 @@ class _Keeping(ProbePatch):
         super().op(original_output if self.convert is None else self.convert(original_output))
         self.waiting.discard(self)
         if self.is_stopping and not self.waiting:
-            raise RunStopped(original_output)
+            raise RunStopped(original_output, self)
         return original_output
 
 
@@ -52,6 +56,7 @@ _Keeping.__name__ = "pg.record"  # what messages say of a patch, and what the us
 class Recording(Mapping[str, Any]):
     """Values of one run by path, in the order of the patterns that asked for them. Read-only.
 
+    A value is found by all of its names: its path, the name of a component, or of a part of one (a view).
     The tensors are the model's own, as in `ProbePatch.activation`: with gradients on, gradients reach them.
 
     Example:
@@ -66,15 +71,44 @@ class Recording(Mapping[str, Any]):
         (2, 3, 2)
     """
 
-    def __init__(self, probes: Mapping[str, ProbePatch]) -> None:
+    def __init__(self, probes: Mapping[str, ProbePatch], captured: CapturedModel, *, is_whole: bool) -> None:
         self._probes = dict(probes)
+        self._captured = weakref.ref(captured)  # a recording does not keep the model
+        self._is_whole = is_whole
 
     def __getitem__(self, path: object) -> Any:
-        probe = self._probes.get(str(path))
-        if probe is None:
-            close = ", ".join(map(repr, nearest(str(path), list(self._probes))))
-            raise UnknownPathError(f"{str(path)!r} was not recorded" + (f"; nearest: {close}" if close else ""))
-        return probe.activation
+        text = str(path)
+        probe = self._probes.get(text)
+        return self._by_other_name(text) if probe is None else probe.activation
+
+    def _by_other_name(self, text: str) -> Any:
+        targets = self._targets_of(text)
+        if len(targets) > 1:
+            names = ", ".join(repr(target.text) for target in targets[:3])
+            raise UnknownPathError(f"{text!r} means {len(targets)} values ({names}, ...): ask for one at a time")
+        for target in targets:
+            for name, recorded in self._names_by_path.get(target.path, ()):
+                if recorded.index == target.index:
+                    return self._probes[name].activation
+                if not recorded.index and self._is_whole:
+                    return _part(self._probes[name].activation, target)
+        close = ", ".join(map(repr, nearest(text, list(self._probes))))
+        raise UnknownPathError(f"{text!r} was not recorded" + (f"; nearest: {close}" if close else ""))
+
+    @functools.cached_property
+    def _names_by_path(self) -> dict[str, list[tuple[str, Target]]]:
+        found: dict[str, list[tuple[str, Target]]] = {}
+        for name in self._probes:
+            for target in self._targets_of(name):
+                found.setdefault(target.path, []).append((name, target))
+        return found
+
+    def _targets_of(self, text: str) -> list[Target]:
+        captured = self._captured()
+        try:
+            return [] if captured is None else captured.targets_of(text)
+        except UnknownPathError:
+            return []
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._probes)
@@ -126,6 +160,15 @@ class Recording(Mapping[str, Any]):
         return DataArray(stacked.numpy(), {"path": list(values)}, dims)
 
 
+def _part(value: Tensor, target: Target) -> Tensor:
+    """Returns the part of a recorded value that a component is."""
+    shown = f"the value recorded, of shape {tuple(value.shape)},"
+    problem = index_problem(target.index, value.shape) or selection_problem(target.index, value.shape, shown)
+    if problem is not None:
+        raise PatchValueError(f"{target.text!r}: {problem}")
+    return value[target.index]
+
+
 _MOST = 40
 
 
@@ -162,4 +205,5 @@ def record(
     waiting.update(probes.values())
     with PatchContext(captured, probes):
         run()
-    return Recording({path: probe for path, probe in probes.items() if probe not in waiting})
+    fired = {path: probe for path, probe in probes.items() if probe not in waiting}
+    return Recording(fired, captured, is_whole=positions is None)

@@ -66,15 +66,16 @@ class FiredPatches:
         if self.ended_at and not self.has_stopped:
             raise GraphPatchError(_STOP_HANDLED.format(path=self.ended_at))
 
-    def others(self, plan: RunPlan, steps: GenerationSteps | None) -> list[tuple[Entry, str]]:
-        """Returns the entries that never fired in a run that has ended, each with the reason."""
+    def others(self, plan: RunPlan, needed: Sequence[Entry], steps: GenerationSteps | None) -> list[tuple[Entry, str]]:
+        """Returns those of the entries that are needed which never fired in a run that has ended, with the reasons."""
         if len(self.ids) == len(plan.entries):
             return []
+        ids = set(map(id, needed))
         return [
             (entry, self.missing.get(id(entry)) or _held_back(entry, steps) or self._why(plan, frame_plan.frame))
             for frame_plan in plan.root.walk()
             for entry in frame_plan.entries
-            if id(entry) not in self.ids and not entry.is_source
+            if id(entry) in ids and id(entry) not in self.ids and not entry.is_source
         ]
 
     def _why(self, plan: RunPlan, frame: Frame) -> str:

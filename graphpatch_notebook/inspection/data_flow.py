@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.capture.inputs import passed_on
 from graphpatch_notebook.capture.records import CallNode, ElementNode, Frame, Node, Ref, at_keys, refs_in
 from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.values import ContainerSpec, Key
@@ -34,17 +34,9 @@ class SourceValue:
 def sources_of(value: SourceValue) -> Iterator[SourceValue]:
     """Yields the values that a value is computed from directly; nothing where the capture does not record them."""
     node, frame = value.node, value.frame
-    if node.kind == "call":
-        if isinstance(node, CallNode) and node.frame.nodes:
-            yield SourceValue(node.frame.output_node, node.frame, value.dig)
-        return
-    if node.kind == "input":
-        if frame.parent is None or frame.call is None:
-            return
-        given = given_input(frame.parameters, node.target, frame.call.args, frame.call.kwargs)
-        found, frame = refs_in(at_keys(given, value.dig)), frame.parent
-    elif node.kind == "output":
-        found = refs_in(at_keys(frame.output, value.dig) if frame.opaque_reason is None else None)
+    if node.kind in ("input", "call", "output"):
+        given, frame = passed_on(node, frame) or (None, frame)
+        found = refs_in(at_keys(given, value.dig))
     else:
         found = (ref for ref in node.whole.sources if not ref.node.is_plumbing or ref.node.kind != "op")
     yield from (SourceValue(ref.node, frame, ref.dig) for ref in found)

@@ -68,8 +68,9 @@ class Target:
     @property
     def kept_dims(self) -> list[int]:
         """The dimensions of the value at the path that the part has, in order."""
-        rank = len(self.whole.shape) if isinstance(self.whole, TensorSpec) else 0
-        return [dim for dim in range(rank) if dim >= len(self.index) or isinstance(self.index[dim], slice)]
+        if self.component is not None:
+            return self.component.kept_dims
+        return list(range(len(self.whole.shape) if isinstance(self.whole, TensorSpec) else 0))
 
     @property
     def whole_dims(self) -> list[int]:

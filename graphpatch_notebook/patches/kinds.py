@@ -175,11 +175,13 @@ class RunStopped(BaseException):  # not an error: the model must not handle it
 
     Attributes:
         value: What the call returns.
+        patch: The patch.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, patch: Patch[Any]) -> None:
         super().__init__("a patch ended this forward")
         self.value = value
+        self.patch = patch
 
 
 def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | None:
@@ -448,7 +450,7 @@ class StopPatch(Patch[Any]):
     stops_run: ClassVar[bool] = True
 
     def op(self, original_output: Any) -> Any:
-        raise RunStopped(original_output)
+        raise RunStopped(original_output, self)
 
     def problem(self, shape: torch.Size | None) -> str | None:
         if self.positions is not None:

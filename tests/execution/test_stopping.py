@@ -226,6 +226,44 @@ class Branching(nn.Module):
 X = torch.ones(1, 2)
 
 
+def test_a_recording_does_not_need_the_patches_of_blocks_around_it(gpt2: PatchableGraph) -> None:
+    around = {"transformer.h_2.output": ZeroPatch()}
+    with (
+        warnings.catch_warnings(),
+        gpt2.patch(around, strict=True),
+        gpt2.patch({"transformer.h_0.output": ZeroPatch()}),
+    ):
+        warnings.simplefilter("error")
+        assert not gpt2.record("transformer.h_0.output", TOKENS)["transformer.h_0.output"].any()
+        assert not gpt2.run_until("transformer.h_0.output", TOKENS).any()
+    with gpt2.patch({"transformer.h_1.output": StopPatch(), **around}):
+        gpt2.record("transformer.h_0.output", TOKENS)
+        with (
+            gpt2.patch({"transformer.h_0.output": ZeroPatch()}),
+            pytest.warns(PatchNotFiredWarning, match=r"h_2\.output': the run was stopped before it"),
+        ):
+            gpt2(TOKENS)
+
+
+def test_recorded_values_have_all_of_their_names(gpt2: PatchableGraph) -> None:
+    recording = gpt2.record("**", TOKENS)
+    for component in gpt2.components.values():
+        assert recording[component.name] is recording[component.path]
+    z = recording["layers[1].attn.z"]
+    assert recording["layers[1].attn.heads[-1].z[:, 2]"].shape == (2, 4)
+    for name in ("layers[1].attn.heads[0].z", "layers[-2].attn.heads[-2].z"):
+        head = recording[name]
+        assert torch.equal(head, z.select(gpt2.components["layers[1].attn.z"].axes.index("head"), 0))
+    named = gpt2.record("layers[*].resid_post", TOKENS)
+    assert named[gpt2.components["layers[0].resid_post"].path] is named["layers[0].resid_post"]
+    with pytest.raises(UnknownPathError, match=r"means 3 values .* one at a time"):
+        recording["layers[*].resid_post"]
+    with pytest.raises(UnknownPathError, match="was not recorded"):
+        gpt2.record("layers[1].attn.z", TOKENS, positions=1)["layers[1].attn.heads[0].z"]
+    with pytest.raises(UnknownPathError, match="was not recorded"):
+        named["layers[0].mlp_out"]
+
+
 def test_a_value_that_never_comes_is_reported_and_missing() -> None:
     pg = PatchableGraph(Branching(), X)
     with pytest.warns(PatchNotFiredWarning, match=r"'second\.output': 'second' was not called"):

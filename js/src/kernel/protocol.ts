@@ -237,6 +237,7 @@ export interface Component {
   name: string;
   /** What the dimensions of the value are: `batch`, `head`, ... */
   axes: string[];
+  shape: number[];
 }
 
 /** What the popup shows. */

@@ -1,0 +1,182 @@
+"""A circuit as data: some edges between the components of a model, with their scores.
+
+**Nodes.** A *sender* is what a component adds to the residual stream, under its component name: `@embed`,
+`layers[2].attn.heads[3].z` (what the head writes, z @ W_O), `layers[2].mlp_out`, `layers[2].mixer_out`, and
+`layers[2].attn_out` if the heads cannot be separated. Where the embeddings cannot be separated from the stream,
+`layers[0].resid_pre` stands for them. A *receiver* is what a component reads from the stream:
+`layers[4].attn.heads[1].q` (also `.k` and `.v`, of the heads of keys and values), `layers[4].mlp`,
+`layers[4].mixer`, `@logits`; `layers[4].attn.q`, or `layers[4].attn`, if the heads cannot be separated. Names of models
+with several stacks begin with that of the stack: `decoder.layers[4].cross_attn.heads[1].q`.
+
+`Circuit.feeds` connects the two: which senders are computed from a receiver.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from graphpatch_notebook.errors import ExperimentError
+
+_FORMAT = "graphpatch circuit 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """An edge of a circuit.
+
+    Attributes:
+        sender: What is passed on: the name of a component's output.
+        receiver: What reads it: the name of a component's input.
+        score: The effect of the edge on the metric, as estimated by the method of the scores.
+    """
+
+    sender: str
+    receiver: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """Some edges between the components of a model: what `circuit` returns.
+
+    Attributes:
+        edges: The edges, largest magnitude of the score first.
+        feeds: For each receiver of the model, the senders that are computed from it; empty for `@logits`.
+        candidates: How many edges the model has.
+        clean: The metric of the run on the clean inputs.
+        corrupted: The metric of the run on the corrupted inputs.
+        method: How the scores were computed.
+        metric: The name of the metric.
+        faithfulness: The share of `clean - corrupted` that remains if only these edges pass on what differs between
+            the two runs; `None` if it was not measured.
+
+    Example:
+        >>> circuit = Circuit(
+        ...     edges=(Edge("@embed", "layers[0].mlp", 2.0), Edge("layers[0].mlp_out", "@logits", 1.5)),
+        ...     feeds={"layers[0].mlp": ("layers[0].mlp_out",), "@logits": ()},
+        ...     candidates=3, clean=2.0, corrupted=0.0,
+        ... )
+        >>> circuit.nodes
+        ('@embed', 'layers[0].mlp_out', '@logits')
+        >>> Circuit.from_json(circuit.to_json()) == circuit
+        True
+    """
+
+    edges: tuple[Edge, ...]
+    feeds: Mapping[str, tuple[str, ...]] = field(repr=False)
+    candidates: int
+    clean: float
+    corrupted: float
+    method: str = ""
+    metric: str = ""
+    faithfulness: float | None = None
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The components at both ends of edges, in the order of the model: senders by their names, and `@logits`."""
+        used = {edge.sender for edge in self.edges}
+        for edge in self.edges:
+            used |= set(self.targets(edge.receiver))
+        order = [sender for senders in self.feeds.values() for sender in senders]
+        starts = [edge.sender for edge in self.edges if edge.sender not in order]
+        ends = [receiver for receiver, senders in self.feeds.items() if not senders]
+        return tuple(name for name in dict.fromkeys((*starts, *order, *ends)) if name in used)
+
+    def targets(self, receiver: str) -> tuple[str, ...]:
+        """Returns the nodes that a receiver belongs to: the senders that are computed from it, or itself if none is."""
+        return self.feeds[receiver] or (receiver,)
+
+    def without_dead_ends(self) -> Circuit:
+        """Returns the circuit without edges that change nothing.
+
+        An edge is kept if it is on a way from a sender that no receiver feeds (the embeddings) to a receiver that
+        feeds no sender (the logits).
+
+        Example:
+            >>> feeds = {"layers[0].mlp": ("layers[0].mlp_out",), "@logits": ()}
+            >>> edges = (Edge("layers[0].mlp_out", "@logits", 1.5),)
+            >>> Circuit(edges, feeds, candidates=3, clean=2.0, corrupted=0.0).without_dead_ends().edges
+            ()
+        """
+        edges = list(self.edges)
+        while True:
+            fed = {sender for senders in self.feeds.values() for sender in senders}
+            reached = {sender for edge in edges for sender in self.feeds[edge.receiver]}
+            used = {edge.sender for edge in edges}
+            kept = [
+                edge
+                for edge in edges
+                if (edge.sender in reached or edge.sender not in fed)
+                and (not self.feeds[edge.receiver] or used.intersection(self.feeds[edge.receiver]))
+            ]
+            if len(kept) == len(edges):
+                return replace(self, edges=tuple(kept)) if len(kept) < len(self.edges) else self
+            edges = kept
+
+    def to_json(self) -> str:
+        """Returns the circuit as JSON."""
+        document = {
+            "format": _FORMAT,
+            "method": self.method,
+            "metric": self.metric,
+            "clean": self.clean,
+            "corrupted": self.corrupted,
+            "faithfulness": self.faithfulness,
+            "candidates": self.candidates,
+            "edges": [[edge.sender, edge.receiver, edge.score] for edge in self.edges],
+            "feeds": {receiver: list(senders) for receiver, senders in self.feeds.items()},
+        }
+        return json.dumps(document, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Circuit:
+        """Returns the circuit that `to_json` wrote.
+
+        Raises:
+            ExperimentError: The text is not a circuit.
+        """
+        try:
+            given = json.loads(text)
+            if not isinstance(given, dict) or given.get("format") != _FORMAT:
+                raise ValueError(f"its format is not {_FORMAT!r}")
+            circuit = cls(
+                edges=tuple(Edge(_text(s), _text(r), float(score)) for s, r, score in given["edges"]),
+                feeds={_text(name): tuple(map(_text, senders)) for name, senders in given["feeds"].items()},
+                candidates=int(given["candidates"]),
+                clean=float(given["clean"]),
+                corrupted=float(given["corrupted"]),
+                method=_text(given["method"]),
+                metric=_text(given["metric"]),
+                faithfulness=None if given["faithfulness"] is None else float(given["faithfulness"]),
+            )
+            circuit.check()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ExperimentError(f"the text is not a circuit: {error}") from None
+        return circuit
+
+    def check(self) -> None:
+        """Raises a `ValueError` if an edge has a receiver that is not among `feeds`, or is there twice."""
+        pairs = [(edge.sender, edge.receiver) for edge in self.edges]
+        unknown = next((receiver for _, receiver in pairs if receiver not in self.feeds), None)
+        if unknown is not None:
+            raise ValueError(f"the receiver {unknown!r} is not among its receivers")
+        if (twice := _first_repeated(pairs)) is not None:
+            raise ValueError(f"it has the edge {twice} more than once")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def _first_repeated(values: Iterable[Any]) -> Any:
+    seen = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
