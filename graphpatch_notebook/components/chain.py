@@ -18,6 +18,7 @@ from graphpatch_notebook.components.axes import Axes, stream_axes
 from graphpatch_notebook.components.flow import Flow, Place, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
+    ATTENTION,
     LINEAR_MAPS,
     MOMENTS,
     NORMS,
@@ -256,7 +257,10 @@ class Stacks:
                 self._search(call.frame)
 
     def _holds_stack(self, frame: Frame) -> bool:
-        """Whether a frame holds layers itself: members of one class that pass the stream on, one after the other."""
+        """Whether a frame holds layers itself: members of one class that pass the stream on, one after the other.
+
+        The last parts of a layer may be such a chain, too (MobileBERT): then there is attention beside it.
+        """
         for inner in frame.walk():
             for _, members in lists(inner):
                 if len(members) < 2 or len({type(member.module) for member in members}) > 1:
@@ -265,7 +269,9 @@ class Stacks:
                 first, second = layers[:2]
                 if first is None or second is None or None in layers:
                     continue
-                if self._trails.find(second.start.value, first.end.value, adds=False) is not None:
+                if self._trails.find(second.start.value, first.end.value, adds=False) is None:
+                    continue
+                if _has_attention(inner) <= any(map(_has_attention, members)):
                     return True
         return False
 
@@ -284,6 +290,10 @@ def _container(call: CallNode) -> str | None:
     if last.isdigit():
         return above
     return str(call.target) if call.call_count > 1 else None
+
+
+def _has_attention(frame: Frame) -> bool:
+    return any(node.op in ATTENTION for inner in frame.walk() for node in inner.nodes)
 
 
 def _has_matrix(frame: Frame) -> bool:

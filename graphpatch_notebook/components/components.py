@@ -13,10 +13,11 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.attention import Parts, attentions, is_sequence_first, parts_of
 from graphpatch_notebook.components.axes import Axes, feature_axes, stream_axes
 from graphpatch_notebook.components.chain import Layer, Stack, Stacks, Trails
-from graphpatch_notebook.components.ends import end_of, start_of
+from graphpatch_notebook.components.ends import end_of, ends_alone, start_of
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.mlp import Mlp, mlp_of
 from graphpatch_notebook.components.names import look_up
+from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, Run, norm_name, prove
 from graphpatch_notebook.components.writes import Write, Writes
 from graphpatch_notebook.paths import format_path
@@ -210,6 +211,22 @@ class _Finder:
             opaque = self._flow.opaque
             why = _unrecorded(opaque[0]) if opaque else "no module of a list adds to its input"
             self.found.missing |= dict.fromkeys(("layers[*]", "@logits", "@embed")[: 3 if opaque else 1], why)
+        if len(stacks) < 2 and "@logits" in self.found.missing:
+            self._add_ends_alone()
+
+    def _add_ends_alone(self) -> None:
+        """Adds the embedding and the logits of a model whose layers do not lead from one to the other."""
+        start, end = ends_alone(self._trails)
+        if end.logits is None:
+            return
+        value = end.logits.value
+        self._add("@logits", end.logits.path, value, stream_axes(value.shape, "vocab"))
+        self.found.evidence.ends.append(("", end))
+        if "@embed" not in self.found.by_name:
+            self._add_value("@embed", start.tokens[0], self._flow.root, feature_axes(start.tokens[0]))
+            self.found.evidence.starts.append(("", start))
+        for name in ("@embed", "@logits"):
+            self.found.missing.pop(name, None)
 
     def _add_stack(self, start: str, stack: Stack) -> None:
         self.found.layers[stack.name] = len(stack.layers) + len(stack.unlike)
@@ -315,7 +332,9 @@ class _Finder:
         self.found.evidence.starts.append((prefix, found))
         for word, values in (("embed", found.tokens), ("pos_embed", found.positions)):
             name = f"{prefix}@{word}"
-            if len(values) == 1:
+            if len(values) == 1 and values[0].op in CREATIONS:
+                self.found.missing[name] = "the model fills in this tensor part by part"
+            elif len(values) == 1:
                 axes = found.axes.get(values[0], ())
                 is_first = axes[:2] == ("position", "batch")
                 self._add_value(name, values[0], self._flow.root, axes if is_first else feature_axes(values[0]))

@@ -158,6 +158,26 @@ def _is_sequence_first(trails: Trails, result: Value, stack: Stack) -> bool:
     return layer.is_sequence_first and axes == layer.axes(layer.end.value)
 
 
+def ends_alone(trails: Trails) -> tuple[Start, End]:
+    """Returns the embedding and the logits of a model, whatever is between: its output is as wide as the vocabulary."""
+    flow = trails.flow
+    lookups = [Value(node) for node in flow.order if node.op == "embedding" and _is_of_inputs(trails, Value(node))]
+    for place in flow.outputs(flow.root):
+        linear: Value | None = place.value
+        while linear is not None and linear.node.kind == "op" and not flow.is_linear_map(linear):
+            before = [read for read in flow.moving(linear.node) if read.size == linear.size]
+            linear = before[0] if len(before) == 1 else None
+        if linear is None or linear.node.kind != "op":
+            continue
+        tables = [(value, flow.weights(value.node)[0].shape) for value in lookups]
+        tables = [(value, table) for value, table in tables if table[0] == linear.shape[-1]]
+        width = flow.moving(linear.node)[0].shape[-1]
+        tokens = [value for value, table in tables if len(tables) == 1 or table[1] == width]
+        if len(tokens) == 1:
+            return Start(tokens), End(None, place, linear)
+    return Start(), End(None, None, None)
+
+
 def _unembedding(trails: Trails, result: Value, last: Value, norm: Value | None) -> Value | None:
     """Returns the last linear map on the way from the end of the stream to a result of the model."""
     flow = trails.flow

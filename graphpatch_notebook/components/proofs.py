@@ -653,7 +653,8 @@ class _Prover:
             return self._is_local(path, own, (*[slice(None)] * dim, position))
 
         if write.kind == "mlp":
-            return None if is_local(1) else "it moves values between positions, as a mixer does"
+            is_allowed = write.has_convolution or is_local(1)
+            return None if is_allowed else "it moves values between positions, as a mixer does"
         # Noise at one position may not reach the others: these may be masked, or may not sample it.
         positions = [1, 0, *range(2, min(stream.shape[dim], _MOST_POSITIONS))]
         if write.kind in ("attn", "mixer") and all(map(is_local, positions)):
