@@ -181,10 +181,10 @@ class Writes:
 
 def _is_at_one_position(attention: Attention, layer: Layer) -> bool:
     """Whether attention is computed at each position alone, such as over the states after earlier layers."""
-    stream, queries, keys = (value.shape for value in (layer.start.value, attention.q, attention.k))
-    return (
-        len(stream) == 3
-        and len(queries) == len(keys) == 4
-        and queries[:2] == keys[:2] == stream[:2]
-        and stream[1] not in (queries[2], keys[2])
-    )
+    stream, q, k = (value.shape for value in (layer.start.value, attention.q, attention.k))
+    if attention.pattern is not None:
+        pattern = attention.pattern.shape
+    else:
+        pattern = (*q[:-1], k[-2]) if len(q) == len(k) == 4 else ()
+    is_layout_alike = len(stream) == 3 and len(pattern) == 4 and pattern[:2] == stream[:2]
+    return is_layout_alike and stream[1] not in pattern[2:]
