@@ -28,7 +28,7 @@ pytestmark = [
 
 def patches_everywhere(pg: PatchableGraph, steps: int = 12) -> list[dict[str, Any]]:
     """Returns cells that patch each node, the ones in the middle first, each in several of these ways."""
-    paths = [path for path, meta in pg.nodes.items() if not meta.is_plumbing and not meta.is_view_filled_later]
+    paths = [path for path, meta in pg.nodes.items() if not meta.is_size and not meta.is_view_filled_later]
     paths = [path for path in paths if pg.nodes[path].shape is not None] or paths
     maps: list[dict[str, Any]] = []
     for number, path in enumerate(paths[:: max(1, len(paths) // steps)]):
