@@ -4,8 +4,8 @@
 `plan` sorts its patches by frame, and `context` makes them active in a `with` block: it swaps the forwards of the
 modules on the way, and reports patches that never fire (`reports`). `live/` is a call in the block. `steps` and
 `positions` limit patches to parts of a generation, `recording` keeps many values of one run, `replay/` reuses the
-results of frames in sweeps, `splices` joins patches on the latents of an SAE with it, and `verified_fx` makes plain fx
-modules and compares them with the patched model.
+results of frames in sweeps, `splices` joins patches on the latents of an SAE with it, `skipped_calls` checks patches
+that replace calls, and `verified_fx` makes plain fx modules and compares them with the patched model.
 """
 
 from __future__ import annotations
