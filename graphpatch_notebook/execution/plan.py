@@ -60,19 +60,15 @@ class Entry:
         # Probes are the most common patches, on many nodes at once: they take a short way.
         node, spec, patches = self.target.node, self.target.whole, self.patches
         self.is_special = node.is_in_place or node.position is not None
-        is_part = bool(self.target.dig or self.target.index)
-        if (
-            self.restriction is not None
-            or self.is_source
-            or is_part
-            or node.is_mutated_later
-            or not isinstance(spec, TensorSpec)
-        ):
+        if self.restriction is not None or self.is_source or not isinstance(spec, TensorSpec):
             return
-        if all(declares(patch, "only_keeps") for patch in patches):
+        if self.target.dig or self.target.index or node.is_mutated_later or not declares(patches[0], "only_keeps"):
+            return
+        if len(patches) == 1:
             self.observed_shape = spec.shape
-            if len(patches) == 1 and not self.is_special:
-                self.watch = patches[0].op
+            self.watch = None if self.is_special else patches[0].op
+        elif all(declares(patch, "only_keeps") for patch in patches):
+            self.observed_shape = spec.shape
 
 
 def _turn(entry: Entry) -> int:
@@ -311,7 +307,7 @@ class RunPlan:
         """
         if not may_compile():
             return False
-        if self.root.needs_mode or is_compiled(self.root.frame.module):
+        if self.layout.links is None or self.root.needs_mode or is_compiled(self.root.frame.module):
             return self.callers.has_compiled_parts
         for parent, name, module in self.layout.links:
             if parent._modules.get(name) is not module or is_compiled(module):
@@ -416,13 +412,14 @@ class Layout:
         frames: The frames, the root first.
         above: For each but the root, the number of the frame whose plan holds its plan.
         watched: The modules whose calls must be seen to identify these frames.
-        links: The modules around these and around those that call them, up to the model: parent, attribute, module.
+        links: The modules around these and around those that call them, up to the model; `None` if that is most of
+            the model.
     """
 
     frames: Sequence[Frame]
     above: Sequence[int]
     watched: Sequence[Module]
-    links: Sequence[Link]
+    links: Sequence[Link] | None
 
 
 def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:
@@ -504,18 +501,20 @@ class Callers:
         found: dict[int, list[Link]] = {}
         for parent in self._root.modules():
             for name, child in parent._modules.items():
-                found.setdefault(id(child), []).append((parent, name, child)) if child is not None else None
+                if child is not None:
+                    found.setdefault(id(child), []).append((parent, name, child))
         return found
 
-    def _links_to(self, modules: Iterable[Module]) -> list[Link]:
-        """Returns all links on the ways from the model down to `modules`."""
+    def _links_to(self, modules: Iterable[Module]) -> list[Link] | None:
+        """Returns all links on the ways from the model down to `modules`; `None` if these are most of its links."""
         found: dict[int, list[Link]] = {}
         waiting = [*modules, self._root]
         for module in waiting:
             if id(module) not in found:
                 links = found[id(module)] = self._links.get(id(module), [])
                 waiting += [parent for parent, _, _ in links]
-        return [link for links in found.values() for link in links]
+        is_most = 2 * len(found) > len(self._links)
+        return None if is_most else [link for links in found.values() for link in links]
 
     def _calling_frames(self, planned: Mapping[int, Frame]) -> Iterator[Frame]:
         """Yields the frames that call a module with several frames, if one of these is planned.
