@@ -10,8 +10,8 @@
 
 A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
 `KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap`, `plot_heads` and `plot_scores` draw
-them, `save_figure` saves a plot, `show_heatmap` displays a result in a notebook, and `save_result` and `load_result`
-write and read files.
+them, `save_figure` saves a plot, `show_heatmap` and `show_circuit` display a result in a notebook, and `save_result`
+and `load_result` write and read files.
 
 The functions in `methods` make one patch map for each cell. `engine` runs the cells, and `executors` distributes them.
 `attribution` runs the model with gradients instead. `metrics` has the metrics, `results` makes and stores the arrays,
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
+from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.head_scores import composition_scores, head_scores, keep_heads
@@ -33,6 +34,7 @@ from graphpatch_notebook.experiments.plotting.plots import (
     plot_heatmap,
     plot_scores,
     save_figure,
+    show_circuit,
     show_heatmap,
 )
 from graphpatch_notebook.experiments.results.files import load_result, save_result
@@ -40,6 +42,8 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 
 sweep = PatchableGraph.sweep
 __all__ = [
+    "Circuit",
+    "Edge",
     "KLDivergence",
     "LogProbability",
     "LogitDifference",
@@ -62,6 +66,7 @@ __all__ = [
     "plot_scores",
     "save_figure",
     "save_result",
+    "show_circuit",
     "show_heatmap",
     "sweep",
     "top_scores",

@@ -68,8 +68,9 @@ class Target:
     @property
     def kept_dims(self) -> list[int]:
         """The dimensions of the value at the path that the part has, in order."""
-        rank = len(self.whole.shape) if isinstance(self.whole, TensorSpec) else 0
-        return [dim for dim in range(rank) if dim >= len(self.index) or isinstance(self.index[dim], slice)]
+        if self.component is not None:
+            return self.component.kept_dims
+        return list(range(len(self.whole.shape) if isinstance(self.whole, TensorSpec) else 0))
 
     @property
     def whole_dims(self) -> list[int]:
@@ -142,6 +143,11 @@ def _at_path(root: Frame, parsed: ParsedPath) -> Target:
             return _dug(frame, node, parsed)
         frame = node.frame
     raise _stops_at_graph(root, frame, parsed)
+
+
+def axes_of(root: Frame, target: Target) -> tuple[str, ...]:
+    """Returns what the dimensions of the value at the path are (`query`, ...), if a component there says so."""
+    return find(root).axes_at(target.path) if target.component is None else target.component.axes
 
 
 def fixed_sizes_of(target: Target) -> list[int | None] | None:

@@ -228,14 +228,12 @@ def test_tracing_tells_keys_from_values() -> None:
 
 def test_attribution_agrees_with_patching_as_far_as_is_said() -> None:
     found = run("06_causal_tracing")[1]["correlations"]
-    assert list(found) == [
-        f"{question}, {m}" for question in ("found", "copied") for m in ("attribution", "integrated")
-    ]
+    assert list(found) == [f"{question}, {m}" for question in ("found", "copied") for m in ("gradient", "integrated")]
     for of_all, of_those, size in (found["found, integrated"], found["copied, integrated"]):
         assert of_all > 0.97
         assert of_those > 0.8
         assert 0.7 < size < 1
-    for of_all, of_those, size in (found["found, attribution"], found["copied, attribution"]):
+    for of_all, of_those, size in (found["found, gradient"], found["copied, gradient"]):
         assert 0.8 < of_all < 0.98
         assert of_those < 0.7
         assert 0.5 < size < 0.7

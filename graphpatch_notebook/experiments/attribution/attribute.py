@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +15,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionResults, AttributionRuns, KeptDims
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked, same_values
+from graphpatch_notebook.experiments.attribution.rules import Method, check_method
 from graphpatch_notebook.experiments.attribution.scored_nodes import (
     PositionAxis,
     ScoredNode,
@@ -32,7 +33,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
 from graphpatch_notebook.experiments.methods.heads import head_layout
-from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, by_problem, check_problems
+from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, Rows, by_problem, check_problems
 from graphpatch_notebook.experiments.results.arrays import metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from pandas import Series
     from xarray import DataArray
 
-METHODS = ("attribution", "integrated")
-
 
 def attribute(
     pg: PatchableGraph,
@@ -52,10 +51,10 @@ def attribute(
     clean: Any,
     corrupted: Any,
     *,
-    method: Literal["attribution", "integrated"] = "attribution",
+    method: Method = "gradient",
     steps: int = 8,
     paths: Iterable[str | NodePath] | None = None,
-    positions: Positions = None,
+    positions: Positions | Rows = None,
     position_dim: int | Mapping[str, int] | None = None,
     heads: int | None = None,
     max_bytes: int = 2**30,
@@ -79,14 +78,16 @@ def attribute(
         metric: Maps the output of the model to a tensor with a single number that has a gradient.
         clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value.
         corrupted: The corrupted inputs, in the same form.
-        method: `"attribution"`, or `"integrated"`: the mean of the gradients at `steps` points between the corrupted
+        method: `"gradient"`, or `"integrated"`: the mean of the gradients at `steps` points between the corrupted
             and the clean run, for which the values at which the runs begin to differ (such as the embeddings) are
             interpolated. This is more accurate for nonlinear metrics, and takes `steps` times as long.
         steps: The number of points for `"integrated"`.
         paths: The nodes to score. By default, all nodes with floating-point tensors.
         positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
-            or a slice. Negative numbers count from the end. If `paths` are given, each of them must have positions;
-            otherwise an `ExperimentWarning` names the values without positions.
+            or a slice. Negative numbers count from the end. With two dimensions, `(batch, columns)`, each row of the
+            batch has positions of its own, and the result has the numbers of the columns as positions. If `paths` are
+            given, each of them must have positions; otherwise an `ExperimentWarning` names the values without
+            positions.
         position_dim: The sequence dimension of values, if it is ambiguous or the model does not take tokens: one number
             for all paths, or a dict by path.
         heads: The number of attention heads: returns a score for each head. The heads must be separate in the values at
@@ -141,7 +142,7 @@ def attribute(
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
     if axis is not None and paths is not None:
         check_problems(axis.problems)
-    kept = {path: KeptDims(dim) for path, dim in (axis.dims if axis is not None else {}).items()}
+    kept = {} if axis is None else {path: KeptDims(dim, **axis.of_rows(path)) for path, dim in axis.dims.items()}
     members = {place.path: place for place in selected.places.values() if place.dim is not None}
     if heads is not None:
         if members:
@@ -150,7 +151,7 @@ def attribute(
     for path, place in members.items():
         kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
-    found = AttributionRuns(pg, metric, *given, selected.nodes, kept, fractions, _bytes(max_bytes)).run()
+    found = AttributionRuns(pg, metric, *given, selected.nodes, kept, fractions, _bytes(max_bytes), method).run()
     found.problems |= selected.skipped
     result = _data_array(xarray, selected.places, found, axis, heads, metric)
     result.attrs |= {"method": method, **({"steps": steps} if method == "integrated" else {})}
@@ -221,9 +222,8 @@ def _tensors(root: Frame, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _fractions(method: str, steps: int) -> list[float]:
-    if method not in METHODS:
-        raise ExperimentError(f"method must be one of {', '.join(map(repr, METHODS))}, not {method!r}")
-    if method == "attribution":
+    check_method(method)
+    if method != "integrated":
         return [0.0]
     if type(steps) is not int or steps < 1:
         raise ExperimentError(f"steps must be a positive integer, not {steps!r}")

@@ -32,6 +32,7 @@ from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, Stru
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
 from graphpatch_notebook.execution import PatchContext
+from graphpatch_notebook.experiments.attribution.rules import DerivativeRules, Method, rules_of
 from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode, Scores
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import noted_metric
@@ -84,6 +85,7 @@ class AttributionResults:
         problems: Why a path has no score.
         roots: The paths at which the runs begin to differ.
         remarks: Warnings that were raised during the runs.
+        fallbacks: Why the derivative of a function does not explain its whole change, by its name.
     """
 
     clean: float = float("nan")
@@ -92,6 +94,7 @@ class AttributionResults:
     problems: dict[str, str] = field(default_factory=dict)
     roots: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    fallbacks: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -121,6 +124,7 @@ class AttributionRuns:
         kept: The dimensions of positions and heads, for paths that have them.
         fractions: The points between the corrupted run (0) and the clean run (1) at which gradients are taken.
         max_bytes: The memory limit for recorded values and their gradients.
+        method: The derivative rules of both runs.
     """
 
     def __init__(
@@ -133,6 +137,7 @@ class AttributionRuns:
         kept: Mapping[str, KeptDims],
         fractions: Sequence[float],
         max_bytes: int,
+        method: Method,
     ) -> None:
         self._pg = pg
         self._metric = metric
@@ -142,6 +147,7 @@ class AttributionRuns:
         self._kept = kept
         self._fractions = fractions
         self._max_bytes = max_bytes
+        self._method = method
         self._current = CurrentListener()
         self._roots = Roots()
         self._copied: set[str] = set()
@@ -212,13 +218,15 @@ class AttributionRuns:
     def _compared(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> NodeGroup:
         """Runs the model on the clean and on the corrupted inputs, and compares the values."""
         clean = CleanValues(wanted, self._copied, self._max_bytes)
-        with torch.no_grad():
+        rules = rules_of(self._method)
+        with torch.no_grad(), rules.recording():
             output = self._output(clean, self._clean, state)
             with noted_metric(output):
                 self._found.clean = float(_number(self._metric(output)))
         differences = Differences(clean, is_careful)
         run = GradientRun(differences, self._roots)
-        metric = self._gradient_run(run, state)
+        metric = self._gradient_run(run, state, rules)
+        self._found.fallbacks |= rules.fallbacks
         self._found.corrupted = float(metric.detach())
         self._copied |= differences.rewritten
         left = clean.left | differences.rewritten
@@ -242,7 +250,7 @@ class AttributionRuns:
             if first is None or fraction:
                 first = None
                 run = GradientRun(differences, self._roots, fraction, is_first=False)
-                metric = self._gradient_run(run, state)
+                metric = self._gradient_run(run, state, rules_of(self._method))
             else:
                 run, metric = first
             scores = scores_of(metric, run, differences, self._kept, problems)
@@ -259,8 +267,8 @@ class AttributionRuns:
         self._current.listener = listener
         return self._pg(*fresh.args, **fresh.kwargs)
 
-    def _gradient_run(self, run: GradientRun, state: ModuleState) -> Tensor:
-        with torch.enable_grad():
+    def _gradient_run(self, run: GradientRun, state: ModuleState, rules: DerivativeRules) -> Tensor:
+        with torch.enable_grad(), rules.applied():
             metric = _number(self._metric(self._output(run, self._corrupted, state)))
         run.finish()
         if run.edges and not metric.requires_grad:
@@ -699,14 +707,20 @@ class KeptDims:
         position: The sequence dimension.
         heads: The dimension that is split into equal parts, one for each head.
         count: The number of heads.
+        row: The dimension of the batch, if each row has positions of its own.
+        columns: Then the position in each row, for each column.
     """
 
     position: int | None = None
     heads: int | None = None
     count: int = 1
+    row: int | None = None
+    columns: tuple[tuple[int, ...], ...] = ()
 
     def summed(self, product: Tensor) -> Tensor:
         """Returns the sum of a tensor over all other dimensions."""
+        if self.row is not None and self.position is not None:
+            product = self._at_columns(product, self.row, self.position)
         kept = [] if self.position is None else [self.position]
         if self.heads is not None:
             product = product.unflatten(self.heads, (self.count, -1))
@@ -714,6 +728,13 @@ class KeptDims:
         others = [dim for dim in range(product.dim()) if dim not in kept]
         sums = product.sum(others) if others else product
         return sums.T if kept != sorted(kept) else sums
+
+    def _at_columns(self, product: Tensor, row: int, position: int) -> Tensor:
+        """Returns a tensor with the columns in place of the positions."""
+        by_row = product.movedim((row, position), (0, 1))
+        rows = torch.arange(len(by_row), device=product.device)
+        columns = torch.tensor(self.columns, device=product.device)
+        return torch.stack([by_row[rows, column] for column in columns], 1).movedim((0, 1), (row, position))
 
 
 Part = tuple[int, KeptDims | None]

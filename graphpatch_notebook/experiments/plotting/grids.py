@@ -261,8 +261,8 @@ def _token_texts(array: DataArray, tokens: Sequence[str]) -> tuple[str, tuple[st
     raise ExperimentError(f"{len(texts)} tokens do not fit the result, which has {places}; give one for each")
 
 
-_ZERO_CENTERED = ("attribution", "integrated")
-"""Methods of `attribute`, which return differences."""
+_ZERO_CENTERED = ("gradient", "integrated", "relp", "secant", "attribution")
+"""Methods of `attribute`, which return differences. `"attribution"` was the name of `"gradient"` in older results."""
 
 
 @dataclass(frozen=True)

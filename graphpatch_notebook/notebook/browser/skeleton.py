@@ -13,9 +13,11 @@ import zlib
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import torch
+
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.components import find
-from graphpatch_notebook.components.names import is_component_name
+from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.nodes import NodeMap
@@ -196,7 +198,16 @@ class Skeleton:
         The first call for a capture finds them, which takes about a tenth of the time of the capture.
         """
         found = [(self.find(component.path), component) for component in find(self.nodes.root).values()]
-        return [{"row": row, "name": one.name, "axes": list(one.axes)} for row, one in found if row is not None]
+        return [
+            {
+                "row": row,
+                "name": one.name,
+                "axes": [one.axes[dim] for dim in one.kept_dims],
+                "shape": list(part_shape(torch.Size(one.shape), one.index)),
+            }
+            for row, one in found
+            if row is not None
+        ]
 
     def row_of_node(self, node: Node) -> int | None:
         """Returns the row of a node, or of the graph of a call."""

@@ -158,7 +158,7 @@ def test_cells_are_clean_rectangles(dpi: int) -> None:
             (-11.0, 11.0),
             "score\n(no color: corrupted 0)",
         ),
-        ({"baseline": 2.0, "method": "attribution"}, {}, (-11.0, 11.0), "score"),
+        ({"baseline": 2.0, "method": "gradient"}, {}, (-11.0, 11.0), "score"),
         ({"metric": "Loss"}, {}, (0.0, 11.0), "score (Loss)"),
         ({"baseline": 2.0}, {"center": 5}, (-1.0, 11.0), "score"),
         ({"baseline": 2.0}, {"center": None}, (0.0, 11.0), "score"),
@@ -324,7 +324,7 @@ def test_paths_that_differ_in_several_places() -> None:
         (a_result(), {"center": float("nan")}, "finite"),
         (a_result(), {"limits": (2, 1)}, "the smaller one first"),
         (a_result(baseline=0.0, clean=5.0, corrupted=1.0), {"relative_to": "clean"}, "already normalized"),
-        (a_result(method="attribution", corrupted=1.0), {"relative_to": "corrupted"}, "already differences"),
+        (a_result(method="gradient", corrupted=1.0), {"relative_to": "corrupted"}, "already differences"),
         (a_result(baseline=1.0), {"relative_to": "clean"}, "it has 'baseline'"),
     ],
 )
