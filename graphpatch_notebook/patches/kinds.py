@@ -170,7 +170,7 @@ def has_plain_fields(patch: Patch[Any]) -> bool:
     get = patch.__dict__.get
     if get("steps") is not None or get("positions") is not None or get("position_dim") is not None:
         return False
-    return type(patch.any_shape) is bool and type(patch.allow_empty) is bool
+    return {type(patch.any_shape), type(patch.allow_empty)} == {bool}
 
 
 def declares(patch: Patch[Any], name: str) -> bool:
