@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.nn import Module
 
+from graphpatch_notebook.capture import Reason
 from graphpatch_notebook.capture.custom_graphs import (
     MODULE_GETS_TENSOR,
     RECORD,
@@ -28,7 +29,6 @@ from graphpatch_notebook.capture.custom_graphs import (
     record_name,
     reference_problem,
 )
-from graphpatch_notebook.capture.doubts import Reason
 from graphpatch_notebook.capture.observers import invoke, original_forward
 from graphpatch_notebook.capture.records import Frame, Node, OpNode
 from graphpatch_notebook.checks.call_signature import (
@@ -42,6 +42,7 @@ from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparis
 from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
 from graphpatch_notebook.graphs.build import AUXILIARY
+from graphpatch_notebook.graphs.connected_records import connect_records
 from graphpatch_notebook.graphs.running import unobserved
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.values import (
@@ -286,7 +287,7 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
             nodes.append(record)
     frame.nodes = nodes
     frame.names = {record.name: record for record in nodes}
-    frame.output = None
+    connect_records(frame, graph, attribute)
     frame.capture.findings.clear()
 
 
