@@ -160,6 +160,19 @@ class Patch(Generic[T]):
         return None
 
 
+def has_plain_fields(patch: Patch[Any]) -> bool:
+    """Whether the fields that all patches share are valid for any node: a short way, for a model that is probed whole.
+
+    Example:
+        >>> has_plain_fields(ZeroPatch()), has_plain_fields(ZeroPatch(positions=0))
+        (True, False)
+    """
+    get = patch.__dict__.get
+    if get("steps") is not None or get("positions") is not None or get("position_dim") is not None:
+        return False
+    return {type(patch.any_shape), type(patch.allow_empty)} == {bool}
+
+
 def declares(patch: Patch[Any], name: str) -> bool:
     """Whether the class of a patch itself says `is_pure`, or `only_keeps`: subclasses may redefine `op`.
 
@@ -185,6 +198,8 @@ class RunStopped(BaseException):  # not an error: the model must not handle it
 
 
 def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | None:
+    if has_plain_fields(patch):
+        return None
     try:
         for what in ("steps", "positions"):
             if getattr(patch, what) is not None:
