@@ -28,18 +28,18 @@ from graphpatch_notebook.execution import (
     PatchContext,
     Recording,
     call_patched,
-    compiling_nothing,
     copied_config,
     generating_with,
     innermost,
+    no_compile_arguments,
     record,
     verified_fx_module,
 )
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule
 from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.graphs.verification import VerificationReport, verify
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.inspection.nodes import NodeMap
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     import torch
     from xarray import DataArray
 
+    from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.browser.widget import Browser
 
 _OWN = {"_module", "_captured", "_generation_config"}
@@ -177,7 +178,14 @@ class PatchableGraph(ModuleDelegate):
         self._captured.update_called_modules()
         return NodePath(self._captured.root, self._code_of)
 
-    def browse(self, path: str | NodePath = "", *, inputs: Any = None, tokenizer: Any = None) -> Browser:
+    def browse(
+        self,
+        path: str | NodePath = "",
+        *,
+        inputs: Any = None,
+        tokenizer: Any = None,
+        circuit: Circuit | None = None,
+    ) -> Browser:
         """Returns a widget with the tree of the graph: inspect nodes and their code, choose patches by click, run.
 
         `%graphpatch` and other browsers of this graph share the chosen patches. Outside of notebooks, the tree is shown
@@ -188,6 +196,7 @@ class PatchableGraph(ModuleDelegate):
             inputs: Inputs for *Run*, instead of the example inputs: a tuple of arguments, a dict of keyword arguments,
                 or one value.
             tokenizer: Converts token ids to text (by `decode` or `convert_ids_to_tokens`), for language models.
+            circuit: A circuit of this model. Its picture is shown above the tree, to patch components by click.
 
         Raises:
             UnknownPathError: The path does not exist; the message names the closest ones.
@@ -205,7 +214,7 @@ class PatchableGraph(ModuleDelegate):
         from graphpatch_notebook.notebook.browser.browsing import browser_of, workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
-        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer)
+        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit)
 
     @property
     def nodes(self) -> NodeMap:
@@ -725,7 +734,7 @@ class PatchableGraph(ModuleDelegate):
             def method(*args: Any, **kwargs: Any) -> Any:
                 is_patched = innermost(self._captured) is not None or bool(self._captured.permanent)
                 if name == "generate" and is_patched:
-                    kwargs |= compiling_nothing(self._module)
+                    kwargs |= no_compile_arguments(self._module)
                 return self._call(function, args, kwargs)
 
             return method

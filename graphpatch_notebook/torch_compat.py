@@ -79,6 +79,11 @@ def runs_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def takes_hooks(module: torch.nn.Module) -> bool:
+    """Whether forward hooks can be registered on `module`: scripted modules take none."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether `module` is under FSDP: its parameters are gathered for a call, and their memory is freed afterwards.
 
@@ -148,6 +153,14 @@ def pop_function_modes(depth: int) -> None:
         torch.overrides._pop_mode()
 
 
+def may_compile() -> bool:
+    """Whether `torch.compile` may have compiled anything so far: it imports `torch._dynamo`.
+
+    torch 2.0 to 2.15. Tested by: tests/integrations/test_torch_compile.py.
+    """
+    return "torch._dynamo" in sys.modules
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `module` runs code of `torch.compile`: a wrapper made by it, compiled in place, or its `forward` is.
 
@@ -171,9 +184,9 @@ def _has_compiled_forward(owner: type) -> bool:
 def has_compiled_parts(root: torch.nn.Module) -> bool:
     """Whether `torch.compile` compiled `root`, or any module in it, so far.
 
-    Asked by each patch context. Compiling imports `torch._dynamo`: torch 2.0 to 2.15. Tested by: the same tests.
+    Asked by patch contexts. Tested by: the same tests.
     """
-    if "torch._dynamo" not in sys.modules:
+    if not may_compile():
         return False
     ahead, seen, classes = [root], {id(root)}, set()
     for module in ahead:  # written for speed
@@ -191,16 +204,6 @@ def has_compiled_parts(root: torch.nn.Module) -> bool:
                     seen.add(id(child))
                     ahead.append(child)
     return any(map(_has_compiled_forward, classes))
-
-
-def restore_gradients(were_enabled: bool, error: BaseException) -> None:
-    """Restores the gradient mode after a run that was interrupted.
-
-    `torch.no_grad` restores it by a call that function modes see, and an interrupt may arrive while ours handles it.
-    After other errors, the gradient mode is as the model's own code leaves it.
-    """
-    if not isinstance(error, Exception):
-        torch.set_grad_enabled(were_enabled)
 
 
 class EagerCode:

@@ -17,7 +17,7 @@ import torch
 
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.patches.slices import composed, index_problem, index_text, selection_problem
-from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.paths import nearest, path_pattern
 
 if TYPE_CHECKING:
     from graphpatch_notebook.components.components import Component
@@ -28,9 +28,12 @@ Numbers: TypeAlias = "int | slice | tuple[int, ...]"
 MEMBERS = {"heads": "head", "experts": "expert"}
 """The words that take numbers, and the axis that these count along."""
 
-_LAYERS = re.compile(r"(?:(?P<stack>[^\[\]@]+)\.)?layers\[(?P<layer>[^\[\]]*)\](?P<part>.*)", re.DOTALL)
+BRACKETS = r"\[(?:\[[^\[\]]*\]|[^\[\]]*)\]"
+"""What a name has in brackets, as a regular expression: numbers and slices, or a list of numbers."""
+
+_LAYERS = re.compile(rf"(?:(?P<stack>[^\[\]@]+)\.)?layers(?P<layer>{BRACKETS})(?P<part>.*)", re.DOTALL)
 _WORD = re.compile(r"(?:(?P<stack>[^\[\]@]+)\.)?(?P<part>@.*)", re.DOTALL)
-_STEP = re.compile(r"(@?[^\W\d]\w*)(?:\[([^\[\]]*)\])?(?:\.|$)")
+_STEP = re.compile(rf"(@?(?:[^\W\d]|\*)[\w*]*)({BRACKETS})?(?:\.|$)")
 _EXAMPLES = "'layers[3].attn.z', 'layers[*].attn.heads[0].pattern', 'layers[3].mlp.post[:, :, 17]', '@logits'"
 
 
@@ -39,7 +42,7 @@ class ComponentName:
     """A component name, taken apart.
 
     Attributes:
-        words: The words of the part: `("attn", "heads", "z")`, `("@logits",)`.
+        words: The words of the part: `("attn", "heads", "z")`, `("@logits",)`. They may have `*`, as patterns of paths.
         stack: The path of the frame that holds the list of layers, if the name has one.
         layers: The layers; `None` for the values outside of the layers (`@embed`).
         members: The heads, or the experts; `None` if the name has no word that takes numbers.
@@ -64,11 +67,6 @@ class ComponentName:
         """The axis that `members` count along."""
         return next((MEMBERS[word] for word in self.words if word in MEMBERS), None)
 
-    @property
-    def is_one(self) -> bool:
-        """Whether the name is that of one component, whatever was found."""
-        return all(numbers is None or isinstance(numbers, int) for numbers in (self.layers, self.members))
-
 
 def is_component_name(text: str) -> bool:
     """Whether a text is meant as a component name, and not as a node path.
@@ -78,7 +76,7 @@ def is_component_name(text: str) -> bool:
         (True, False)
     """
     outside = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)
-    return bool(re.search(r"(?:^|\.)(?:layers\[|@\w)", outside))
+    return bool(re.search(r"(?:^|\.)(?:layers\[|@[\w*])", outside))
 
 
 def parse_name(text: str) -> ComponentName:
@@ -95,7 +93,7 @@ def parse_name(text: str) -> ComponentName:
     """
     found = _LAYERS.fullmatch(text)
     if found is not None:
-        layers, part = _numbers(found["layer"], text), found["part"]
+        layers, part = _numbers(found["layer"][1:-1], text), found["part"]
         if not part.startswith("."):
             raise ValueError(f"not a component name: {text!r} (say which part of the layer, such as .resid_post)")
         return _with_part(part[1:], text, found["stack"] or "", layers)
@@ -115,7 +113,8 @@ def _with_part(part: str, text: str, stack: str, layers: Numbers | None) -> Comp
         step = _STEP.match(part, position)
         if step is None:
             raise ValueError(f"not a component name: {text!r} (unexpected {part[position:]!r}); such are {_EXAMPLES}")
-        word, inside = step.groups()
+        word, brackets = step.groups()
+        inside = None if brackets is None else brackets[1:-1]
         words.append(word)
         is_last = step.end() == len(part) and not step.group().endswith(".")
         position = step.end()
@@ -139,8 +138,9 @@ def _numbers(inside: str, text: str) -> Numbers:
     inside = inside.strip()
     if inside == "*":
         return slice(None)
-    found = _index(inside, text, "a number, several ([0, 2] or 0, 2), a slice or *")
-    if len(found) == 1 and isinstance(found[0], (int, slice)):
+    is_list = inside.startswith("[")
+    found = _index(inside[1:-1] if is_list else inside, text, "a number, several ([0, 2] or 0, 2), a slice or *")
+    if len(found) == 1 and isinstance(found[0], int if is_list else (int, slice)):
         return found[0]
     if all(type(number) is int for number in found):
         return found
@@ -151,7 +151,7 @@ def _index(inside: str, text: str, wanted: str = "integers, slices and ...") -> 
     try:
         node = ast.parse(f"_[{inside.strip()}]", mode="eval").body
         assert isinstance(node, ast.Subscript)
-        parts = node.slice.elts if isinstance(node.slice, (ast.Tuple, ast.List)) else [node.slice]
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         return tuple(map(_index_part, parts))
     except (SyntaxError, ValueError, AssertionError):
         raise ValueError(f"not a component name: {text!r} ([{inside}] is not {wanted})") from None
@@ -160,6 +160,8 @@ def _index(inside: str, text: str, wanted: str = "integers, slices and ...") -> 
 def _index_part(node: ast.expr) -> Any:
     if isinstance(node, ast.Slice):
         bounds = [None if bound is None else _whole(bound) for bound in (node.lower, node.upper, node.step)]
+        if bounds[2] == 0:
+            raise ValueError("slice step cannot be zero")
         return slice(*bounds)
     if isinstance(node, ast.Constant) and node.value is Ellipsis:
         return Ellipsis
@@ -200,7 +202,7 @@ class Found(Protocol):
 
 
 def look_up(found: Found, text: str) -> list[Component]:
-    """Returns the components that a name means: one, or several for lists, slices and `*`.
+    """Returns the components that a name means: one, or several for lists, slices and `*`, also in words.
 
     Negative numbers count from the end. With `*`, layers that do not have the component are left out.
 
@@ -217,7 +219,7 @@ def look_up(found: Found, text: str) -> list[Component]:
     for layer in _layers(found, name, text):
         one = replace(name, layers=layer)
         try:
-            components += _of_layer(found, one, text)
+            components += list(_of_layer(found, one, text))
         except UnknownPathError as error:
             problem = problem or error
             if not is_lenient:
@@ -262,8 +264,37 @@ def _counted(numbers: Numbers, count: int, what: str, text: str) -> Iterator[int
         yield number % count
 
 
+def _matching(found: Found, name: ComponentName, text: str) -> list[ComponentName]:
+    """Returns the names that a name with one layer, and with `*` in its words, stands for."""
+    if not any("*" in word for word in name.words):
+        return [name]
+    has_heads = "heads" in name.words
+    pattern = path_pattern(".".join(word for word in name.words if word != "heads"))
+    start = str(replace(name, words=("",), members=None, index=()))
+    matching: list[ComponentName] = []
+    for key in found:
+        each = parse_name(key) if key.startswith(start) else None
+        if each is None or (each.stack, each.layers) != (name.stack, name.layers):
+            continue
+        if not pattern.fullmatch(".".join(each.words)) or (has_heads and "head" not in found[key].axes):
+            continue
+        words = (*each.words[:-1], "heads", each.words[-1]) if has_heads else each.words
+        members = slice(None) if name.members is None and each.members is not None else name.members
+        one = replace(name, words=words, members=members)
+        matching += [one] if one not in matching else []
+    if not matching:
+        _one(found, str(replace(name, members=None, index=())), text)
+    return matching
+
+
 def _of_layer(found: Found, name: ComponentName, text: str) -> Iterator[Component]:
     """Yields the components that a name with one layer means."""
+    for one in _matching(found, name, text):
+        yield from _of_one(found, one, text)
+
+
+def _of_one(found: Found, name: ComponentName, text: str) -> Iterator[Component]:
+    """Yields the components that a name with one layer, and without `*` in its words, means."""
     if name.words[-1] == "result" and name.words[0].endswith("attn"):
         raise UnknownPathError(f"{text!r}: {_of_result(name)}")
     bare = replace(name, members=None, index=())

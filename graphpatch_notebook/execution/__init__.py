@@ -4,8 +4,8 @@
 `plan` sorts its patches by frame, and `context` makes them active in a `with` block: it swaps the forwards of the
 modules on the way, and reports patches that never fire (`reports`). `live/` is a call in the block. `steps` and
 `positions` limit patches to parts of a generation, `recording` keeps many values of one run, `replay/` reuses the
-results of frames in sweeps, `splices` joins patches on the latents of an SAE with it, and `verified_fx` makes plain fx
-modules and compares them with the patched model.
+results of frames in sweeps, `splices` joins patches on the latents of an SAE with it, `skipped_calls` checks patches
+that replace calls, and `verified_fx` makes plain fx modules and compares them with the patched model.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from graphpatch_notebook.execution.live.apply import apply_to_rows
 from graphpatch_notebook.execution.live.boundaries import FrameWatch, frames_seen
 from graphpatch_notebook.execution.live.stand_in import (
     GENERATION_CONFIG,
-    compiling_nothing,
     copied_config,
     generating_with,
     held_value,
+    no_compile_arguments,
     tensor_at,
 )
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.positions import Restriction, restriction_of, row_dimension, token_inputs
+from graphpatch_notebook.execution.positions import (
+    Restriction,
+    restriction_of,
+    row_dimension,
+    sequence_dims,
+    token_inputs,
+)
 from graphpatch_notebook.execution.recording import Recording, record
+from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
@@ -41,15 +48,17 @@ __all__ = [
     "StepCount",
     "apply_to_rows",
     "call_patched",
-    "compiling_nothing",
     "copied_config",
     "frames_seen",
     "generating_with",
     "held_value",
     "innermost",
+    "is_part_of_splice",
+    "no_compile_arguments",
     "record",
     "restriction_of",
     "row_dimension",
+    "sequence_dims",
     "tensor_at",
     "token_inputs",
     "verified_fx_module",

@@ -1,8 +1,9 @@
 /** What anywidget loads: puts the parts of a view together. */
+import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
 import { makeActivation } from "./details/activation_view";
 import { makePopup } from "./details/popup";
 import { connect } from "./kernel/kernel";
-import type { HeatmapTraits } from "./kernel/protocol";
+import type { CircuitTraits, HeatmapTraits } from "./kernel/protocol";
 import { showFailure, watchErrors } from "./page/boundary";
 import { copyText, element } from "./page/dom";
 import { makeNotices } from "./page/notices";
@@ -21,9 +22,11 @@ import type { Model, View } from "./view";
 
 type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
+type CircuitModel = Model<CircuitTraits>;
+type AnyModel = Model | HeatmapModel | CircuitModel;
 
 /** Shows the model in `el`. Returns a function that removes the view. */
-async function render({ model, el }: { model: Model | HeatmapModel; el: HTMLElement }): Promise<Undo> {
+async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Promise<Undo> {
   const root = element("div", { class: "gp-root", "data-lm-suppress-shortcuts": "true" });
   el.append(root);
   let undos: Undo[] = [];
@@ -38,8 +41,9 @@ async function render({ model, el }: { model: Model | HeatmapModel; el: HTMLElem
     undos = [followTheme(root)];
     const current = shown;
     try {
-      // A model without a tree: that of `show_heatmap`.
+      // A model without a tree: that of `show_heatmap` or `show_circuit`.
       if (isOfHeatmap(model)) return fillHeatmap(root, model, (undo) => undos.push(undo));
+      if (isOfCircuit(model)) return fillCircuit(root, model, (undo) => undos.push(undo));
       const skeleton = await decodeSkeleton(model.get("skeleton"));
       if (shown === current) fill(root, model, skeleton, (undo) => undos.push(undo));
     } catch (error) {
@@ -89,7 +93,8 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
   const toolbar = makeToolbar(view, state);
   const popup = makePopup(view, [makeActivation]);
   const editor = makeEditor(view);
-  const parts = [toolbar, notices, tree, popup, editor, makePatchList(view), makeRunPanel(view)];
+  const circuit = makeCircuitPanel(view, state);
+  const parts = [circuit, toolbar, notices, tree, popup, editor, makePatchList(view), makeRunPanel(view)];
   root.append(...parts.map((part) => part.element));
   watchKeys(view, toolbar);
   onRemove(watchErrors(import.meta.url, (message) => notices.error(message)));
@@ -108,13 +113,22 @@ async function nameComponents({ kernel }: View, state: TreeState): Promise<void>
   if (answer?.result.components.length) state.setComponents(answer.result.components);
 }
 
-function isOfHeatmap(model: Model | HeatmapModel): model is HeatmapModel {
+function isOfHeatmap(model: AnyModel): model is HeatmapModel {
   return (model as HeatmapModel).get("heatmap") !== undefined;
 }
 
 function fillHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Undo) => void): void {
   root.append(makeResultHeatmap(model, onRemove));
   onRemove(hideStaticTree(model.get("heatmap").model_id, root));
+}
+
+function isOfCircuit(model: Model | CircuitModel): model is CircuitModel {
+  return (model as Model).get("skeleton") === undefined;
+}
+
+function fillCircuit(root: HTMLElement, model: CircuitModel, onRemove: (undo: Undo) => void): void {
+  root.append(makeCircuitView(model, onRemove));
+  onRemove(hideStaticTree(model.get("model_id"), root));
 }
 
 /** One part that cannot be taken away keeps none of the others. */

@@ -9,6 +9,7 @@
  *     ├── patches/   the editor of a patch, the list of chosen patches              editor.ts, edits.ts, patch_list.ts
  *     ├── runs/      the inputs of a run, its progress and its report               run_panel.ts, run_report.ts
  *     ├── plots/     heatmaps and histograms; the heatmap of a sweep's results      plots.ts, result_heatmap.ts
+ *     ├── circuits/  the picture of a circuit, alone or above the tree              circuit_figure.ts, circuit_views.ts
  *     └── page/      elements, floating panels, notices, theme, formatted text      dom.ts, notices.ts
  *
  * From a click to a patch: a row calls `View.editPatch`, `patches/editor.ts` sends what is typed as a `check` request,
@@ -69,6 +70,9 @@ export interface Notices {
   clear(): void;
 }
 
+/** What the editor is opened for: a row (or a component of its value, by name), or a patch that is chosen. */
+export type PatchTarget = { row: number; component?: string } | { number: number };
+
 /** What every part gets. */
 export interface View {
   /** `.gp-root`. */
@@ -87,7 +91,7 @@ export interface View {
   /** Opens the popup of a row beside `anchor` (in the inline panel, where there is no popover). */
   showDetails(row: number, anchor: Element): void;
   /** Opens the editor for a new patch of a row, or for a patch that is chosen. */
-  editPatch(target: { row: number } | { number: number }, anchor: Element): void;
+  editPatch(target: PatchTarget, anchor: Element): void;
 }
 
 /** A part in place. */

@@ -222,6 +222,7 @@ export function traits(changes: Partial<Traits> = {}): Traits {
     shows_sizes: false,
     scores: new DataView(new ArrayBuffer(0)),
     scores_name: "",
+    circuit: null,
     run: null,
     ...changes,
   };

@@ -23,7 +23,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.patchable_graph import captured
-from tests.laws.captures import capture_of
+from tests.laws.captures import capture_of, some_cases
 from tests.zoo import TRANSFORMERS, Case
 
 
@@ -255,7 +255,7 @@ def test_an_error_of_the_model_is_raised_as_it_is_and_the_model_stays_as_it_was(
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
 
 
-@pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
+@some_cases(lambda case: case in TRANSFORMERS)
 def test_every_frame_of_the_transformers_models_is_compiled(case: Case) -> None:
     frames = captured(capture_of(case).pg).root.walk()
     assert [frame.path for frame in frames if frame.opaque_reason] == []

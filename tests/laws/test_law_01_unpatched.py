@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from graphpatch_notebook import PatchableGraph, ProbePatch
-from tests.laws.captures import capture_of, each_call, each_case, run
+from tests.laws.captures import capture_of, each_call, run, some_cases
 from tests.zoo import Case, case_by_name
 from tests.zoo.values import bit_equal
 
 
-@each_case()
+@some_cases()
 def test_same_bits(case: Case) -> None:
     """To the last bit also where torch has fast paths: no tolerance here."""
     for name, capture, call, same_call in each_call(case):
@@ -25,7 +25,7 @@ def test_same_bits(case: Case) -> None:
         assert bit_equal(expected, run(capture.pg, same_call)) is None, name
 
 
-@each_case()
+@some_cases()
 @torch.no_grad()
 def test_same_bits_without_autograd(case: Case) -> None:
     """Where torch takes its fast paths, which an unpatched run does not switch off."""
@@ -34,7 +34,7 @@ def test_same_bits_without_autograd(case: Case) -> None:
     assert bit_equal(expected, run(capture.pg, case.example())) is None
 
 
-@each_case()
+@some_cases()
 def test_same_code(case: Case) -> None:
     """Each module runs its own forward: nothing is swapped, hooked or watched, and none of our code lies between."""
     capture = capture_of(case)

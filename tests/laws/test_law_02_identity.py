@@ -68,7 +68,7 @@ def test_every_node_comes_up_again(case: Case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.SharedGradientWarning")
-@each_case(runs_the_same_code_again)
+@some_cases(runs_the_same_code_again)
 def test_probes_find_what_was_recorded(case: Case) -> None:
     capture = capture_of(case)
     probes = {path: ProbePatch() for path in capture.paths}

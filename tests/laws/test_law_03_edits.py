@@ -47,7 +47,7 @@ def _check(case: Case, make: MakeEdits) -> None:
         assert capture.difference(expected, found) is None, f"{edit.path}, {edit.change.kind}"
 
 
-@each_case()
+@some_cases()
 def test_inputs_and_outputs_equal_hooks(case: Case) -> None:
     _check(case, partial(boundary_edits, frame_count=8))
 

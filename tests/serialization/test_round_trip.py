@@ -43,8 +43,10 @@ awkward-nested-containers awkward-named-tuples awkward-signatures awkward-views-
 awkward-recursion awkward-packed-lstm awkward-loops-over-sizes awkward-custom-operators awkward-branch-on-values
 awkward-autograd-functions awkward-parametrized
 """.split()
-# An encoder and a decoder, images, and other attentions are in the others, too.
-STOOD_FOR = ("gpt2-sdpa", "mistral-eager", "clip-sdpa", "whisper-sdpa")
+# An encoder and a decoder (of torch), images, random numbers, experts and other attentions are in the others, too.
+STOOD_FOR = """
+gpt2-sdpa gpt2-train-eager llama-sdpa mistral-eager mixtral-eager gemma2-eager t5-eager clip-sdpa whisper-sdpa
+""".split()
 # The last one: what transformers brings of its own where torch, before 2.9, cannot multiply groups.
 NAMES_TO_ALLOW = ["tests.zoo", "graphpatch_zoo", "transformers.grouped_mm_fallback"]
 

@@ -10,11 +10,10 @@ import threading
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from graphpatch_notebook.capture.naming import call_sites
+from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.execution.live.stand_in import original_of
 
@@ -41,11 +40,6 @@ class _Hooks:
         for handle in (self._on_inputs, self._on_output):
             if handle is not None:
                 handle.remove()
-
-
-def takes_hooks(module: Module) -> bool:
-    """Whether forward hooks can be registered on `module`: scripted modules take none."""
-    return not isinstance(module, torch.jit.ScriptModule)
 
 
 class ModuleHooks:

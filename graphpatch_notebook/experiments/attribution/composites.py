@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphpatch_notebook.capture.decompositions import decomposition_of
+from graphpatch_notebook.capture import decomposition_of
 from graphpatch_notebook.experiments.attribution.calls import Call
 from graphpatch_notebook.experiments.attribution.secants import by_steps, path_average
 

@@ -38,7 +38,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture.decompositions import decomposition_of
+from graphpatch_notebook.capture import decomposition_of
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError

@@ -2,11 +2,12 @@
 
 **Nodes.** A *sender* is what a component adds to the residual stream, under its component name: `@embed`,
 `layers[2].attn.heads[3].z` (what the head writes, z @ W_O), `layers[2].mlp_out`, `layers[2].mixer_out`, and
-`layers[2].attn_out` if the heads cannot be separated. Where the embeddings cannot be separated from the stream,
-`layers[0].resid_pre` stands for them. A *receiver* is what a component reads from the stream:
+`layers[2].attn_out` if the heads cannot be separated. `@embed` is all that the stream begins with: embeddings of tokens
+and positions, after a norm if there is one. A *receiver* is what a component reads from the stream:
 `layers[4].attn.heads[1].q` (also `.k` and `.v`, of the heads of keys and values), `layers[4].mlp`,
-`layers[4].mixer`, `@logits`; `layers[4].attn.q`, or `layers[4].attn`, if the heads cannot be separated. Names of models
-with several stacks begin with that of the stack: `decoder.layers[4].cross_attn.heads[1].q`.
+`layers[4].mixer`, `@logits` (the norm before the unembedding); `layers[4].attn.q`, or `layers[4].attn`, if the heads
+cannot be separated. Names of models with several stacks begin with that of the stack:
+`decoder.layers[4].cross_attn.heads[1].q`.
 
 `Circuit.feeds` connects the two: which senders are computed from a receiver.
 """
@@ -14,13 +15,17 @@ with several stacks begin with that of the stack: `decoder.layers[4].cross_attn.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from graphpatch_notebook.errors import ExperimentError
 
 _FORMAT = "graphpatch circuit 1"
+READABLE = 60
+"""The edges that a picture begins with are at most so many, the strongest: more are hard to tell apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,53 @@ class Circuit:
             "feeds": {receiver: list(senders) for receiver, senders in self.feeds.items()},
         }
         return json.dumps(document, indent=1)
+
+    def to_python(self, graph: str = "pg", inputs: str = "clean", corrupted: str = "corrupted") -> str:
+        """Returns Python code that makes the circuit, and runs the model as it.
+
+        Args:
+            graph: The variable of the `PatchableGraph`.
+            inputs: The variable of the clean inputs.
+            corrupted: The variable of the corrupted inputs.
+        """
+        return f'''\
+from graphpatch_notebook.experiments import Circuit, circuit_patches
+
+circuit = Circuit.from_json(r"""
+{self.to_json()}
+""")
+with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
+    output = {graph}({inputs})
+'''
+
+    def to_svg(self, file: str | os.PathLike[str] | None = None, *, edges: int | None = None) -> str:
+        """Returns a picture of the circuit, for papers, and writes it into a file if one is given.
+
+        Layers go upwards. The width of an edge is proportional to the magnitude of its score; negative scores are blue
+        and dashed. Fonts are not embedded.
+
+        Args:
+            file: The name of the file, such as `"circuit.svg"`.
+            edges: Draws only this many of the strongest edges.
+
+        Returns:
+            The SVG as text.
+
+        Example:
+            >>> feeds = {"layers[0].mlp": ("layers[0].mlp_out",), "@logits": ()}
+            >>> edges = (Edge("@embed", "layers[0].mlp", 2.0), Edge("layers[0].mlp_out", "@logits", 1.5))
+            >>> Circuit(edges, feeds, candidates=3, clean=2.0, corrupted=0.0).to_svg()[:4]
+            '<svg'
+        """
+        from graphpatch_notebook.experiments.circuits.svg import svg_of
+
+        text = svg_of(self, edges)
+        if file is not None:
+            Path(file).write_text(text, encoding="utf8")
+        return text
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg(edges=READABLE)
 
     @classmethod
     def from_json(cls, text: str) -> Circuit:

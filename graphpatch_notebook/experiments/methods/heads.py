@@ -23,7 +23,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.experiments.methods.positions import PositionDim, position_dims
 from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
-from graphpatch_notebook.inspection.resolution import Target, is_patchable
+from graphpatch_notebook.inspection.resolution import Target, axes_of, is_patchable
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import format_path, parse_path
 from graphpatch_notebook.values import TensorSpec, leaves
@@ -115,7 +115,7 @@ def _factors(value: SourceValue) -> list[SourceValue]:
         given = refs_in(made.args[:2])
     else:
         return []
-    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_plumbing]
+    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_size]
     return tensors[:2]  # the third of a linear map is its bias
 
 
@@ -223,8 +223,9 @@ def head_layout(
 ) -> HeadLayout:
     """Returns the positions of `count` heads in values.
 
-    Heads are equal parts of the last dimension, or have a dimension of their own: in a value with at least four
-    dimensions, one of size `count` that is not the first, the last or the sequence dimension.
+    Heads have the dimension that a component at the path says. Elsewhere they are equal parts of the last dimension, or
+    have a dimension of their own: in a value with at least four dimensions, one of size `count` that is not the first,
+    the last or the sequence dimension.
 
     Args:
         pg: The graph.
@@ -241,12 +242,16 @@ def head_layout(
         raise ExperimentError(f"heads must be the number of heads, a positive integer, not {count!r}")
     count = int(count)
     dims = {}
+    places = targets(pg, shapes)
     for path, shape in shapes.items():
+        known = [axes_of(pg.nodes.root, places[path])[dim : dim + 1] for dim in places[path].kept_dims]
+        if ("head",) in known and shape[known.index(("head",))] == count:
+            dims[path] = known.index(("head",))
+            continue
         dims[path] = _dim(path, shape, count, _sequence_dim(pg, path, position_dim))
         _check_rows(path, shape, count, rows)
-    places = targets(pg, shapes)
     _check_counts(pg, places, shapes, count)
-    _check_apart(places)
+    _check_heads_are_separate(places)
     return HeadLayout(count, dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
 
 
@@ -309,7 +314,7 @@ def _heads_around(pg: PatchableGraph, target: Target, shape: Shape) -> dict[int,
     return found
 
 
-def _check_apart(places: Mapping[str, Target]) -> None:
+def _check_heads_are_separate(places: Mapping[str, Target]) -> None:
     """Rejects values in which heads are mixed."""
     problems = []
     for path, target in places.items():

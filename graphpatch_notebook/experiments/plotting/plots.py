@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from xarray import DataArray
 
+    from graphpatch_notebook.experiments.circuits.circuit import Circuit
+    from graphpatch_notebook.notebook.display.circuit import CircuitView
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 
 
@@ -274,6 +276,29 @@ def show_heatmap(
 
     grid = grid_of(result, DisplayOptions(**options), tokens=tokens, rows=rows)
     return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
+
+
+def show_circuit(circuit: Circuit) -> CircuitView:
+    """Returns an interactive picture of a circuit for the notebook.
+
+    Layers go upwards. A slider leaves out the weak edges; pointing at a node or an edge shows its name, its score and
+    its neighbors, and a click pins it: `selected` is its name. To patch components from the picture, show it in the
+    browser of the model: `pg.browse(circuit=circuit)`. Without a kernel, notebooks show the picture of `to_svg`.
+
+    Args:
+        circuit: The circuit.
+
+    Example:
+        >>> from graphpatch_notebook.experiments import Circuit, Edge
+        >>> edges = (Edge("@embed", "@logits", 2.0),)
+        >>> view = show_circuit(Circuit(edges, {"@logits": ()}, candidates=1, clean=2.0, corrupted=0.0))
+        >>> view.observe(lambda change: print("pinned", change["new"]), "selected")
+        >>> view.selected = "@embed"  # what a click does
+        pinned @embed
+    """
+    from graphpatch_notebook.notebook.display.circuit import CircuitView
+
+    return CircuitView(circuit)
 
 
 def _axes_for(sides: Sequence[Side], ax: Axes | None) -> tuple[Axes, tuple[float, float]]:

@@ -12,6 +12,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import numbered
 
 if TYPE_CHECKING:
+    from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.browser.widget import Browser
 
 
@@ -23,6 +24,7 @@ def browser_of(
     inputs: Any = None,
     typed: str | None = None,
     tokenizer: Any = None,
+    circuit: Circuit | None = None,
 ) -> Browser:
     """Returns a new browser of a graph. All browsers of a graph share the chosen patches and the runs.
 
@@ -33,6 +35,7 @@ def browser_of(
         inputs: The inputs of *Run*: a tuple of arguments, a dict of keyword arguments, or one value.
         typed: The arguments of a call as Python code, evaluated for each run.
         tokenizer: Turns tokens into text.
+        circuit: Shown above the tree.
 
     Raises:
         UnknownPathError: The path does not exist; the message lists the nearest paths.
@@ -52,7 +55,9 @@ def browser_of(
         session.origin = replace(session.origin, graph=free)
     shared = SharedRuns.of(session, workspace)
     shared.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
-    return Browser(graph, session, workspace, path)
+    browser = Browser(graph, session, workspace, path)
+    browser.set_circuit(circuit)
+    return browser
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

@@ -23,6 +23,7 @@ from graphpatch_notebook.notebook.browser.request_handlers import RequestContext
 from graphpatch_notebook.notebook.browser.scores import packed_scores, scores_by_path
 from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, SIZE, Skeleton, skeleton_of
 from graphpatch_notebook.notebook.browser.static_tree import StaticTree, entry_of
+from graphpatch_notebook.notebook.display.circuit import picture_of, static_circuit
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.run.runs import RunResult, SharedRuns
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
@@ -33,6 +34,8 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 if TYPE_CHECKING:
     from xarray import DataArray
+
+    from graphpatch_notebook.experiments.circuits.circuit import Circuit
 
 _LONGEST_QUERY = 10_000
 
@@ -65,6 +68,7 @@ class Browser(DisplayedWidget):
     scores = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     scores_name = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
     run = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
+    circuit = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
 
     def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, path: str = "") -> None:
         skeleton = skeleton_of(graph)
@@ -73,6 +77,7 @@ class Browser(DisplayedWidget):
         self._shared = SharedRuns.of(session, workspace)
         self._shown = weakref.ref(skeleton)
         self._scores: dict[str, float] = {}
+        self._circuit: Circuit | None = None
         self._patch_states: dict[ChosenPatch, dict[str, Any]] = {}
         self._opened_at = skeleton.path(row)
         is_held = any(other is graph for other in workspace.graphs().values())
@@ -151,6 +156,17 @@ class Browser(DisplayedWidget):
         with self.hold_sync():
             self.set_trait("scores_name", "")
             self.renew("scores")
+
+    def set_circuit(self, circuit: Circuit | None) -> None:
+        """Shows the picture of a circuit above the tree; `None` removes it.
+
+        A component that is pinned in the picture becomes the selected row, and has a button to patch it.
+
+        Args:
+            circuit: A circuit of this graph's model.
+        """
+        self._circuit = circuit
+        self.renew("circuit")
 
     @property
     def last_run(self) -> RunResult | None:
@@ -236,7 +252,7 @@ class Browser(DisplayedWidget):
                 self._patch_states.clear()
                 with self.hold_sync():
                     self.expanded, self.selected = None, 0
-                    self.renew("skeleton", "about", "session", "scores")
+                    self.renew("skeleton", "about", "session", "scores", "circuit")
         return skeleton
 
     # marimo puts an attribute `_value` on every widget (0.25).
@@ -250,6 +266,8 @@ class Browser(DisplayedWidget):
                 return packed_scores(self._scores, skeleton) if self._scores else b""
             case "run":
                 return self._shared.run
+            case "circuit":
+                return None if self._circuit is None else picture_of(self._circuit, skeleton.find)
             case _:
                 return self._about(graph, skeleton)
 
@@ -314,7 +332,8 @@ class Browser(DisplayedWidget):
             graph, name = self.graph, self._session.origin.graph
             title = f"{name}: {type(captured(graph).module).__name__}, {skeleton_of(graph).node_count:,} nodes"
             tree = StaticTree(self._own_id, title, entry_of(skeleton_of(graph)), self._session.chosen.patches)
-            return tree.html()
+            circuit = "" if self._circuit is None else f"{static_circuit(self._circuit, self._own_id)}\n"
+            return circuit + tree.html()
         return None
 
 

@@ -3,5 +3,5 @@
 `labels` returns short texts for values, ops and source lines, which `tables` arranges as text or HTML. `progress` shows
 a progress bar during long operations. `statistics` and `tokens` compute what is shown for an activation: summary
 statistics, token labels, and the most probable next tokens. `displayed_widget` is the base class of all widgets and
-sends the bundled front end; `heatmap` is the widget for results of experiments.
+sends the bundled front end; `heatmap` is the widget for results of experiments, and `circuit` the one for circuits.
 """

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from IPython.utils.text import EvalFormatter
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.components.names import BRACKETS
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.session.expressions import undefined
@@ -27,7 +28,7 @@ OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-
 STRING = re.compile("|".join(rf"{quote}(?:[^\\]|\\.)*?{quote}" for quote in ('"""', "'''", '"', "'")), re.DOTALL)
 OPEN_STRING = re.compile(r"""(["'])(?:[^\\]|\\.)*?(?:\1|\\?$)""", re.DOTALL)
 _PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\s\["]|"(?=[^"]*$))*')
-COMPONENT = re.compile(r"(?:[^\s\[\]@]+\.)?(?:layers\[[^\[\]]*\](?:\.\w+(?:\[[^\[\]]*\](?=\.))?)+|@\w+)")
+COMPONENT = re.compile(rf"(?:[^\s\[\]@]+\.)?(?:layers{BRACKETS}(?:\.[\w*]+(?:{BRACKETS}(?=\.))?)+|@[\w*]+)")
 _OPTION = re.compile(r"(--[A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 

@@ -81,6 +81,70 @@ export interface Traits {
   scores_name: string;
   /** The current or last run of any view; `null` before the first one. */
   run: { id: number; state: RunState } | null;
+  /** The circuit that is shown above the tree; `null`: none is. */
+  circuit: CircuitPicture | null;
+}
+
+/** The traits of the widget of `show_circuit`, which has `front_end` besides, and nothing else of the above. */
+export interface CircuitTraits {
+  circuit: CircuitPicture;
+  /** What is pinned: a node or an edge, by its number; set by the front end. */
+  pinned: Pinned | null;
+  model_id: string;
+}
+export type Pinned = [kind: "node" | "edge", number: number];
+
+/** A circuit, with the place of everything in its picture, in pixels from the top left. */
+export interface CircuitPicture {
+  width: number;
+  height: number;
+  bands: CircuitBand[];
+  /** From the lowest row to the highest, each from the left. */
+  nodes: CircuitNode[];
+  /** The strongest first. */
+  edges: CircuitEdge[];
+  /** How many edges are shown at first. */
+  first: number;
+  /** `40 of 1,230 edges, faithfulness 0.91`. */
+  summary: string;
+  /** The code that makes the circuit. */
+  python: string;
+  json: string;
+}
+
+/** The area behind the rows of a layer. */
+export interface CircuitBand {
+  label: string;
+  y: number;
+  height: number;
+}
+
+export interface CircuitNode {
+  /** The component: `layers[2].attn.heads[3].z`. */
+  name: string;
+  label: string;
+  /** The center. */
+  x: number;
+  y: number;
+  width: number;
+  height: number;
+  /** The inputs at which edges end, and where: `[["q", 112], ...]`. */
+  ports: [name: string, x: number][];
+  /** The row in the skeleton; -1 without a tree, or if there is none. */
+  row: number;
+}
+
+export interface CircuitEdge {
+  sender: string;
+  receiver: string;
+  score: number;
+  /** The node where it begins, and those where it ends: several, if heads share the keys or values there. */
+  from: number;
+  to: number[];
+  /** Of its line. */
+  thickness: number;
+  /** The `d` of an SVG path. */
+  line: string;
 }
 
 /** The traits of the widget of `show_heatmap`, which has `front_end` besides, and nothing else of the above. */
@@ -237,6 +301,7 @@ export interface Component {
   name: string;
   /** What the dimensions of the value are: `batch`, `head`, ... */
   axes: string[];
+  shape: number[];
 }
 
 /** What the popup shows. */

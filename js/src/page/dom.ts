@@ -16,7 +16,19 @@ export function element<K extends keyof HTMLElementTagNameMap>(
   attributes: Record<string, AttributeValue> = {},
   ...children: Child[]
 ): HTMLElementTagNameMap[K] {
-  const made = document.createElement(tag);
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/** An element of a picture, as `element`. */
+export function svgElement<K extends keyof SVGElementTagNameMap>(
+  tag: K,
+  attributes: Record<string, AttributeValue> = {},
+  ...children: Child[]
+): SVGElementTagNameMap[K] {
+  return filled(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function filled<E extends Element>(made: E, attributes: Record<string, AttributeValue>, children: Child[]): E {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") made.addEventListener(name.replace(/^on/, ""), value as EventListener);
     else setAttribute(made, name, value);
@@ -71,14 +83,8 @@ export const ICONS = {
 
 /** A picture without a name of its own: the button around it has one. */
 export function icon(name: keyof typeof ICONS): SVGSVGElement {
-  const picture = document.createElementNS(SVG, "svg");
-  for (const [key, value] of Object.entries({ class: "gp-icon", viewBox: "0 0 16 16", "aria-hidden": "true" })) {
-    picture.setAttribute(key, value);
-  }
-  const outline = document.createElementNS(SVG, "path");
-  outline.setAttribute("d", ICONS[name]);
-  picture.append(outline);
-  return picture;
+  const outline = svgElement("path", { d: ICONS[name] });
+  return svgElement("svg", { class: "gp-icon", viewBox: "0 0 16 16", "aria-hidden": true }, outline);
 }
 
 /** Resolves to whether the text is in the clipboard now. */

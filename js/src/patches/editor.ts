@@ -5,7 +5,7 @@ import { wordsOf } from "../kernel/kernel";
 import type { PatchKind, PatchState, RequestError } from "../kernel/protocol";
 import { element, replaceChildren, setAttribute } from "../page/dom";
 import { type Floating, makeFloating } from "../page/floating";
-import type { Part, View } from "../view";
+import type { Part, PatchTarget, View } from "../view";
 import { Checker } from "./checker";
 import {
   type Draft,
@@ -25,7 +25,7 @@ import { PatchForm } from "./patch_form";
 import { whyUnpatchable } from "./patchable";
 
 export interface Editor extends Part {
-  open(target: { row: number } | { number: number }, anchor: Element): void;
+  open(target: PatchTarget, anchor: Element): void;
   /** Closes the editor and drops the texts. */
   close(): void;
 }
@@ -73,7 +73,7 @@ class PatchEditor implements Editor {
     setAttribute(this.apply, "aria-describedby", this.reason.id);
   }
 
-  open(target: { row: number } | { number: number }, anchor: Element): void {
+  open(target: PatchTarget, anchor: Element): void {
     this.forget();
     const chosen = "number" in target ? this.patch(target.number) : null;
     if ("number" in target && chosen === null) {
@@ -82,7 +82,8 @@ class PatchEditor implements Editor {
     }
     this.changing = chosen;
     this.row = "row" in target ? target.row : (chosen?.row ?? -1);
-    this.path = chosen?.path ?? this.view.skeleton.path(this.row);
+    const component = "row" in target ? target.component : undefined;
+    this.path = chosen?.path ?? component ?? this.view.skeleton.path(this.row);
     const unpatchable = chosen === null ? whyUnpatchable(this.view.skeleton, this.row) : null;
     if (unpatchable !== null) {
       this.refuse(unpatchable.why, unpatchable.instead, anchor);

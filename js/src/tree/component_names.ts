@@ -1,37 +1,87 @@
 /** Names of components that have numbers: what the kernel finds for them in graphpatch_notebook/components/names.py. */
 import type { Component } from "../kernel/protocol";
-import type { Skeleton } from "./skeleton";
 
-const LAYERS = /^((?:.+\.)?layers\[)([^\]]*)\]\.(.+)$/;
-const HEADS = /\.heads(?:\[([^\]]*)\])?(?=\.)/;
-const SLICE = /\[[^\]]*\]$/;
+const NUMBERS = "(\\[[^\\[\\]]*\\]|[^\\[\\]]*)\\]";
+const IN_LAYERS = new RegExp(`^((?:[^\\[\\]@]+\\.)?layers\\[)${NUMBERS}\\.(.+)$`);
+const OUTSIDE = /^((?:[^[\]@]+\.)?)(@.+)$/;
+const SLICE = /^(.*[\w*])\[(\[?[^[\]]*\]?)\]$/;
+const MEMBERS = new RegExp(`^((?:.*\\.)?)(heads|experts)(?:\\[${NUMBERS})?\\.(.+)$`);
+const WHOLE = /^\s*-?\d+\s*$/;
 
-/** The rows that a name means, such as `layers[-1].attn.heads[0:2].z[:, -1]` or `@embed[0]`. */
-export function rowsMeant(text: string, components: readonly Component[], skeleton: Skeleton): Set<number> {
-  const [, start = "", layers = "*", part = text] = LAYERS.exec(text) ?? [];
-  const heads = HEADS.exec(part);
-  const bare = part.replace(HEADS, "").replace(SLICE, "");
-  const inStack = components.filter(({ name }) => start && name.startsWith(start));
-  const count = 1 + Math.max(-1, ...inStack.map(({ name }) => Number.parseInt(name.slice(start.length), 10)));
-  const names = start ? numbers(layers, count).map((layer) => `${start}${layer}].${bare}`) : [bare];
-  const meant = components.filter(({ name }) => names.includes(name));
-  return new Set(meant.filter((one) => !heads || hasHeads(one, heads[1] ?? "*", skeleton)).map(({ row }) => row));
+/** The rows that a name means, such as `layers[-1].attn.heads[0:2].z[:, -1]`, `layers[0].resid_*` or `@embed[0]`. */
+export function rowsMeant(text: string, components: readonly Component[]): Set<number> {
+  const [, inside = "", layers = "", part = ""] = IN_LAYERS.exec(text) ?? [];
+  const [, outside = "", word = ""] = OUTSIDE.exec(text) ?? [];
+  if (!part) return new Set(word ? ofLayer(word, outside, components) : []);
+  const inStack = components.filter(({ name }) => name.startsWith(inside));
+  const count = 1 + Math.max(-1, ...inStack.map(({ name }) => Number.parseInt(name.slice(inside.length), 10)));
+  const found = numbers(layers, count).map((layer) => ofLayer(part, `${inside}${layer}].`, inStack));
+  const leavesOut = layers === "*" || layers === ":"; // layers that do not have it
+  return new Set(leavesOut || found.every((rows) => rows.length > 0) ? found.flat() : []);
 }
 
-function hasHeads({ row, axes }: Component, heads: string, skeleton: Skeleton): boolean {
-  return numbers(heads, skeleton.specOf(row)?.[1]?.[axes.indexOf("head")] ?? 0).length > 0;
+/** The rows that a part means, among the components whose names begin so; none if one of them lacks what it says. */
+function ofLayer(part: string, start: string, components: readonly Component[]): number[] {
+  const [, whole = part, slice] = SLICE.exec(part) ?? [];
+  const [, before = "", word = "", list = "*", after = whole] = MEMBERS.exec(whole) ?? [];
+  const heads = word === "heads";
+  const path = pattern(before + (heads || !word ? "" : "experts.") + after);
+  const named = components.filter(
+    ({ name }) => name.startsWith(start) && !name.slice(start.length).startsWith("layers["),
+  );
+  let meant = named.filter(({ name }) => path.test(name.slice(start.length).replace(/\[\d+\]/, "")));
+  if (heads && path.source.includes("*")) meant = meant.filter(({ axes }) => axes.includes("head"));
+  if (word === "experts") meant = numbers(list, meant.length).flatMap((number) => meant[number] ?? []);
+  const fits = ({ axes, shape }: Component): boolean => {
+    const head = heads ? axes.indexOf("head") : -1;
+    const rest = shape.filter((_, dim) => dim !== head);
+    return (!heads || numbers(list, shape[head] ?? 0).length > 0) && (slice === undefined || selects(slice, rest));
+  };
+  return meant.every(fits) ? meant.map(({ row }) => row) : [];
+}
+
+/** What a pattern of words matches: `*` is any text within a word, `**` any text. */
+function pattern(words: string): RegExp {
+  const parts = words.split(/(\*\*\.|\*\*|\*)/);
+  const of: Record<string, string> = { "**.": "(?:.*\\.)?", "**": ".*", "*": "[^.]*" };
+  return new RegExp(`^${parts.map((part) => of[part] ?? part.replace(/[^\w]/g, "\\$&")).join("")}$`);
+}
+
+/** Whether a slice selects anything of a tensor of this shape, and is in its range. */
+function selects(slice: string, shape: readonly number[]): boolean {
+  const parts = slice.replace(/,\s*$/, "").split(",");
+  const dots = parts.findIndex((part) => part.trim() === "...");
+  const behind = dots < 0 ? 0 : parts.length - 1 - dots;
+  if (parts.length - Number(dots >= 0) > shape.length) return false;
+  return parts.every((part, at) => {
+    if (at === dots) return true;
+    const size = shape[dots < 0 || at < dots ? at : shape.length - behind + (at - dots - 1)] ?? 0;
+    const hasPositiveStep = !(part.split(":")[2] ?? "").includes("-");
+    return hasPositiveStep && !/[[*]/.test(part) && numbers(part, size).length > 0;
+  });
 }
 
 /** Which of `count` are meant by a number, several, a slice or `*`; none if one of them is out of range. */
 function numbers(text: string, count: number): number[] {
-  const all = Array.from({ length: count }, (_, number) => number);
-  const [from = "", to = "", step = "1"] = text.split(":");
-  if (text === "*") return all;
-  if (text.includes(":")) {
-    return all.slice(Number(from), to ? Number(to) : count).filter((_, at) => at % Number(step || 1) === 0);
-  }
-  const chosen = text.split(",").map((number) => (/^\s*-?\d+\s*$/.test(number) ? Number(number) : Number.NaN));
-  return chosen.every((number) => -count <= number && number < count)
-    ? chosen.map((number) => (number + count) % count)
-    : [];
+  const given = text.trim();
+  const isList = given.startsWith("[");
+  if (given === "*") return Array.from({ length: count }, (_, number) => number);
+  if (!isList && given.includes(":")) return sliced(given.split(":"), count);
+  const chosen = (isList ? given.slice(1, -1) : given).split(",");
+  const valid = chosen.every((one) => WHOLE.test(one) && -count <= Number(one) && Number(one) < count);
+  return valid ? chosen.map((one) => (Number(one) + count) % count) : [];
+}
+
+/** The numbers that a slice of Python takes of `count`. */
+function sliced(parts: readonly string[], count: number): number[] {
+  const [from, to, by] = parts.map((part) => (part.trim() ? Number(part) : undefined));
+  const step = by ?? 1;
+  if (parts.length > 3 || !parts.every((part) => !part.trim() || WHOLE.test(part)) || step === 0) return [];
+  const [low, high] = step > 0 ? [0, count] : [-1, count - 1];
+  const bound = (given: number) => Math.min(Math.max(given < 0 ? given + count : given, low), high);
+  const start = from === undefined ? (step > 0 ? low : high) : bound(from);
+  const end = to === undefined ? (step > 0 ? high : low) : bound(to);
+  const found: number[] = [];
+  for (let number = start; step > 0 ? number < end : number > end; number += step) found.push(number);
+  return found;
 }

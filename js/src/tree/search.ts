@@ -106,13 +106,13 @@ export class SearchIndex {
       case "text": {
         const { texts } = this;
         const parts = term.value.split("*");
-        const meant = rowsMeant(term.value, this.components, skeleton);
+        const meant = rowsMeant(term.value, this.components);
         return (row) => hasParts(texts[row] ?? "", parts) || meant.has(row);
       }
       case "exact": {
         const { paths } = this;
         const { value } = term;
-        const meant = rowsMeant(value, this.components, skeleton);
+        const meant = rowsMeant(value, this.components);
         for (const { row, name } of this.components) if (hasNames(name, value)) meant.add(row);
         return (row) => hasNames(paths[row] ?? "", value) || meant.has(row);
       }

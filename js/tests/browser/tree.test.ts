@@ -71,7 +71,7 @@ test("components have badges, with their axes, and are found by name", async () 
   const axes = ["batch", "head", "query", "key"];
   state.search("layers[-1].attn.heads[2].pattern");
   expect(state.found.matches).toEqual([]);
-  state.setComponents([{ row: index, name: "layers[1].attn.pattern", axes }]);
+  state.setComponents([{ row: index, name: "layers[1].attn.pattern", axes, shape: [1, 4, 3, 3] }]);
   expect(state.found.matches).toEqual([index]);
   await frame();
   const row = rows(tree.element).at(-1);
@@ -85,7 +85,7 @@ test("the view by components has the rows of the tree, layer by layer", async ()
   const { view, state, tree } = shown();
   const paths = state.found.index.paths;
   const row = (path: string) => paths.indexOf(`transformer.${path}`);
-  const named = (path: string, name: string) => ({ row: row(path), name, axes: ["batch"] });
+  const named = (path: string, name: string) => ({ row: row(path), name, axes: ["batch"], shape: [2] });
   state.setComponents([
     named("wte.output", "@embed"),
     ...[0, 1].flatMap((layer) => [

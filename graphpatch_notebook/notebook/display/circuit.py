@@ -1,0 +1,177 @@
+"""The picture of a circuit: the widget, what the front end draws, and static HTML.
+
+front end  -- pinned ---->  checked; sets `selected`
+`selected` -- pinned ---->  front end
+
+The front end is js/src/circuits/. It draws the layout of `experiments/circuits/layout.py`, as `Circuit.to_svg` does.
+The tree browser shows the same picture above the tree. A saved notebook shows the SVG, and a list of the strongest
+edges where pages allow no pictures.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import traitlets
+
+from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit
+from graphpatch_notebook.experiments.circuits.layout import NODE_HEIGHT, lay_out
+from graphpatch_notebook.experiments.circuits.svg import strongest, summary_of
+from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
+from graphpatch_notebook.notebook.display.labels import escaped
+
+_MOST = 300
+"""No more edges than this are sent, the strongest."""
+_LISTED = 20
+
+
+class CircuitView(DisplayedWidget):
+    """An interactive picture of a circuit, which `show_circuit` returns.
+
+    In a notebook, it displays as a widget, with a picture that replaces it without a kernel. Elsewhere, it is one line.
+
+    Args:
+        circuit: The circuit.
+
+    Attributes:
+        selected: What is pinned: the name of a component, such as `"layers[1].attn.heads[2].z"`, or the sender and
+            receiver of an edge, as a tuple; `None` if nothing is. Set it to pin something, and use `observe` to react
+            to clicks.
+
+    Example:
+        >>> from graphpatch_notebook.experiments import Circuit, Edge, show_circuit
+        >>> feeds = {"layers[0].mlp": ("layers[0].mlp_out",), "@logits": ()}
+        >>> edges = (Edge("@embed", "layers[0].mlp", 2.0), Edge("layers[0].mlp_out", "@logits", 1.5))
+        >>> view = show_circuit(Circuit(edges, feeds, candidates=3, clean=2.0, corrupted=0.0))
+        >>> view
+        <CircuitView of 2 of 3 edges>
+        >>> view.selected = "layers[0].mlp_out"
+        >>> view.close()
+    """
+
+    circuit = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    model_id = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
+    pinned: Any = traitlets.List(default_value=None, allow_none=True).tag(sync=True)
+    selected: Any = traitlets.Any(default_value=None)
+
+    def __init__(self, circuit: Circuit) -> None:
+        self._circuit = circuit
+        self._own_id = uuid.uuid4().hex
+        state = picture_of(circuit)
+        self.set_trait("circuit", state)
+        self.set_trait("model_id", self._own_id)
+        self._places: dict[Any, list[Any]] = {
+            **{node["name"]: ["node", number] for number, node in enumerate(state["nodes"])},
+            **{(edge["sender"], edge["receiver"]): ["edge", number] for number, edge in enumerate(state["edges"])},
+        }
+        super().__init__(self._static_html, self._own_id)
+
+    # -- what is pinned ------------------------------------------------------------------------------------------------
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """Validates what the front end pins. The front end can set no other trait."""
+        accepted = {name: value for name, value in sync_data.items() if name == "pinned" and self._is_there(value)}
+        super().set_state(accepted)
+        self.put_right(sync_data.keys() - accepted.keys())
+
+    def _is_there(self, pinned: Any) -> bool:
+        if pinned is None:
+            return True
+        return isinstance(pinned, list) and [*map(type, pinned)] == [str, int] and pinned in self._places.values()
+
+    @traitlets.validate("selected")
+    def _checked_selection(self, proposal: Any) -> Any:
+        chosen = proposal["value"]
+        if chosen is not None and chosen not in self._places:
+            raise traitlets.TraitError(
+                f"{chosen!r} is not in the picture; it shows {len(self._places)} components and edges, such as "
+                + ", ".join(map(repr, list(self._places)[:3]))
+            )
+        return chosen
+
+    @traitlets.observe("pinned")
+    def _follow_pinned(self, change: Any) -> None:
+        self.selected = next((name for name, place in self._places.items() if place == change["new"]), None)
+
+    @traitlets.observe("selected")
+    def _follow_selection(self, change: Any) -> None:
+        self.pinned = None if change["new"] is None else self._places[change["new"]]
+
+    # -- display -------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<CircuitView of {summary_of(self._circuit)}>"
+
+    def _static_html(self) -> str:
+        return static_circuit(self._circuit, self._own_id)
+
+
+def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _: None) -> dict[str, Any]:
+    """Returns the `CircuitPicture` of the front end.
+
+    Args:
+        circuit: The circuit.
+        row_of: Returns the row of a component in the tree; `None` if it does not have one.
+    """
+    shown = strongest(circuit, _MOST)
+    layout = lay_out(shown)
+    rows = [row_of(node.name) for node in layout.nodes]
+    return {
+        "width": layout.width,
+        "height": layout.height,
+        "bands": [{"label": band.label, "y": band.y, "height": band.height} for band in layout.bands],
+        "nodes": [
+            {
+                "name": node.name,
+                "label": node.label,
+                "x": node.x,
+                "y": node.y,
+                "width": node.width,
+                "height": NODE_HEIGHT,
+                "ports": [[port, round(node.port_x(port), 1)] for port in node.ports],
+                "row": -1 if row is None else row,
+            }
+            for node, row in zip(layout.nodes, rows, strict=True)
+        ],
+        "edges": [
+            {
+                "sender": placed.edge.sender,
+                "receiver": placed.edge.receiver,
+                "score": placed.edge.score,
+                "from": placed.sender,
+                "to": list(placed.receivers),
+                "thickness": placed.width,
+                "line": placed.line,
+            }
+            for placed in layout.edges
+        ],
+        "first": min(READABLE, len(shown.edges)),
+        "summary": summary_of(circuit, len(shown.edges)),
+        "python": circuit.to_python(),
+        "json": circuit.to_json(),
+    }
+
+
+def static_circuit(circuit: Circuit, model_id: str) -> str:
+    """Returns HTML with the picture of a circuit, and a list of its strongest edges, which pages may show instead.
+
+    Args:
+        circuit: The circuit.
+        model_id: The model id of the widget that hides the HTML.
+    """
+    picture = base64.b64encode(circuit.to_svg(edges=READABLE).encode()).decode()
+    edges = strongest(circuit, _LISTED).edges
+    rows = "".join(
+        f"<li><code>{escaped(edge.sender)}</code> → <code>{escaped(edge.receiver)}</code>: {edge.score:+.3g}</li>\n"
+        for edge in edges
+    )
+    return (
+        f'<div class="gp-static gp-static-{html.escape(model_id)}">\n'
+        f"<p><strong>Circuit: {escaped(summary_of(circuit))}</strong> (a picture; for the live one, run the cell)</p>\n"
+        f'<img alt="The circuit as a graph" src="data:image/svg+xml;base64,{picture}">\n'
+        f"<details><summary>The strongest {len(edges)} edges</summary>\n<ol>\n{rows}</ol>\n</details>\n</div>"
+    )

@@ -1,0 +1,64 @@
+/** Where the picture of a circuit is: alone, as `show_circuit` shows it, or above the tree of its model. */
+import type { CircuitNode, CircuitTraits } from "../kernel/protocol";
+import { element } from "../page/dom";
+import type { TreeState } from "../tree/tree_state";
+import type { Model, Part, View } from "../view";
+import { CircuitFigure } from "./circuit_figure";
+
+export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: () => void) => void): HTMLElement {
+  const figure = new CircuitFigure(model.get("circuit"), {
+    onPin: (pinned) => {
+      model.set("pinned", pinned);
+      try {
+        model.save_changes();
+      } catch {
+        return; // hosts throw without a connection: what is pinned is seen here only
+      }
+    },
+    actions: null,
+  });
+  const follow = () => figure.pin(model.get("pinned"));
+  model.on("change:pinned", follow);
+  onRemove(() => model.off("change:pinned", follow));
+  follow();
+  return figure.element;
+}
+
+/** A node that is pinned is the selected row of the tree, and can be patched. */
+export function makeCircuitPanel(view: View, state: TreeState): Part {
+  const panel = element("div", { class: "gp-circuit-panel" });
+  let figure: CircuitFigure | null = null;
+  const actions = (node: CircuitNode) => {
+    if (node.row < 0) return [];
+    const patch = element("button", { type: "button", class: "gp-button gp-primary" }, "Patch …");
+    patch.addEventListener("click", () => view.editPatch({ row: node.row, component: node.name }, patch));
+    return [patch];
+  };
+  const mark = () => {
+    const patched = view.model.get("session").patches.map(({ path }) => path);
+    figure?.mark(state.activeRow, new Set(patched));
+  };
+  const show = () => {
+    const circuit = view.model.get("circuit") ?? null;
+    panel.hidden = circuit === null;
+    figure = null;
+    panel.replaceChildren();
+    if (circuit === null) return;
+    figure = new CircuitFigure(circuit, {
+      onPin: (pinned) => {
+        const node = pinned?.[0] === "node" ? circuit.nodes[pinned[1]] : undefined;
+        if (node !== undefined && node.row >= 0) view.reveal(node.row);
+      },
+      actions,
+    });
+    panel.append(figure.element);
+    mark();
+  };
+  view.model.on("change:circuit", show);
+  view.model.on("change:session", mark);
+  view.onRemove(() => view.model.off("change:circuit", show));
+  view.onRemove(() => view.model.off("change:session", mark));
+  view.onRemove(state.onChange(mark));
+  show();
+  return { element: panel };
+}

@@ -1,0 +1,180 @@
+import axe from "axe-core";
+import { afterEach, expect, test } from "vitest";
+import { userEvent } from "vitest/browser";
+import { makeCircuitPanel } from "../../src/circuits/circuit_views";
+import widget from "../../src/index";
+import type { CircuitPicture, CircuitTraits } from "../../src/kernel/protocol";
+import { TreeState } from "../../src/tree/tree_state";
+import "../../src/style.css";
+import { FakeModel } from "../fixtures";
+import { patch, Rig } from "../panel_rig";
+
+const HOSTILE = "<img src=x onerror=window.wasRun=1>";
+
+const undos: (() => void)[] = [];
+
+/** embed -> head 0.0 (q and v) -> logits, and past it -> logits. */
+function picture(changes: Partial<CircuitPicture> = {}): CircuitPicture {
+  const node = (name: string, label: string, x: number, y: number, row = -1) => {
+    return { name, label, x, y, width: 70, height: 36, ports: [] as [string, number][], row };
+  };
+  const edge = (from: number, to: number, sender: string, receiver: string, score: number, line: string) => {
+    return { from, to: [to], sender, receiver, score, thickness: 3, line };
+  };
+  const head = node("layers[0].attn.heads[0].z", "head 0.0", 100, 110);
+  head.ports = [
+    ["q", 80],
+    ["v", 120],
+  ];
+  return {
+    width: 260,
+    height: 220,
+    bands: [{ label: HOSTILE, y: 80, height: 60 }],
+    nodes: [node("@embed", "embed", 150, 190), head, node("@logits", "logits", 150, 30)],
+    edges: [
+      edge(1, 2, "layers[0].attn.heads[0].z", "@logits", 2, "M100 92C100 70 140 70 140 48"),
+      edge(0, 2, "@embed", "@logits", -1.5, "M160 172C160 110 200 110 160 48"),
+      edge(0, 1, "@embed", "layers[0].attn.heads[0].q", 1, "M140 172C140 150 80 150 80 128"),
+      edge(0, 1, "@embed", "layers[0].attn.heads[0].v", 0.25, "M150 172C150 150 120 150 120 128"),
+    ],
+    first: 4,
+    summary: "4 of 9 edges, faithfulness 0.9",
+    python: "circuit = 1",
+    json: "{}",
+    ...changes,
+  };
+}
+
+async function shown(changes: Partial<CircuitPicture> = {}, pinned: CircuitTraits["pinned"] = null) {
+  const model = new FakeModel<CircuitTraits>({ circuit: picture(changes), pinned, model_id: "abc" });
+  const el = document.createElement("div");
+  document.body.append(el);
+  const remove = await widget.render({ model, el });
+  undos.push(() => {
+    remove();
+    el.remove();
+  });
+  return { model, el, remove, ...parts(el) };
+}
+
+function parts(el: HTMLElement) {
+  const node = (name: string) =>
+    [...el.querySelectorAll<SVGGElement>(".gp-circuit-node")].find((one) =>
+      one.getAttribute("aria-label")?.startsWith(`${name}:`),
+    ) as SVGGElement;
+  const visible = (selector: string) =>
+    [...el.querySelectorAll(selector)].filter((one) => getComputedStyle(one).display !== "none").length;
+  const query = <E extends Element>(selector: string) => el.querySelector(selector) as E;
+  return { node, visible, query };
+}
+
+afterEach(() => {
+  for (const undo of undos.splice(0)) undo();
+  delete document.body.dataset.jpThemeLight;
+  document.body.removeAttribute("style");
+});
+
+test("nodes, inputs and edges are drawn where the kernel has placed them, with their signs", async () => {
+  const { el, node, visible } = await shown();
+  expect(visible(".gp-circuit-node")).toBe(3);
+  expect(visible(".gp-circuit-edge.gp-positive[d^=M]")).toBe(3 + 1); // one of the legend
+  expect(visible(".gp-circuit-edge.gp-negative")).toBe(1 + 1);
+  expect(node("head 0.0").textContent).toBe("head 0.0qv");
+  expect(node("head 0.0").getAttribute("aria-label")).toContain("layers[0].attn.heads[0].z, 2 edges in, 1 edge out");
+  const boxOf = (one: Element | null) => (one as Element).getBoundingClientRect();
+  const { left, top } = boxOf(el.querySelector("svg[role=group]"));
+  const box = boxOf(node("embed").querySelector("rect"));
+  expect(box.top - top).toBeCloseTo(190 - 18, 0);
+  expect(box.left - left).toBeGreaterThanOrEqual(150 - 35);
+  expect(document.querySelector("img")).toBeNull();
+  expect(el.querySelector(".gp-circuit-layer")?.textContent).toBe(HOSTILE);
+});
+
+test("the slider leaves out weak edges, and nodes without edges", async () => {
+  const { visible, query, node } = await shown({ first: 3 });
+  const slider = query<HTMLInputElement>("input[type=range]");
+  expect(slider.value).toBe("3");
+  expect(slider.getAttribute("aria-valuetext")).toBe("3 of 4, |score| ≥ 1");
+  expect(visible(".gp-circuit-target")).toBe(3);
+  slider.focus();
+  await userEvent.keyboard("{Home}");
+  expect(visible(".gp-circuit-target")).toBe(1);
+  expect(visible(".gp-circuit-node")).toBe(2);
+  expect(getComputedStyle(node("embed")).display).toBe("none");
+  await userEvent.keyboard("{End}");
+  expect(slider.getAttribute("aria-valuetext")).toBe("all 4, |score| ≥ 0.25");
+});
+
+test("pointing shows the path and score and the neighbors; a click pins, a second one unpins", async () => {
+  const { model, el, node, query } = await shown();
+  const target = el.querySelectorAll(".gp-circuit-target");
+  target[0]?.dispatchEvent(new PointerEvent("pointerenter")); // weak edges are drawn first
+  expect(query(".gp-readout").textContent).toBe("@embed → layers[0].attn.heads[0].v: +0.25");
+  expect(el.querySelectorAll(".gp-circuit-node.gp-near")).toHaveLength(2);
+  target[0]?.dispatchEvent(new PointerEvent("pointerleave"));
+
+  await userEvent.click(node("head 0.0"));
+  expect(model.get("pinned")).toEqual(["node", 1]);
+  expect(model.saved).toBe(1);
+  expect(node("head 0.0").getAttribute("aria-pressed")).toBe("true");
+  const cells = [...el.querySelectorAll(".gp-circuit-table td")].map((cell) => cell.textContent);
+  expect(cells).toEqual(["@embed → q", "+1", "@embed → v", "+0.25", "@logits", "+2"]);
+  await userEvent.click(node("head 0.0"));
+  expect(model.get("pinned")).toBeNull();
+  expect(query<HTMLElement>(".gp-circuit-pinned").hidden).toBe(true);
+
+  model.set("pinned", ["edge", 1]);
+  expect(query(".gp-circuit-pinned").textContent).toContain("@embed → @logits: −1.5");
+});
+
+test("the keyboard goes from node to node, pins and unpins", async () => {
+  const { model, el, node } = await shown();
+  expect(el.querySelectorAll(".gp-circuit-node[tabindex='0']")).toHaveLength(1);
+  node("embed").focus();
+  await userEvent.keyboard("{ArrowUp}");
+  expect(document.activeElement).toBe(node("head 0.0"));
+  await userEvent.keyboard("{Enter}");
+  expect(model.get("pinned")).toEqual(["node", 1]);
+  await userEvent.keyboard("{ArrowUp}{ArrowUp}");
+  expect(document.activeElement).toBe(node("logits"));
+  await userEvent.keyboard("{Escape}");
+  expect(model.get("pinned")).toBeNull();
+});
+
+test.each(["light", "dark"])("axe finds nothing, and no text is cut, on a %s page", async (theme) => {
+  document.body.dataset.jpThemeLight = String(theme === "light");
+  document.body.style.background = theme === "light" ? "#fff" : "#111";
+  const { el, node } = await shown({ bands: [{ label: "layer 0", y: 80, height: 60 }] });
+  await userEvent.click(node("head 0.0"));
+  const { violations } = await axe.run(el, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa", "best-practice"] });
+  expect(violations.map(({ id, nodes }) => [id, nodes.map((one) => one.html)])).toEqual([]);
+  for (const one of el.querySelectorAll<SVGGElement>(".gp-circuit-node")) {
+    const label = one.querySelector("text") as SVGTextElement;
+    expect(label.getComputedTextLength()).toBeLessThan(70);
+  }
+});
+
+test("above a tree, a pinned node is the selected row, and can be patched by its component", async () => {
+  const rig = new Rig({ circuit: picture() });
+  const row = rig.row("transformer.h_0.attn.output");
+  const circuit = picture();
+  const [, head] = circuit.nodes;
+  if (head) head.row = row;
+  rig.model.set("circuit", circuit);
+  const state = new TreeState(rig.view);
+  const panel = makeCircuitPanel(rig.view, state);
+  document.body.append(panel.element);
+  undos.push(() => panel.element.remove());
+  const { node } = parts(panel.element);
+  await userEvent.click(node("head 0.0"));
+  expect(rig.view.calls.at(-1)).toEqual(["reveal", row]);
+  await userEvent.click(panel.element.querySelector("button.gp-primary") as HTMLElement);
+  expect(rig.view.calls.at(-1)?.slice(0, 2)).toEqual(["editPatch", { row, component: "layers[0].attn.heads[0].z" }]);
+
+  rig.session([patch(1, { path: "layers[0].attn.heads[0].z", row })]);
+  expect(node("head 0.0").classList).toContain("gp-patched-node");
+  state.reveal(row);
+  expect(node("head 0.0").classList).toContain("gp-in-tree");
+  rig.model.set("circuit", null);
+  expect(panel.element.hidden).toBe(true);
+});

@@ -1,0 +1,136 @@
+"""Pictures of circuits: where nodes and edges go, and the SVG."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from graphpatch_notebook.experiments import Circuit, Edge
+from graphpatch_notebook.experiments.circuits.layout import NODE_HEIGHT, lay_out
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def made(layers: int, heads: int, kept: int, seed: int = 0, kv_heads: int | None = None) -> Circuit:
+    """A circuit of a decoder, of random edges."""
+    kv_heads = kv_heads or heads
+    senders, feeds, pairs = ["@embed"], {}, []
+    for layer in range(layers):
+        outputs = [f"layers[{layer}].attn.heads[{head}].z" for head in range(heads)]
+        group = heads // kv_heads
+        inputs = {f"layers[{layer}].attn.heads[{head}].q": (outputs[head],) for head in range(heads)}
+        for kind, head in itertools.product("kv", range(kv_heads)):
+            inputs[f"layers[{layer}].attn.heads[{head}].{kind}"] = tuple(outputs[head * group : (head + 1) * group])
+        pairs += itertools.product(senders, inputs)
+        senders += outputs
+        pairs += [(sender, f"layers[{layer}].mlp") for sender in senders]
+        senders.append(f"layers[{layer}].mlp_out")
+        feeds |= inputs | {f"layers[{layer}].mlp": (senders[-1],)}
+    pairs += [(sender, "@logits") for sender in senders]
+    chooser = random.Random(seed)
+    edges = [Edge(*pair, chooser.uniform(-1, 1)) for pair in pairs]
+    edges.sort(key=lambda edge: -abs(edge.score))
+    return Circuit(tuple(edges[:kept]), {**feeds, "@logits": ()}, len(edges), clean=2.0, corrupted=-1.0)
+
+
+CIRCUITS = [made(1, 2, 3), made(3, 4, 40, 1), made(4, 8, 90, 2), made(3, 4, 50, 3, kv_heads=2), made(12, 12, 300, 4)]
+
+
+@pytest.mark.parametrize("circuit", CIRCUITS, ids=lambda circuit: str(len(circuit.edges)))
+def test_edges_go_upwards_and_nodes_do_not_overlap(circuit: Circuit) -> None:
+    layout = lay_out(circuit)
+    assert [placed.edge for placed in layout.edges] == sorted(circuit.edges, key=lambda edge: -abs(edge.score))
+    assert {node.name for node in layout.nodes} <= {*circuit.nodes}
+    for placed in layout.edges:
+        assert layout.nodes[placed.sender].name == placed.edge.sender
+        assert {layout.nodes[at].name for at in placed.receivers} <= {*circuit.targets(placed.edge.receiver)}
+        assert placed.receivers
+        numbers = [float(number) for number in re.findall(r"-?\d+\.\d", placed.line)]
+        lowest, highest = max(numbers[1::2]), min(numbers[1::2])
+        assert lowest == layout.nodes[placed.sender].y - NODE_HEIGHT / 2
+        assert highest == min(layout.nodes[at].y for at in placed.receivers) + NODE_HEIGHT / 2 < lowest
+    for node in layout.nodes:
+        assert node.width / 2 <= node.x <= layout.width - node.width / 2
+        assert NODE_HEIGHT / 2 <= node.y <= layout.height - NODE_HEIGHT / 2
+    for one, other in itertools.combinations(layout.nodes, 2):
+        assert one.y != other.y or abs(one.x - other.x) >= (one.width + other.width) / 2 + 15
+
+
+def test_a_layer_is_above_the_ones_before_it_and_its_mlp_above_its_heads() -> None:
+    layout = lay_out(made(3, 4, 40, 1))
+    places = {node.name: node.y for node in layout.nodes}
+    assert places["@embed"] == max(places.values())
+    assert places["@logits"] == min(places.values())
+    order = [re.sub(r"heads\[\d+\]", "heads", name) for name in sorted(places, key=lambda name: -places[name])]
+    assert list(dict.fromkeys(order))[1:5] == [
+        "layers[0].attn.heads.z", "layers[0].mlp_out", "layers[1].attn.heads.z", "layers[1].mlp_out",
+    ]  # fmt: skip
+    assert [band.label for band in layout.bands] == ["layer 0", "layer 1", "layer 2"]
+    assert {port for node in layout.nodes for port in node.ports} == {"q", "k", "v"}
+
+
+def test_an_edge_to_shared_keys_ends_at_each_of_the_heads_that_pass_something_on() -> None:
+    feeds = {"layers[0].attn.heads[0].k": ("layers[0].attn.heads[0].z", "layers[0].attn.heads[1].z"), "@logits": ()}
+    shared = Edge("@embed", "layers[0].attn.heads[0].k", 1.0)
+    outs = [Edge(f"layers[0].attn.heads[{head}].z", "@logits", 0.5) for head in (0, 1)]
+    for used in ([0], [1], [0, 1]):
+        circuit = Circuit((shared, *(outs[head] for head in used)), feeds, 9, clean=1.0, corrupted=0.0)
+        layout = lay_out(circuit)
+        placed = next(one for one in layout.edges if one.edge == shared)
+        names = [layout.nodes[at].name for at in placed.receivers]
+        assert names == [f"layers[0].attn.heads[{head}].z" for head in used]
+        assert placed.line.count("M") == len(used)
+
+
+def test_a_chain_is_drawn_without_crossings() -> None:
+    """Two chains beside each other, whose heads are numbered crosswise."""
+    names = [
+        ("layers[0].attn.heads[0]", "layers[1].attn.heads[1]"),
+        ("layers[0].attn.heads[1]", "layers[1].attn.heads[0]"),
+    ]
+    edges = [Edge(f"{lower}.z", f"{upper}.v", 1.0) for lower, upper in names]
+    feeds = {f"{name}.v": (f"{name}.z",) for pair in names for name in pair}
+    layout = lay_out(Circuit(tuple(edges), feeds, 9, clean=1.0, corrupted=0.0))
+    x = {node.name: node.x for node in layout.nodes}
+    first, second = ((x[f"{lower}.z"], x[f"{upper}.z"]) for lower, upper in names)
+    assert (first[0] < second[0]) == (first[1] < second[1])
+
+
+@pytest.mark.parametrize("count", [None, 5])
+def test_the_svg_has_each_name_and_as_many_edges_as_asked(count: int | None) -> None:
+    circuit = replace(made(3, 4, 40, 1), faithfulness=0.912)
+    root = ElementTree.fromstring(circuit.to_svg(edges=count))
+    kept = sorted(circuit.edges, key=lambda edge: -abs(edge.score))[:count]
+    drawn = [line.find(f"{SVG}title").text for line in root.iter(f"{SVG}path") if line.get("class") == "edge"]
+    assert sorted(drawn) == sorted(f"{edge.sender} → {edge.receiver}: {edge.score:+.4g}" for edge in kept)
+    names = {node.find(f"{SVG}title").text for node in root.iter(f"{SVG}g") if node.get("class") == "node"}
+    assert names == {*replace(circuit, edges=tuple(kept)).nodes}
+    widths = [float(line.get("stroke-width")) for line in root.iter(f"{SVG}path") if line.get("class") == "edge"]
+    assert widths == sorted(widths)  # strong edges are drawn last, over weak ones
+    dashed = sum(line.get("stroke-dasharray") is not None for line in root.iter(f"{SVG}path"))
+    assert dashed == sum(edge.score < 0 for edge in kept) + 1
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    total = f"40 of {circuit.candidates} edges, faithfulness 0.912"
+    assert texts[-1] == (total if count is None else f"{total}, the strongest 5 are shown")
+
+
+def test_the_svg_is_written_into_a_file_and_an_empty_circuit_is_empty(tmp_path) -> None:
+    circuit = CIRCUITS[0]
+    text = circuit.to_svg(tmp_path / "circuit.svg")
+    assert (tmp_path / "circuit.svg").read_text("utf8") == text
+    assert "script" not in text
+    empty = ElementTree.fromstring(replace(circuit, edges=()).to_svg())
+    assert list(empty.iter(f"{SVG}path")) == []
+
+
+def test_a_circuit_is_python_that_makes_the_same_circuit() -> None:
+    circuit = CIRCUITS[1]
+    code, _, _ = circuit.to_python().partition("with pg.patch")
+    namespace: dict = {}
+    exec(code.replace(", circuit_patches", ""), namespace)
+    assert namespace["circuit"] == circuit

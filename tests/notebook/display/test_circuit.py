@@ -1,0 +1,99 @@
+"""The widget of `show_circuit`: what the front end gets and may set, what is pinned, what stays without a kernel."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree
+
+import comm
+import ipywidgets
+import pytest
+import torch
+import traitlets
+from IPython.core.interactiveshell import InteractiveShell
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.experiments import Circuit, Edge, show_circuit
+from tests.notebook.browser.test_widget import Line
+
+pytestmark = pytest.mark.hosts
+
+HEAD = "layers[0].attn.heads[1]"
+CIRCUIT = Circuit(
+    (Edge("@embed", f"{HEAD}.v", 2.0), Edge(f"{HEAD}.z", "@logits", 1.5), Edge("@embed", "@logits", -0.5)),
+    {f"{HEAD}.v": (f"{HEAD}.z",), "@logits": ()},
+    candidates=9,
+    clean=2.0,
+    corrupted=-1.0,
+    faithfulness=0.9,
+)
+
+
+@pytest.fixture(autouse=True)
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(comm, "create_comm", lambda *args, **options: Line(*args, **options))
+    InteractiveShell.clear_instance()  # of other tests
+    yield
+    ipywidgets.Widget.close_all()
+
+
+def test_the_front_end_gets_the_picture() -> None:
+    view: Any = show_circuit(CIRCUIT)
+    (state,) = view.comm.states()
+    picture = state["circuit"]
+    assert [node["name"] for node in picture["nodes"]] == ["@embed", f"{HEAD}.z", "@logits"]
+    assert [(edge["from"], edge["to"], edge["score"]) for edge in picture["edges"]] == [
+        (0, [1], 2.0), (1, [2], 1.5), (0, [2], -0.5),
+    ]  # fmt: skip
+    assert picture["nodes"][1]["ports"][0][0] == "v"
+    assert {node["row"] for node in picture["nodes"]} == {-1}
+    assert picture["summary"] == "3 of 9 edges, faithfulness 0.9"
+    assert Circuit.from_json(picture["json"]) == CIRCUIT
+    assert repr(view) == "<CircuitView of 3 of 9 edges, faithfulness 0.9>"
+
+
+def test_what_is_pinned_is_checked_and_selected() -> None:
+    view: Any = show_circuit(CIRCUIT)
+    seen: list[Any] = []
+    view.observe(lambda change: seen.append(change["new"]), "selected")
+    for pinned in (["node", 1], ["node", 3], ["edge", True], 5, ["edge", 0], None):
+        view.set_state({"pinned": pinned})
+    assert seen == [f"{HEAD}.z", ("@embed", f"{HEAD}.v"), None]
+    view.set_state({"circuit": {}})
+    assert view.circuit["summary"]
+    view.selected = "@embed"
+    assert view.pinned == ["node", 0]
+    with pytest.raises(traitlets.TraitError, match=r"'@embeds' is not in the picture; it shows 6 .*'@embed'"):
+        view.selected = "@embeds"
+
+
+def test_without_a_kernel_there_are_the_picture_and_the_strongest_edges() -> None:
+    hostile = replace(CIRCUIT, metric="<script>")
+    html = show_circuit(hostile)._static_html()
+    (source,) = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert ElementTree.fromstring(base64.b64decode(source)).tag.endswith("svg")
+    assert "3 of 9 edges" in html
+    assert "<script" not in html
+    assert f"{HEAD}.v</code>: +2" in html
+
+
+def test_a_browser_shows_a_circuit_whose_nodes_are_rows() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    pg = PatchableGraph(model, torch.randn(1, 5, 8))
+    edges = (Edge("layers[0].mlp_out", "layers[1].mlp", 1.0), Edge("layers[1].mlp_out", "@logits", 1.0))
+    feeds = {"layers[1].mlp": ("layers[1].mlp_out",), "@logits": ()}
+    circuit = Circuit(edges, feeds, 9, clean=1.0, corrupted=0.0)
+    browser: Any = pg.browse(circuit=circuit)
+    rows = {node["name"]: node["row"] for node in browser.circuit["nodes"]}
+    skeleton = browser._skeleton()
+    assert skeleton.path(rows["layers[0].mlp_out"]) == pg.components["layers[0].mlp_out"].path
+    assert rows["@logits"] == -1  # the model has none
+    assert "data:image/svg" in browser._static_html()
+    browser.set_circuit(None)
+    assert browser.circuit is None
+    assert browser.comm.states()[-1] == {"circuit": None}
