@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.selections import PositionSelection, StepSelection, selection
-from graphpatch_notebook.patches.slices import TensorIndex, as_index, index_problem, selection_problem, takes_nothing
+from graphpatch_notebook.patches.slices import TensorIndex, as_index, index_problem, selection_problem, selects_nothing
 from graphpatch_notebook.torch_compat import version_of
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ class _SlicedPatch(Patch[Any]):
         return None if self.slice is None else selection_problem(self.slice, sizes, shown, allow_empty=self.allow_empty)
 
     def _check_taken(self, index: TensorIndex, value: Tensor) -> None:
-        if index is not None and not self.allow_empty and takes_nothing(index, value.shape):
+        if index is not None and not self.allow_empty and selects_nothing(index, value.shape):
             shape = tuple(value.shape)
             raise PatchValueError(str(self.selection_problem(shape, f"the value here, of shape {shape},")))
 
