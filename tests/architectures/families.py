@@ -23,7 +23,7 @@ class Architecture:
         family: The kind of model: a key of `FAMILIES`.
         model_type: As configs name it.
         model: The name of its class.
-        attention: The implementation of attention, where the model has a choice; `None` for its own.
+        attention: The `attn_implementation`; `None` for the model's own.
     """
 
     family: str
