@@ -25,7 +25,7 @@ LETTER = 6.9
 _PADDING, _LEAST_WIDTH = 18.0, 62.0
 _PITCH = 92.0
 """From a row to the next."""
-_GAP, _EDGE_ROOM = 16.0, 12.0
+_GAP, _EDGE_ROOM = 16.0, 10.0
 _MARGIN, _LABELS = 14.0, 66.0
 _ROUNDS = 12
 _THINNEST, _WIDEST = 1.0, 8.0
@@ -187,7 +187,8 @@ class _Picture:
     def _route(self, number: int, edge: Edge, target: int) -> _Route:
         """Returns a line. The strongest have places in the rows between; others pass behind the nodes there."""
         first, last = self.of_node[self.index[edge.sender]], self.of_node[target]
-        between = [_Item(_EDGE_ROOM, row) for row in range(first.row + 1, last.row)] if number < READABLE else []
+        room = _EDGE_ROOM + self._thickness(edge)
+        between = [_Item(room, row) for row in range(first.row + 1, last.row)] if number < READABLE else []
         for item in between:
             self.items[item.row].append(item)
         items = (first, *between, last)

@@ -88,7 +88,10 @@ def _legend(layout: CircuitLayout, summary: str) -> Iterator[str]:
         return
     x, line = 14.0, layout.height + 18.0
     largest = max(abs(placed.edge.score) for placed in layout.edges)
+    signs = {"−" if placed.edge.score < 0 else "+" for placed in layout.edges}
     for sign, color, dash in (("+", POSITIVE, ""), ("−", NEGATIVE, _DASH)):
+        if sign not in signs:
+            continue
         text = f"score {sign}{largest:.3g}"
         yield f'<path d="M{x:g} {line:g}h34" stroke="{color}" stroke-width="8" stroke-opacity="0.8"{dash}/>'
         yield f'<text x="{x + 42:g}" y="{line + 4:g}" fill="#24292f">{escape(text)}</text>'
