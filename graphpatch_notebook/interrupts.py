@@ -1,8 +1,8 @@
 """Restores state even if a KeyboardInterrupt arrives, also during restoration.
 
-`afterwards` and `holding` run the steps that restore state, and run them again if they were interrupted, so every step
-must be idempotent. `deferred` delays an interrupt. An interrupt right before the first line of an `__exit__` ends a
-`with` block without it, which Python code cannot prevent: `Block` detects later that the block is over.
+`afterwards`, `on_error` and `holding` run the steps that restore state, and run them again if they were interrupted, so
+every step must be idempotent. `deferred` delays an interrupt. An interrupt right before the first line of an `__exit__`
+ends a `with` block without it, which Python code cannot prevent: `Block` detects later that the block is over.
 """
 
 from __future__ import annotations
@@ -36,6 +36,22 @@ def afterwards(*steps: Callable[[], object]) -> Iterator[None]:
     except BaseException:
         for step in steps:
             step()
+        raise
+
+
+@contextmanager
+def on_error(*steps: Callable[[], object]) -> Iterator[None]:
+    """Runs steps, in order, if the block raises; again if an interrupt arrives while they run."""
+    try:
+        yield
+    except BaseException:
+        try:
+            for step in steps:
+                step()
+        except BaseException:
+            for step in steps:
+                step()
+            raise
         raise
 
 

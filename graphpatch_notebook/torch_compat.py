@@ -79,6 +79,11 @@ def runs_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def takes_hooks(module: torch.nn.Module) -> bool:
+    """Whether forward hooks can be registered on `module`: scripted modules take none."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether `module` is under FSDP: its parameters are gathered for a call, and their memory is freed afterwards.
 
@@ -191,16 +196,6 @@ def has_compiled_parts(root: torch.nn.Module) -> bool:
                     seen.add(id(child))
                     ahead.append(child)
     return any(map(_has_compiled_forward, classes))
-
-
-def restore_gradients(were_enabled: bool, error: BaseException) -> None:
-    """Restores the gradient mode after a run that was interrupted.
-
-    `torch.no_grad` restores it by a call that function modes see, and an interrupt may arrive while ours handles it.
-    After other errors, the gradient mode is as the model's own code leaves it.
-    """
-    if not isinstance(error, Exception):
-        torch.set_grad_enabled(were_enabled)
 
 
 class EagerCode:

@@ -170,6 +170,18 @@ def imported_from_above(file: Path) -> set[str]:
     return {layer for layer in above if (own.split("/")[0], layer.split("/")[0]) not in doors}
 
 
+def test_only_contexts_import_patched_calls() -> None:
+    """`execution/live` imports plans, patch maps and positions; none of these imports it."""
+    live = f"{ROOT.name}.execution.live"
+    files = [file for file in FILES if file.parent != ROOT / "execution" / "live"]
+    importing = {
+        name_of(file)
+        for file in files
+        if any(name.startswith(live) for name in imported_names(ast.walk(parse(file)), file))
+    }
+    assert importing == {"execution/__init__.py", "execution/context.py"}
+
+
 @pytest.mark.parametrize(("own", "layer"), sorted(DOORS))
 def test_doors_are_opened_by_functions(own: str, layer: str) -> None:
     file = ROOT / DOORS[own, layer]

@@ -14,12 +14,11 @@ import operator
 import warnings
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk, reachable_modules
-from graphpatch_notebook.capture.observers import Swaps, apply_observer, observer, visible_apply
+from graphpatch_notebook.capture.observers import Swaps, ThreadState, apply_observer, observer, visible_apply
 from graphpatch_notebook.capture.recorder import Recorder
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.sizes import Size
@@ -27,13 +26,7 @@ from graphpatch_notebook.errors import CaptureError, CompilationWarning, Decompo
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import (
-    EagerCode,
-    function_mode_depth,
-    is_compiled,
-    pop_function_modes,
-    restore_gradients,
-)
+from graphpatch_notebook.torch_compat import EagerCode, is_compiled
 from graphpatch_notebook.values import rebuilt_sequence
 
 __all__ = ["Frame", "capture", "record"]
@@ -69,30 +62,19 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if has_compiled and not EagerCode.is_possible:
         raise CaptureError(EagerCode.reason)
     swaps, eager = Swaps(), EagerCode()
-    has_grad = torch.is_grad_enabled()
-    observed, applied, modes = observer.get(), apply_observer.get(), function_mode_depth()
 
-    def take_back() -> None:
-        apply_observer.set(applied)
-        observer.set(observed)
-        pop_function_modes(modes)
-        swaps.let_go()
-        eager.let_go()
+    def settle() -> None:
         if recorder.has_kept_values():
             _settle(module, recorder)
 
-    try:
-        with afterwards(take_back):
-            swaps.hold(modules)
-            observer.set(recorder)
-            apply_observer.set(recorder)
-            if has_compiled:
-                eager.hold()
-            with visible_apply(), recorder:
-                module(*args, **kwargs)
-    except BaseException as error:
-        restore_gradients(has_grad, error)
-        raise
+    with afterwards(ThreadState().restore, swaps.let_go, eager.let_go, settle):
+        swaps.hold(modules)
+        observer.set(recorder)
+        apply_observer.set(recorder)
+        if has_compiled:
+            eager.hold()
+        with visible_apply(), recorder:
+            module(*args, **kwargs)
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
     return recorder.root_frame

@@ -8,6 +8,7 @@ the last observer restores the original.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,12 +16,14 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from torch import is_grad_enabled, set_grad_enabled
 from torch.autograd import Function
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphpatch_notebook.capture.naming.call_sites import invoke
 from graphpatch_notebook.interrupts import afterwards, holding
+from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes
 
 
 class Observer(Protocol):
@@ -181,6 +184,31 @@ class ApplyObserver(Protocol):
 
 
 apply_observer: ContextVar[ApplyObserver | None] = ContextVar("graphpatch_apply_observer", default=None)
+
+
+class ThreadState:
+    """What a run of the model may leave changed in its thread: the observers, function modes, and the gradient mode."""
+
+    __slots__ = ("_applied", "_depth", "_error", "_has_gradients", "_observer")
+
+    def __init__(self) -> None:
+        self._observer, self._applied = observer.get(), apply_observer.get()
+        self._depth, self._has_gradients = function_mode_depth(), is_grad_enabled()
+        self._error = sys.exc_info()[1]
+
+    def restore(self) -> None:
+        """Restores it all, but the gradient mode only after an interrupt: otherwise it is what the model's code left.
+
+        `torch.no_grad` restores it by a call that function modes see, and an interrupt may arrive while ours handles
+        it.
+        """
+        observer.set(self._observer)
+        apply_observer.set(self._applied)
+        pop_function_modes(self._depth)
+        error = sys.exc_info()[1]
+        if error is not self._error and not isinstance(error, Exception):
+            set_grad_enabled(self._has_gradients)
+
 
 # These run whole modules inside: their insides are what people want to see.
 TRANSPARENT = (CheckpointFunction,)

@@ -9,6 +9,16 @@ parses them, and looks them up. `weights` finds which parts of the model's matri
 
 from graphpatch_notebook.components.components import Component, Components, find
 from graphpatch_notebook.components.proofs import Run
-from graphpatch_notebook.components.weights import ComponentWeights, Weights
+from graphpatch_notebook.components.weights import ComponentWeights, NoWeightError, Projection, Weights, projection
 
-__all__ = ["Component", "ComponentWeights", "Components", "Run", "Weights", "find"]
+__all__ = [
+    "Component",
+    "ComponentWeights",
+    "Components",
+    "NoWeightError",
+    "Projection",
+    "Run",
+    "Weights",
+    "find",
+    "projection",
+]

@@ -130,6 +130,20 @@ class Components(Mapping[str, Component]):
     def __len__(self) -> int:
         return len(self._findings.by_name)
 
+    def axes_at(self, path: str) -> Axes:
+        """Returns what the dimensions of the value at a path are, if it is a component, or has one as a part.
+
+        Example:
+            >>> import torch
+            >>> from graphpatch_notebook import PatchableGraph
+            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+            >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+            >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
+            >>> pg.components.axes_at("layers_0.dropout2.output"), pg.components.axes_at("src")
+            (('batch', 'position', 'channel'), ())
+        """
+        return next((one.axes for one in self.values() if one.path == path and len(one.axes) == len(one.shape)), ())
+
     def lookup(self, text: str) -> list[Component]:
         """Returns the components that a name means: one, or several for lists, slices and `*`, also in words.
 

@@ -87,6 +87,46 @@ class _Matrix:
         return self.whole().index_select(dim, numbers.to(self.whole().device))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """A linear map of the model whose outputs, or inputs, belong to the heads of a component.
+
+    Attributes:
+        linear: What it returns.
+        heads: The numbers of the outputs (of inputs, for `attn.z`) that belong to each head, of shape `(heads, size)`.
+        are_separate: Whether each head depends on its own outputs only, and not on others through a norm over all.
+    """
+
+    linear: Value
+    heads: Tensor
+    are_separate: bool
+    matrix: _Matrix
+
+    def weight(self) -> Tensor:
+        """Returns its matrix, with a row for each input: a view of the model's parameter.
+
+        Raises:
+            GraphError: It is not held as a tensor of floating-point numbers.
+        """
+        return self.matrix.whole()
+
+
+def projection(root: Frame, name: str) -> Projection:
+    """Returns the linear map that makes the component `attn.q`, `attn.k` or `attn.v`, or that reads `attn.z`.
+
+    Raises:
+        NoWeightError: The component is not made, or not read, by one linear map.
+    """
+    finder = _finder(root)
+    component = finder.component(name)
+    linear, matrix = finder.output_map(component) if name.endswith(".z") else finder.input_map(component)
+    if matrix.numbers is None or matrix.numbers.ndim != 2:
+        raise NoWeightError(f"{name} is not divided into heads")
+    is_read = name.endswith(".z")
+    are_separate = is_read or not finder.has_norm_over_heads(component, matrix.numbers.shape[1])
+    return Projection(linear, matrix.numbers, are_separate, matrix)
+
+
 class ComponentWeights:
     """The weights of one kind of component, by layer and head.
 
@@ -271,13 +311,13 @@ class _Finder:
     def _of_layer(self, start: str, name: str) -> _Matrix | str:
         try:
             if name in ("W_Q", "W_K", "W_V"):
-                return self._outputs(self._component(f"{start}attn.{name[-1].lower()}"), ("head", "channel"))
+                return self._outputs(self.component(f"{start}attn.{name[-1].lower()}"), ("head", "channel"))
             if name == "W_O":
-                return self._inputs(self._component(f"{start}attn.z"), ("head", "channel"))
-            post = self._component(f"{start}mlp.post")
+                return self._inputs(self.component(f"{start}attn.z"), ("head", "channel"))
+            post = self.component(f"{start}mlp.post")
             if name == "W_out":
                 return self._inputs(post, ("neuron",))
-            gate = self._outputs(self._component(f"{start}mlp.pre"), ("neuron",))
+            gate = self._outputs(self.component(f"{start}mlp.pre"), ("neuron",))
             up = self._up(post)
             other = None if up is None else self._outputs_of(up, ("neuron",), post)
             # An activation may be a product with its own input (`x * sigmoid(x)`).
@@ -291,7 +331,7 @@ class _Finder:
     def of_model(self, prefix: str, name: str) -> _Matrix:
         """Returns the embedding or the unembedding."""
         if name == "W_E":
-            value = self._value(self._component(f"{prefix}@embed"))
+            value = self._value(self.component(f"{prefix}@embed"))
             if value.op != "embedding":
                 raise NoWeightError(f"the embedding is made by {value.op or value.node.kind}, not by a table")
             return _Matrix(self._flow, self._flow.weights(value.node)[0], is_output_first=False)
@@ -299,11 +339,11 @@ class _Finder:
 
     def unembedding(self) -> Value:
         """Returns the result of the last linear map before the logits."""
-        return self._before(self._value(self._component("@logits")))
+        return self._before(self._value(self.component("@logits")))
 
     def same_as_logits(self) -> Iterator[Value]:
         """Yields the logits, and what they are before operations that only rearrange them or change their dtype."""
-        value: Value | None = self._value(self._component("@logits"))
+        value: Value | None = self._value(self.component("@logits"))
         while value is not None and not self._flow.is_linear_map(value):
             yield value
             value = self._source(value) if value.op in SAME_VALUES | VIEWS else None
@@ -316,7 +356,7 @@ class _Finder:
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def _component(self, name: str) -> Component:
+    def component(self, name: str) -> Component:
         if name not in self._components:
             pattern = name.replace("layers[", "layers[*", 1)
             reason = self._components.missing.get(name) or self._components.missing.get(pattern)
@@ -353,6 +393,15 @@ class _Finder:
             value = source
         raise NoWeightError(f"{self._flow.path(value)} is not made by one linear map")
 
+    def has_norm_over_heads(self, component: Component, size: int) -> bool:
+        """Whether a norm over more than a head's `size` channels lies between a component and its linear map."""
+        value: Value | None = self._value(component)
+        while value is not None and not self._flow.is_linear_map(value):
+            if (value in self._trails.norms or value.op in NORMS) and value.shape[-1] != size:
+                return True
+            value = self._source(value)
+        return False
+
     def _source(self, value: Value) -> Value | None:
         if (norm := self._trails.norms.get(value)) is not None:
             return self._flow.inputs(norm)[0].value
@@ -384,6 +433,14 @@ class _Finder:
         if not is_known:
             raise NoWeightError(f"{self._flow.path(linear)} ({linear.op}) does not multiply with one matrix")
         return _Matrix(self._flow, weights[0], linear.op in _INPUT_BY_OUTPUT, side, numbers)
+
+    def input_map(self, component: Component) -> tuple[Value, _Matrix]:
+        """Returns the linear map that makes the heads of a component."""
+        return self._before(self._value(component)), self._outputs(component, ("head", "channel"))
+
+    def output_map(self, component: Component) -> tuple[Value, _Matrix]:
+        """Returns the linear map that reads the heads of a component."""
+        return self._after(self._value(component))[0], self._inputs(component, ("head", "channel"))
 
     def _outputs(self, component: Component, axes: tuple[str, ...]) -> _Matrix:
         return self._outputs_of(self._value(component), axes, component)

@@ -4,8 +4,8 @@
 `plan` sorts its patches by frame, and `context` makes them active in a `with` block: it swaps the forwards of the
 modules on the way, and reports patches that never fire (`reports`). `live/` is a call in the block. `steps` and
 `positions` limit patches to parts of a generation, `recording` keeps many values of one run, `replay/` reuses the
-results of frames in sweeps, `splices` joins patches on the latents of an SAE with it, and `verified_fx` makes plain fx
-modules and compares them with the patched model.
+results of frames in sweeps, `splices` joins patches on the latents of an SAE with it, `skipped_calls` checks patches
+that replace calls, and `verified_fx` makes plain fx modules and compares them with the patched model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from graphpatch_notebook.execution.live.stand_in import (
     tensor_at,
 )
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.positions import Restriction, restriction_of, row_dimension, token_inputs
+from graphpatch_notebook.execution.positions import (
+    Restriction,
+    restriction_of,
+    row_dimension,
+    sequence_dims,
+    token_inputs,
+)
 from graphpatch_notebook.execution.recording import Recording, record
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
@@ -50,6 +56,7 @@ __all__ = [
     "record",
     "restriction_of",
     "row_dimension",
+    "sequence_dims",
     "tensor_at",
     "token_inputs",
     "verified_fx_module",

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.naming.call_sites import is_own
-from graphpatch_notebook.capture.observers import Swaps, apply_observer, observer, visible_apply
+from graphpatch_notebook.capture.observers import Swaps, ThreadState, observer, visible_apply
 from graphpatch_notebook.errors import (
     CheckpointWarning,
     GraphError,
@@ -30,23 +29,16 @@ from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.live.boundaries import Run, new_run
 from graphpatch_notebook.execution.live.module_hooks import ModuleHooks, forwards_may_be_wrapped
 from graphpatch_notebook.execution.live.operations import was_in_checkpoint
-from graphpatch_notebook.execution.live.skipped_calls import refuse_with_cache
 from graphpatch_notebook.execution.live.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.patch_map import Snapshot
 from graphpatch_notebook.execution.plan import Entry, RunPlan
 from graphpatch_notebook.execution.reports import Reports, count_of_patches, warn_of_data_loops, warn_of_other_uses
+from graphpatch_notebook.execution.skipped_calls import refuse_with_cache
 from graphpatch_notebook.execution.splices import check_splices
 from graphpatch_notebook.execution.steps import GenerationSteps, StepCount
-from graphpatch_notebook.interrupts import Block, afterwards, discards_value
+from graphpatch_notebook.interrupts import Block, afterwards, discards_value, on_error
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
-from graphpatch_notebook.torch_compat import (
-    EagerCode,
-    function_mode_depth,
-    is_in_backward,
-    pop_function_modes,
-    restore_gradients,
-    runs_hooks,
-)
+from graphpatch_notebook.torch_compat import EagerCode, is_in_backward, runs_hooks
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
 
@@ -92,23 +84,20 @@ class PatchContext:
     def __enter__(self) -> None:
         __tracebackhide__ = True
         self._was_entered = True
-        before = entered_by(self)
-        try:
-            plan = self._plan()
-            context = enter(self._captured, plan, self)
+        plan = self._plan()
+        context = ActiveContext(self._captured, plan, self)
+        with on_error(context.let_go):
+            context.hold()
             context.block = Block.entered_by(sys._getframe(1))
             if plan.data_loops and not self.is_quiet:
                 warn_of_data_loops(plan.data_loops, is_by_user=not is_own(sys._getframe(1).f_code))
-        except BaseException:
-            self._leave_all_but(before)
-            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             context = self._leave_innermost()
-        except BaseException:  # an interrupt that came in between
+        except BaseException:  # an interrupt; what `interrupts` offers would begin a line too late
             self._leave_innermost()
             raise
         if kind is None and context is not None:
@@ -144,12 +133,6 @@ class PatchContext:
         if context is not None:
             leave(context)
         return context
-
-    def _leave_all_but(self, before: tuple[ActiveContext, ...]) -> None:
-        """Takes back what was entered before an interrupt came."""
-        for context in entered_by(self):
-            if context not in before:
-                take_back(context)
 
 
 class ActiveContext:
@@ -188,6 +171,22 @@ class ActiveContext:
             self.after_call = (*self.after_call, origin.after_call)
         self.is_left = False
 
+    def hold(self) -> None:
+        """Activates the patches, after those of the active contexts of the same model."""
+        self.held.hold(self.plan)
+        with _lock:
+            _entered.append(self)
+        _active.set((*_active.get(), self))
+
+    def let_go(self) -> None:
+        """Restores the model to its state before `hold`. Can be called again after an interrupt."""
+        self.is_left, self.block = True, None
+        self.held.let_go()
+        with _lock:
+            if self in _entered:
+                _entered.remove(self)
+        _active.set(tuple(c for c in _active.get() if c is not self))
+
 
 class _HeldModel:
     """What a context changes in the model and in its thread. As with `Swaps`, `let_go` can be called again.
@@ -201,7 +200,6 @@ class _HeldModel:
         self.hooks = ModuleHooks()
         self.has_compiled_parts = False
         self._swaps = Swaps(_recomputing)
-        self._outer_observer = observer.get()
 
     def hold(self, plan: RunPlan) -> None:
         """Swaps the forwards of the modules that are watched, and puts hooks on those that need them."""
@@ -214,9 +212,6 @@ class _HeldModel:
         """Takes all of it back."""
         self.hooks.let_go()
         self._swaps.let_go()
-        # What an interrupted call may have left there.
-        if isinstance(observer.get(), Run) and observer.get() is not self._outer_observer:
-            observer.set(self._outer_observer)
 
 
 class _Calls:
@@ -265,7 +260,8 @@ def _is_over(context: ActiveContext) -> bool:
     """Takes a context back if an interrupt ended its block without a call of `__exit__`."""
     if context.block is None or not context.block.is_over():
         return False
-    take_back(context)
+    with afterwards(context.let_go):
+        pass
     warn_each_time(
         "an interrupt ended a `with` block of patches without its `__exit__`: its patches were taken away only now",
         PatchNotFiredWarning,
@@ -276,20 +272,6 @@ def _is_over(context: ActiveContext) -> bool:
 def entered_by(origin: PatchContext) -> tuple[ActiveContext, ...]:
     """Returns the contexts that `origin` entered in this thread or task and has not left, the innermost last."""
     return tuple(context for context in _active.get() if context.origin is origin)
-
-
-def enter(captured: CapturedModel, plan: RunPlan, origin: PatchContext) -> ActiveContext:
-    """Activates the patches of `plan`, after those of the active contexts of the same model."""
-    context = ActiveContext(captured, plan, origin)
-    try:
-        context.held.hold(context.plan)
-        with _lock:
-            _entered.append(context)
-        _active.set((*_active.get(), context))
-    except BaseException:
-        take_back(context)
-        raise
-    return context
 
 
 def _to_hook(plan: RunPlan) -> list[Module]:
@@ -304,8 +286,8 @@ def _to_hook(plan: RunPlan) -> list[Module]:
 
 
 def leave(context: ActiveContext) -> None:
-    """Takes back what `enter` did."""
-    take_back(context)
+    """Takes a context back, and warns of a backward pass that will not see its patches."""
+    context.let_go()
     outer = innermost(context.captured)
     if outer is not None:
         outer.calls.is_used |= context.calls.is_used
@@ -317,21 +299,6 @@ def leave(context: ActiveContext) -> None:
             CheckpointWarning,
             stacklevel=level_of_caller(),
         )
-
-
-def take_back(context: ActiveContext) -> None:
-    """Restores the model to its state before `context` was entered, without reports."""
-    with afterwards(partial(_let_go, context)):
-        pass
-
-
-def _let_go(context: ActiveContext) -> None:
-    context.is_left, context.block = True, None
-    context.held.let_go()
-    with _lock:
-        if context in _entered:
-            _entered.remove(context)
-    _active.set(tuple(c for c in _active.get() if c is not context))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -351,25 +318,18 @@ def call_patched(
         refuse_with_cache(plan.skips, kwargs, is_direct)
     run = new_run(root, plan, context.held.hooks, steps, reports.repetitions)
     calls.has_runs = calls.is_used = True
-    outer, applied = observer.get(), apply_observer.get()
+    outer, eager = observer.get(), EagerCode()
     is_inside = isinstance(outer, Run) and outer.root is root  # of another call of the same object
-    modes, has_grad, eager = function_mode_depth(), torch.is_grad_enabled(), EagerCode()
     needed = plan.entries
     try:
-        result = _observed(run, function, args, kwargs, eager, context.held.has_compiled_parts)
-    except BaseException as error:
-        # An interrupt may come between any two instructions, also between those that take things back.
-        observer.set(outer)
-        apply_observer.set(applied)
-        pop_function_modes(modes)
-        eager.let_go()
-        restore_gradients(has_grad, error)
-        if not isinstance(error, RunStopped):
-            raise
-        if has_grad and was_in_checkpoint(error):
+        with afterwards(ThreadState().restore, eager.let_go):
+            observer.set(run)
+            result = _observed(run, function, args, kwargs, eager, context.held.has_compiled_parts)
+    except RunStopped as stop:
+        if torch.is_grad_enabled() and was_in_checkpoint(stop):
             raise GraphPatchError(_STOPPED_IN_CHECKPOINT) from None
-        result, run.applier.fired.has_stopped = error.value, True
-        needed = _entries_until(error.patch, context)
+        result, run.applier.fired.has_stopped = stop.value, True
+        needed = _entries_until(stop.patch, context)
     if context.is_left:
         raise GraphPatchError(
             "the patch context ended while this call ran in it, in another thread: some of its patches may be missing "
@@ -422,7 +382,6 @@ def _observed(
     has_compiled_parts: bool,
 ) -> Any:
     __tracebackhide__ = True
-    token = observer.set(run)
     try:
         # Methods may compile the model themselves, as `generate` does with a static cache.
         is_plain = function is run.root and not has_compiled_parts
@@ -440,9 +399,6 @@ def _observed(
         if fired.ids:  # else patches did not cause it: a method may have refused its arguments
             explain(error, run.root, [run.plan.root.frame], fired.changes(run.plan))
         raise
-    finally:
-        observer.reset(token)
-        eager.let_go()
 
 
 def report_idle(context: ActiveContext) -> None:

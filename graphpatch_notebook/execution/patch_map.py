@@ -15,9 +15,9 @@ from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.checks.sharding import REPAIR, sharding, sharding_problem
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ComponentWarning, PatchMapError, ShardedValueWarning, UnknownPathError
-from graphpatch_notebook.execution.live.skipped_calls import are_for_calls, call_problem, call_target
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
+from graphpatch_notebook.execution.skipped_calls import are_for_calls, call_problem, call_target
 from graphpatch_notebook.execution.splices import inside_splice
 from graphpatch_notebook.inspection.nodes import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all

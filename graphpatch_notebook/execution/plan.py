@@ -21,14 +21,13 @@ from graphpatch_notebook.capture.data_loops import data_loop_of, data_loops
 from graphpatch_notebook.capture.quantization.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site, SourceLine
 from graphpatch_notebook.errors import PatchMapError
-from graphpatch_notebook.execution.live.module_hooks import takes_hooks
 from graphpatch_notebook.execution.positions import Restriction
 from graphpatch_notebook.execution.splices import joined_with_splices
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import has_compiled_parts
+from graphpatch_notebook.torch_compat import has_compiled_parts, takes_hooks
 from graphpatch_notebook.values import TensorSpec
 
 

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
-from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.selections import Selection, selection
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
@@ -93,8 +93,9 @@ def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
     known = dimensions_of(root)
     batch = None if spec is None else known.profiles(spec)[0]
     found = [] if batch is None else [dim for dim in known.dims_like(whole, batch) if dim != position_dim]
-    if target.component is not None:  # its axes say which of several is meant
-        found = [dim for dim in found if target.component.axes[dim] == "batch"] or found
+    if len(found) > 1:
+        axes = axes_of(root, target)
+        found = [dim for dim in found if axes[dim : dim + 1] == ("batch",)] or found
     if len(found) != 1:
         raise ValueError(
             f"positions for each row need to know which dimension of its shape {tuple(whole.shape)} holds the batch: "
@@ -104,6 +105,11 @@ def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
     if found[0] not in target.whole_dims:
         raise ValueError(f"{target.text!r} takes a part of dimension {found[0]}, which has the rows of the batch")
     return found[0]
+
+
+def sequence_dims(axes: Sequence[str]) -> list[int]:
+    """Returns the dimensions of a component that run along the sequence: in a pattern, the queries."""
+    return [dim for dim, axis in enumerate(axes) if axis in ("position", "query")]
 
 
 def token_inputs(root: Frame) -> Sequence[str]:
@@ -153,8 +159,8 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
             f"the entries of its shape {shape} are chosen, or sorted, by values (tokens that are routed to an expert, "
             "say), so they are not at positions of the sequence, however many they are; choose a part with slice="
         )
-    if target.component is not None and given is None:  # its axes say which of several is meant
-        along = [dim for dim, axis in enumerate(target.component.axes) if axis in ("position", "query")]
+    if len(found) > 1:
+        along = sequence_dims(axes_of(root, target))
         found = [item for item in found if item[0] in along] or found
     if cut := [dim for dim, _ in found if dim not in target.whole_dims]:
         raise ValueError(

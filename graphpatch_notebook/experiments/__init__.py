@@ -6,6 +6,8 @@
 - `path_patch`: the direct effect of one part of the model on another.
 - `logit_lens`, `direct_logit_attribution`: what states of the residual stream, and single parts, say about the logits.
 - `head_scores`, `composition_scores`, `keep_heads`: what attention heads do, and the model with only some of them.
+- `attribute_edges`, `circuit`, `circuit_patches`, `faithfulness`: what passes along the edges between components, and
+  exact runs of the model with some of these edges only.
 - `attribute`, `top_scores`: the effect of each value, estimated by gradients.
 
 A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
@@ -14,8 +16,8 @@ them, `save_figure` saves a plot, `show_heatmap` and `show_circuit` display a re
 and `load_result` write and read files.
 
 The functions in `methods` make one patch map for each cell. `engine` runs the cells, and `executors` distributes them.
-`attribution` runs the model with gradients instead. `metrics` has the metrics, `results` makes and stores the arrays,
-`plotting` draws them, and `extras` imports optional packages.
+`attribution` and `circuits` run the model with gradients instead. `metrics` has the metrics, `results` makes and stores
+the arrays, `plotting` draws them, and `extras` imports optional packages.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from __future__ import annotations
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
+from graphpatch_notebook.experiments.circuits.edges import attribute_edges
+from graphpatch_notebook.experiments.circuits.runs import circuit_patches
+from graphpatch_notebook.experiments.circuits.selection import circuit, faithfulness
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.head_scores import composition_scores, head_scores, keep_heads
@@ -53,9 +58,13 @@ __all__ = [
     "SweepInterrupted",
     "ablate",
     "attribute",
+    "attribute_edges",
     "causal_trace",
+    "circuit",
+    "circuit_patches",
     "composition_scores",
     "direct_logit_attribution",
+    "faithfulness",
     "head_scores",
     "keep_heads",
     "load_result",

@@ -145,6 +145,11 @@ def _at_path(root: Frame, parsed: ParsedPath) -> Target:
     raise _stops_at_graph(root, frame, parsed)
 
 
+def axes_of(root: Frame, target: Target) -> tuple[str, ...]:
+    """Returns what the dimensions of the value at the path are (`query`, ...), if a component there says so."""
+    return find(root).axes_at(target.path) if target.component is None else target.component.axes
+
+
 def fixed_sizes_of(target: Target) -> list[int | None] | None:
     """Returns the sizes of the value meant, with `None` for those that depend on the inputs."""
     sizes = fixed_sizes(target.frame, target.node, target.whole)

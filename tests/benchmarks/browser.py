@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, sync_playwright
 import graphpatch_notebook
 from graphpatch_notebook.notebook.display.displayed_widget import packed
 from tests.benchmarks.report import Row, report, row
-from tests.browser.chromium import launch, opened
+from tests.browser.chromium import context_of, launch, opened
 from tests.browser.notebook_page import NotebookPage, notebook_of
 from tests.browser.server import Server, serving
 
@@ -138,7 +138,7 @@ return taken;
 @contextmanager
 def notebook(browser: Browser, server: Server, file: str) -> Iterator[NotebookPage]:
     """The notebook in a fresh page; its kernel goes on from page to page."""
-    with opened(browser) as (page, _):
+    with context_of(browser) as context, opened(context) as (page, _):
         shown = NotebookPage(page, server)
         shown.open(file)
         yield shown

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
-from playwright.sync_api import Browser, Error, Page, Playwright, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, Page, Playwright, Request, sync_playwright
 
 # A busy machine is no failure.
 TIMEOUT_SECONDS = 120
@@ -112,28 +111,34 @@ class Watch:
 
 
 @contextmanager
-def opened(
-    browser: Browser, color_scheme: Literal["light", "dark"] = "light", is_silent: bool = True
-) -> Iterator[tuple[Page, Watch]]:
-    """A fresh page with all that it keeps to itself, and the watch over it.
-
-    Args:
-        browser: The browser.
-        color_scheme: What the system is said to prefer.
-        is_silent: Whether to check at the end that nothing happened that the watch is for.
-    """
+def context_of(browser: Browser) -> Iterator[BrowserContext]:
+    """A context: its pages share a cache, and share nothing with pages of other contexts."""
     context = browser.new_context(
         viewport={"width": 1280, "height": 1000},
-        color_scheme=color_scheme,
+        color_scheme="light",
         permissions=["clipboard-read", "clipboard-write"],
     )
     context.set_default_timeout(1000 * TIMEOUT_SECONDS)
-    watch = Watch()
     try:
-        page = context.new_page()
+        yield context
+    finally:
+        context.close()
+
+
+@contextmanager
+def opened(context: BrowserContext, is_silent: bool = True) -> Iterator[tuple[Page, Watch]]:
+    """A new page, and the watch over it.
+
+    Args:
+        context: Where the page is.
+        is_silent: Whether to check at the end that nothing happened that the watch is for.
+    """
+    watch = Watch()
+    page = context.new_page()
+    try:
         watch.on(page)
         yield page, watch
         if is_silent:
             assert watch == Watch(), watch
     finally:
-        context.close()
+        page.close()

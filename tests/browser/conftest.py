@@ -9,9 +9,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from tests.browser.chromium import Watch, launch, opened
+from tests.browser.chromium import Watch, context_of, launch, opened
 from tests.browser.leaving_out import is_left_out
 from tests.browser.notebook_page import NotebookPage, notebook_of
 from tests.browser.server import CHECKOUT, Server, serving
@@ -51,9 +51,16 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
+@pytest.fixture(scope="package")
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """One context for all pages, so that JupyterLab is fetched and compiled once."""
+    with context_of(browser) as made:
+        yield made
+
+
 @pytest.fixture
-def page_and_watch(browser: Browser) -> Iterator[tuple[Page, Watch]]:
-    with opened(browser) as both:
+def page_and_watch(context: BrowserContext) -> Iterator[tuple[Page, Watch]]:
+    with opened(context) as both:
         yield both
 
 

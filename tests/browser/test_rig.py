@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Error, expect
+from playwright.sync_api import BrowserContext, Error, expect
 
 from tests.browser.chromium import opened
 from tests.browser.notebook_page import NotebookPage
@@ -80,8 +80,8 @@ def test_theme_changes_and_pictures_are_taken(
     assert len({dark, take_picture("light").read_bytes()}) == 2
 
 
-def test_other_machines_are_out_of_reach_and_watched(browser: Browser, server: Server) -> None:
-    with opened(browser, is_silent=False) as (page, watch):
+def test_other_machines_are_out_of_reach_and_watched(context: BrowserContext, server: Server) -> None:
+    with opened(context, is_silent=False) as (page, watch):
         page.goto(f"{server.url}/api/status")
         assert not watch.offsite
         page.goto("about:blank")

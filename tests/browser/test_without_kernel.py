@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbconvert
 import nbformat
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import BrowserContext, Locator, Page, expect
 
 from tests.browser.chromium import opened
 from tests.browser.server import Server
@@ -30,7 +30,7 @@ def test_static_tree_is_hidden_while_the_view_lives(example: TreePage) -> None:
 
 
 def test_reopened_notebook_shows_the_static_tree(
-    example: TreePage, server: Server, browser: Browser, take_picture: Callable[[str], Path]
+    example: TreePage, server: Server, take_picture: Callable[[str], Path]
 ) -> None:
     content = nbformat.read(saved(example, server), as_version=4)
     # Nobody has such a kernel; and nobody has signed such a notebook, so it is not trusted either.
@@ -50,13 +50,13 @@ def test_reopened_notebook_shows_the_static_tree(
 
 
 def test_html_of_nbconvert_shows_the_static_tree(
-    example: TreePage, server: Server, browser: Browser, tmp_path: Path
+    example: TreePage, server: Server, context: BrowserContext, tmp_path: Path
 ) -> None:
     page_text, _ = nbconvert.HTMLExporter().from_filename(str(saved(example, server)))
     file = tmp_path / "exported.html"
     file.write_text(page_text, encoding="utf8")
     # What nbconvert itself would fetch for formulas and widgets is out of reach.
-    with opened(browser, is_silent=False) as (page, watch):
+    with opened(context, is_silent=False) as (page, watch):
         page.goto(file.as_uri(), wait_until="domcontentloaded")
         tree = static_tree(page)
         expect(tree).to_be_visible()

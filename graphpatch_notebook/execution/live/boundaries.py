@@ -6,7 +6,7 @@ Only frames on the path to a patched value are seen, and only those with patched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -19,19 +19,20 @@ from torch.nn import Module
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
 from graphpatch_notebook.capture.naming.call_sites import invoke
 from graphpatch_notebook.capture.observers import Swaps, apply_observer
+from graphpatch_notebook.errors import PatchShapeError
 from graphpatch_notebook.execution.live.apply import Applier
 from graphpatch_notebook.execution.live.frames import FrameRun, RunningFrames
-from graphpatch_notebook.execution.live.module_hooks import ModuleHooks, is_called_by_module_call, takes_hooks
+from graphpatch_notebook.execution.live.module_hooks import ModuleHooks, is_called_by_module_call
 from graphpatch_notebook.execution.live.operations import LiveMode, is_in_checkpoint
-from graphpatch_notebook.execution.live.skipped_calls import skipped_output
 from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, tensor_at
 from graphpatch_notebook.execution.live.tracebacks import explain
-from graphpatch_notebook.execution.plan import FramePlan, RunPlan
+from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan
 from graphpatch_notebook.execution.reports import Repetitions
+from graphpatch_notebook.execution.skipped_calls import passing_input
 from graphpatch_notebook.execution.steps import GenerationSteps
 from graphpatch_notebook.interrupts import afterwards, holding
-from graphpatch_notebook.torch_compat import runs_hooks
-from graphpatch_notebook.values import take
+from graphpatch_notebook.torch_compat import runs_hooks, takes_hooks
+from graphpatch_notebook.values import ContainerSpec, Key, ValueSpec, rebuilt, take
 
 
 class Run:
@@ -159,7 +160,7 @@ class Run:
                 args, kwargs = _patched_inputs(applier, plan, args, kwargs)
         if skip is not None:
             with applier.unseen():
-                return skipped_output(applier, skip, args, kwargs)
+                return _skipped_output(applier, skip, args, kwargs)
         if plan.tensors or plan.watched_tensors:
             return self._run_with_tensors(module, plan, forward, args, kwargs)
         return self._invoke(plan, forward, args, kwargs)
@@ -307,6 +308,32 @@ def _replacements(applier: Applier, plan: FramePlan, module: Module) -> dict[str
         if patched is not value:
             found[path] = patched
     return found
+
+
+# -- calls that a patch replaces ---------------------------------------------------------------------------------------
+
+
+def _skipped_output(applier: Applier, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a call returns that `entry` replaces."""
+    __tracebackhide__ = True
+    target, patch = entry.target, entry.patches[-1]
+    applier.fired.ids.add(id(entry))
+    applier.fired.skipped.add(id(target.frame))
+    applier.fired.has_changed = True
+    name = passing_input(target)
+    given = None if name is None else given_input(target.frame.parameters, name, args, kwargs)
+    if not isinstance(given, Tensor) and not isinstance(getattr(patch, "value", None), Tensor):
+        raise PatchShapeError(f"{target.text!r}: the call has no tensor as {name!r} to pass through: give value=")
+    return _container(target.frame.output_node.spec, target.dig, patch.op(given))
+
+
+def _container(spec: ValueSpec, dig: Sequence[Key], value: Any) -> Any:
+    """Returns a container as recorded with `value` where `dig` leads, and `None` elsewhere."""
+    if not dig:
+        return value
+    assert isinstance(spec, ContainerSpec)
+    items = [_container(child, dig[1:], value) if key == dig[0] else None for _, key, child in spec.children]
+    return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
 
 
 # -- runs whose frames are seen ----------------------------------------------------------------------------------------

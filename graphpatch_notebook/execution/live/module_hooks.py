@@ -10,7 +10,6 @@ import threading
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
@@ -41,11 +40,6 @@ class _Hooks:
         for handle in (self._on_inputs, self._on_output):
             if handle is not None:
                 handle.remove()
-
-
-def takes_hooks(module: Module) -> bool:
-    """Whether forward hooks can be registered on `module`: scripted modules take none."""
-    return not isinstance(module, torch.jit.ScriptModule)
 
 
 class ModuleHooks:

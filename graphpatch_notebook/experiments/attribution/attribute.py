@@ -33,7 +33,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
 from graphpatch_notebook.experiments.methods.heads import head_layout
-from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, by_problem, check_problems
+from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, Rows, by_problem, check_problems
 from graphpatch_notebook.experiments.results.arrays import metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -54,7 +54,7 @@ def attribute(
     method: Method = "gradient",
     steps: int = 8,
     paths: Iterable[str | NodePath] | None = None,
-    positions: Positions = None,
+    positions: Positions | Rows = None,
     position_dim: int | Mapping[str, int] | None = None,
     heads: int | None = None,
     max_bytes: int = 2**30,
@@ -84,8 +84,10 @@ def attribute(
         steps: The number of points for `"integrated"`.
         paths: The nodes to score. By default, all nodes with floating-point tensors.
         positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
-            or a slice. Negative numbers count from the end. If `paths` are given, each of them must have positions;
-            otherwise an `ExperimentWarning` names the values without positions.
+            or a slice. Negative numbers count from the end. With two dimensions, `(batch, columns)`, each row of the
+            batch has positions of its own, and the result has the numbers of the columns as positions. If `paths` are
+            given, each of them must have positions; otherwise an `ExperimentWarning` names the values without
+            positions.
         position_dim: The sequence dimension of values, if it is ambiguous or the model does not take tokens: one number
             for all paths, or a dict by path.
         heads: The number of attention heads: returns a score for each head. The heads must be separate in the values at
@@ -140,7 +142,7 @@ def attribute(
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
     if axis is not None and paths is not None:
         check_problems(axis.problems)
-    kept = {path: KeptDims(dim) for path, dim in (axis.dims if axis is not None else {}).items()}
+    kept = {} if axis is None else {path: KeptDims(dim, **axis.of_rows(path)) for path, dim in axis.dims.items()}
     members = {place.path: place for place in selected.places.values() if place.dim is not None}
     if heads is not None:
         if members:

@@ -707,14 +707,20 @@ class KeptDims:
         position: The sequence dimension.
         heads: The dimension that is split into equal parts, one for each head.
         count: The number of heads.
+        row: The dimension of the batch, if each row has positions of its own.
+        columns: Then the position in each row, for each column.
     """
 
     position: int | None = None
     heads: int | None = None
     count: int = 1
+    row: int | None = None
+    columns: tuple[tuple[int, ...], ...] = ()
 
     def summed(self, product: Tensor) -> Tensor:
         """Returns the sum of a tensor over all other dimensions."""
+        if self.row is not None and self.position is not None:
+            product = self._at_columns(product, self.row, self.position)
         kept = [] if self.position is None else [self.position]
         if self.heads is not None:
             product = product.unflatten(self.heads, (self.count, -1))
@@ -722,6 +728,13 @@ class KeptDims:
         others = [dim for dim in range(product.dim()) if dim not in kept]
         sums = product.sum(others) if others else product
         return sums.T if kept != sorted(kept) else sums
+
+    def _at_columns(self, product: Tensor, row: int, position: int) -> Tensor:
+        """Returns a tensor with the columns in place of the positions."""
+        by_row = product.movedim((row, position), (0, 1))
+        rows = torch.arange(len(by_row), device=product.device)
+        columns = torch.tensor(self.columns, device=product.device)
+        return torch.stack([by_row[rows, column] for column in columns], 1).movedim((0, 1), (row, position))
 
 
 Part = tuple[int, KeptDims | None]

@@ -15,6 +15,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of, shape_problem
+from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import (
@@ -24,13 +25,18 @@ from graphpatch_notebook.execution import (
     Restriction,
     StepCount,
     restriction_of,
+    sequence_dims,
     token_inputs,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.positions import (
     Positions,
+    Rows,
+    are_of_rows,
     counted_positions,
     counts_from_end,
+    row_dim,
+    rows_of,
     whole_numbers,
 )
 from graphpatch_notebook.inspection.nodes import NodeMap, NodeRows
@@ -268,12 +274,13 @@ class PositionAxis:
         root: Frame,
         nodes: Iterable[ScoredNode],
         inputs: Inputs,
-        positions: Positions,
+        positions: Positions | Rows,
         position_dim: int | Mapping[str, int] | None,
     ) -> None:
         self._root = root
         self._given = position_dim
-        if positions is not None and positions is not True:
+        rows = rows_of(positions) if are_of_rows(positions) else None
+        if positions is not None and positions is not True and rows is None:
             whole_numbers(positions)  # check this first
         self.problems: dict[str, str] = {}
         self._places: dict[str, _SequenceDim] = {}
@@ -282,13 +289,47 @@ class PositionAxis:
             place = self._place_or_problem(node)
             if place is not None:
                 self._places[node.path] = place
+        self._columns: tuple[tuple[int, ...], ...] = ()
+        self._row_dims: dict[str, int] = {}
+        for node in nodes if rows is not None else ():
+            self._find_rows(node)
         self.dims = {path: place.dim for path, place in self._places.items()}
         self._step = self._step_of(inputs)
-        self.positions = self._chosen(positions)
+        if rows is None:
+            self.positions = self._chosen(positions)
+        else:
+            if inputs.rows != len(rows):
+                raise ExperimentError(f"positions has {len(rows)} rows, but the batch has {inputs.rows}")
+            if len({place.is_encoder for place in self._places.values()}) > 1:
+                raise ExperimentError(
+                    "positions of each row are those of one sequence: give paths= of the encoder only"
+                )
+            if self._step.past:
+                raise ExperimentError("positions of each row are not known after a cache; give the whole sequence")
+            self._columns = tuple(zip(*map(self._chosen, rows), strict=True))
+            self.positions = list(range(len(self._columns)))
+
+    def of_rows(self, path: str) -> dict[str, Any]:
+        """Returns the fields of `KeptDims` for positions of each row."""
+        return {"row": self._row_dims[path], "columns": self._columns} if self._columns else {}
+
+    def _find_rows(self, node: ScoredNode) -> None:
+        """Notes which dimension of a value has the rows, or why that is not known."""
+        place = self._places.get(node.path)
+        if place is None:
+            return
+        found = row_dim(self._root, Target(node.path, node.frame, node.node, (), (), node.spec), place.dim)
+        if isinstance(found, int):
+            self._row_dims[node.path] = found
+        else:
+            del self._places[node.path]
+            self.problems[node.path] = re.sub("; (give|choose|use) .*", "", found)
 
     def row(self, path: str, scores: Scores) -> Scores:
         """Returns the scores of a path at `positions`, or NaN; adds to `problems`."""
         row = np.full(len(self.positions), np.nan)
+        if self._columns and path in self._places:
+            return scores if scores.ndim else np.zeros(len(row))
         if scores.ndim == 0:  # equal in both runs
             size = self._size(path)
             scores = np.zeros(0 if size is None else size)
@@ -332,6 +373,8 @@ class PositionAxis:
         if node.is_state:
             raise ValueError(f"a {node.node.kind} has no positions")
         dims = dimensions_of(self._root).dims_like(node.spec, sequence)
+        along = sequence_dims(find(self._root).axes_at(node.path)) if len(dims) > 1 else []
+        dims = [dim for dim in dims if dim in along] or dims
         if given is not None and -len(shape) <= given < len(shape) and given % len(shape) in dims:
             return _SequenceDim(given % len(shape))
         if len(dims) != 1:
@@ -370,7 +413,7 @@ class PositionAxis:
         steps.begin(inputs.args, inputs.kwargs)
         return steps.current
 
-    def _chosen(self, given: Positions) -> list[int]:
+    def _chosen(self, given: Positions | Rows) -> list[int]:
         """Returns the given positions, counted from the start."""
         total, of_encoder = (self._step.past or 0) + (self._step.length or 0), self._step.encoder_length or 0
         lengths = {of_encoder if place.is_encoder else total for place in self._places.values()}

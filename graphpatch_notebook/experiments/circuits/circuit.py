@@ -2,11 +2,12 @@
 
 **Nodes.** A *sender* is what a component adds to the residual stream, under its component name: `@embed`,
 `layers[2].attn.heads[3].z` (what the head writes, z @ W_O), `layers[2].mlp_out`, `layers[2].mixer_out`, and
-`layers[2].attn_out` if the heads cannot be separated. Where the embeddings cannot be separated from the stream,
-`layers[0].resid_pre` stands for them. A *receiver* is what a component reads from the stream:
+`layers[2].attn_out` if the heads cannot be separated. `@embed` is all that the stream begins with: embeddings of tokens
+and positions, after a norm if there is one. A *receiver* is what a component reads from the stream:
 `layers[4].attn.heads[1].q` (also `.k` and `.v`, of the heads of keys and values), `layers[4].mlp`,
-`layers[4].mixer`, `@logits`; `layers[4].attn.q`, or `layers[4].attn`, if the heads cannot be separated. Names of models
-with several stacks begin with that of the stack: `decoder.layers[4].cross_attn.heads[1].q`.
+`layers[4].mixer`, `@logits` (the norm before the unembedding); `layers[4].attn.q`, or `layers[4].attn`, if the heads
+cannot be separated. Names of models with several stacks begin with that of the stack:
+`decoder.layers[4].cross_attn.heads[1].q`.
 
 `Circuit.feeds` connects the two: which senders are computed from a receiver.
 """

@@ -22,7 +22,14 @@ from graphpatch_notebook.experiments.methods.arguments import (
     several_paths,
 )
 from graphpatch_notebook.experiments.methods.heads import HeadLayout, head_layout, shapes_of
-from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, chosen_positions, position_dims
+from graphpatch_notebook.experiments.methods.positions import (
+    PositionCells,
+    PositionDim,
+    Positions,
+    Rows,
+    position_cells,
+    position_dims,
+)
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -44,7 +51,7 @@ def ablate(
     mean_over: Literal["batch", "batch and positions"] = "batch",
     seed: int | None = None,
     heads: int | None = None,
-    positions: Positions = None,
+    positions: Positions | Rows = None,
     position_dim: PositionDim = None,
     batch: int | str | None = "auto",
     progress: bool = True,
@@ -75,7 +82,8 @@ def ablate(
             It is an error if the graph shows that heads are mixed in
             a value, as after the output projection; for custom attention kernels, the graph does not show this.
         positions: Ablates each of these positions: a number or several, or `True` for all. Negative numbers count from
-            the end.
+            the end. With two dimensions, `(batch, columns)`, each row of the batch has positions of its own, and the
+            result has the numbers of the columns as positions.
         position_dim: As for `causal_trace`.
         batch: As for `pg.sweep`.
         progress: As for `pg.sweep`.
@@ -120,18 +128,20 @@ def ablate(
     dims = {} if positions is None and mean_over == "batch" else position_dims(pg, names, position_dim)
     axes: dict[str, Any] = {"path": names}
     places: HeadLayout | None = None
+    cells: PositionCells | None = None
     if heads is not None:
         places = head_layout(pg, shapes_of(values), heads, given.rows, position_dim)
         axes["head"] = range(heads)
     if positions is not None:
-        axes["position"] = chosen_positions(positions, values, dims)
+        cells = position_cells(pg, positions, values, dims)
+        axes["position"] = cells.labels
     instead: dict[str, Tensor] = {}
     if method != "zero":
         fills = _Fills(given, inputs_of(reference), dims if mean_over != "batch" else {}, seed)
         others = record(pg, fills.reference, names).values
         fill = fills.mean if method == "mean" else fills.resampled
         instead = {name: fill(name, values[name], others[name]) for name in names}
-    ablation = _Ablation(list(axes), values, instead, dims, places)
+    ablation = _Ablation(list(axes), values, instead, cells, places)
     result = run_sweep(
         pg, axes, ablation, given, metric=metric, batch=batch, progress=progress, checkpoint=checkpoint,
         checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
@@ -149,29 +159,32 @@ class _Ablation:
         values: The original values, by path.
         instead: The values that replace them, of the same shape except that the first dimension may be 1; empty for
             zeros.
-        dims: The sequence dimension, by path.
+        positions: The positions, if these are ablated separately.
         heads: The layout of heads, if these are ablated separately.
     """
 
     axes: list[str]
     values: Mapping[str, Tensor]
     instead: Mapping[str, Tensor]
-    dims: Mapping[str, int]
+    positions: PositionCells | None
     heads: HeadLayout | None
 
     def __call__(self, *labels: Any) -> PatchMap:
         cell = dict(zip(self.axes, labels, strict=True))
         path = cell["path"]
         index: list[Any] = [slice(None)] * self.values[path].ndim
-        if "position" in cell:
-            index[self.dims[path]] = cell["position"]
+        if self.positions is not None:
+            self.positions.place(index, path, cell["position"])
         if self.heads is not None:
             index[self.heads.dims[path]] = self.heads.part(path, cell["head"])
         where = None if len(cell) == 1 else tuple(index)
         if path not in self.instead:
             return {path: ZeroPatch(slice=where)}
         # A copy, since pickling a view would send its whole storage to another process.
-        value = self.instead[path][tuple(index)].clone()
+        value = self.instead[path]
+        if self.positions is not None and self.positions.columns:
+            value = value.expand_as(self.values[path])  # a mean has one row for all
+        value = value[tuple(index)].clone()
         return {path: ReplacePatch(value=value, slice=where)}
 
 

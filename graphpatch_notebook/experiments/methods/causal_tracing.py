@@ -25,13 +25,12 @@ from graphpatch_notebook.experiments.methods.arguments import (
 )
 from graphpatch_notebook.experiments.methods.heads import HeadLayout, head_layout, shapes_of
 from graphpatch_notebook.experiments.methods.positions import (
+    PositionCells,
     PositionDim,
     Positions,
     Rows,
-    are_of_rows,
     at_position,
-    chosen_positions,
-    columns_of_rows,
+    position_cells,
     position_dims,
 )
 from graphpatch_notebook.experiments.methods.reference_runs import Array, MetricRange, record
@@ -185,12 +184,9 @@ def causal_trace(
         restoring.heads = head_layout(pg, shapes_of(restoring.values), heads, inputs.rows, position_dim)
         axes["head"] = range(heads)
     if positions is not False:
-        restoring.dims = position_dims(pg, names, position_dim)
-        if are_of_rows(positions):
-            restoring.columns, restoring.row_dims = columns_of_rows(pg, positions, restoring.values, restoring.dims)
-            axes["position"] = range(len(restoring.columns))
-        else:
-            axes["position"] = chosen_positions(positions, restoring.values, restoring.dims)
+        dims = position_dims(pg, names, position_dim)
+        restoring.positions = position_cells(pg, positions, restoring.values, dims)
+        axes["position"] = restoring.positions.labels
     if noise is None:
         inputs = inputs_of(corrupted)
         other = record(pg, inputs, names, metric)
@@ -214,9 +210,7 @@ class _Restoring:
         window: The number of adjacent paths that are restored at once.
 
     Attributes:
-        dims: The sequence dimension by path, if positions are restored separately.
-        columns: For each column of positions by row, the position in each row; and `row_dims`, the batch dimension by
-            path. Empty if positions are the same for all rows.
+        positions: The positions, if these are restored separately.
         heads: The layout of heads, if these are restored separately.
         corruptions: The patches that add noise, for each sample.
     """
@@ -226,9 +220,7 @@ class _Restoring:
             raise ExperimentError(f"window must be a positive number of paths, not {window!r}")
         self._axes = axes
         self.values = values
-        self.dims: Mapping[str, int] = {}
-        self.columns: list[list[int]] = []
-        self.row_dims: Mapping[str, int] = {}
+        self.positions: PositionCells | None = None
         self.heads: HeadLayout | None = None
         self.corruptions: list[dict[str, AddPatch]] = []
         names = list(values)
@@ -243,11 +235,8 @@ class _Restoring:
             patches = {where: [patch] for where, patch in self.corruptions[cell["sample"]].items()}
         for name in self._windows[cell["path"]]:
             index: list[Any] = [slice(None)] * self.values[name].ndim
-            if self.columns:
-                index[self.dims[name]] = torch.tensor(self.columns[cell["position"]])
-                index[self.row_dims[name]] = torch.arange(len(self.columns[cell["position"]]))
-            elif "position" in cell:
-                index[self.dims[name]] = cell["position"]
+            if self.positions is not None:
+                self.positions.place(index, name, cell["position"])
             if self.heads is not None:
                 index[self.heads.dims[name]] = self.heads.part(name, cell["head"])
             where = tuple(index)
@@ -268,12 +257,12 @@ def _corruptions(
 ) -> list[dict[str, AddPatch]]:
     path = str(noise.path)
     dims = position_dims(pg, [path], position_dim)
-    if are_of_rows(noise.positions):
-        columns, row_dims = columns_of_rows(pg, noise.positions, {path: values[path]}, dims)
-        index: list[Any] = [slice(None)] * values[path].ndim
-        index[dims[path]], index[row_dims[path]] = torch.tensor(columns), torch.arange(len(columns[0]))
-    else:
-        index = list(at_position(dims[path], chosen_positions(noise.positions, {path: values[path]}, dims)))
+    cells = position_cells(pg, noise.positions, {path: values[path]}, dims)
+    index = list(at_position(dims[path], cells.labels))
+    if cells.columns:
+        index = [slice(None)] * values[path].ndim
+        index[dims[path]] = torch.tensor(cells.columns)
+        index[cells.row_dims[path]] = torch.arange(len(cells.columns[0]))
     return [{path: patch} for patch in noise.patches(values[path], tuple(index))]
 
 

@@ -23,7 +23,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.experiments.methods.positions import PositionDim, position_dims
 from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
-from graphpatch_notebook.inspection.resolution import Target, is_patchable
+from graphpatch_notebook.inspection.resolution import Target, axes_of, is_patchable
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import format_path, parse_path
 from graphpatch_notebook.values import TensorSpec, leaves
@@ -223,8 +223,9 @@ def head_layout(
 ) -> HeadLayout:
     """Returns the positions of `count` heads in values.
 
-    Heads are equal parts of the last dimension, or have a dimension of their own: in a value with at least four
-    dimensions, one of size `count` that is not the first, the last or the sequence dimension.
+    Heads have the dimension that a component at the path says. Elsewhere they are equal parts of the last dimension, or
+    have a dimension of their own: in a value with at least four dimensions, one of size `count` that is not the first,
+    the last or the sequence dimension.
 
     Args:
         pg: The graph.
@@ -241,10 +242,14 @@ def head_layout(
         raise ExperimentError(f"heads must be the number of heads, a positive integer, not {count!r}")
     count = int(count)
     dims = {}
+    places = targets(pg, shapes)
     for path, shape in shapes.items():
+        known = [axes_of(pg.nodes.root, places[path])[dim : dim + 1] for dim in places[path].kept_dims]
+        if ("head",) in known and shape[known.index(("head",))] == count:
+            dims[path] = known.index(("head",))
+            continue
         dims[path] = _dim(path, shape, count, _sequence_dim(pg, path, position_dim))
         _check_rows(path, shape, count, rows)
-    places = targets(pg, shapes)
     _check_counts(pg, places, shapes, count)
     _check_apart(places)
     return HeadLayout(count, dims, {path: shapes[path][dim] // count for path, dim in dims.items()})

@@ -54,7 +54,12 @@ def path_patch(
     normalize: bool = False,
     **options: Any,
 ) -> DataArray:
-    """Returns the metric on the corrupted inputs when a clean value passes along one edge.
+    """Returns the metric on the corrupted inputs when a sender's value from the clean inputs passes along one edge.
+
+    The model runs on `corrupted`; only the sender's value is from `clean`, as in `causal_trace`. Other texts put the
+    same call the other way round: where they run on the original prompts and take the sender's value from new ones
+    (the IOI paper's `x_orig` and `x_new`; ARENA's `orig_dataset` and `new_dataset`), give the new prompts as `clean`
+    and the original ones as `corrupted`.
 
     The edge goes from the sender to the receiver directly, not through other components of the model:
 
@@ -71,8 +76,9 @@ def path_patch(
             (`("h_0.attn.c_proj.x", (..., slice(0, 64)))`); or a list of these.
         receiver: In the same form: the output of a component, an input (`h_3.attn.hidden_states`), or a value in it
             (`h_3.attn.query_states`); `None` (also in a list) for the output of the model.
-        clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value.
-        corrupted: Other inputs of the same shapes.
+        clean: The inputs that the senders' values are from (`x_new`): a tuple of arguments, a dict of keyword
+            arguments, or one value.
+        corrupted: The inputs that the model runs on, and is held at (`x_orig`); of the same shapes.
         metric: Maps the output of the model to a number (see `LogitDifference` and others), or to a dict of numbers.
         components: The paths that are held. By default, what attentions, MLPs and other parts of the layers add to the
             residual stream, if this can be found: the values that `pg.components` calls `attn_out`, `mlp_out`, ...

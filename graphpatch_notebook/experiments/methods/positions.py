@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.dimensions import NoBatchError, dimensions_of
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import restriction_of, row_dimension, token_inputs
+from graphpatch_notebook.execution import restriction_of, row_dimension, sequence_dims, token_inputs
 from graphpatch_notebook.experiments.methods.arguments import targets
-from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.values import TensorSpec
@@ -80,6 +82,9 @@ def _dim(root: Frame, target: Target, given: int | None) -> int | str:
         except ValueError as problem:
             return str(problem)
         return 0 if restriction is None else target.kept_dims.index(restriction.dim)
+    along = [dim for dim in sequence_dims(axes_of(root, target)) if dim in target.kept_dims] if given is None else []
+    if len(along) == 1:
+        return target.kept_dims.index(along[0])
     if given is None:
         return "the model does not take input_ids or inputs_embeds; give the dimension, such as position_dim=1"
     if type(given) is not int:
@@ -167,7 +172,53 @@ def are_of_rows(given: Any) -> bool:
     )
 
 
-def columns_of_rows(
+@dataclass(frozen=True)
+class PositionCells:
+    """The positions of an experiment, and where they are in its values.
+
+    Attributes:
+        labels: The positions, counted from the start; numbers of columns, if each row of the batch has its own.
+        dims: The sequence dimension, by path.
+        columns: For each column, the position in each row; empty if positions are the same for all rows.
+        row_dims: The batch dimension, by path; empty likewise.
+    """
+
+    labels: list[int]
+    dims: Mapping[str, int]
+    columns: Sequence[Sequence[int]] = ()
+    row_dims: Mapping[str, int] = field(default_factory=dict)
+
+    def place(self, index: list[Any], path: str, label: int) -> None:
+        """Makes an index of the value at `path`, a list with an item for each dimension, one of a position."""
+        if not self.columns:
+            index[self.dims[path]] = label
+            return
+        index[self.dims[path]] = torch.tensor(self.columns[label])
+        index[self.row_dims[path]] = torch.arange(len(self.columns[label]))
+
+
+def position_cells(
+    pg: PatchableGraph, given: Positions | Rows, values: Mapping[str, Tensor], dims: Mapping[str, int]
+) -> PositionCells:
+    """Returns the given positions, of all rows of the batch or of each.
+
+    Args:
+        pg: The graph.
+        given: A number or several, or as many for each row of the batch; negative numbers count from the end. `True` or
+            `None` for all.
+        values: The values at the paths.
+        dims: The sequence dimension of each path.
+
+    Raises:
+        ExperimentError: A position is out of range, or positions of rows do not fit the values.
+    """
+    if not are_of_rows(given):
+        return PositionCells(chosen_positions(given, values, dims), dims)
+    columns, row_dims = _columns_of_rows(pg, given, values, dims)
+    return PositionCells(list(range(len(columns))), dims, columns, row_dims)
+
+
+def _columns_of_rows(
     pg: PatchableGraph, given: Any, values: Mapping[str, Tensor], dims: Mapping[str, int]
 ) -> tuple[list[list[int]], dict[str, int]]:
     """Returns, for each column, the position in each row, counted from the start; and the batch dimension by path.
@@ -181,10 +232,8 @@ def columns_of_rows(
     Raises:
         ExperimentError: The rows differ in length, a position is out of range, or the batch has another number of rows.
     """
-    rows = [row for row in map(whole_numbers, given) if not isinstance(row, slice)]
-    if len(rows) < len(given) or len({len(row) for row in rows}) > 1:
-        raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
-    found = {path: _row_dim(pg.nodes.root, target, dims[path]) for path, target in targets(pg, list(dims)).items()}
+    rows = rows_of(given)
+    found = {path: row_dim(pg.nodes.root, target, dims[path]) for path, target in targets(pg, list(dims)).items()}
     if problems := {path: dim for path, dim in found.items() if isinstance(dim, str)}:
         raise ExperimentError("\n  ".join(["positions of each row cannot be used here:", *by_problem(problems)]))
     batch_dims = {path: dim for path, dim in found.items() if isinstance(dim, int)}
@@ -199,7 +248,19 @@ def columns_of_rows(
     return [list(column) for column in zip(*counted, strict=True)], batch_dims
 
 
-def _row_dim(root: Frame, target: Target, position_dim: int) -> int | str:
+def rows_of(given: Any) -> list[list[int]]:
+    """Returns the positions of each row of the batch, as Python integers.
+
+    Raises:
+        ExperimentError: They are not integers, or not as many in each row.
+    """
+    rows = [row for row in map(whole_numbers, given) if not isinstance(row, slice)]
+    if len(rows) < len(given) or len({len(row) for row in rows}) > 1:
+        raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
+    return rows
+
+
+def row_dim(root: Frame, target: Target, position_dim: int) -> int | str:
     """Returns the dimension of the rows in the part that a target means, or why it is unknown."""
     try:
         if _takes_tokens(root):
@@ -211,7 +272,7 @@ def _row_dim(root: Frame, target: Target, position_dim: int) -> int | str:
     return dim if dim is not None and dim != position_dim else "its value has no dimension of the batch"
 
 
-def counts_from_end(given: Positions) -> bool:
+def counts_from_end(given: Positions | Rows) -> bool:
     """Whether positions count from the end of the sequence."""
     if given is None or given is True:
         return False

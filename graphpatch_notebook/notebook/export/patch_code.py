@@ -218,5 +218,7 @@ def _import_of(patch: type[Patch[Any]]) -> tuple[str, str]:
 def _numbers(text: str) -> str:
     if text in NAMED_STEPS:
         return text_literal(text)
+    if text.startswith("[["):
+        return text
     typed = parse_slice(text)
     return f"[{typed}]" if len(typed.parts) > 1 else typed.source()

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import PatchMapError, PatchValueError, SessionError, add_note
 from graphpatch_notebook.execution import PatchContext, innermost
-from graphpatch_notebook.interrupts import Block
+from graphpatch_notebook.interrupts import Block, on_error
 from graphpatch_notebook.notebook.magics.choosing import numbers_of
 from graphpatch_notebook.notebook.magics.command_line import arguments, one_line
 from graphpatch_notebook.notebook.magics.commands import commands
@@ -535,14 +535,11 @@ class _PatchedBlock:
         self._context = context
 
     def __enter__(self) -> None:
-        try:
-            self._context.__enter__()
-        except PatchMapError as error:
-            self._run.end()
-            raise UsageError(one_line(error)) from None
-        except BaseException:
-            self._run.end()
-            raise
+        with on_error(self._run.end):
+            try:
+                self._context.__enter__()
+            except PatchMapError as error:
+                raise UsageError(one_line(error)) from None
 
     @property
     def __exit__(self) -> Callable[..., None]:  # noqa: PLE0302  # a property that returns a function with the usual arguments

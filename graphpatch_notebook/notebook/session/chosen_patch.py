@@ -101,7 +101,7 @@ class ChosenPatch:
             self._check_text(what, parse)
         if (wanted := self.definition.value) is not None and not wanted.is_function:
             _check_literal(self.kind, wanted, str(self.value))
-        self._check_text("positions", parse_numbers)
+        self._check_text("positions", parse_positions)
         if self.positions in NAMED_STEPS:
             raise ChosenPatchError("positions", f"positions are numbers, but {self.positions!r} is a name for steps")
         if self.position_dim is not None and self.positions is None:
@@ -155,7 +155,7 @@ class ChosenPatch:
         found: dict[str, Any] = {flag: True for flag in FLAGS if getattr(self, flag)}
         for what in ("steps", "positions"):
             if (text := getattr(self, what)) is not None:
-                found[what] = text if text in NAMED_STEPS else _numbers(parse_slice(text))
+                found[what] = _numbers(text)
         if self.position_dim is not None:
             found["position_dim"] = self.position_dim
         return found
@@ -288,7 +288,33 @@ def parse_numbers(text: str) -> str:
     return str(typed)
 
 
-def _numbers(typed: SliceText) -> int | slice | list[int]:
+def parse_positions(text: str) -> str:
+    """Returns positions as typed, in their canonical form: as `parse_numbers`, or those of each row of the batch.
+
+    Raises:
+        ValueError: The text is neither.
+
+    Example:
+        >>> parse_positions("2,40"), parse_positions("[3], [5], [2]")
+        ('2, 40', '[[3], [5], [2]]')
+    """
+    stripped = text.strip()
+    if "[" not in stripped:
+        return parse_numbers(text)
+    is_whole = stripped.startswith("[[") and stripped.endswith("]]")
+    typed = parse_slice(stripped[1:-1] if is_whole else stripped)
+    is_rows = all(isinstance(part, tuple) for part in typed.parts) and (is_whole or len(typed.parts) > 1)
+    if typed.names or not is_rows:
+        raise ValueError(f"{text!r} has no positions for each row of the batch; write [3], [5], [2]")
+    return f"[{typed}]"
+
+
+def _numbers(text: str) -> Any:
+    if text in NAMED_STEPS:
+        return text
+    if text.startswith("[["):  # positions of each row
+        return ast.literal_eval(text)
+    typed = parse_slice(text)
     parts = typed.index({})
     return list(parts) if isinstance(parts, tuple) else parts
 

@@ -25,7 +25,7 @@ const LABELS: Record<FieldName, string> = {
 };
 const HINTS: Partial<Record<FieldName, string>> = {
   steps: "of a generation: prefill, decoding, or numbers as in a slice: 0 or 2, 4 or 1:",
-  positions: "in the sequence: 3 or 2, 40 or 1:5",
+  positions: "in the sequence: 3 or 2, 40 or 1:5; of each row: [3], [5]",
   position_dim: "the dimension that runs along the sequence, if it cannot be inferred",
   any_shape: "also values of other sizes than at capture",
   allow_empty: "the slice may select nothing",

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ def one_thread_each() -> Iterator[None]:
 def processes(one_thread_each: None) -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
         yield executor
+
+
+def short_lived() -> BaseContext:
+    """Starts processes as new as those of "spawn", but torch is imported once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    return context
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +368,7 @@ def test_a_killed_process_loses_nothing(pg: PatchableGraph, here: Any, one_threa
             os.kill(os.getpid(), signal.SIGKILL)
 
     message = r"executor is broken \(BrokenProcessPool.* are run in this process"
-    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    executor = ProcessPoolExecutor(1, short_lived())
     with executor, pytest.warns(ExperimentWarning, match=message):
         result = swept(pg, acting(act), executor=executor, recipe=build)
     assert flag.exists()
@@ -376,7 +384,7 @@ def test_what_kills_its_process_is_not_run_here(pg: PatchableGraph, here: Any, o
             assert os.getpid() != parent, "it is run here"
             os.kill(os.getpid(), signal.SIGKILL)
 
-    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    executor = ProcessPoolExecutor(1, short_lived())
     with executor, at_most(100), pytest.warns(ExperimentWarning) as caught:
         result = swept(pg, acting(act), executor=executor, recipe=build)
     assert "layer=2, unit=4: its process was lost twice" in str(caught[-1].message)

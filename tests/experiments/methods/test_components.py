@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
+from graphpatch_notebook import ExperimentError, PatchableGraph, ProbePatch, ReplacePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
 from graphpatch_notebook.experiments.results.arrays import component_grid
+from graphpatch_notebook.patchable_graph import captured
 
 clean, corrupted = torch.arange(14).reshape(2, 7), torch.arange(14).reshape(2, 7).flip(1)
 LAYERS = range(2)
@@ -123,3 +124,95 @@ def test_names_that_do_not_exist_are_refused_before_anything_runs(pg):
 def test_grid(names, axes):
     grid = component_grid(names)
     assert (None if grid is None else grid.axes) == axes
+
+
+@pytest.mark.parametrize("text", ["layers[*].attn.pattern", "transformer.h_*.attn.pattern"])
+def test_dimensions_are_those_that_the_component_says(pg, text):
+    paths = captured(pg).paths_of(text)
+    square = (clean[:, :4], corrupted[:, :4])  # as many positions as heads
+    options = {"paths": paths, "positions": True}
+    for inputs in ((clean, corrupted), square):
+        found = attribute(pg, metric, *inputs, **options)
+        np.testing.assert_array_equal(found, attribute(pg, metric, *inputs, **options, position_dim=2))
+        by_head = attribute(pg, metric, *inputs, **options, heads=4)
+        np.testing.assert_allclose(by_head.sum("head"), found, atol=1e-6)
+    traced = causal_trace(pg, *square, paths, True, metric, heads=4, progress=False)
+    weights = {}
+    for number, path in enumerate(paths):
+        weights[path] = pg.record(path, square[0])[path].detach()
+        for head, position in ((0, 1), (3, 2)):
+            part = (slice(None), head, position)
+            with torch.no_grad(), pg.patch({path: ReplacePatch(weights[path][part], slice=part)}):
+                expected = metric(pg(square[1])).item()
+            at = number if "path" in traced.dims else {"layer": number}
+            one = traced[at] if isinstance(at, int) else traced.isel(at)
+            np.testing.assert_allclose(one.sel(head=head, position=position), expected, atol=1e-6)
+
+
+def test_positions_of_models_that_do_not_take_tokens():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    runs = torch.randn(2, 1, 5, 8)
+    graph = PatchableGraph(model, runs[0])
+    options = {"metric": lambda output: output[0, -1, 0], "progress": False}
+    by_axes = causal_trace(graph, *runs, "layers[*].resid_mid", None, **options)
+    np.testing.assert_array_equal(
+        by_axes, causal_trace(graph, *runs, "layers[*].resid_mid", None, **options, position_dim=1)
+    )
+    with pytest.raises(ExperimentError, match="give the dimension, such as position_dim=1"):
+        causal_trace(graph, *runs, ["src"], None, **options)
+
+
+ROWS = [[2, 0], [4, -1]]
+
+
+def test_positions_of_each_row(pg):
+    names = [f"layers[{layer}].mlp_out" for layer in LAYERS]
+    means = {name: value.detach().mean(0) for name, value in pg.record(names, corrupted).items()}
+    options = {"metric": metric, "positions": torch.tensor(ROWS), "progress": False}
+    zeroed = ablate(pg, names, clean, **options)
+    meant = ablate(pg, names, clean, method="mean", reference=corrupted, **options)
+    assert zeroed.dims == ("layer", "position")
+    for layer, name in enumerate(names):
+        for column, (first, second) in enumerate(zip(*ROWS, strict=True)):
+            with torch.no_grad(), pg.patch({name: ZeroPatch(positions=[[first], [second % 7]])}):
+                np.testing.assert_allclose(zeroed[layer, column], metric(pg(clean)).item(), atol=1e-6)
+            mean = torch.stack([means[name][first], means[name][second]])
+            where = (torch.arange(2), torch.tensor([first, second]))
+            with torch.no_grad(), pg.patch({name: ReplacePatch(mean, slice=where)}):
+                np.testing.assert_allclose(meant[layer, column], metric(pg(clean)).item(), atol=1e-6)
+
+
+def test_attribution_of_positions_of_each_row(pg):
+    name = "layers[0].attn.z"
+    scores = attribute(
+        pg, metric, clean, corrupted, paths=["layers[*].attn.z", "layers[0].attn.heads[1].z"], positions=ROWS
+    )
+    wanted = pg.record(name, clean)[name]
+    probe = ProbePatch()
+    with pg.patch({name: probe}):
+        output = metric(pg(corrupted))
+    (gradient,) = torch.autograd.grad(output, probe.activation)
+    products = (wanted - probe.activation) * gradient
+    dim = pg.components[name].axes.index("head")
+    for column, (first, second) in enumerate(zip(*ROWS, strict=True)):
+        at = [products.movedim(dim, -2)[row, position] for row, position in enumerate((first, second))]
+        total = sum(part.sum() for part in at).item()
+        np.testing.assert_allclose(scores.sel(path=name, position=column), total, atol=1e-7)
+        head = sum(part[1].sum() for part in at).item()
+        np.testing.assert_allclose(scores.sel(path="layers[0].attn.heads[1].z", position=column), head, atol=1e-7)
+    with pytest.raises(ExperimentError, match="positions has 3 rows, but the batch has 2"):
+        attribute(pg, metric, clean, corrupted, paths=[name], positions=[[1], [2], [3]])
+
+
+def test_path_patching_of_positions_of_each_row(pg):
+    held, name, rows = (
+        {"components": ["layers[0].attn_out"], "progress": False},
+        "layers[0].mlp_out",
+        (torch.arange(2), torch.tensor([2, 4])),
+    )
+    found = path_patch(pg, (name, rows), None, clean, corrupted, metric, **held)
+    value = pg.record(name, clean)[name].detach()[rows]
+    with torch.no_grad(), pg.patch({name: ReplacePatch(value, slice=rows)}):
+        np.testing.assert_allclose(found, metric(pg(corrupted)).item(), atol=1e-6)

@@ -403,7 +403,7 @@ def test_dimensions_of_heads_and_positions_of_one_size(pg: PatchableGraph) -> No
     )
     options: dict[str, Any] = {"metric": METRIC, "heads": 4, "progress": False, "batch": None}
     with pytest.raises(ExperimentError, match=r"could be in any of the dimensions 1, 2; give inputs of another"):
-        ablate(opened, ["transformer.h_0.attn.pattern"], ids, **options)
+        ablate(opened, ["transformer.h_0.attn.dot_products"], ids, **options)
     paths = [
         "transformer.h_0.attn.view_2",
         "transformer.h_0.attn.query_states",

@@ -41,6 +41,8 @@ def fields_of(patch: Patch[Any]) -> dict[str, Any]:
         (ChosenPatch("x", "zero", steps="2, 4"), ZeroPatch(steps=[2, 4])),
         (ChosenPatch("x", "zero", steps="1:"), ZeroPatch(steps=slice(1, None))),
         (ChosenPatch("x", "zero", positions="7", position_dim=1), ZeroPatch(positions=7, position_dim=1)),
+        (ChosenPatch("x", "zero", positions="[3],[5 , 6]"), ZeroPatch(positions=[[3], [5, 6]])),
+        (ChosenPatch("x", "zero", positions="[[3]]"), ZeroPatch(positions=[[3]])),
     ],
     ids=lambda value: str(value) if isinstance(value, ChosenPatch) else "",
 )
@@ -67,6 +69,9 @@ def test_becomes_the_patch_that_a_person_would_write(chosen: ChosenPatch, patch:
         ({"slice": "a.b"}, "slice", "'a.b' is not allowed in the slice 'a.b'"),
         ({"steps": "never"}, "steps", "'never' is not a list of whole numbers; write 3, or 2, 40, or 1:5"),
         ({"positions": "decoding"}, "positions", "positions are numbers, but 'decoding' is a name for steps"),
+        ({"positions": "[3, 5]"}, "positions", r"has no positions for each row of the batch; write \[3\], \[5\]"),
+        ({"positions": "[3], 5"}, "positions", r"has no positions for each row"),
+        ({"positions": "[3], [n]"}, "positions", r"has no positions for each row"),
         ({"position_dim": 1}, "position_dim", "position_dim=1 has no effect without positions"),
         ({"path": 3}, "path", "path must be str, not 3"),
         ({"path": None}, "path", "path must be str, not None"),

@@ -1,4 +1,4 @@
-"""Calls of modules that a patch replaces: what passes through, what they return, and where that is refused."""
+"""Calls of modules that a patch replaces: which path names one, what passes through, and where that is refused."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import CallNode, Frame
 from graphpatch_notebook.checks.dimensions import dimensions_of, shape_problem
-from graphpatch_notebook.errors import GraphPatchError, PatchShapeError
-from graphpatch_notebook.execution.live.apply import Applier
+from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.steps import CACHES
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, parse, resolve
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, leaves, rebuilt
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
 
 
 def call_target(root: Frame, text: str, given: Any) -> Target | None:
@@ -78,7 +76,7 @@ def call_problem(target: Target, patch: Patch[Any]) -> str | None:
         return f"the module returns {whole}, of which more than one tensor would be needed: patch the modules in it"
     value = getattr(patch, "value", None)
     if not isinstance(value, Tensor):
-        return None if _passing_input(target) is not None else (
+        return None if passing_input(target) is not None else (
             "its first input does not have the shape and dtype of its output at all sizes, so it cannot pass through: "
             "give value="
         )  # fmt: skip
@@ -94,7 +92,7 @@ def _leaves(spec: ValueSpec) -> Sequence[ValueSpec]:
     return [spec]
 
 
-def _passing_input(target: Target) -> str | None:
+def passing_input(target: Target) -> str | None:
     """Returns the first input of the frame that is a tensor, if it is like the value at all sizes."""
     first = next((node for node in target.frame.inputs() if isinstance(node.spec, TensorSpec)), None)
     if first is None or not isinstance(first.spec, TensorSpec) or not isinstance(target.whole, TensorSpec):
@@ -102,29 +100,6 @@ def _passing_input(target: Target) -> str | None:
     known = dimensions_of(target.frame.root)
     is_alike = first.spec.dtype == target.whole.dtype and known.profiles(first.spec) == known.profiles(target.whole)
     return first.target if is_alike else None
-
-
-def skipped_output(applier: Applier, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a call returns that `entry` replaces."""
-    __tracebackhide__ = True
-    target, patch = entry.target, entry.patches[-1]
-    applier.fired.ids.add(id(entry))
-    applier.fired.skipped.add(id(target.frame))
-    applier.fired.has_changed = True
-    name = _passing_input(target)
-    given = None if name is None else given_input(target.frame.parameters, name, args, kwargs)
-    if not isinstance(given, Tensor) and not isinstance(getattr(patch, "value", None), Tensor):
-        raise PatchShapeError(f"{target.text!r}: the call has no tensor as {name!r} to pass through: give value=")
-    return _container(target.frame.output_node.spec, target.dig, patch.op(given))
-
-
-def _container(spec: ValueSpec, dig: Sequence[Key], value: Any) -> Any:
-    """Returns a container as recorded with `value` where `dig` leads, and `None` elsewhere."""
-    if not dig:
-        return value
-    assert isinstance(spec, ContainerSpec)
-    items = [_container(child, dig[1:], value) if key == dig[0] else None for _, key, child in spec.children]
-    return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
 
 
 def refuse_with_cache(entries: Sequence[Entry], kwargs: Mapping[str, Any], is_direct: bool) -> None:

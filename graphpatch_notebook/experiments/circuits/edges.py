@@ -1,0 +1,566 @@
+"""Scores of edges: how much of the effect passes from one component to another directly, by gradients.
+
+1. A run on the clean inputs records what components write, and what norms read.
+2. A run on the corrupted inputs records the same, and takes the gradient of the metric where components read.
+3. From each receiver, gradients go back along the linear paths of the stream (`stream`), through norms, which are run
+   again, to what the senders write. All receivers that read the same value go together.
+
+No component is run again, so the costs do not depend on the number of edges.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.experiments.attribution.gradient_runs import _number
+from graphpatch_notebook.experiments.attribution.rules import Method, check_method, rules_of
+from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
+from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
+from graphpatch_notebook.experiments.circuits.stream import Norm, Sum, Term, Writer, index_of, rows_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.methods.arguments import (
+    check_graph,
+    check_inputs,
+    check_metric,
+    check_same_shapes,
+    check_unsharded,
+)
+from graphpatch_notebook.experiments.methods.reference_runs import record
+from graphpatch_notebook.experiments.methods.sweeps import run_sweep
+from graphpatch_notebook.experiments.results.arrays import metric_name
+from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch
+from graphpatch_notebook.paths import nearest
+
+if TYPE_CHECKING:
+    from xarray import DataArray
+
+
+def attribute_edges(
+    pg: PatchableGraph,
+    metric: Callable[[Any], Any] | Sequence[Callable[[Any], Any]],
+    clean: Any,
+    corrupted: Any,
+    *,
+    method: Literal["gradient", "integrated", "relp", "secant", "exact"] = "gradient",
+    steps: int = 5,
+    senders: str | Iterable[str] | None = None,
+    receivers: str | Iterable[str] | None = None,
+    heads: bool = True,
+    max_bytes: int = 2**30,
+    batch: int | str | None = "auto",
+) -> DataArray:
+    """Returns a score for each edge between components: an estimate of what passes along this edge alone.
+
+    An edge leads from what a component adds to the residual stream (the sender) to what another component reads from it
+    (the receiver), through additions, constants and norms, but not through other components. Its score estimates
+    `metric(corrupted run, in which the receiver alone reads the sender's clean value) - metric(corrupted run)`.
+
+    Edges are found in the captured graph: in any model that adds to a stream, with norms before, behind or around its
+    components. Senders are `@embed` (what the stream begins with), `layers[2].attn.heads[3].z` (what the head writes:
+    z @ W_O), `layers[2].mlp_out`, `layers[2].mixer_out`; `layers[2].attn_out` if its heads cannot be separated.
+    Receivers are `layers[4].attn.heads[1].q`, `.k` and `.v` (of the heads of keys and values), `layers[4].mlp`,
+    `layers[4].mixer`, and `@logits`, the final norm. What cannot be separated is one receiver: `layers[4].attn.q`, or
+    `layers[4].attn`.
+
+    All scores together cost a few forwards, however many edges there are. The model is left as it was.
+
+    Args:
+        pg: The graph.
+        metric: Maps the output of the model to a tensor with a single number that has a gradient.
+        clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value; or a list of such
+            inputs, one for each batch. The scores are then those of the mean of the metric, and `metric` may be a list
+            with one for each batch.
+        corrupted: The corrupted inputs, in the same form.
+        method: The derivatives, as for `attribute`. With `"secant"`, the scores into `@logits` sum exactly to the
+            change of the metric. `"integrated"` takes the mean of the gradients at `steps` points between the runs.
+            `"exact"` runs the model once for each edge, and returns the true effects: for small models.
+        steps: The number of points for `"integrated"`.
+        senders: Names of senders, or patterns such as `layers[*].mlp_out`; all by default.
+        receivers: Names of receivers, or patterns.
+        heads: Whether heads of attention are nodes of their own.
+        max_bytes: The memory limit for what is computed beside the runs. Scores do not change.
+        batch: For `"exact"`: how many edges run in one forward, as for `pg.sweep`.
+
+    Returns:
+        An array with the dimensions `receiver` and `sender`, and NaN where the model has no edge. Attributes: `clean`
+        and `corrupted`, the metric of the two runs; `feeds`, for each receiver the senders that are computed from it;
+        `skipped`, why components or heads are not nodes; `edges`, the number of edges; `conservation`, the sum of the
+        scores into the last receiver, divided by `clean - corrupted`; `method`, `metric`, `steps`.
+
+    Raises:
+        ExperimentError: The model has no edges that can be followed, the metric has no gradient, or the inputs differ
+            in shape.
+        UnknownPathError: There is no such sender or receiver.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> clean, corrupted = torch.arange(6)[None], torch.arange(6, 12)[None]
+        >>> scores = attribute_edges(pg, lambda out: out.logits[0, -1, 3], clean, corrupted)
+        >>> scores.shape, scores.attrs["edges"]
+        ((15, 7), 46)
+        >>> scores.sel(receiver="@logits", sender="layers[1].mlp_out").isnull().item()
+        False
+
+    Source:
+        Syed et al., Attribution patching outperforms automated circuit discovery (2023). Integrated: Hanna et al., Have
+        faith in faithfulness (2024). Edges: Conmy et al., Towards automated circuit discovery (2023).
+    """
+    check_graph(pg)
+    check_unsharded(pg, "attribute_edges")
+    if method != "exact":
+        check_method(method)
+    if type(steps) is not int or steps < 1:
+        raise ExperimentError(f"steps must be a positive integer, not {steps!r}")
+    batches = batches_of(pg, metric, clean, corrupted)
+    nodes = nodes_of(pg.nodes.root, heads=heads)
+    columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
+    xarray = extra("xarray", "an array of scores")
+    total = EdgeScores(nodes)
+    for pair in batches:
+        if method == "exact":
+            found = _exact_effects(pg, nodes, pair, batch, rows, columns)
+        else:
+            found = _Runs(pg, nodes, pair, method, steps, int(max_bytes)).scores()
+        total.add(found, len(batches))
+    array = xarray.DataArray(
+        total.values, {"receiver": nodes.receivers, "sender": nodes.senders}, ["receiver", "sender"], name="score"
+    )
+    last = nodes.readers[-1].names[-1]
+    change = total.clean - total.corrupted
+    array.attrs = {
+        "clean": total.clean,
+        "corrupted": total.corrupted,
+        "method": method,
+        "metric": metric_name(batches[0].metric),
+        "edges": int(np.isfinite(total.values).sum()),
+        "conservation": float(array.sel(receiver=last).sum()) / change if change else float("nan"),
+        "feeds": {receiver: list(fed) for receiver, fed in nodes.feeds.items()},
+        "skipped": dict(nodes.skipped),
+        **({"steps": steps} if method == "integrated" else {}),
+    }
+    return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One pair of inputs, and the metric of its outputs."""
+
+    metric: Callable[[Any], Any]
+    clean: Inputs
+    corrupted: Inputs
+
+
+def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> list[Batch]:
+    """Returns the pairs of inputs: one, or one for each item of lists.
+
+    Raises:
+        ExperimentError: They do not fit each other.
+    """
+    several = isinstance(clean, list)
+    if several != isinstance(corrupted, list) or (several and len(clean) != len(corrupted)):
+        raise ExperimentError("clean and corrupted must both be lists of inputs of the same length, or neither")
+    pairs = list(zip(clean, corrupted, strict=True)) if several else [(clean, corrupted)]
+    metrics = list(metric) if isinstance(metric, (list, tuple)) else [metric] * len(pairs)
+    if len(metrics) != len(pairs) or not pairs:
+        raise ExperimentError(
+            f"there are {len(pairs)} pairs of inputs and {len(metrics)} metrics; give one, or as many"
+        )
+    found = []
+    for each, (one, other) in zip(metrics, pairs, strict=True):
+        check_metric(each)
+        inputs = inputs_of(one), inputs_of(other)
+        for given in inputs:
+            check_inputs(pg, given)
+        shapes = [{str(number): tensor for number, tensor in enumerate(given.tensors())} for given in inputs]
+        check_same_shapes(shapes[0], shapes[1], ("clean", "corrupted"))
+        found.append(Batch(each, *inputs))
+    return found
+
+
+def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) -> list[str]:
+    """Returns the names that patterns mean, in order; `*` is any number.
+
+    Raises:
+        UnknownPathError: There is no such name.
+
+    Example:
+        >>> chosen(["@embed", "layers[0].mlp_out", "layers[1].mlp_out"], "layers[*].mlp_out", "sender")
+        ['layers[0].mlp_out', 'layers[1].mlp_out']
+    """
+    if wanted is None:
+        return list(names)
+    found = set()
+    for pattern in [wanted] if isinstance(wanted, str) else wanted:
+        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^\[\]]*"))
+        matching = {name for name in names if regex.fullmatch(name)}
+        if not matching:
+            close = ", ".join(map(repr, nearest(pattern, list(names))))
+            raise UnknownPathError(f"there is no {what} {pattern!r}; nearest: {close}")
+        found |= matching
+    return [name for name in names if name in found]
+
+
+class EdgeScores:
+    """The scores of all edges, as an array; NaN where there is no edge."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self.values = np.full((len(nodes.receivers), len(nodes.senders)), np.nan)
+        self.clean = self.corrupted = 0.0
+        self.rows = {name: row for row, name in enumerate(nodes.receivers)}
+        self.columns = {name: column for column, name in enumerate(nodes.senders)}
+        for reader in nodes.readers:
+            senders = [self.columns[name] for writer in writers_in(reader.source) for name in writer.names]
+            for name in reader.names:
+                self.values[self.rows[name], senders] = 0.0
+
+    def block(self, receivers: Sequence[str], writer: Writer) -> Any:
+        """Returns the part of the array of some receivers and the senders of a writer: a view."""
+        first, column = self.rows[receivers[0]], self.columns[writer.names[0]]
+        return self.values[first : first + len(receivers), column : column + len(writer.names)]
+
+    def add(self, other: EdgeScores, count: int) -> None:
+        """Adds the scores of one of `count` batches."""
+        self.values += other.values / count
+        self.clean += other.clean / count
+        self.corrupted += other.corrupted / count
+
+
+def _exact_effects(
+    pg: PatchableGraph, nodes: Nodes, pair: Batch, batch: int | str | None, rows: Sequence[str], columns: Sequence[str]
+) -> EdgeScores:
+    """Returns the true effects of the edges from `columns` to `rows`, in one run for each."""
+    found = EdgeScores(nodes)
+    runs = CircuitRuns(pg, nodes, pair.corrupted)
+    clean = record(pg, pair.clean, [writer.path for writer in nodes.writers], pair.metric)
+    found.clean = float(clean.measurement.values)
+    with torch.no_grad():
+        changes = {
+            id(writer): writer.written(clean.values[writer.path] - runs.values[writer.path]) for writer in nodes.writers
+        }
+        for reader in nodes.readers:
+            read = writers_in(reader.source)
+            senders = [name for writer in nodes.writers if writer in read for name in writer.names if name in columns]
+            for receiver in [name for name in reader.names if name in rows and senders]:
+                swept = run_sweep(
+                    pg,
+                    {"sender": senders},
+                    functools.partial(runs.edge, reader, receiver, changes),
+                    pair.corrupted,
+                    metric=pair.metric,
+                    batch=batch,
+                    progress=False,
+                )
+                found.corrupted = float(swept.attrs["baseline"])
+                at = [found.columns[sender] for sender in senders]
+                found.values[found.rows[receiver], at] = swept.values - found.corrupted
+    return found
+
+
+@dataclass
+class Recorded:
+    """What was recorded in a run, by path.
+
+    Attributes:
+        values: The values, detached.
+        metric: The metric.
+    """
+
+    values: Mapping[str, Tensor]
+    metric: float = float("nan")
+
+
+def recorded_paths(nodes: Nodes) -> list[str]:
+    """Returns the paths of all that senders write and norms read, and of what receivers read without a linear map."""
+    paths = [writer.path for writer in nodes.writers]
+    paths += nodes.norm_paths
+    paths += [path for reader in nodes.readers if reader.projection is None for path in reader.paths]
+    return list(dict.fromkeys(paths))
+
+
+class _Runs:
+    """The runs on one pair of inputs, and the scores."""
+
+    def __init__(
+        self, pg: PatchableGraph, nodes: Nodes, batch: Batch, method: Method, steps: int, max_bytes: int
+    ) -> None:
+        self._pg = pg
+        self._nodes = nodes
+        self._batch = batch
+        self._method = method
+        self._steps = steps
+        self._max_bytes = max_bytes
+
+    def scores(self) -> EdgeScores:
+        """Returns the scores; the model and the random state are restored."""
+        with torch.inference_mode(False):
+            state = ModuleState(captured(self._pg).module)
+            with afterwards(state.restore):
+                return self._scores(state)
+
+    def _scores(self, state: ModuleState) -> EdgeScores:
+        found = EdgeScores(self._nodes)
+        rules = rules_of(self._method)
+        with rules.recording(), torch.no_grad():
+            clean, metric = self._run(self._batch.clean, {}, [], state)
+        found.clean = float(metric)
+        count = self._steps if self._method == "integrated" else 1
+        deltas: Deltas | None = None
+        for step in range(count):
+            fraction = (step + 0.5) / count if self._method == "integrated" else 0.0
+            starts = {path: clean.values[path] if fraction else None for path in self._nodes.starts}
+            with rules.applied(), torch.enable_grad():
+                reads = list(dict.fromkeys(path for reader in self._nodes.readers for path in reader.paths))
+                run = _GradientRun(starts, fraction, reads)
+                corrupted, metric = self._run(self._batch.corrupted, run.patches, reads, state)
+            gradients = run.gradients(metric, reads)
+            if deltas is None:
+                base = corrupted
+                if fraction:
+                    with torch.no_grad():
+                        base, metric = self._run(self._batch.corrupted, {}, [], state)
+                found.corrupted = float(metric.detach())
+                deltas = Deltas(clean, base, self._max_bytes // 2)
+                deltas.check(self._nodes)
+            back = _Backwards(self._method, clean, corrupted, deltas, found, self._max_bytes // 2, count)
+            for _, readers in groupby(self._nodes.readers, key=lambda reader: id(reader.source)):
+                back.score(list(readers), gradients)
+        return found
+
+    def _run(
+        self, inputs: Inputs, patches: Mapping[str, Patch[Any]], reads: Sequence[str], state: ModuleState
+    ) -> tuple[Recorded, Tensor]:
+        state.restore()
+        probes = {path: ProbePatch() for path in recorded_paths(self._nodes)}
+        merged: dict[str | NodePath, list[Patch[Any]]] = {}
+        for listed in (patches, probes):
+            for path, patch in listed.items():
+                merged.setdefault(path, []).append(patch)
+        with self._pg.patch(merged, strict=True):
+            output = inputs.run(self._pg)
+        metric = _number(self._batch.metric(output))
+        return Recorded({path: probe.activation.detach() for path, probe in probes.items()}), metric
+
+
+class _GradientRun:
+    """The patches of a run with gradients: its values begin at new leaves, and those that receivers read are kept."""
+
+    def __init__(self, starts: Mapping[str, Tensor | None], fraction: float, reads: Sequence[str]) -> None:
+        self._fraction = fraction
+        self._probes = {path: ProbePatch() for path in reads}
+        begins: dict[str, Patch[Any]] = {
+            path: CustomPatch(custom_op=lambda value, clean=clean: self._begin(value, clean), requires_clone=False)
+            for path, clean in starts.items()
+        }
+        self.patches: dict[str, Patch[Any]] = {**begins, **self._probes}
+
+    def _begin(self, value: Tensor, clean: Tensor | None) -> Tensor:
+        start = value.detach()
+        if clean is not None:
+            start = torch.lerp(start, clean, self._fraction)
+        return start.clone().requires_grad_().clone()  # the model may write into it
+
+    def gradients(self, metric: Tensor, reads: Sequence[str]) -> dict[str, Tensor | None]:
+        """Returns the gradient at each path; `None` where the metric does not depend on it."""
+        values = {path: self._probes[path].activation for path in reads}
+        wanted = {path: value for path, value in values.items() if value.requires_grad}
+        if not metric.requires_grad or not wanted:
+            raise ExperimentError(
+                "the metric has no gradient: it must compute a tensor from the output by operations that can be "
+                "differentiated, without argmax, .item(), .detach() or torch.no_grad()"
+            )
+        try:
+            found = torch.autograd.grad(metric, list(wanted.values()), allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ExperimentError(f"the gradients of the metric cannot be computed: {error}") from error
+        return dict(zip(wanted, found, strict=True))
+
+
+class Deltas:
+    """What senders write in the clean run, minus what they write in the corrupted one.
+
+    Args:
+        clean: The clean run.
+        corrupted: The corrupted run.
+        max_bytes: How much of it is kept; the rest is computed again when it is needed.
+    """
+
+    def __init__(self, clean: Recorded, corrupted: Recorded, max_bytes: int) -> None:
+        self._clean = clean
+        self._corrupted = corrupted
+        self._available = max_bytes
+        self._kept: dict[int, Tensor] = {}
+
+    def of(self, writer: Writer) -> Tensor:
+        """Returns the differences of a writer, of shape `(senders, rows, channels)`."""
+        kept = self._kept.get(id(writer))
+        if kept is not None:
+            return kept
+        difference = self._clean.values[writer.path] - self._corrupted.values[writer.path]
+        written = writer.written(difference)
+        size = written.numel() * written.element_size()
+        if size <= self._available:
+            self._available -= size
+            self._kept[id(writer)] = written
+        return written
+
+    def check(self, nodes: Nodes) -> None:
+        """Checks that the sums of the senders are what norms and receivers read.
+
+        Raises:
+            ExperimentError: They are not: the model computes something between components that the graph does not
+                show as linear.
+        """
+        totals: dict[int, Tensor] = {}
+
+        def total(term: Term) -> Tensor:
+            source = term.source
+            if id(source) not in totals:
+                if isinstance(source, Norm):
+                    one, other = (source.function(run.values[source.path]) for run in (self._clean, self._corrupted))
+                    totals[id(source)] = rows_of(one - other)
+                else:
+                    totals[id(source)] = self.of(source).sum(0)
+            return term.on(totals[id(source)])
+
+        def compare(path: str, source: Sum) -> None:
+            clean, corrupted = self._clean.values[path], self._corrupted.values[path]
+            known = rows_of(clean - corrupted)
+            found = torch.zeros_like(known)
+            for term in source:
+                found = found + total(term)
+            scale = max(float(value.abs().max()) for value in (clean, corrupted))
+            tolerance = max(1e-3, 32 * torch.finfo(clean.dtype).eps) * scale
+            if not float((known - found).abs().max()) <= tolerance:
+                raise ExperimentError(
+                    f"what components add to the residual stream does not explain {path!r}: it differs by "
+                    f"{float((known - found).abs().max()):.2g}. Is the model in training mode? Call pg.eval()"
+                )
+
+        seen: set[int] = set()
+        with torch.no_grad():
+            for reader in nodes.readers:
+                for norm in norms_in(reader.source):
+                    if norm.number not in seen:
+                        seen.add(norm.number)
+                        compare(norm.path, norm.source)
+                if reader.projection is None:
+                    compare(reader.paths[0], reader.source)
+
+
+class _Backwards:
+    """Takes gradients back from receivers to senders, and adds the scores."""
+
+    def __init__(
+        self,
+        method: Method,
+        clean: Recorded,
+        corrupted: Recorded,
+        deltas: Deltas,
+        found: EdgeScores,
+        max_bytes: int,
+        count: int,
+    ) -> None:
+        self._method = method
+        self._clean = clean
+        self._corrupted = corrupted
+        self._deltas = deltas
+        self._found = found
+        self._max_bytes = max_bytes
+        self._count = count
+
+    def score(self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]) -> None:
+        """Adds the scores of receivers that read the same value."""
+        for names, stacked in self._stacks(readers, gradients):
+            self._walk(names, readers[0].source, stacked)
+
+    def _stacks(
+        self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]
+    ) -> Iterator[tuple[list[str], Tensor]]:
+        """Yields gradients by what receivers read, of shape `(receivers, rows, channels)`, as many as fit."""
+        names: list[str] = []
+        parts: list[Tensor] = []
+        for name, part in self._parts(readers, gradients):
+            if parts and (len(parts) + 1) * part.numel() * part.element_size() * 6 > self._max_bytes:
+                yield names, torch.stack(parts)
+                names, parts = [], []
+            names.append(name)
+            parts.append(part)
+        if parts:
+            yield names, torch.stack(parts)
+
+    def _parts(self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        for reader in readers:
+            given = [rows_of(gradient) for path in reader.paths if (gradient := gradients.get(path)) is not None]
+            if not given:
+                continue
+            gradient = torch.stack(given).sum(0) if len(given) > 1 else given[0]
+            if reader.projection is None:
+                yield reader.names[0], gradient
+                continue
+            weight = reader.projection.weight()
+            for name, numbers in zip(reader.names, reader.projection.heads.to(weight.device), strict=True):
+                columns = index_of(numbers)
+                yield name, gradient[:, columns] @ weight[:, columns].T
+
+    def _walk(self, names: Sequence[str], source: Sum, stacked: Tensor) -> None:
+        waiting: dict[int, tuple[Norm, Tensor]] = {}
+        self._meet(names, source, stacked, waiting)
+        while waiting:
+            norm, gradient = waiting.pop(max(waiting))
+            self._meet(names, norm.source, self._through(norm, gradient), waiting)
+
+    def _meet(
+        self, names: Sequence[str], source: Sum, gradient: Tensor, waiting: dict[int, tuple[Norm, Tensor]]
+    ) -> None:
+        flat: Tensor | None = None
+        for term in source:
+            own = term.back(gradient)
+            if isinstance(term.source, Norm):
+                before = waiting.get(term.source.number)
+                waiting[term.source.number] = (term.source, own if before is None else before[1] + own)
+                continue
+            delta = self._deltas.of(term.source)
+            if own is gradient and flat is None:
+                flat = _wide(gradient).flatten(1)
+            left = flat if own is gradient and flat is not None else _wide(own).flatten(1)
+            scores = (left @ _wide(delta).flatten(1).T).detach().cpu().double().numpy() / self._count
+            for row, name in enumerate(names):
+                self._found.block([name], term.source)[:] += scores[row]
+
+    def _through(self, norm: Norm, gradient: Tensor) -> Tensor:
+        """Returns gradients at what a norm reads, from those of its result."""
+        rules = rules_of(self._method)
+        if self._method == "secant":
+            with rules.recording(), torch.no_grad():
+                norm.function(self._clean.values[norm.path])
+        read = self._corrupted.values[norm.path].detach().requires_grad_()
+        with rules.applied(), torch.enable_grad():
+            result = norm.function(read)
+        stacked = gradient.reshape(-1, *result.shape).to(result.dtype)
+        (found,) = torch.autograd.grad(result, read, stacked, is_grads_batched=True)
+        return found.reshape(gradient.shape)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Returns a value in single precision, if it has half: sums over many products need it."""
+    return value.float() if value.element_size() < 4 else value

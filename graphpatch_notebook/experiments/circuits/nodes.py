@@ -1,0 +1,414 @@
+"""The senders and receivers of a model, and which receiver reads which sender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.components import Components, NoWeightError, Projection, find, projection
+from graphpatch_notebook.components.chain import Layer, Stack, Trails
+from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.proofs import NamedLayer, NamedWrite
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.circuits.stream import (
+    LinearPaths,
+    NoPathError,
+    Norm,
+    Sum,
+    Writer,
+    boundary_path,
+    in_order,
+)
+
+_LETTERS = "qkv"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """What reads the residual stream: one receiver, or one for each head.
+
+    Attributes:
+        names: The names of the receivers.
+        paths: The paths at which it is patched, and at which gradients are taken: those of a value that only this
+            receiver reads, or of the result of a linear map.
+        source: What it reads, as a sum.
+        projection: The linear map, whose outputs belong to heads; `None` if the value itself is read.
+        number: Its place in order of execution.
+    """
+
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+    source: Sum
+    number: int
+    projection: Projection | None = None
+
+
+@dataclass(slots=True)
+class Nodes:
+    """The senders and receivers of a model.
+
+    Attributes:
+        flow: The flow of values.
+        writers: The senders, in order of execution.
+        readers: The receivers, in order of execution.
+        feeds: For each receiver, the senders that are computed from it.
+        starts: The paths of what streams begin with.
+        skipped: Why there are no edges to, or from, a component.
+    """
+
+    flow: Flow
+    writers: list[Writer] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
+    feeds: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    starts: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def senders(self) -> list[str]:
+        """The names of all senders."""
+        return [name for writer in self.writers for name in writer.names]
+
+    @property
+    def receivers(self) -> list[str]:
+        """The names of all receivers."""
+        return [name for reader in self.readers for name in reader.names]
+
+    @property
+    def norm_paths(self) -> list[str]:
+        """The paths of what the norms on the way to receivers read."""
+        return list(dict.fromkeys(norm.path for reader in self.readers for norm in norms_in(reader.source)))
+
+
+def nodes_of(root: Frame, *, heads: bool = True) -> Nodes:
+    """Returns the senders and receivers of a captured model; each capture is searched once.
+
+    Args:
+        root: The root frame of the capture.
+        heads: Whether heads of attention are nodes of their own.
+
+    Raises:
+        ExperimentError: The model has no layers with a residual stream that can be followed.
+    """
+    findings = root.capture.findings
+    key = (nodes_of, heads)
+    if key not in findings:
+        findings[key] = _Finder(root, find(root), heads).found
+    found: Nodes = findings[key]
+    if not found.readers or not found.writers:
+        where, why = next(iter((find(root).missing | found.skipped).items()), ("layers[*]", "nothing was found"))
+        raise ExperimentError(f"the model has no edges between components: {where}: {why}")
+    return found
+
+
+def norms_in(source: Sum) -> list[Norm]:
+    """Returns all norms that a sum passes through, in order of execution."""
+    found: dict[int, Norm] = {}
+    waiting = [source]
+    while waiting:
+        for term in waiting.pop():
+            if isinstance(term.source, Norm) and term.source.number not in found:
+                found[term.source.number] = term.source
+                waiting.append(term.source.source)
+    return [found[number] for number in sorted(found)]
+
+
+def writers_in(source: Sum) -> set[Writer]:
+    """Returns the writers that a sum consists of, also through norms."""
+    sums = [source, *(norm.source for norm in norms_in(source))]
+    return {term.source for each in sums for term in each if isinstance(term.source, Writer)}
+
+
+_Cut = Callable[[Node, Value], bool]
+
+
+class _Finder:
+    """Finds senders and receivers in what `components` found."""
+
+    def __init__(self, root: Frame, components: Components, heads: bool) -> None:
+        evidence = components.evidence
+        self._root = root
+        self._components = components
+        self._trails: Trails = evidence.trails
+        self._flow = evidence.trails.flow
+        self._stacks: list[tuple[Stack, list[NamedLayer]]] = evidence.stacks
+        self._ends = evidence.ends
+        self._has_heads = heads
+        self._by_value: dict[Value, Writer] = {}
+        self._heads: dict[str, Writer] = {}
+        self.found = Nodes(self._flow)
+        order = self._flow.order
+        self._stacks = sorted(self._stacks, key=lambda each: order[each[0].layers[0].start.value.node])
+        for stack, layers in self._stacks:
+            self._add_start(stack)
+            for layer in layers:
+                for write in layer.writes:
+                    self._add_writer(layer, write)
+        self._paths = LinearPaths(self._trails, self._by_value)
+        for stack, layers in self._stacks:
+            self._add_link(stack)
+            for layer in layers:
+                for write in layer.writes:
+                    self._add_readers(layer, write)
+        self._add_end()
+        self.found.writers = sorted(self._by_value.values(), key=lambda writer: order[writer.value.node])
+        self.found.readers.sort(key=lambda reader: reader.number)
+
+    # -- senders -------------------------------------------------------------------------------------------------------
+
+    def _add_start(self, stack: Stack) -> None:
+        value = stack.layers[0].start.value
+        before = LinearPaths(self._trails, dict(self._by_value))
+        if before.depends(value):  # such as the stages of a vision model
+            try:
+                before.of(value)
+                return
+            except NoPathError:
+                pass
+        path = boundary_path(self._flow, value)
+        self._by_value[value] = Writer((f"{_prefix(stack)}@embed",), value, path)
+        self.found.starts.append(path)
+
+    def _add_writer(self, named: NamedLayer, each: NamedWrite) -> None:
+        writer = self._of_heads(named, each) if self._has_heads else None
+        if writer is None:
+            name = f"{named.name}{each.kind}_out"
+            writer = Writer((name,), each.write.value, boundary_path(self._flow, each.write.value))
+        self._by_value[writer.value] = writer
+        self._heads[f"{named.name}{each.kind}"] = writer
+
+    def _of_heads(self, named: NamedLayer, each: NamedWrite) -> Writer | None:
+        """Returns the writer of attention by heads, if its heads are summed by a linear map."""
+        if each.parts is None or (output := each.parts.output) is None:
+            return None
+        start = f"{named.name}{each.kind}"
+        try:
+            found = projection(self._root, f"{start}.z")
+            if found.linear != output:
+                raise NoWeightError("another linear map reads it")
+            found.weight()
+            names = tuple(f"{start}.heads[{head}].z" for head in range(len(found.heads)))
+            writer = Writer(names, output, self._input_path(output), found)
+            if not LinearPaths(self._trails, {output: writer}).of(each.write.value):
+                raise NoPathError("its linear map does not lead to what is written")
+        except (NoWeightError, NoPathError, ValueError) as problem:
+            self.found.skipped[f"{start}.heads[*].z"] = str(problem)
+            return None
+        return writer
+
+    def _input_path(self, linear: Value) -> str:
+        """Returns the path of what a linear map reads: at the input of its module, if it is that of a module."""
+        value = self._flow.moving(linear.node)[0]
+        frame = self._flow.frame_of[linear.node]
+        while True:
+            place = next((place for place in self._flow.inputs(frame) if place.value == value), None)
+            if place is not None:
+                return place.path
+            reads = self._flow.reads(value.node) if self._flow.frame_of[value.node] is frame else []
+            if not reads or not in_order(value, reads[0]):
+                return boundary_path(self._flow, value)
+            value = reads[0]
+
+    # -- receivers -----------------------------------------------------------------------------------------------------
+
+    def _add_readers(self, named: NamedLayer, each: NamedWrite) -> None:
+        name = f"{named.name}{each.kind}"
+        problem = "heads=False"
+        if each.parts is not None and self._has_heads:
+            problem = self._add_heads(name, each)
+            if not problem:
+                return
+        try:
+            self._add_whole(name, named.layer, each)
+        except NoPathError as error:
+            self.found.skipped[name] = str(error)
+            return
+        if each.parts is not None and self._has_heads:
+            self.found.skipped[f"{name}.heads[*]"] = problem
+
+    def _add_heads(self, name: str, each: NamedWrite) -> str:
+        """Adds the receivers of queries, keys and values; returns why there are none, or nothing."""
+        found: dict[str, Projection] = {}
+        try:
+            for letter in _LETTERS:
+                found[letter] = projection(self._root, f"{name}.{letter}")
+                found[letter].weight()
+            linears = {each.linear.node for each in found.values()}
+            self._check_covered(each.write.value, each.write.inside, lambda node, _: node in linears)
+            self._check_outputs(list(found.values()))
+            sources = {letter: self._paths.of(self._flow.moving(each.linear.node)[0]) for letter, each in found.items()}
+        except (NoWeightError, NoPathError, ExperimentError, ValueError) as error:
+            return str(error)
+        for letter, made in found.items():
+            heads = made.heads if made.are_separate else made.heads.reshape(1, -1)
+            names = [f"{name}.heads[{head}].{letter}" for head in range(len(heads))]
+            if not made.are_separate:
+                names = [f"{name}.{letter}"]
+                self.found.skipped[f"{name}.heads[*].{letter}"] = "a norm over all heads makes them one receiver"
+            path = self._output_path(made.linear)
+            number = self._flow.order[made.linear.node]
+            own = Projection(made.linear, heads, made.are_separate, made.matrix)
+            self.found.readers.append(Reader(tuple(names), (path,), sources[letter], number, own))
+            self._note_fed(name, names)
+        return ""
+
+    def _note_fed(self, name: str, receivers: Sequence[str]) -> None:
+        senders = self._heads[name].names
+        share = len(senders) // len(receivers)
+        is_by_head = share * len(receivers) == len(senders) and len(senders) > 1
+        for number, receiver in enumerate(receivers):
+            own = senders[number * share : (number + 1) * share] if is_by_head else senders
+            self.found.feeds[receiver] = own
+
+    def _check_outputs(self, found: Sequence[Projection]) -> None:
+        """Checks that all outputs of the linear maps belong to queries, keys or values."""
+        for node in {each.linear.node for each in found}:
+            numbers = {int(n) for each in found if each.linear.node is node for n in each.heads.reshape(-1)}
+            if len(numbers) != node.spec.shape.numel() // max(1, _rows(Value(node))):
+                raise NoPathError(f"{self._flow.path(Value(node))} has outputs that are not queries, keys or values")
+
+    def _output_path(self, linear: Value) -> str:
+        """Returns the path of the result of a linear map: of the module's output, if it is that."""
+        value = linear
+        while True:
+            path = self._flow.path(value)
+            for frame in self._flow.frames_around(value):
+                place = next((place for place in self._flow.outputs(frame) if place.value == value), None)
+                if place is None or self._flow.is_read_in(value, frame):
+                    break
+                path = place.path
+            users = self._flow.users.get(value.node, [])
+            inside = [user for user in users if self._flow.frame_of[user] is self._flow.frame_of[value.node]]
+            if path != self._flow.path(value) or len(inside) != 1 or not in_order(Value(inside[0]), value):
+                return path
+            value = Value(inside[0])
+
+    def _add_whole(self, name: str, layer: Layer, each: NamedWrite) -> None:
+        """Adds a receiver for all that a component reads."""
+        write, flow = each.write, self._flow
+        candidates = [write.state]
+        if write.norm is not None:
+            normed = flow.outputs(write.norm)[0]
+            candidates.insert(0, normed.value)
+            if set(flow.users[normed.value.node]) <= write.inside:
+                try:
+                    self._check_covered(write.value, write.inside, lambda _, read: read == normed.value)
+                    self._add_reader(name, (normed.path,), normed.value)
+                    return
+                except NoPathError:
+                    pass
+        for value in candidates:
+            for frame in self._frames(layer, write.inside):
+                places = [place.path for place in flow.inputs(frame) if place.value == value]
+                if places and self._is_covered(write.value, write.inside, self._reading(frame, value)):
+                    self._add_reader(name, tuple(places), value)
+                    return
+        raise NoPathError("no module reads the stream for it alone, so that what it reads cannot be replaced")
+
+    def _add_reader(self, name: str, paths: tuple[str, ...], value: Value) -> None:
+        source = self._paths.of(value)
+        if not value.shape or not source:
+            raise NoPathError(f"what it reads, {self._flow.path(value)}, does not come from the stream")
+        self.found.readers.append(Reader((name,), paths, source, self._flow.order[value.node]))
+        self.found.feeds[name] = self._heads[name].names if name in self._heads else ()
+
+    def _frames(self, layer: Layer, inside: frozenset[Node]) -> Iterator[Frame]:
+        """Yields the frames in a layer that compute some nodes, outer ones first."""
+        found: dict[int, Frame] = {}
+        for node in inside:
+            for frame in self._flow.frames_around(Value(node)):
+                if frame is layer.frame:
+                    break
+                found[id(frame)] = frame
+        yield from sorted(found.values(), key=lambda frame: (len(frame.path), self._flow.start(frame)))
+
+    def _reading(self, frame: Frame, value: Value) -> _Cut:
+        start, end = self._flow.start(frame), self._flow.order[frame.output_node]
+
+        def is_cut(node: Node, read: Value) -> bool:
+            return read == value and start <= self._flow.order[node] <= end
+
+        return is_cut
+
+    def _is_covered(self, value: Value, inside: frozenset[Node] | None, is_cut: _Cut) -> bool:
+        try:
+            self._check_covered(value, inside, is_cut)
+        except NoPathError:
+            return False
+        return True
+
+    def _check_covered(self, value: Value, inside: frozenset[Node] | None, is_cut: _Cut) -> None:
+        """Checks that a value depends on the stream through reads that `is_cut` accepts only."""
+        waiting, seen = [value], set[Node]()
+        while waiting:
+            value = waiting.pop()
+            if value.node in seen:
+                continue
+            seen.add(value.node)
+            is_outside = value in self._by_value if inside is None else value.node not in inside
+            if is_outside and self._paths.depends(value):
+                raise NoPathError(f"it also reads {self._flow.path(value)} in another way")
+            if not is_outside:
+                waiting += [read for read in self._flow.reads(value.node) if not is_cut(value.node, read)]
+
+    # -- both ends -----------------------------------------------------------------------------------------------------
+
+    def _add_link(self, stack: Stack) -> None:
+        """Adds a receiver for what a stack begins with, if that is computed from the end of another one."""
+        value = stack.layers[0].start.value
+        writer = self._by_value.get(value)
+        others = {own: each for own, each in self._by_value.items() if each is not writer}
+        before = LinearPaths(self._trails, others)
+        if writer is None or not before.depends(value):
+            return
+        for other, layers in self._stacks:
+            end = other.layers[-1].end
+            name = f"{layers[-1].name}resid_post"
+            cut = _at(end.value)
+            paths, self._paths = self._paths, before
+            self._by_value.pop(value)
+            is_covered = other is not stack and self._is_covered(value, None, cut)
+            self._by_value[value] = writer
+            self._paths = paths
+            if is_covered:
+                try:
+                    self._add_reader(name, (end.path,), end.value)
+                    self.found.feeds[name] = writer.names
+                    return
+                except NoPathError:
+                    pass
+        self.found.skipped[writer.names[0]] = "it is computed from components of the model, but not from one value"
+
+    def _add_end(self) -> None:
+        """Adds the receiver at the end of the last stack: the logits."""
+        ends = [(stack, end) for (stack, _), (_, end) in zip(reversed(self._unsorted()), self._ends, strict=True)]
+        if not ends:
+            return
+        stack, end = next(((stack, end) for stack, end in ends if end.logits is not None), ends[0])
+        place = self._flow.outputs(self._trails.norms[end.norm])[0] if end.norm is not None else stack.layers[-1].end
+        name = "@logits" if end.logits is not None else f"{_prefix(stack)}@final_norm"
+        if end.logits is None and end.norm is None:
+            name = f"{_prefix(stack)}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
+        try:
+            self._add_reader(name, (place.path,), place.value)
+        except NoPathError as problem:
+            self.found.skipped[name] = str(problem)
+
+    def _unsorted(self) -> list[tuple[Stack, list[NamedLayer]]]:
+        return self._components.evidence.stacks
+
+
+def _at(value: Value) -> _Cut:
+    return lambda _, read: read == value
+
+
+def _prefix(stack: Stack) -> str:
+    return f"{stack.name}." if stack.name else ""
+
+
+def _rows(value: Value) -> int:
+    shape = value.shape
+    size = 1
+    for each in shape[:-1]:
+        size *= each
+    return size

@@ -1,0 +1,264 @@
+"""The choice of edges by their scores, and how much of an effect the circuits of several sizes keep."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
+from graphpatch_notebook.experiments.circuits.edges import batches_of
+from graphpatch_notebook.experiments.circuits.nodes import Nodes
+from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, kept_edges, nodes_like
+from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.methods.arguments import check_graph, check_unsharded
+from graphpatch_notebook.patchable_graph import PatchableGraph
+
+if TYPE_CHECKING:
+    from xarray import DataArray, Dataset
+
+Selection: TypeAlias = Literal["top", "greedy"]
+_SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+def circuit(
+    pg: PatchableGraph,
+    scores: DataArray,
+    edges: int = 100,
+    *,
+    selection: Selection = "top",
+    absolute: bool = True,
+    prune: bool = True,
+) -> Circuit:
+    """Returns the circuit of the edges with the largest scores.
+
+    Args:
+        pg: The graph.
+        scores: The scores, from `attribute_edges`, for all senders and receivers.
+        edges: How many edges to choose.
+        selection: `"top"`: the edges with the largest scores. `"greedy"`: from the logits on, the edge with the
+            largest score into what is in the circuit already, again and again; then no edge is chosen that leads
+            nowhere.
+        absolute: Whether scores count by magnitude; otherwise edges with a negative effect come last.
+        prune: Whether edges are removed that change nothing, since they are not on a way from the embeddings to the
+            logits. The circuit may have fewer edges then.
+
+    Returns:
+        The circuit. `circuit_patches` runs the model as this circuit.
+
+    Raises:
+        ExperimentError: The scores are not those of the model, or lack some of its nodes.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook.experiments import attribute_edges
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> clean, corrupted = torch.arange(6)[None], torch.arange(6, 12)[None]
+        >>> scores = attribute_edges(pg, lambda out: out.logits[0, -1, 3], clean, corrupted)
+        >>> len(circuit(pg, scores, edges=5, prune=False).edges)
+        5
+
+    Source:
+        Hanna et al., Have faith in faithfulness (2024), for the greedy selection.
+    """
+    check_graph(pg)
+    if type(edges) is not int or edges < 0:
+        raise ExperimentError(f"edges must be a number of edges, not {edges!r}")
+    nodes = nodes_like(pg, scores.attrs["feeds"])
+    chosen = Ranking(nodes, scores, selection, absolute=absolute).first(edges)
+    attrs = scores.attrs
+    found = Circuit(
+        edges=tuple(sorted(chosen, key=lambda edge: -abs(edge.score))),
+        feeds=nodes.feeds,
+        candidates=int(attrs["edges"]),
+        clean=float(attrs["clean"]),
+        corrupted=float(attrs["corrupted"]),
+        method=str(attrs["method"]),
+        metric=str(attrs["metric"]),
+    )
+    return found.without_dead_ends() if prune else found
+
+
+class Ranking:
+    """The edges of a model in the order in which circuits of growing size take them.
+
+    Raises:
+        ExperimentError: The scores are not those of the model.
+    """
+
+    def __init__(self, nodes: Nodes, scores: DataArray, selection: Selection, *, absolute: bool) -> None:
+        if selection not in ("top", "greedy"):
+            raise ExperimentError(f"selection must be 'top' or 'greedy', not {selection!r}")
+        own = [list(scores.coords[name].values) for name in ("receiver", "sender")]
+        if own != [nodes.receivers, nodes.senders]:
+            raise ExperimentError("the scores lack nodes of the model: compute them without senders= and receivers=")
+        self._nodes = nodes
+        self._receivers, self._senders = nodes.receivers, nodes.senders
+        self._scores = scores.values
+        self._sizes = np.abs(self._scores) if absolute else self._scores
+        self.order = self._greedy() if selection == "greedy" else self._top()
+
+    def first(self, count: int) -> list[Edge]:
+        """Returns the first edges."""
+        return [
+            Edge(self._senders[column], self._receivers[row], float(self._scores[row, column]))
+            for row, column in self.order[:count]
+        ]
+
+    def _top(self) -> list[tuple[int, int]]:
+        sizes = np.where(np.isnan(self._sizes), -np.inf, self._sizes).reshape(-1)
+        order = np.argsort(-sizes, kind="stable")[: int((~np.isnan(self._sizes)).sum())]
+        return [divmod(int(number), len(self._senders)) for number in order]
+
+    def _greedy(self) -> list[tuple[int, int]]:
+        rows: dict[str, list[int]] = {}
+        for row, receiver in enumerate(self._receivers):
+            for sender in self._nodes.feeds[receiver]:
+                rows.setdefault(sender, []).append(row)
+        waiting: list[tuple[float, int, int]] = []
+        open_rows: set[int] = set()
+
+        def add(row: int) -> None:
+            if row not in open_rows:
+                open_rows.add(row)
+                for column in np.flatnonzero(~np.isnan(self._sizes[row])).tolist():
+                    heapq.heappush(waiting, (-float(self._sizes[row, column]), row, column))
+
+        for row, receiver in enumerate(self._receivers):
+            if not self._nodes.feeds[receiver]:
+                add(row)
+        found = []
+        while waiting:
+            _, row, column = heapq.heappop(waiting)
+            found.append((row, column))
+            for own in rows.get(self._senders[column], ()):
+                add(own)
+        return found
+
+
+def faithfulness(
+    pg: PatchableGraph,
+    scores: DataArray | Mapping[str, DataArray],
+    metric: Callable[[Any], Any] | Sequence[Callable[[Any], Any]],
+    clean: Any,
+    corrupted: Any,
+    *,
+    sizes: Iterable[int | float] | None = None,
+    selection: Selection = "top",
+    absolute: bool = True,
+    random: int | None = 0,
+) -> Dataset:
+    """Returns how much of an effect circuits of several sizes keep, in exact runs of the model.
+
+    The faithfulness of a circuit is `(metric of the circuit - corrupted) / (clean - corrupted)`: 1 if its edges alone
+    pass on the whole effect. There is one run for each ranking, size and batch, and two more for each batch.
+
+    Args:
+        pg: The graph.
+        scores: The scores that rank the edges, from `attribute_edges`; or several by name, such as
+            `{"gradient": ..., "secant": ..., "exact": ...}`.
+        metric: Maps the output of the model to a single number; or a list of such functions, one for each batch.
+        clean: The clean inputs, as for `attribute_edges`; a list has one for each batch. They need not be the inputs of
+            the scores.
+        corrupted: The corrupted inputs, in the same form.
+        sizes: Numbers of edges, or shares of all edges (floats up to 1.0). By default, the ten shares of MIB, from
+            0.001 to 1.
+        selection: How circuits are chosen, as for `circuit`.
+        absolute: Whether scores count by magnitude, as for `circuit`.
+        random: The seed of a random ranking beside the others, under the name `"random"`; `None` for none.
+
+    Returns:
+        A dataset with the dimensions `ranking` and `size` (the number of edges): `faithfulness`, and `metric`, the mean
+        over the batches. By ranking, `CPR`, the area under the curve of faithfulness over the share of edges, and
+        `CMD`, the area between that curve and 1; both are those of MIB. `share` has the sizes as shares. Attributes:
+        `clean`, `corrupted` and `candidates`, the number of edges.
+
+    Raises:
+        ExperimentError: The scores are not those of the model, or the metric is the same on both inputs.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook.experiments import attribute_edges
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(6)[None])
+        >>> clean, corrupted = torch.arange(6)[None], torch.arange(6, 12)[None]
+        >>> metric = lambda out: out.logits[0, -1, 3]
+        >>> scores = attribute_edges(pg, metric, clean, corrupted)
+        >>> curve = faithfulness(pg, scores, metric, clean, corrupted, sizes=[5, 20, 46])
+        >>> curve.faithfulness.dims, round(curve.faithfulness.sel(ranking="scores", size=46).item(), 3)
+        (('ranking', 'size'), 1.0)
+
+    Source:
+        Mueller et al., MIB: a mechanistic interpretability benchmark (2025).
+    """
+    check_graph(pg)
+    check_unsharded(pg, "faithfulness")
+    xarray = extra("xarray", "a dataset of curves")
+    batches = batches_of(pg, metric, clean, corrupted)
+    named = dict(scores) if isinstance(scores, Mapping) and not hasattr(scores, "dims") else {"scores": scores}
+    first = next(iter(named.values()))
+    nodes = nodes_like(pg, first.attrs["feeds"])
+    candidates = int(np.isfinite(first.values).sum())
+    if random is not None:
+        drawn = np.random.default_rng(random).random(first.shape)
+        named["random"] = first.copy(data=np.where(np.isnan(first.values), np.nan, drawn))
+    rankings = {name: Ranking(nodes, each, selection, absolute=absolute) for name, each in named.items()}
+    counts = _counts(_SIZES if sizes is None else sizes, candidates)
+    values = np.zeros((len(rankings), len(counts)))
+    ends = np.zeros(2)
+    empty = Circuit((), nodes.feeds, candidates, math.nan, math.nan)
+    with torch.no_grad():
+        for batch in batches:
+            runs = CircuitRuns(pg, nodes, batch.corrupted)
+            ends += [float(batch.metric(given.run(pg))) for given in (batch.clean, batch.corrupted)]
+            for row, ranking in enumerate(rankings.values()):
+                for column, count in enumerate(counts):
+                    kept = kept_edges(nodes, replace(empty, edges=tuple(ranking.first(count))))
+                    with pg.patch(runs.patches(kept)):
+                        values[row, column] += float(batch.metric(batch.clean.run(pg)))
+    values, (high, low) = values / len(batches), ends / len(batches)
+    if high == low:
+        raise ExperimentError(f"the metric is {high:.6g} on both inputs, so there is no effect to keep")
+    curves = (values - low) / (high - low)
+    shares = np.array(counts) / candidates
+    areas = {name: _areas(shares, curve) for name, curve in zip(rankings, curves, strict=True)}
+    return xarray.Dataset(  # type: ignore[no-any-return]
+        {
+            "faithfulness": (("ranking", "size"), curves),
+            "metric": (("ranking", "size"), values),
+            "CPR": ("ranking", [area[0] for area in areas.values()]),
+            "CMD": ("ranking", [area[1] for area in areas.values()]),
+        },
+        {"ranking": list(rankings), "size": counts, "share": ("size", shares)},
+        {"clean": float(high), "corrupted": float(low), "candidates": candidates, "selection": selection},
+    )
+
+
+def _counts(sizes: Iterable[int | float], candidates: int) -> list[int]:
+    found = set()
+    for size in sizes:
+        is_share = isinstance(size, float) and 0 < size <= 1
+        if not is_share and (type(size) is not int or not 0 <= size <= candidates):
+            raise ExperimentError(
+                f"sizes are numbers of edges up to {candidates}, or shares of them (floats up to 1.0), not {size!r}"
+            )
+        found.add(max(1, round(size * candidates)) if is_share else int(size))
+    if not found:
+        raise ExperimentError("sizes is empty")
+    return sorted(found)
+
+
+def _areas(shares: Any, curve: Any) -> tuple[float, float]:
+    """Returns the areas under a curve, and between it and 1, over shares from 0, where nothing is kept."""
+    places, heights = (shares, curve) if shares[0] == 0 else (np.append(0, shares), np.append(0, curve))
+    widths = np.diff(places)
+    under = float(((heights[1:] + heights[:-1]) / 2 * widths).sum())
+    gaps = np.abs(1 - heights)
+    return under, float(((gaps[1:] + gaps[:-1]) / 2 * widths).sum())

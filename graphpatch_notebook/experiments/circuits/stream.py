@@ -1,0 +1,431 @@
+"""The linear paths of a model: what a value is the sum of, as far as it is a sum.
+
+From a value that a component reads, additions, scalings by constants, and operations that only rearrange lead back to
+what other components added to the residual stream (`Writer`). Norms on the way are functions of such a sum (`Norm`).
+What is found holds for any model whose operations are these, whatever its layers are called.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.capture.observers import original_forward
+from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
+from graphpatch_notebook.components.chain import Trails
+from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec
+
+_IN_ORDER = frozenset(
+    "view reshape flatten unflatten squeeze unsqueeze view_as reshape_as getitem expand expand_as".split()
+)
+_MOVES = frozenset("transpose permute swapaxes swapdims movedim moveaxis roll flip".split())
+_ALTERED = frozenset("where clamp clip masked_fill nan_to_num".split())
+_DIVISIONS = frozenset("div truediv itruediv div_".split())
+_MOST = 20_000
+
+
+class NoPathError(Exception):
+    """There is a path between two components, but not a linear one, for this reason (caught inside the package)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Writer:
+    """What a component adds to the residual stream: one sender, or one for each head.
+
+    Attributes:
+        names: The names of the senders.
+        value: What is added; for heads, the sum of what they write.
+        path: The path of the value that is recorded: `value` itself, or what the linear map of the heads reads.
+        weight: The matrix of the heads, with a row for each input; `None` if there are none.
+        heads: The numbers of the inputs of each head, of shape `(heads, size)`.
+    """
+
+    names: tuple[str, ...]
+    value: Value
+    path: str
+    projection: Any = None
+
+    def written(self, recorded: Tensor) -> Tensor:
+        """Returns what each sender writes, of shape `(senders, rows, channels)`, from the recorded value."""
+        if self.projection is None:
+            return rows_of(recorded)[None]
+        weight, heads = self.projection.weight(), self.projection.heads.to(recorded.device)
+        rows = rows_of(recorded)
+        return torch.stack([rows[:, index_of(numbers)] @ weight[index_of(numbers)] for numbers in heads])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaling:
+    """A multiplication of the stream with constants.
+
+    Attributes:
+        factors: The numbers, and the tensors that the model holds.
+    """
+
+    flow: Flow
+    factors: tuple[float | Value, ...]
+
+    def on(self, rows: Tensor) -> Tensor:
+        """Returns rows times the constants; their shape is `(..., rows, channels)`."""
+        for factor in self.factors:
+            rows = rows * (factor if not isinstance(factor, Value) else _row_of(held(self.flow, factor)))
+        return rows
+
+    def back(self, gradients: Tensor) -> Tensor:
+        """Returns the gradients of what is multiplied."""
+        return self.on(gradients)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Division(Scaling):
+    """A division of the stream by constants."""
+
+    def on(self, rows: Tensor) -> Tensor:
+        for factor in self.factors:
+            rows = rows / (factor if not isinstance(factor, Value) else _row_of(held(self.flow, factor)))
+        return rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """An operation that only moves the rows of the stream to other places.
+
+    Attributes:
+        node: The operation; its arguments are plain.
+        source: What it reads.
+    """
+
+    node: Node
+    source: Value
+
+    def order(self, rows: Tensor) -> Tensor:
+        """Returns which row each row of the result is."""
+        shape = self._shape(rows.shape[-2])
+        numbers = torch.arange(rows.shape[-2], device=rows.device).view(*shape[:-1], 1).expand(*shape[:-1], 2)
+        made = self.node.whole
+        args = map_leaves(made.args[1:], lambda given: given)
+        moved: Tensor = made.target(numbers, *args, **made.kwargs)
+        if moved.shape[-1] != 2:
+            raise NoPathError(f"{self.node.name} moves channels")
+        return moved[..., 0].reshape(-1)
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        """Returns the shape of the source in this run, from that of the capture and the number of rows."""
+        shape = list(self.source.shape)
+        captured = math.prod(shape[:-1])
+        if captured == rows:
+            return tuple(shape)
+        raise NoPathError(f"{self.node.name} moves positions; give inputs of the shape of the example")
+
+    def on(self, rows: Tensor) -> Tensor:
+        return rows[..., self.order(rows), :]
+
+    def back(self, gradients: Tensor) -> Tensor:
+        return gradients[..., self.order(gradients).argsort(), :]
+
+
+Step: TypeAlias = "Scaling | Move"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """A norm of a sum.
+
+    Attributes:
+        value: What it returns.
+        number: The number of its operation in order of execution.
+        path: The path of what it normalizes.
+        source: That, as a sum.
+        function: The norm, of a tensor of the shape of the recorded one, or of more rows.
+    """
+
+    value: Value
+    number: int
+    path: str
+    source: Sum
+    function: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """A summand: what a component writes, or a norm of another sum, after some steps."""
+
+    source: Writer | Norm
+    steps: tuple[Step, ...] = ()
+
+    def on(self, rows: Tensor) -> Tensor:
+        """Returns what becomes of rows of the source."""
+        for step in self.steps:
+            rows = step.on(rows)
+        return rows
+
+    def back(self, gradients: Tensor) -> Tensor:
+        """Returns the gradients of the source, from those of the sum."""
+        for step in reversed(self.steps):
+            gradients = step.back(gradients)
+        return gradients
+
+
+Sum: TypeAlias = "tuple[Term, ...]"
+
+
+class LinearPaths:
+    """Finds what values are the sums of.
+
+    Args:
+        trails: The flow of values, and the norms.
+        writers: The writers, by their value.
+    """
+
+    def __init__(self, trails: Trails, writers: Mapping[Value, Writer]) -> None:
+        self._trails = trails
+        self._flow = trails.flow
+        self._writers = writers
+        self._known: dict[Value, Sum] = {}
+        self._depends: dict[Node, bool] = {}
+
+    def of(self, value: Value) -> Sum:
+        """Returns the terms whose sum a value is, up to what is the same in all runs.
+
+        Raises:
+            NoPathError: It depends on a writer in another way.
+        """
+        # Not by recursion alone: the stream of a deep model is a long chain of additions.
+        for before in self._chain(value):
+            self._known.setdefault(before, self._made(before))
+        return self._known[value]
+
+    def _chain(self, value: Value) -> list[Value]:
+        """Returns the values that lead to a value and are not known yet, in order of execution."""
+        found, waiting = [value], [value]
+        seen = {value}
+        while waiting:
+            for source in self._sources(waiting.pop()):
+                if source not in seen and source not in self._known and self.depends(source):
+                    seen.add(source)
+                    found.append(source)
+                    waiting.append(source)
+        return sorted(found, key=lambda each: self._flow.order[each.node])
+
+    def _sources(self, value: Value) -> list[Value]:
+        if value in self._writers or value in self._known:
+            return []
+        if (norm := self._trails.norms.get(value)) is not None:
+            return [self._flow.inputs(norm)[0].value]
+        is_step = value.op in ADDITIONS or value.op in SCALINGS or value.op in NORMS or _is_same(value)
+        return self._flow.moving(value.node) if is_step else []
+
+    def depends(self, value: Value) -> bool:
+        """Whether a value depends on what a component writes."""
+        if value in self._writers:
+            return True
+        waiting, writing = [value.node], {writer.node for writer in self._writers}
+        while waiting:
+            node = waiting[-1]
+            if node in self._depends:
+                waiting.pop()
+                continue
+            if node in writing:
+                self._depends[node] = True
+                continue
+            reads = [read.node for read in self._flow.reads(node)] if node.kind in ("op", "call", "element") else []
+            unknown = [read for read in reads if read not in self._depends]
+            if unknown:
+                waiting += unknown
+            else:
+                self._depends[node] = any(self._depends[read] for read in reads)
+        return self._depends[value.node]
+
+    def _made(self, value: Value) -> Sum:
+        if (writer := self._writers.get(value)) is not None:
+            return (Term(writer),)
+        if not self.depends(value):
+            return ()
+        if (norm := self._trails.norms.get(value)) is not None:
+            return self._of_norm(value, norm)
+        if value.op in NORMS:
+            return self._of_norm_call(value)
+        found: Sum | None = None
+        if value.op in ADDITIONS:
+            found = self._of_addition(value)
+        elif value.op in SCALINGS:
+            found = self._of_scaling(value)
+        elif _is_same(value):
+            found = self._of_view(value)
+        if found is None:
+            raise NoPathError(f"{self._flow.path(value)} ({value.op or value.node.kind}) is not linear in the stream")
+        if len(found) > _MOST:
+            raise NoPathError(f"{self._flow.path(value)} is a sum of more than {_MOST} terms")
+        return found
+
+    def _of_addition(self, value: Value) -> Sum | None:
+        reads = self._flow.reads(value.node)
+        alpha = value.node.whole.kwargs.get("alpha", 1)
+        terms: Sum = ()
+        for number, read in enumerate(reads):
+            own = self._sum_of(read)
+            if own and (read.size != value.size or read.shape[-1:] != value.shape[-1:]):
+                return None
+            if number == 1 and alpha != 1 and own:
+                if not isinstance(alpha, (int, float)):
+                    return None
+                own = _with(own, Scaling(self._flow, (float(alpha),)))
+            terms += own
+        return terms
+
+    def _of_scaling(self, value: Value) -> Sum | None:
+        made = value.node.whole
+        moving = [read for read in self._flow.reads(made) if self.depends(read)]
+        if len(moving) != 1 or moving[0].size != value.size or moving[0].shape[-1:] != value.shape[-1:]:
+            return None
+        factors: list[float | Value] = []
+        for number, given in enumerate(made.args):
+            known = self._flow.resolve(given.node, given.dig) if isinstance(given, Ref) else given
+            if known == moving[0]:
+                if value.op in _DIVISIONS and number:
+                    return None
+                continue
+            if isinstance(known, Value) and isinstance(known.spec, ScalarSpec):
+                known = known.spec.value
+            if isinstance(known, Value) and (not self._flow.is_held(known) or not _is_row(known)):
+                return None
+            if not isinstance(known, (int, float, Value)):
+                return None
+            factors.append(known)
+        step = Division if value.op in _DIVISIONS else Scaling
+        return _with(self._sum_of(moving[0]), step(self._flow, tuple(factors)))
+
+    def _of_view(self, value: Value) -> Sum | None:
+        moving = [read for read in self._flow.reads(value.node) if self.depends(read)]
+        if len(moving) != 1 or moving[0].size != value.size or moving[0].shape[-1:] != value.shape[-1:]:
+            return None
+        terms = self._sum_of(moving[0])
+        if value.op not in _MOVES:
+            return terms
+        made = value.node.whole
+        if any(isinstance(given, Ref) for given in (*made.args[1:], *made.kwargs.values())):
+            return None
+        return _with(terms, Move(made, moving[0]))
+
+    def _of_norm(self, value: Value, frame: Frame) -> Sum:
+        given = self._flow.inputs(frame)[0]
+        call = frame.call
+        assert call is not None
+        refs = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Ref)]
+        if len(refs) != 1:
+            raise NoPathError(f"the norm at {self._flow.path(value)} takes several arguments")
+
+        def function(rows: Tensor) -> Any:
+            args, kwargs = (map_leaves(each, lambda g: rows if isinstance(g, Ref) else g) for each in _call_of(frame))
+            return original_forward(frame.module)(*args, **kwargs)
+
+        return self._normed(value, given.value, given.path, function)
+
+    def _of_norm_call(self, value: Value) -> Sum:
+        moving = [read for read in self._flow.reads(value.node) if self.depends(read)]
+        if len(moving) != 1:
+            raise NoPathError(f"the norm at {self._flow.path(value)} reads several values")
+        made, source = value.node.whole, moving[0]
+
+        def argument(given: Any, rows: Tensor) -> Any:
+            if not isinstance(given, Ref):
+                return given
+            known = self._flow.resolve(given.node, given.dig)
+            if known is not None and known == source:
+                return rows
+            if known is None or isinstance(known.spec, (ScalarSpec, ContainerSpec)):
+                raise NoPathError(f"an argument of {self._flow.path(value)} depends on sizes")
+            return held(self._flow, known)
+
+        def function(rows: Tensor) -> Any:
+            args, kwargs = (map_leaves(each, lambda g: argument(g, rows)) for each in (made.args, made.kwargs))
+            return made.target(*args, **kwargs)
+
+        return self._normed(value, source, boundary_path(self._flow, source), function)
+
+    def _normed(self, value: Value, source: Value, path: str, function: Any) -> Sum:
+        if source.shape != value.shape:
+            raise NoPathError(f"{self._flow.path(value)} changes the shape of the stream")
+        terms = self._sum_of(source)
+        return (Term(Norm(value, self._flow.order[value.node], path, terms, function)),)
+
+    def _sum_of(self, value: Value) -> Sum:
+        if value not in self._known:
+            self._known[value] = self._made(value)
+        return self._known[value]
+
+
+def _call_of(frame: Frame) -> tuple[Any, Any]:
+    assert frame.call is not None
+    return frame.call.args, frame.call.kwargs
+
+
+def _with(terms: Sum, step: Step) -> Sum:
+    return tuple(Term(term.source, (*term.steps, step)) for term in terms)
+
+
+def _is_same(value: Value) -> bool:
+    """Whether an operation returns the values of what it reads, in the same rows or in others."""
+    if value.op in _ALTERED:
+        return False
+    return value.op in SAME_VALUES or value.op in _MOVES or value.op in _IN_ORDER & VIEWS
+
+
+def _is_row(value: Value) -> bool:
+    return value.size == 1 or (bool(value.shape) and value.size == value.shape[-1])
+
+
+def _row_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1) if tensor.numel() > 1 else tensor.reshape(())
+
+
+def held(flow: Flow, value: Value) -> Tensor:
+    """Returns a tensor that the model holds.
+
+    Raises:
+        NoPathError: It is computed from such tensors.
+    """
+    node = value.node
+    if node.kind not in ("parameter", "buffer", "attribute"):
+        raise NoPathError(f"{flow.path(value)} is computed from weights, and not one of them")
+    found: Any = functools.reduce(getattr, str(node.target).split("."), flow.frame_of[node].module)
+    if not isinstance(found, Tensor):
+        raise NoPathError(f"{flow.path(value)} is not a tensor")
+    return found
+
+
+def boundary_path(flow: Flow, value: Value) -> str:
+    """Returns the path of a value, at the output of a module if one returns it: reading it there is cheapest."""
+    path = flow.path(value)
+    for frame in flow.frames_around(value):
+        place = next((place for place in flow.outputs(frame) if place.value == value), None)
+        if place is None:
+            break
+        path = place.path
+    return path
+
+
+def in_order(value: Value, source: Value) -> bool:
+    """Whether a value has the rows of its source, in the same order."""
+    is_view = value.op in _IN_ORDER or value.op in SAME_VALUES - _ALTERED
+    return is_view and value.size == source.size and value.shape[-1:] == source.shape[-1:]
+
+
+def rows_of(value: Tensor) -> Tensor:
+    """Returns a value with all dimensions but the last, the channels, as one: a view where there is one."""
+    return value.reshape(-1, value.shape[-1])
+
+
+def index_of(numbers: Tensor) -> slice | Tensor:
+    """Returns numbers as a slice, if they follow each other."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    is_range = last - first + 1 == len(numbers) and bool((numbers.diff() == 1).all())
+    return slice(first, last + 1) if is_range else numbers

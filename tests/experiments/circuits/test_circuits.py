@@ -1,0 +1,445 @@
+"""Edges and circuits: laws over architectures, and runs of GPT-2 and Llama as circuits by plain torch hooks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
+from graphpatch_notebook.experiments import (
+    Circuit,
+    Edge,
+    attribute_edges,
+    circuit,
+    circuit_patches,
+    faithfulness,
+    path_patch,
+)
+
+# -- tiny models -------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def made(kind: str, config: str, **options: Any) -> nn.Module:
+    return getattr(transformers, kind)(getattr(transformers, config)(**options))  # type: ignore[no-any-return]
+
+
+def gpt2() -> nn.Module:
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return made("GPT2LMHeadModel", "GPT2Config", n_layer=2, n_head=2, n_embd=8, vocab_size=40, use_cache=False, **ends)
+
+
+def llama() -> nn.Module:
+    return made("LlamaForCausalLM", "LlamaConfig", **SIZES, num_key_value_heads=2)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "llama (grouped heads)": llama,
+    "gemma2 (sandwich norms)": lambda: made(
+        "Gemma2ForCausalLM", "Gemma2Config", **SIZES, num_key_value_heads=2, head_dim=8
+    ),
+    "neox (parallel blocks)": lambda: made("GPTNeoXForCausalLM", "GPTNeoXConfig", **SIZES),
+    "olmo2 (norms over heads)": lambda: made("Olmo2ForCausalLM", "Olmo2Config", **SIZES, num_key_value_heads=2),
+    "bert (post-norm)": lambda: made("BertForMaskedLM", "BertConfig", **SIZES),
+    "t5 (encoder and decoder)": lambda: made(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        vocab_size=40,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        use_cache=False,
+    ),
+    "vit (images)": lambda: made(
+        "ViTForImageClassification",
+        "ViTConfig",
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=8,
+    ),
+    "mamba (mixers)": lambda: made(
+        "MambaForCausalLM", "MambaConfig", vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=2
+    ),
+}
+EDGES = {
+    "gpt2": 46,
+    "llama (grouped heads)": 82,
+    "gemma2 (sandwich norms)": 82,
+    "neox (parallel blocks)": 102,
+    "olmo2 (norms over heads)": 54,
+    "bert (post-norm)": 110,
+    "t5 (encoder and decoder)": 48,
+    "vit (images)": 110,
+    "mamba (mixers)": 6,
+}
+
+
+class Task:
+    """A model with random weights in double precision, its capture, a pair of inputs, and a metric."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.model = MODELS[name]().eval().double()
+        for parameter in self.model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.data = noise * 0.3 if parameter.dim() > 1 else parameter.data + 0.1 * noise
+        self.clean, self.corrupted = self.inputs(name), self.inputs(name)
+        self.pg = PatchableGraph(self.model, **self.clean)
+
+    def inputs(self, name: str) -> dict[str, Tensor]:
+        if name.startswith("vit"):
+            return {"pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.double)}
+        names = ["input_ids", "decoder_input_ids"] if name.startswith("t5") else ["input_ids"]
+        return {each: torch.randint(3, 40, (2, 5 + number)) for number, each in enumerate(names)}
+
+    def metric(self, output: Any) -> Tensor:
+        last = output.logits if output.logits.dim() == 2 else output.logits[:, -1]
+        return (last[:, 0] - last[:, 1]).mean()
+
+    def logits(self, inputs: dict[str, Tensor], **patches: Any) -> Tensor:
+        with torch.no_grad(), self.pg.patch(patches.get("patches", {})):
+            return self.pg(**inputs).logits  # type: ignore[no-any-return]
+
+    def scores(self, method: Any, **options: Any) -> Any:
+        return attribute_edges(self.pg, self.metric, self.clean, self.corrupted, method=method, **options)
+
+
+task = functools.cache(Task)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_laws(name: str) -> None:
+    """The secant explains the whole effect; all edges are the model on clean inputs, and none on corrupted ones."""
+    it = task(name)
+    scores = it.scores("secant")
+    assert scores.attrs["edges"] == EDGES[name]
+    assert scores.attrs["conservation"] == pytest.approx(1.0, abs=1e-5)
+    whole, empty = (circuit(it.pg, scores, edges=count) for count in (scores.attrs["edges"], 0))
+    assert len(whole.edges) == EDGES[name]  # no edge of the model is a dead end
+    with torch.no_grad():
+        clean, corrupted = (it.model(**inputs).logits for inputs in (it.clean, it.corrupted))
+    patched = it.logits(it.clean, patches=circuit_patches(it.pg, whole, it.corrupted))
+    torch.testing.assert_close(patched, clean, rtol=1e-5, atol=1e-5)  # some norms compute in single precision
+    assert torch.equal(it.logits(it.clean, patches=circuit_patches(it.pg, empty, it.corrupted)), corrupted)
+
+
+PATHS = {
+    "gpt2": ("layers[0].attn.heads[1].z", "layers[1].attn.heads[0].k"),
+    "gemma2 (sandwich norms)": ("layers[0].mlp_out", "layers[1].attn.heads[1].v"),
+    "bert (post-norm)": ("layers[0].mlp_out", "layers[1].attn.heads[2].q"),
+    "neox (parallel blocks)": ("layers[0].mlp_out", "layers[1].attn.heads[3].q"),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_exact_edges_are_path_patching(name: str) -> None:
+    it, (sender, receiver) = task(name), PATHS[name]
+    exact = it.scores("exact", senders=sender, receivers=receiver)
+    patched = path_patch(it.pg, sender, receiver, it.clean, it.corrupted, it.metric, progress=False)
+    assert exact.item() == pytest.approx(patched.item() - patched.attrs["corrupted"], rel=1e-6, abs=1e-12)
+
+
+# -- by hooks ----------------------------------------------------------------------------------------------------------
+
+
+Change: TypeAlias = "Callable[[str, list[str], dict[str, Tensor]], Tensor | None]"
+
+
+class Hooked:
+    """GPT-2 or Llama as a circuit, by hooks: each receiver reads what `read` makes of the senders' changes."""
+
+    def __init__(self, it: Task) -> None:
+        self.model: Any = it.model
+        config = self.model.config
+        self.is_gpt2 = config.model_type == "gpt2"
+        self.heads = config.num_attention_heads
+        self.key_heads = getattr(config, "num_key_value_heads", self.heads)
+        self.size = config.hidden_size // self.heads
+        inner = self.model.transformer if self.is_gpt2 else self.model.model
+        self.blocks = inner.h if self.is_gpt2 else inner.layers
+        self.start = inner.drop if self.is_gpt2 else inner.embed_tokens
+        self.last = inner.ln_f if self.is_gpt2 else inner.norm
+
+    def parts(self, block: Any) -> tuple[Any, Any, Any, Any]:
+        if self.is_gpt2:
+            return block.ln_1, block.attn.c_proj, block.ln_2, block.mlp
+        return block.input_layernorm, block.self_attn.o_proj, block.post_attention_layernorm, block.mlp
+
+    def projections(self, block: Any) -> list[tuple[Any, str, Tensor, int]]:
+        """Returns the linear maps of queries, keys and values: module, letter, matrix, and where its columns begin."""
+        if self.is_gpt2:
+            fused, width = block.attn.c_attn, self.heads * self.size
+            return [(fused, letter, fused.weight, number * width) for number, letter in enumerate("qkv")]
+        modules = {letter: getattr(block.self_attn, f"{letter}_proj") for letter in "qkv"}
+        return [(module, letter, module.weight.T, 0) for letter, module in modules.items()]
+
+    def run(self, inputs: dict[str, Tensor], change: Change | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the logits, and what each sender writes.
+
+        Args:
+            inputs: The inputs.
+            change: Takes a receiver, the senders before it and what they wrote in this run; returns the change of the
+                corrupted stream that the receiver reads. `None`: the model as it is, whose stream is kept.
+        """
+        self.wrote: dict[str, Tensor] = {}
+        handles = self.writing()
+        if change is None:
+            self.streams: dict[str, Tensor] = {}
+            handles += self.keeping()
+        else:
+            handles += self.reading(change)
+        try:
+            return self.model(**inputs).logits, self.wrote
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def writing(self) -> list[Any]:
+        handles = [self.start.register_forward_hook(lambda _, args, out: self.write("@embed", out))]
+        for number, block in enumerate(self.blocks):
+            _, output, _, mlp = self.parts(block)
+            matrix = output.weight if self.is_gpt2 else output.weight.T
+            split = functools.partial(self.split, number, matrix)
+            write = functools.partial(self.write, f"layers[{number}].mlp_out")
+            handles.append(output.register_forward_pre_hook(lambda _, args, split=split: split(args[0])))
+            handles.append(mlp.register_forward_hook(lambda _, args, out, write=write: write(out)))
+        return handles
+
+    def keeping(self) -> list[Any]:
+        norms = {"last": self.last}
+        for number, block in enumerate(self.blocks):
+            norms[f"{number}.1"], _, norms[f"{number}.2"], _ = self.parts(block)
+        return [
+            norm.register_forward_pre_hook(lambda _, args, place=place: self.streams.update({place: args[0].detach()}))
+            for place, norm in norms.items()
+        ]
+
+    def reading(self, change: Change) -> list[Any]:
+        def read(norm: Any, place: str, receiver: str, before: list[str]) -> Tensor:
+            added, stream = change(receiver, before, self.wrote), self.streams[place]
+            return norm.forward(stream if added is None else stream + added)  # type: ignore[no-any-return]
+
+        def project(number: int, norm: Any, found: Any, output: Tensor) -> Tensor:
+            module, letter, matrix, start = found
+            output, before = output.clone(), list(self.wrote)
+            for head in range(self.heads if letter == "q" else self.key_heads):
+                part = slice(start + head * self.size, start + (head + 1) * self.size)
+                given = read(norm, f"{number}.1", f"layers[{number}].attn.heads[{head}].{letter}", before)
+                output[..., part] = given @ matrix[:, part] + (0 if module.bias is None else module.bias[part])
+            return output
+
+        handles = []
+        ends = {"last": (self.last, "@logits")}
+        for number, block in enumerate(self.blocks):
+            norm, _, norm_2, _ = self.parts(block)
+            ends[f"{number}.2"] = norm_2, f"layers[{number}].mlp"
+            for found in self.projections(block):
+                made = functools.partial(project, number, norm, found)
+                handles.append(found[0].register_forward_hook(lambda _, args, out, made=made: made(out)))
+        for place, (norm, receiver) in ends.items():
+            made = functools.partial(read, norm, place, receiver)
+            handles.append(norm.register_forward_hook(lambda _, args, out, made=made: made(list(self.wrote))))
+        return handles
+
+    def write(self, name: str, value: Tensor) -> None:
+        self.wrote[name] = value
+
+    def split(self, number: int, matrix: Tensor, value: Tensor) -> None:
+        for head in range(self.heads):
+            part = slice(head * self.size, (head + 1) * self.size)
+            self.wrote[f"layers[{number}].attn.heads[{head}].z"] = value[..., part] @ matrix[part]
+
+
+BY_HAND = ["gpt2", "llama (grouped heads)"]
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_a_circuit_equals_its_run_by_hooks(name: str, share: float) -> None:
+    it = task(name)
+    hooked = Hooked(it)
+    with torch.no_grad():
+        _, base = hooked.run(it.corrupted, None)
+    scores = it.scores("gradient")
+    generator = np.random.default_rng(3)
+    drawn = scores.copy(data=np.where(np.isnan(scores.values), np.nan, generator.random(scores.shape)))
+    chosen = circuit(it.pg, drawn, edges=round(share * EDGES[name]), prune=False)
+    kept = {(edge.sender, edge.receiver) for edge in chosen.edges}
+
+    def change(receiver: str, before: list[str], wrote: dict[str, Tensor]) -> Tensor | None:
+        own = [wrote[sender] - base[sender] for sender in before if (sender, receiver) in kept]
+        return torch.stack(own).sum(0) if own else None
+
+    with torch.no_grad():
+        expected, _ = hooked.run(it.clean, change)
+    found = it.logits(it.clean, patches=circuit_patches(it.pg, chosen, it.corrupted))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    pruned = circuit_patches(it.pg, chosen.without_dead_ends(), it.corrupted)
+    torch.testing.assert_close(it.logits(it.clean, patches=pruned), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_gradients_and_effects_equal_those_by_hooks(name: str) -> None:
+    """A gradient score is the derivative of the metric by the share of the sender's change that the receiver reads."""
+    it = task(name)
+    hooked = Hooked(it)
+    with torch.no_grad():
+        _, clean = hooked.run(it.clean, None)
+        base_logits, base = hooked.run(it.corrupted, None)
+    scores, exact = it.scores("gradient"), it.scores("exact")
+    shares: dict[tuple[str, str], Tensor] = {}
+
+    def change(receiver: str, before: list[str], wrote: dict[str, Tensor]) -> Tensor:
+        total = sum(wrote[sender] - base[sender] for sender in before) * 1.0
+        for sender in before:
+            share = shares.setdefault((sender, receiver), torch.zeros((), dtype=torch.double, requires_grad=True))
+            total = total + share * (clean[sender] - base[sender])
+        return total
+
+    logits, _ = hooked.run(it.corrupted, change)
+    metric = (logits[:, -1, 0] - logits[:, -1, 1]).mean()
+    found = torch.autograd.grad(metric, list(shares.values()))
+    assert len(found) == EDGES[name]
+    for (sender, receiver), gradient in zip(shares, found, strict=True):
+        assert scores.sel(sender=sender, receiver=receiver).item() == pytest.approx(float(gradient), rel=1e-5)
+    before = float((base_logits[:, -1, 0] - base_logits[:, -1, 1]).mean())
+    for pair in list(shares)[:: len(shares) // 6]:
+        shares = {each: torch.tensor(float(each == pair), dtype=torch.double) for each in shares}
+        with torch.no_grad():
+            logits, _ = hooked.run(it.corrupted, change)
+        effect = float((logits[:, -1, 0] - logits[:, -1, 1]).mean()) - before
+        assert exact.sel(sender=pair[0], receiver=pair[1]).item() == pytest.approx(effect, rel=1e-6, abs=1e-12)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_scores_of_parts_and_batches() -> None:
+    it = task("gpt2")
+    scores = it.scores("secant")
+    np.testing.assert_allclose(it.scores("secant", max_bytes=1).values, scores.values, rtol=1e-9)
+    part = it.scores("secant", senders="layers[*].mlp_out", receivers=["@logits", "layers[1].attn.heads[*].q"])
+    assert list(part.sender.values) == ["layers[0].mlp_out", "layers[1].mlp_out"]
+    np.testing.assert_array_equal(part.values, scores.sel(sender=part.sender, receiver=part.receiver).values)
+    rows = [
+        [{name: ids[[row]] for name, ids in inputs.items()} for row in (0, 1)] for inputs in (it.clean, it.corrupted)
+    ]
+    np.testing.assert_allclose(
+        attribute_edges(it.pg, it.metric, *rows, method="secant").values, scores.values, rtol=1e-9
+    )
+    whole = it.scores("secant", heads=False)
+    heads = [f"layers[0].attn.heads[{head}].z" for head in (0, 1)]
+    total = scores.sel(receiver="@logits", sender=heads).sum().item()
+    assert whole.sel(receiver="@logits", sender="layers[0].attn_out").item() == pytest.approx(total, rel=1e-9)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    it = task("gpt2")
+    before = it.logits(it.clean)
+    state = torch.get_rng_state()
+    it.scores("secant")
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(before, it.logits(it.clean))
+    assert all(parameter.grad is None for parameter in it.model.parameters())
+
+
+def test_the_choice_of_edges() -> None:
+    it = task("llama (grouped heads)")
+    scores = it.scores("secant")
+    top = circuit(it.pg, scores, edges=12, prune=False)
+    flat = np.sort(np.abs(scores.values[~np.isnan(scores.values)]))[::-1]
+    np.testing.assert_allclose([abs(edge.score) for edge in top.edges], flat[:12])
+    assert Circuit.from_json(top.to_json()) == top
+    pruned = top.without_dead_ends()
+    assert set(pruned.edges) <= set(top.edges)
+    greedy = circuit(it.pg, scores, edges=12, selection="greedy", prune=False)
+    used = {edge.sender for edge in greedy.edges}
+    assert all(edge.receiver == "@logits" or used & set(greedy.feeds[edge.receiver]) for edge in greedy.edges)
+    best = circuit(it.pg, scores, edges=3, absolute=False, prune=False)
+    assert sorted(edge.score for edge in best.edges) == sorted(scores.values[~np.isnan(scores.values)])[-3:]
+    assert "layers[0].attn.heads[2].z" in top.feeds["layers[0].attn.heads[1].k"]  # keys of a group of two heads
+
+
+def test_dead_ends() -> None:
+    feeds = {"layers[0].mlp": ("layers[0].mlp_out",), "layers[1].mlp": ("layers[1].mlp_out",), "@logits": ()}
+    chain = [("@embed", "layers[0].mlp"), ("layers[0].mlp_out", "layers[1].mlp"), ("layers[1].mlp_out", "@logits")]
+    whole = Circuit(tuple(Edge(*pair, 1.0) for pair in chain), feeds, 6, 1.0, 0.0)
+    assert whole.without_dead_ends() is whole
+    assert whole.nodes == ("@embed", "layers[0].mlp_out", "layers[1].mlp_out", "@logits")
+    for number in range(3):
+        left = [Edge(*pair, 1.0) for place, pair in enumerate(chain) if place != number]
+        assert Circuit(tuple(left), feeds, 6, 1.0, 0.0).without_dead_ends().edges == ()
+
+
+def test_faithfulness() -> None:
+    it = task("gpt2")
+    scores = {name: it.scores(name) for name in ("secant", "exact")}
+    curves = faithfulness(it.pg, scores, it.metric, it.clean, it.corrupted, sizes=[0, 10, 0.5, 1.0])
+    assert list(curves.ranking.values) == ["secant", "exact", "random"]
+    assert list(curves["size"].values) == [0, 10, 23, 46]
+    np.testing.assert_allclose(curves.faithfulness.values[:, [0, -1]], [[0, 1]] * 3, atol=1e-9)
+    for name, row in zip(curves.ranking.values, curves.faithfulness.values, strict=True):
+        shares = curves.share.values
+        assert curves.CPR.sel(ranking=name).item() == pytest.approx(np.trapezoid(row, shares))
+        assert curves.CMD.sel(ranking=name).item() == pytest.approx(np.trapezoid(np.abs(1 - row), shares))
+    with torch.no_grad(), it.pg.patch(circuit_patches(it.pg, circuit(it.pg, scores["exact"], 10), it.corrupted)):
+        metric = float(it.metric(it.pg(**it.clean)))
+    assert curves.metric.sel(ranking="exact", size=10).item() == pytest.approx(metric)
+
+
+def test_errors() -> None:
+    it, other = task("gpt2"), task("llama (grouped heads)")
+    scores = it.scores("gradient")
+    with pytest.raises(UnknownPathError, match=r"there is no sender 'layers\[0\].mlp'; nearest: .*mlp_out"):
+        it.scores("gradient", senders="layers[0].mlp")
+    with pytest.raises(ExperimentError, match="the nodes are not those of this model"):
+        circuit(other.pg, scores)
+    with pytest.raises(ExperimentError, match="the scores lack nodes of the model"):
+        circuit(it.pg, scores.isel(sender=[0, 1]))
+    with pytest.raises(ExperimentError, match="the metric has no gradient"):
+        attribute_edges(it.pg, lambda out: out.logits.detach().sum(), it.clean, it.corrupted)
+    with pytest.raises(ExperimentError, match="the text is not a circuit"):
+        Circuit.from_json("{}")
+    wrong = Circuit((Edge("@logits", "layers[0].mlp", 1.0),), circuit(it.pg, scores).feeds, 1, 1.0, 0.0)
+    with pytest.raises(ExperimentError, match=r"the model has no edge from '@logits'"):
+        circuit_patches(it.pg, wrong, it.corrupted)
+    with pytest.raises(ExperimentError, match="must both be lists"):
+        attribute_edges(it.pg, it.metric, [it.clean], it.corrupted)
+    pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(ExperimentError, match="the model has no edges between components"):
+        attribute_edges(pg, torch.sum, torch.ones(1, 2), torch.zeros(1, 2))
+
+
+def test_what_adds_up_in_training_mode_only_by_chance_is_an_error() -> None:
+    """Dropout between a component and the stream is another one in each run."""
+    it = Task("gpt2")
+    pg = PatchableGraph(it.model.train(), **it.clean)
+    with pytest.raises(ExperimentError, match=r"does not explain .*Call pg.eval\(\)"):
+        attribute_edges(pg, it.metric, it.clean, it.corrupted)
+    assert math.isfinite(attribute_edges(it.pg.eval(), it.metric, it.clean, it.corrupted).attrs["conservation"])
