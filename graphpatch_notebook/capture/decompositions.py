@@ -119,7 +119,7 @@ def opened_by_default(decompose: Collection[str | Callable[..., Any]] | None) ->
     return {} if decompose is not None else {key: found for key, found in _BY_ID.items() if found.inner is not None}
 
 
-def chosen(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
+def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
     """Returns the decompositions that `ExtractionOptions.decompose` asks for, by the id of their function.
 
     Raises:

@@ -16,7 +16,7 @@ from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extrac
 from graphpatch_notebook.capture.decompositions import (
     PLAIN_TENSORS,
     Decomposition,
-    chosen,
+    chosen_decompositions,
     inner_call_sites,
     opened_by_default,
 )
@@ -92,7 +92,7 @@ class Recorder(TorchFunctionMode):
         self.owners: dict[int, list[Node]] = {}
         self.freed_later: set[int] = set()
         self.root_frame: Frame | None = None
-        self.decompositions = chosen(options.decompose)
+        self.decompositions = chosen_decompositions(options.decompose)
         self.fused = opened_by_default(options.decompose)
         self.has_opened = False
         self.unopened: dict[tuple[str, str], Frame] = {}

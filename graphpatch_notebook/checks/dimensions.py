@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeGuard
 
 import torch
 
-from graphpatch_notebook.capture.data_loops import is_sized_by_values
+from graphpatch_notebook.capture import is_sized_by_values
 from graphpatch_notebook.capture.inputs import given_input, passed_on
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
 from graphpatch_notebook.checks.meta_runs import InputShapes, MetaRunError, input_shapes, run_on_meta

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.naming.call_sites import is_own
+from graphpatch_notebook.capture import is_own
 from graphpatch_notebook.capture.observers import Swaps, ThreadState, observer, visible_apply
 from graphpatch_notebook.errors import (
     CheckpointWarning,

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.data_loops import data_loop_of, data_loops
-from graphpatch_notebook.capture.quantization.packed_weights import held_by
+from graphpatch_notebook.capture import data_loop_of, data_loops, held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site, SourceLine
 from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.execution.positions import Restriction

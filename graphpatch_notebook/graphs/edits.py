@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.nn import Module
 
+from graphpatch_notebook.capture import Reason
 from graphpatch_notebook.capture.custom_graphs import (
     MODULE_GETS_TENSOR,
     RECORD,
@@ -28,7 +29,6 @@ from graphpatch_notebook.capture.custom_graphs import (
     record_name,
     reference_problem,
 )
-from graphpatch_notebook.capture.doubts import Reason
 from graphpatch_notebook.capture.observers import invoke, original_forward
 from graphpatch_notebook.capture.records import Frame, Node, OpNode
 from graphpatch_notebook.checks.call_signature import (

@@ -85,7 +85,7 @@ def meant_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
             whole.append((path, frame.output_node))
         if (node := frame.names.get(asked[-1])) is not None and node.kind != "call" and path:
             is_there = len(asked) == 1 or _ends_with(frame, asked[:-1])
-            inside += [(path, node)] if is_there and not node.is_plumbing else []
+            inside += [(path, node)] if is_there and not node.is_size else []
     yield from whole or inside
 
 

@@ -454,9 +454,9 @@ def _walk(frame: Frame, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:
-    """Yields the paths of the values in the graph of `frame` itself; plumbing only where there is nothing else."""
+    """Yields the paths of the values in the graph of `frame` itself; sizes only where there is nothing else."""
     own = [node for node in frame.nodes if is_patchable(node)]
-    shown = [node for node in own if not node.is_plumbing] or own
+    shown = [node for node in own if not node.is_size] or own
     return (path for node in shown for path in _leaf_paths(names, node))
 
 

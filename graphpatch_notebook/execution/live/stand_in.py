@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture import Packing, held_by
 from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
-from graphpatch_notebook.capture.quantization.packed_weights import Packing, held_by
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.torch_compat import EagerCode
 

@@ -115,7 +115,7 @@ def _factors(value: SourceValue) -> list[SourceValue]:
         given = refs_in(made.args[:2])
     else:
         return []
-    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_plumbing]
+    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_size]
     return tensors[:2]  # the third of a linear map is its bias
 
 

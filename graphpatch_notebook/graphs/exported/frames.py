@@ -85,7 +85,7 @@ class _FrameBuilder:
         spec = spec_of(returned)
         frame.nodes.append(Node(kind="output", op="output", target="output", spec=spec, base_name="output"))
         _mark_written(records)
-        _mark_plumbing(records)
+        _mark_sizes(records)
         _name(frame)
         for fx_node, record in records.items():
             fx_node.meta = {RECORD: record}
@@ -148,7 +148,7 @@ def _site(fx_node: fx.Node) -> SavedSite | None:
 # -- what follows from the whole graph ---------------------------------------------------------------------------------
 
 
-def _mark_plumbing(records: dict[fx.Node, Node]) -> None:
+def _mark_sizes(records: dict[fx.Node, Node]) -> None:
     """Marks nodes that only carry sizes, or that unpack or pack the values of other nodes."""
     for fx_node, record in records.items():
         holds_tensors = any(not isinstance(leaf, ScalarSpec) for _, leaf in leaves(record.spec))
@@ -156,12 +156,12 @@ def _mark_plumbing(records: dict[fx.Node, Node]) -> None:
         is_part = fx_node.target is operator.getitem and isinstance(first, fx.Node) and _is_taken_apart(first, records)
         is_structure = fx_node.op == "call_function" and fx_node.target in STRUCTURE_FUNCTIONS
         if record.kind in ("op", "attribute"):
-            record.is_plumbing = is_part or is_structure or not holds_tensors
+            record.is_size = is_part or is_structure or not holds_tensors
 
 
 def _is_taken_apart(container: fx.Node, records: dict[fx.Node, Node]) -> bool:
     record = records[container]
-    return record.kind in ("call", "input") or container.target in STRUCTURE_FUNCTIONS or record.is_plumbing
+    return record.kind in ("call", "input") or container.target in STRUCTURE_FUNCTIONS or record.is_size
 
 
 def _mark_written(records: dict[fx.Node, Node]) -> None:
@@ -211,7 +211,7 @@ def _name(frame: Frame) -> None:
     for several in calls.values():
         for call in several:
             call.call_count = len(several)
-    for node in sorted(frame.nodes, key=lambda n: 5 if n.is_plumbing else _RANKS[n.kind]):
+    for node in sorted(frame.nodes, key=lambda n: 5 if n.is_size else _RANKS[n.kind]):
         base = node.base_name
         if isinstance(node, CallNode):
             base = call_name(base) + (f"_{node.call_index}" if node.call_count > 1 else "")

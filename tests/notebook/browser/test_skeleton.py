@@ -79,7 +79,7 @@ def check_laws(pg: PatchableGraph) -> None:
         row = by_path[path]
         flags = columns["flags"][row]
         assert flags & PATCHABLE
-        assert bool(flags & SIZE) == meta.is_plumbing
+        assert bool(flags & SIZE) == meta.is_size
         assert kinds[row] in (meta.kind, "item")
     for path, row in by_path.items():
         if columns["flags"][row] & PATCHABLE:
