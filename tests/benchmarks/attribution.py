@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from graphpatch_notebook import PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import attribute, attribute_edges, faithfulness
@@ -121,7 +120,7 @@ def summary(tables: Sequence[dict[str, list[float]]]) -> Iterable[tuple[str, str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
-    parser.add_argument("--pairs", type=int, default=24, help="pairs of inputs for each task")
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of inputs for each task")
     parser.add_argument("--models", type=Path, default=EXAMPLES.parent / "build/attribution_models")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -131,15 +130,15 @@ def main() -> None:
         began = time.perf_counter()
         task, model = load(name, options.models)
         pairs = task.pairs(options.pairs, torch.Generator().manual_seed(SEED))
-        pg = PatchableGraph(nn.Module.eval(model), input_ids=pairs.clean)
+        pg = PatchableGraph(model, input_ids=pairs.clean)
         nodes.append(node_table(pg, pairs))
         console.print(printed(f"{name}: Pearson with patching", ["method", *KINDS], nodes[-1].items()))
         columns = ["ranking", "Pearson with patching", f"edges for {FAITHFUL}", "of"]
         console.print(printed(f"{name}: edges", columns, edge_table(pg, pairs).items()))
         console.print(f"{time.perf_counter() - began:.0f} s\n")
-    console.print(f"mean [worst] over {len(nodes)} tasks: {', '.join(KINDS)}")
+    console.print(f"mean [worst] over {len(nodes)} tasks: {', '.join(KINDS)}", markup=False)
     for method, text in summary(nodes):
-        console.print(f"{method:12}{text}")
+        console.print(f"{method:12}{text}", markup=False)
 
 
 if __name__ == "__main__":
