@@ -10,7 +10,7 @@ names of senders and receivers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
@@ -236,17 +236,17 @@ class _Picture:
                 break
             is_upward = round_ % 2 == 0
             for row in self.items if is_upward else reversed(self.items):
-                self._sort(row, lambda item, is_upward=is_upward: item.below if is_upward else item.above)
+                self._sort(row, is_upward=is_upward)
             crossings = self._crossings()
             if crossings < fewest:
                 best, fewest = [list(row) for row in self.items], crossings
         self.items = best
 
-    def _sort(self, row: list[_Item], neighbors: Callable[[_Item], list[_Item]]) -> None:
+    def _sort(self, row: list[_Item], *, is_upward: bool) -> None:
         place = {id(item): index / max(len(one) - 1, 1) for one in self.items for index, item in enumerate(one)}
 
         def wanted(item: _Item) -> float:
-            near = [place[id(other)] for other in neighbors(item)]
+            near = [place[id(other)] for other in (item.below if is_upward else item.above)]
             return sum(near) / len(near) if near else place[id(item)]
 
         row.sort(key=wanted)
