@@ -200,6 +200,13 @@ class Parts:
     output: Value | None
 
 
+_FUSED = "attention is one fused call that cannot be opened"
+_FUSED_GRAPH = (
+    "attention is one fused call in this graph; it is opened in a PatchableGraph of the model, and apart in the graphs "
+    'of a model with attn_implementation="eager"'
+)
+
+
 def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> Parts:
     """Returns the parts of an attention that is computed by the nodes `inside`."""
     flow = trails.flow
@@ -216,7 +223,7 @@ def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> P
     found.pop("dot", None)
     for name in ("scores", "pattern"):
         if name not in found:
-            missing[name] = "attention is one fused call that cannot be opened"
+            missing[name] = _FUSED_GRAPH if flow.frame_of[attention.z.node].has_own_graph else _FUSED
     for name in ("q", "k", "v", "z"):
         if name not in found:
             missing.setdefault(name, "the dimensions of the products of attention are not known")

@@ -31,6 +31,7 @@ from graphpatch_notebook.execution.positions import (
     token_inputs,
 )
 from graphpatch_notebook.execution.recording import Recording, record
+from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
@@ -53,6 +54,7 @@ __all__ = [
     "generating_with",
     "held_value",
     "innermost",
+    "is_part_of_splice",
     "record",
     "restriction_of",
     "row_dimension",

@@ -105,6 +105,7 @@ class CompiledGraphModule(GraphModule):
         result = CompiledGraphModule(dataclasses.replace(self._frame), self._hierarchy)
         result.add_callees(self._callees)
         result._modules.update(self._modules)
+        result._build()  # at once: edits change the records
         return result
 
     def _check_constants(self) -> None:

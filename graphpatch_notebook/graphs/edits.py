@@ -42,6 +42,7 @@ from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparis
 from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
 from graphpatch_notebook.graphs.build import AUXILIARY
+from graphpatch_notebook.graphs.connected_records import connect_records
 from graphpatch_notebook.graphs.running import unobserved
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.values import (
@@ -286,7 +287,7 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
             nodes.append(record)
     frame.nodes = nodes
     frame.names = {record.name: record for record in nodes}
-    frame.output = None
+    connect_records(frame, graph, attribute)
     frame.capture.findings.clear()
 
 

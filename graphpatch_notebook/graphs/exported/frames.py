@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.functions import function_name
-from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Kind, Node, OpNode, Ref, SourceLine
+from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Kind, Node, OpNode, SourceLine
 from graphpatch_notebook.graphs.copies import SavedSite
 from graphpatch_notebook.graphs.exported.conversion import CALLED, Converter
 from graphpatch_notebook.graphs.exported.groups import Group, at
@@ -75,10 +75,6 @@ class _FrameBuilder:
             if fx_node.op == "output":
                 break
             record = self._call(fx_node, frame, values) if CALLED in fx_node.meta else _record(fx_node, frame, values)
-            if isinstance(record, (OpNode, CallNode)):
-                refs = lambda leaf: Ref(records[leaf]) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
-                record.args = map_arguments(fx_node.args, refs)
-                record.kwargs = map_arguments(fx_node.kwargs, refs)
             records[fx_node] = record
             frame.nodes.append(record)
         returned = values.returned()

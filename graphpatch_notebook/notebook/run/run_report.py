@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import PatchValueError
+from graphpatch_notebook.execution import is_part_of_splice
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.display.statistics import (
@@ -361,7 +362,9 @@ class ProbedCalls:
         self._without: list[KeptValue] = []
         if not resolved.observing or all(one.definition.keeps is not None for one in chosen.enabled):
             return
-        self.unpatched = [(one, one.patch(namespace)) for one, _ in resolved.observing]
+        # Parts of splices do not exist without the splices.
+        in_model = [one for one, _ in resolved.observing if not is_part_of_splice(root, one.path)]
+        self.unpatched = [(one, one.patch(namespace)) for one in in_model]
         probes: dict[str, list[Patch[Any]]] = {}
         for one, patch in self.unpatched:
             probes.setdefault(one.path, []).append(patch)
@@ -378,7 +381,9 @@ class ProbedCalls:
     def reports(self, kept: list[KeptValue], labels: TokenLabels | None, buffers: Buffers) -> list[dict[str, Any]]:
         """Returns the `ProbeReport`s of the front end, given the values of the last call."""
         reports = [one.report(labels, buffers) for one in kept]
-        changes = [probe_change(*pair) for pair in zip(self._without, kept, strict=False)] or [None] * len(kept)
+        before = {one.chosen.number: one for one in self._without}
+        pairs = [(before.get(one.chosen.number), one) for one in kept]
+        changes = [None if first is None else probe_change(first, second) for first, second in pairs]
         return [{**report, "change": change} for report, change in zip(reports, changes, strict=True)]
 
 
