@@ -193,7 +193,7 @@ class _HeldModel:
 
     Attributes:
         hooks: The hooks on modules.
-        has_compiled_parts: Whether `torch.compile` has compiled any of the modules.
+        has_compiled_parts: Whether `torch.compile` has compiled a module that matters to the patches.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class _HeldModel:
 
     def hold(self, plan: RunPlan) -> None:
         """Swaps the forwards of the modules that are watched, and puts hooks on those that need them."""
-        self.has_compiled_parts = plan.callers.has_compiled_parts
+        self.has_compiled_parts = plan.has_compiled_parts
         self._swaps.hold(plan.watched)
         for module in _to_hook(plan):
             self.hooks.hold(module)

@@ -410,18 +410,17 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
 
 
 def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
-    if isinstance(target.spec, UnknownSpec):
+    if not isinstance(patch, WritingPatch) or patch.any_shape or isinstance(target.spec, UnknownSpec):
         return
     was_absent = isinstance(target.spec, (ScalarSpec, ObjectSpec)) and not isinstance(value, Tensor)
     if was_absent or isinstance(value, Tensor) == isinstance(target.spec, TensorSpec):
         return
     if target.node.kind == "input" and isinstance(value, Tensor):
         return  # an input that the example did not have, or had as a number
-    if isinstance(patch, WritingPatch) and not patch.any_shape:
-        raise PatchShapeError(
-            f"{target.text!r} ({target.node.op}) was {target.spec} when it was captured, but is of type "
-            f"{type(value).__name__} now; patch another node, or make the PatchableGraph with such inputs"
-        )
+    raise PatchShapeError(
+        f"{target.text!r} ({target.node.op}) was {target.spec} when it was captured, but is of type "
+        f"{type(value).__name__} now; patch another node, or make the PatchableGraph with such inputs"
+    )
 
 
 def _check_shape(entry: Entry, value: Tensor, inputs: CallInputs | None) -> None:
