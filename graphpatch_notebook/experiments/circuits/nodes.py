@@ -288,7 +288,7 @@ class _Finder:
         write, flow = each.write, self._flow
         candidates = [write.state]
         if write.norm is not None:
-            normed = flow.outputs(write.norm)[0]
+            normed = write.norm.returned
             candidates.insert(0, normed.value)
             if set(flow.users[normed.value.node]) <= write.inside:
                 try:
