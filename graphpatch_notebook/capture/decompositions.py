@@ -131,11 +131,11 @@ def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None
         given: Any = decompose
         repair = f"; give [{given!r}]" if isinstance(given, str) else ""
         raise OptionError(f"decompose takes a list of functions or of their names, not {decompose!r}{repair}")
-    found = [_asked(item) for item in decompose]
+    found = [_found_decomposition(item) for item in decompose]
     return {id(decomposition.function): decomposition for decomposition in found}
 
 
-def _asked(item: str | Callable[..., Any]) -> Decomposition:
+def _found_decomposition(item: str | Callable[..., Any]) -> Decomposition:
     found = _BY_NAME.get(item) if isinstance(item, str) else decomposition_of(item)
     if found is not None:
         return found

@@ -92,7 +92,7 @@ class FrameRecorder:
 
     # -- which value belongs to which node -----------------------------------------------------------------------------
 
-    def knows(self, value: Any) -> bool:
+    def has_node_of(self, value: Any) -> bool:
         """Whether this object is the value of a node."""
         return self._lookup(value) is not None
 
@@ -321,7 +321,7 @@ class FrameRecorder:
         if node.is_in_place:
             return self._add_in_place(node, result, wrote[0])
         if isinstance(result, Tensor):
-            if self.knows(result):
+            if self.has_node_of(result):
                 result = self.alias_of(result)
             node.spec = describe(result)
             self._append(node, result)

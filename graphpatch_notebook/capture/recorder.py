@@ -424,10 +424,10 @@ def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
     then, except for lists and dicts of the parent, which the submodule may have written into.
     """
     if isinstance(output, Tensor):
-        is_distinct = id(output) not in seen and not parent.knows(output)
+        is_distinct = id(output) not in seen and not parent.has_node_of(output)
         seen.add(id(output))
         return output if is_distinct else parent.alias_of(output)
-    is_theirs = isinstance(output, (list, dict)) and parent.knows(output)
+    is_theirs = isinstance(output, (list, dict)) and parent.has_node_of(output)
     if is_theirs or not isinstance(output, (tuple, list, dict)):
         return output
     for key, child in readable_children(output) or ():

@@ -22,7 +22,7 @@ from graphpatch_notebook.execution.steps import StepCount
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.connected_records import connect_records
 from graphpatch_notebook.graphs.copies import copied_frame
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch

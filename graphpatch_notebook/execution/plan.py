@@ -69,7 +69,7 @@ class Entry:
             self.observed_shape = spec.shape
 
 
-def _turn(entry: Entry) -> int:
+def _rank(entry: Entry) -> int:
     """When an entry has its turn among those on one value: what others read comes late, and the end of the run last."""
     return 1 if entry.is_source else 2 if entry.patches[0].stops_run else 0
 
@@ -353,7 +353,7 @@ def make_plan(
         assert plan.frame.call is not None
         calls = listed[above].calls.setdefault(id(plan.frame.module), {})
         calls[plan.frame.call.call_index] = plan
-    for entry in sorted(entries, key=_turn):
+    for entry in sorted(entries, key=_rank):
         if own_graphs:
             _refuse_before_hooks(entry, plans)
         plans[id(entry.target.frame)].add(entry)
@@ -428,9 +428,9 @@ def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:
     """
     while id(frame) not in frames:
         frames[id(frame)] = frame
-        is_told = callers.has_one_frame(frame.module)
+        is_unique = callers.has_one_frame(frame.module)
         above = frame.parent
-        while above is not None and is_told and not isinstance(above.module, _FUSED):
+        while above is not None and is_unique and not isinstance(above.module, _FUSED):
             above = above.parent
         if above is None:
             return

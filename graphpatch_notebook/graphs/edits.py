@@ -213,14 +213,14 @@ def _returns_numbers(call: Node) -> bool:
 _GRAPH_MODULE_GETS_TENSOR = "the graph module: graph_module.{} = tensor"
 
 
-def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Callable[[str], str]) -> None:
+def check_edited(graph: fx.Graph, frame: Frame, owner: Module, original_path: Callable[[str], str]) -> None:
     """Checks that an edited graph can be written as code, and that everything that it refers to exists.
 
     Args:
         graph: The graph.
         frame: Its frame.
         owner: The graph module, which has what the graph refers to.
-        path_meant: Returns the attribute path of the user's module for a path in the graph.
+        original_path: Returns the attribute path of the user's module for a path in the graph.
 
     Raises:
         GraphError: A check fails; the message names the node and the repair.
@@ -228,7 +228,7 @@ def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Calla
     # Custom graphs run with the user's module, which must have what they refer to.
     is_custom = frame.custom_graph is not None
     owner, put = (frame.module, MODULE_GETS_TENSOR) if is_custom else (owner, _GRAPH_MODULE_GETS_TENSOR)
-    nodes = [node for node in graph.nodes if not _reads_as_recorded(node, path_meant)]
+    nodes = [node for node in graph.nodes if not _reads_as_recorded(node, original_path)]
     problems = [output_problem(graph, is_wrapped=is_custom)]
     problems += [reference_problem(node, owner, frame.module, put) for node in nodes]
     for problem in filter(None, problems):
@@ -236,10 +236,10 @@ def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Calla
         raise GraphError(f"the graph of {where!r} ({type(frame.module).__name__}) {problem}")
 
 
-def _reads_as_recorded(node: fx.Node, path_meant: Callable[[str], str]) -> bool:
+def _reads_as_recorded(node: fx.Node, original_path: Callable[[str], str]) -> bool:
     """Whether a node reads what the module read, which may exist only during calls."""
     record = node.meta.get(RECORD)
-    return node.op == "get_attr" and isinstance(record, Node) and path_meant(str(node.target)) == record.target
+    return node.op == "get_attr" and isinstance(record, Node) and original_path(str(node.target)) == record.target
 
 
 # -- records of edited graphs ------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ _HOOK = re.compile(r"blocks\.(\d+)\.(\w+(?:\.\w+)?)")
 _ITEM = re.compile(r"(\w+)\[(-?\d+)\]")
 
 
-def component_meant(root: Frame, text: str) -> str | None:
+def component_for_alias(root: Frame, text: str) -> str | None:
     """Returns the name of the component that another tool calls `text`, if the model has it."""
     if hook := _HOOK.fullmatch(text):
         number, part = int(hook[1]), _IN_LAYERS.get(hook[2])
@@ -74,7 +74,7 @@ def component_meant(root: Frame, text: str) -> str | None:
     return name if name in components else None
 
 
-def meant_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
+def candidate_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
     """Yields nodes that may be meant by names that do not exist, in order of execution; nothing if none fits."""
     asked = _joined(names)
     whole: list[Found] = []

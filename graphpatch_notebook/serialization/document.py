@@ -121,10 +121,10 @@ class Builds:
         edited = self._edited.get(id(frame))
         return build(frame, OwnPaths()) if edited is None else edited.built()
 
-    def path_meant(self, frame: Frame, target: str) -> str:
+    def original_path(self, frame: Frame, target: str) -> str:
         """Returns the attribute path that the graph of `frame` means by `target`."""
         edited = self._edited.get(id(frame))
-        return target if edited is None else edited.path_meant(target)
+        return target if edited is None else edited.original_path(target)
 
     def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
         """Returns the tensor that the user put on the graph module of `frame` itself under the name `target`."""

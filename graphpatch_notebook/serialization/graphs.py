@@ -57,7 +57,7 @@ class Built(Protocol):
     def built(self, frame: Frame) -> BuiltGraph:
         """Returns the graph of `frame`."""
 
-    def path_meant(self, frame: Frame, target: str) -> str:
+    def original_path(self, frame: Frame, target: str) -> str:
         """Returns the attribute path that the graph of `frame` means by `target`."""
 
     def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
@@ -129,7 +129,7 @@ def _encoded_target(
         if (own := builds.own_tensor(frame, str(target))) is not None:
             return {"path": modules.hold(frame.module, own)}
         if target not in built.constants:
-            return {"path": modules.reach_tensor(frame.module, builds.path_meant(frame, target))}
+            return {"path": modules.reach_tensor(frame.module, builds.original_path(frame, target))}
         value = built.constants[target]()
         if value is None:
             raise UnstorableError("it uses a tensor that is gone, as neither the graph nor its module holds it")

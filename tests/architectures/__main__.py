@@ -3,7 +3,8 @@
 python -m tests.architectures                       all of them: about half an hour on two cores
 python -m tests.architectures --only gpt2 vision-vit
 python -m tests.architectures --sample 1 --seed 3   one of each family, as CI runs them
-python -m tests.architectures --components          the components only: five minutes
+python -m tests.architectures --components          the components only: five minutes; also with --eager
+python -m tests.architectures --conservation        whether the scores of the secant sum to the change of the metric
 python -m tests.architectures --json findings.json [--resume]
 """
 
@@ -16,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,6 +29,7 @@ import transformers
 from rich.console import Console
 
 from tests.architectures.components import component_totals, examine_components, look_at_components
+from tests.architectures.conservation import conservation_totals, examine_conservation
 from tests.architectures.families import FAMILIES, Architecture, architectures
 from tests.architectures.findings import Finding, examine, try_laws
 from tests.architectures.isolation import examined
@@ -45,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     findings = _earlier(options, chosen)
     rest = [each for each in chosen if each.name not in {finding.name for finding in findings}]
-    look = examine_components if options.components else examine_all
+    look = examine_all
+    if options.components or options.conservation:
+        look = examine_components if options.components else examine_conservation
     for finding in examined(rest, processes=options.processes, seconds=options.seconds, look=look):
         findings.append(finding)
         _say(f"{len(findings)}/{len(chosen)} {finding.name} {finding.seconds:.0f} s", finding)
@@ -54,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     findings.sort(key=lambda finding: [each.name for each in chosen].index(finding.name))
     title = f"transformers {transformers.__version__}, torch {torch.__version__}"
     console.print(table(findings, title))
-    for line in [*totals(findings), *component_totals(findings)]:
+    for line in [*totals(findings), *component_totals(findings), *conservation_totals(findings)]:
         console.print(line, markup=False)
     console.print(f"{time.perf_counter() - started:.0f} s")
     return int(not findings or any(finding.broken for finding in findings))
@@ -81,7 +86,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", help="of the sample; by default that of CI")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=600, help="for one architecture, at most")
+    parser.add_argument("--eager", action="store_true", help="with attn_implementation='eager'")
     parser.add_argument("--components", action="store_true", help="leave out the laws")
+    parser.add_argument("--conservation", action="store_true", help="the scores of the secant only")
     parser.add_argument("--json", type=Path, help="a file that gets all findings, as they come")
     parser.add_argument("--resume", action="store_true", help="leave out what that file has already")
     return parser.parse_args(arguments)
@@ -97,7 +104,7 @@ def _earlier(options: argparse.Namespace, chosen: Sequence[Architecture]) -> lis
 
 def _chosen(options: argparse.Namespace) -> list[Architecture]:
     found = [
-        each
+        replace(each, attention="eager" if options.eager else None)
         for each in architectures()
         if each.family in options.family
         and (not options.only or {each.name, each.model_type, each.model} & set(options.only))

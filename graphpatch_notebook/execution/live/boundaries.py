@@ -183,7 +183,7 @@ class Run:
         try:
             return self._invoke(plan, bound, args, kwargs)
         finally:
-            stand_in.hand_on_changes()
+            stand_in.copy_changes_back()
 
     def _invoke(
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

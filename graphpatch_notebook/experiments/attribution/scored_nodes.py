@@ -39,7 +39,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     rows_of,
     whole_numbers,
 )
-from graphpatch_notebook.inspection.nodes import NodeMap, NodeRows
+from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve_all
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.patches.selections import selection

@@ -161,7 +161,7 @@ def _compare(change: dict[str, Any], before: Tensor, after: Tensor) -> list[str]
         if found is not None and found.finite < found.count:
             kinds = [f"{found.nan} NaN"] * bool(found.nan) + [f"{found.infinite} infinite"] * bool(found.infinite)
             notes.append(f"{what} the patches {' and '.join(kinds)} of {found.count}")
-    if not before.is_floating_point() and _is_beyond_doubles(before, after):
+    if not before.is_floating_point() and _exceeds_float64(before, after):
         notes.append("integers beyond 2**53 are rounded")
     elif notes:
         notes.append("differences count only entries that are finite in both")
@@ -185,7 +185,7 @@ def compared(before: Any, after: Any) -> dict[str, Any]:
     return {**change, "note": "; ".join(dict.fromkeys(notes)) or None}
 
 
-def _is_beyond_doubles(*tensors: Tensor) -> bool:
+def _exceeds_float64(*tensors: Tensor) -> bool:
     found = [summary(tensor) for tensor in tensors if tensor.dtype in (torch.int64, torch.uint64)]
     return any(abs(end) > 2**53 for one in found for end in (one.minimum, one.maximum) if end is not None)
 
@@ -299,13 +299,13 @@ class KeptValue:
         return {**report, **shown_value(shown, labels if self.chosen.slice is None else None, buffers)}
 
 
-def apart_from_weights(value: Any, model: Module) -> Any:
+def with_copied_weights(value: Any, model: Module) -> Any:
     """Returns a value with copies in place of parameters of the model and views of them.
 
     A user who writes into the variable of a probe does not mean to change the model.
     """
     if isinstance(value, list):
-        return [apart_from_weights(one, model) for one in value]
+        return [with_copied_weights(one, model) for one in value]
     if not isinstance(value, Tensor):
         return value
     is_weight = isinstance(value, Parameter) or any(_share_memory(value, weight) for weight in model.parameters())

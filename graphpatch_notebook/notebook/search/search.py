@@ -14,7 +14,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find as find_components
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.nodes import NodeMap, NodeMeta, NodeRows
+from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows
 from graphpatch_notebook.inspection.resolution import nearest_paths
 from graphpatch_notebook.notebook.display.labels import op_label, source_label, value_label
 from graphpatch_notebook.notebook.display.tables import Column, Table

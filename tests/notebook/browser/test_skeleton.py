@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import CompiledGraphModule, ExtractionOptions, PatchableGraph, UnknownPathError
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.browser import skeleton as skeletons
 from graphpatch_notebook.notebook.browser.skeleton import (

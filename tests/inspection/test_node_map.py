@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import resolve
 from tests.frames import FrameBuilder, layered_frame, tensor, tuple_frame
 from tests.work import lines_run
