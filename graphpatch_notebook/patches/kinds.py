@@ -389,7 +389,9 @@ class ProbePatch(Patch[Any]):
     def activation(self) -> Any:
         """The latest value of the node; `None` before the first one.
 
-        It is the model's own tensor, not a copy, so gradients reach it (call its `retain_grad()` before `backward()`).
+        It is the model's own tensor, not a copy, so gradients reach it (call its `retain_grad()` before `backward()`);
+        they also reach a part of a value that the model uses (a component such as `layers[0].attn.heads[3].z`, or some
+        positions).
         If the model writes into the tensor later, it is a copy from before that, without gradients. If it is the input
         of a module and requires gradients, it is an alias that only this module receives: its gradient is that of this
         use, not of other uses of the tensor.

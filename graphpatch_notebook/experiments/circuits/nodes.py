@@ -288,7 +288,7 @@ class _Finder:
         write, flow = each.write, self._flow
         candidates = [write.state]
         if write.norm is not None:
-            normed = flow.outputs(write.norm)[0]
+            normed = write.norm.returned
             candidates.insert(0, normed.value)
             if set(flow.users[normed.value.node]) <= write.inside:
                 try:
@@ -385,7 +385,7 @@ class _Finder:
         if not ends:
             return
         stack, end = next(((stack, end) for stack, end in ends if end.logits is not None), ends[0])
-        place = self._flow.outputs(self._trails.norms[end.norm])[0] if end.norm is not None else stack.layers[-1].end
+        place = self._trails.norms[end.norm].returned if end.norm is not None else stack.layers[-1].end
         name = "@logits" if end.logits is not None else f"{_prefix(stack)}@final_norm"
         if end.logits is None and end.norm is None:
             name = f"{_prefix(stack)}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
+from graphpatch_notebook.components.chain import Norm as FoundNorm
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
@@ -219,7 +220,7 @@ class LinearPaths:
         if value in self._writers or value in self._known:
             return []
         if (norm := self._trails.norms.get(value)) is not None:
-            return [self._flow.inputs(norm)[0].value]
+            return [norm.given.value]
         is_step = value.op in ADDITIONS or value.op in SCALINGS or value.op in NORMS or _is_same(value)
         return self._flow.moving(value.node) if is_step else []
 
@@ -315,8 +316,8 @@ class LinearPaths:
             return None
         return _with(terms, Move(made, moving[0]))
 
-    def _of_norm(self, value: Value, frame: Frame) -> Sum:
-        given = self._flow.inputs(frame)[0]
+    def _of_norm(self, value: Value, norm: FoundNorm) -> Sum:
+        given, frame = norm.given, norm.frame
         call = frame.call
         assert call is not None
         refs = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Ref)]
