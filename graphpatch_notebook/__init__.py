@@ -61,8 +61,8 @@ from graphpatch_notebook.graphs import (
     OpaqueGraphModule,
     UnusedModule,
 )
+from graphpatch_notebook.inspection.node_map import NodeMeta
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.inspection.nodes import NodeMeta
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import (

@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn import Module
 
 # What `nn.Module` defines and the module may define anew: always read from the module.
-_OF_THE_MODEL = (
+_DELEGATED = (
     "add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter "
     "get_submodule half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters "
     "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
@@ -32,7 +32,7 @@ class ModuleDelegate(Module):
         return sorted({*object.__dir__(self), *dir(self._module)})
 
 
-def _asked_of_the_model(name: str) -> Callable[..., Any]:
+def _delegated(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(Module, name))
     def method(self: ModuleDelegate, *args: Any, **kwargs: Any) -> Any:
         result = getattr(self._module, name)(*args, **kwargs)
@@ -41,9 +41,9 @@ def _asked_of_the_model(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in _OF_THE_MODEL:
+for _name in _DELEGATED:
     if hasattr(Module, _name):  # not every version of torch has all of them
-        setattr(ModuleDelegate, _name, _asked_of_the_model(_name))
+        setattr(ModuleDelegate, _name, _delegated(_name))
 
 
 def _training(self: ModuleDelegate) -> bool:

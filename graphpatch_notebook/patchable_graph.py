@@ -28,18 +28,18 @@ from graphpatch_notebook.execution import (
     PatchContext,
     Recording,
     call_patched,
-    compiling_nothing,
     copied_config,
     generating_with,
     innermost,
+    no_compile_arguments,
     record,
     verified_fx_module,
 )
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule
 from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.graphs.verification import VerificationReport, verify
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.inspection.nodes import NodeMap
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
@@ -734,7 +734,7 @@ class PatchableGraph(ModuleDelegate):
             def method(*args: Any, **kwargs: Any) -> Any:
                 is_patched = innermost(self._captured) is not None or bool(self._captured.permanent)
                 if name == "generate" and is_patched:
-                    kwargs |= compiling_nothing(self._module)
+                    kwargs |= no_compile_arguments(self._module)
                 return self._call(function, args, kwargs)
 
             return method

@@ -153,6 +153,14 @@ def pop_function_modes(depth: int) -> None:
         torch.overrides._pop_mode()
 
 
+def may_compile() -> bool:
+    """Whether `torch.compile` may have compiled anything so far: it imports `torch._dynamo`.
+
+    torch 2.0 to 2.15. Tested by: tests/integrations/test_torch_compile.py.
+    """
+    return "torch._dynamo" in sys.modules
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `module` runs code of `torch.compile`: a wrapper made by it, compiled in place, or its `forward` is.
 
@@ -176,9 +184,9 @@ def _has_compiled_forward(owner: type) -> bool:
 def has_compiled_parts(root: torch.nn.Module) -> bool:
     """Whether `torch.compile` compiled `root`, or any module in it, so far.
 
-    Asked by each patch context. Compiling imports `torch._dynamo`: torch 2.0 to 2.15. Tested by: the same tests.
+    Asked by patch contexts. Tested by: the same tests.
     """
-    if "torch._dynamo" not in sys.modules:
+    if not may_compile():
         return False
     ahead, seen, classes = [root], {id(root)}, set()
     for module in ahead:  # written for speed

@@ -135,7 +135,7 @@ def layered_frame(layers: int, ops: int = 20) -> Frame:
         for name in ("attn", "mlp"):
             part = layer.call(name)
             part.input("hidden_states", tensor(1, 8, 4))
-            part.op("size", 8, is_plumbing=True, is_live=False)
+            part.op("size", 8, is_size=True, is_live=False)
             for op in range(ops):
                 part.op(f"mul_{op}" if op else "mul", tensor(1, 8, 4))
             part.output((torch.empty(1, 8, 4), None) if name == "attn" else torch.empty(1, 8, 4))

@@ -6,6 +6,10 @@ become nodes. `naming/` identifies an operation by its place in the user's code,
 holds it. Sizes stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`; `held_values` finds
 the values that modules hold; `quantization/` reads packed weights. `custom_graphs` records custom graphs,
 `decompositions` opens functions. `data_loops` and `doubts` mark what may differ on other inputs.
+
+Other packages import what is listed below, and these modules as they are: `records`, the classes that a capture
+consists of; `inputs`, `held_values` and `functions`, which say what calls, modules and torch functions have in common;
+`observers`, which patched runs and graphs use too; and `custom_graphs`, which `graphs` makes in the same way.
 """
 
 from __future__ import annotations
@@ -17,9 +21,21 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture.data_loops import (
+    PART_FUNCTIONS,
+    data_loop_of,
+    data_loops,
+    is_sized_by_values,
+    part_count_by_values,
+)
+from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
+from graphpatch_notebook.capture.doubts import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk, reachable_modules
+from graphpatch_notebook.capture.naming import call_sites
+from graphpatch_notebook.capture.naming.call_sites import is_own
 from graphpatch_notebook.capture.observers import Swaps, ThreadState, apply_observer, observer, visible_apply
-from graphpatch_notebook.capture.recorder import Recorder
+from graphpatch_notebook.capture.quantization.packed_weights import Packing, held_by, packing_of
+from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
@@ -29,7 +45,30 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import EagerCode, is_compiled
 from graphpatch_notebook.values import rebuilt_sequence
 
-__all__ = ["Frame", "capture", "record"]
+__all__ = [
+    "PART_FUNCTIONS",
+    "Doubt",
+    "Frame",
+    "FrameCount",
+    "OpPlace",
+    "Packing",
+    "Reason",
+    "Recorder",
+    "call_sites",
+    "capture",
+    "chosen_decompositions",
+    "data_loop_of",
+    "data_loops",
+    "decomposition_of",
+    "frame_count",
+    "held_by",
+    "is_own",
+    "is_sized_by_values",
+    "listed_doubts",
+    "packing_of",
+    "part_count_by_values",
+    "record",
+]
 
 
 def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:

@@ -139,7 +139,7 @@ def _last_line(part: ast.expr | ast.stmt) -> int:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-PARTS = frozenset({"unbind", "split", "chunk", "tensor_split"})
+PART_FUNCTIONS = frozenset({"unbind", "split", "chunk", "tensor_split"})
 """Functions that give the parts of a tensor; a loop over a tensor is one over what `unbind` gives."""
 
 _SIZED_BY_VALUES = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"})
@@ -157,7 +157,7 @@ def part_count_by_values(node: Node) -> int | None:
         >>> [part_count_by_values(node) for node in nodes if node.op == "unbind"]
         [3]
     """
-    if node.op not in PARTS or node.kind != "op" or not isinstance(node.spec, ContainerSpec):
+    if node.op not in PART_FUNCTIONS or node.kind != "op" or not isinstance(node.spec, ContainerSpec):
         return None
     return len(node.spec.children) if comes_of_values(node) else None
 

@@ -119,7 +119,7 @@ def opened_by_default(decompose: Collection[str | Callable[..., Any]] | None) ->
     return {} if decompose is not None else {key: found for key, found in _BY_ID.items() if found.inner is not None}
 
 
-def chosen(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
+def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
     """Returns the decompositions that `ExtractionOptions.decompose` asks for, by the id of their function.
 
     Raises:
@@ -131,11 +131,11 @@ def chosen(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, 
         given: Any = decompose
         repair = f"; give [{given!r}]" if isinstance(given, str) else ""
         raise OptionError(f"decompose takes a list of functions or of their names, not {decompose!r}{repair}")
-    found = [_asked(item) for item in decompose]
+    found = [_found_decomposition(item) for item in decompose]
     return {id(decomposition.function): decomposition for decomposition in found}
 
 
-def _asked(item: str | Callable[..., Any]) -> Decomposition:
+def _found_decomposition(item: str | Callable[..., Any]) -> Decomposition:
     found = _BY_NAME.get(item) if isinstance(item, str) else decomposition_of(item)
     if found is not None:
         return found

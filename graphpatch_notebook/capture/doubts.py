@@ -46,6 +46,6 @@ class Doubt:
         return self.reason.value.format(what=self.what, line=self.line)
 
 
-def listed(doubts: list[Doubt]) -> str:
+def listed_doubts(doubts: list[Doubt]) -> str:
     """Returns doubts as one text."""
     return "; ".join(map(str, doubts))

@@ -92,7 +92,7 @@ class FrameRecorder:
 
     # -- which value belongs to which node -----------------------------------------------------------------------------
 
-    def knows(self, value: Any) -> bool:
+    def has_node_of(self, value: Any) -> bool:
         """Whether this object is the value of a node."""
         return self._lookup(value) is not None
 
@@ -321,7 +321,7 @@ class FrameRecorder:
         if node.is_in_place:
             return self._add_in_place(node, result, wrote[0])
         if isinstance(result, Tensor):
-            if self.knows(result):
+            if self.has_node_of(result):
                 result = self.alias_of(result)
             node.spec = describe(result)
             self._append(node, result)
@@ -337,7 +337,7 @@ class FrameRecorder:
         if not _is_recorded(name, result):
             return result
         node.spec = describe(result)
-        node.is_plumbing = result is None
+        node.is_size = result is None
         if part_count_by_values(node) is not None:
             self.doubt(Reason.COUNTS_PARTS, node.op)
         self._append(node, result)
@@ -365,7 +365,7 @@ class FrameRecorder:
 
     def _add_size_read(self, node: OpNode, result: Any, variable: Assigned) -> Any:
         node.spec = describe(result)
-        node.is_plumbing = True
+        node.is_size = True
         self.record.nodes.append(node)
         if isinstance(result, int):
             result = self._size(result, Ref(node))
@@ -385,21 +385,21 @@ class FrameRecorder:
                 continue
             element = ElementNode(
                 op=node.op, target=node.target, spec=describe(value), base_name=variable, whole=node, position=position,
-                is_plumbing=node.is_plumbing,
+                is_size=node.is_size,
             )  # fmt: skip
             self.record.nodes.append(element)
             if type(value) is Size:
                 value.ref = Ref(element)
             else:
                 self.register(value, element)
-        node.is_plumbing = True
+        node.is_size = True
 
     def record_size(self, func: Callable[..., Any], operands: tuple[Any, ...], result: int) -> Any:
         """Records arithmetic on sizes."""
         variable = call_sites.result_variable(call_sites.caller(1), func.__name__)
         node = OpNode(
             op=func.__name__, target=func, args=self.refs(operands), spec=ScalarSpec(result),
-            base_name=variable if isinstance(variable, str) else func.__name__, is_plumbing=True, is_live=False,
+            base_name=variable if isinstance(variable, str) else func.__name__, is_size=True, is_live=False,
             composite=self.composite,
         )  # fmt: skip
         self.record.nodes.append(node)

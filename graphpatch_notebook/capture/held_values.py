@@ -43,32 +43,32 @@ _DEEPEST = 6
 # Models do not write into these: the whole program shares them, or other libraries keep their records in them.
 _CLOSED = (type, types.ModuleType, enum.Enum, bytes, weakref.ProxyType)
 _CLOSED_PACKAGES = ("torch.fx", "torch.distributed", "bitsandbytes", "logging", "threading", "asyncio", "concurrent")
-_ways: dict[type, _Contents] = dict.fromkeys(
+_contents_by_class: dict[type, _Contents] = dict.fromkeys(
     [*PLAIN_VALUES, bytes, torch.dtype, torch.device, torch.Size], _Contents.NOTHING
 )
 
 
-def _way(kind: type) -> _Contents:
+def _contents(kind: type) -> _Contents:
     """Returns how values of a class are searched."""
-    if kind not in _ways:
+    if kind not in _contents_by_class:
         if issubclass(kind, Tensor):
-            way = _Contents.TENSOR
+            contents = _Contents.TENSOR
         elif issubclass(kind, Module):
-            way = _Contents.MODULE
+            contents = _Contents.MODULE
         elif _is_generator(kind):
-            way = _Contents.GENERATOR
+            contents = _Contents.GENERATOR
         elif issubclass(kind, (list, dict, set, deque)):
-            way = _Contents.CONTAINER
+            contents = _Contents.CONTAINER
         elif issubclass(kind, (tuple, frozenset)):
-            way = _Contents.FIXED
+            contents = _Contents.FIXED
         elif "numpy" in sys.modules and issubclass(kind, sys.modules["numpy"].ndarray):
-            way = _Contents.ARRAY
+            contents = _Contents.ARRAY
         elif issubclass(kind, _CLOSED) or kind.__module__.startswith(_CLOSED_PACKAGES) or _is_callable(kind):
-            way = _Contents.NOTHING
+            contents = _Contents.NOTHING
         else:
-            way = _Contents.OBJECT
-        _ways[kind] = way
-    return _ways[kind]
+            contents = _Contents.OBJECT
+        _contents_by_class[kind] = contents
+    return _contents_by_class[kind]
 
 
 def _is_callable(kind: type) -> bool:
@@ -143,29 +143,29 @@ class Walk:
         self.spans[id(module)] = (places, empty, tensors)
 
     def _look(self, name: str, value: Any, module: Module | None, depth: int) -> None:
-        way = _ways.get(type(value)) or _way(type(value))
-        if way is _Contents.NOTHING or id(value) in self.seen or depth > _DEEPEST:
+        contents = _contents_by_class.get(type(value)) or _contents(type(value))
+        if contents is _Contents.NOTHING or id(value) in self.seen or depth > _DEEPEST:
             return
-        if way is _Contents.MODULE:
+        if contents is _Contents.MODULE:
             self._modules.append(value)
             return
         self.seen.add(id(value))
-        if way is _Contents.GENERATOR:
+        if contents is _Contents.GENERATOR:
             if is_own_generator(value):
                 self.generators.append(value)
-        elif way is _Contents.ARRAY:
+        elif contents is _Contents.ARRAY:
             if value.flags.writeable and value.dtype.kind in "biufc":
                 self.tensors.append((torch.from_numpy(value), module, name))
-        elif way is _Contents.TENSOR:
+        elif contents is _Contents.TENSOR:
             self.tensors.append((value, module, name))
             if attributes := _attributes_of(value):
                 self._look_into(name, attributes, module, depth)
         else:
-            if way is _Contents.OBJECT and (slots := slots_of(value)):
+            if contents is _Contents.OBJECT and (slots := slots_of(value)):
                 self.slotted.append((value, slots, module, name))
                 for key, item in slots.items():
                     self._look(f"{name}.{key}", item, module, depth + 1)
-            self._look_into(name, _attributes_of(value) if way is _Contents.OBJECT else value, module, depth)
+            self._look_into(name, _attributes_of(value) if contents is _Contents.OBJECT else value, module, depth)
 
     def _look_into(self, name: str, container: Any, module: Module | None, depth: int) -> None:
         if not container:
@@ -211,7 +211,7 @@ def is_offloaded(module: Module) -> bool:
 
 def is_own_generator(value: Any) -> bool:
     """Whether a value is a random generator or an iterator, and not one of the global generators."""
-    return _way(type(value)) is _Contents.GENERATOR and not any(value is shared for shared in _shared_generators())
+    return _contents(type(value)) is _Contents.GENERATOR and not any(value is shared for shared in _shared_generators())
 
 
 def _shared_generators() -> list[Any]:

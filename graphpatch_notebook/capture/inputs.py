@@ -266,10 +266,6 @@ class ExampleInputs:
         more = next((where for where in now if where not in self._marks), None)
         return None if more is None else f"{more} is new"
 
-    def is_like(self, other: ExampleInputs) -> bool:
-        """Whether another object was made of the same inputs, and nothing had changed in them since."""
-        return self._marks == other._marks
-
     def _look(self) -> _Marks:
         named = [*((f"argument {i}", value) for i, value in enumerate(self.args)), *self.kwargs.items()]
         marks: _Marks = {}

@@ -16,7 +16,7 @@ from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extrac
 from graphpatch_notebook.capture.decompositions import (
     PLAIN_TENSORS,
     Decomposition,
-    chosen,
+    chosen_decompositions,
     inner_call_sites,
     opened_by_default,
 )
@@ -92,7 +92,7 @@ class Recorder(TorchFunctionMode):
         self.owners: dict[int, list[Node]] = {}
         self.freed_later: set[int] = set()
         self.root_frame: Frame | None = None
-        self.decompositions = chosen(options.decompose)
+        self.decompositions = chosen_decompositions(options.decompose)
         self.fused = opened_by_default(options.decompose)
         self.has_opened = False
         self.unopened: dict[tuple[str, str], Frame] = {}
@@ -424,10 +424,10 @@ def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
     then, except for lists and dicts of the parent, which the submodule may have written into.
     """
     if isinstance(output, Tensor):
-        is_distinct = id(output) not in seen and not parent.knows(output)
+        is_distinct = id(output) not in seen and not parent.has_node_of(output)
         seen.add(id(output))
         return output if is_distinct else parent.alias_of(output)
-    is_theirs = isinstance(output, (list, dict)) and parent.knows(output)
+    is_theirs = isinstance(output, (list, dict)) and parent.has_node_of(output)
     if is_theirs or not isinstance(output, (tuple, list, dict)):
         return output
     for key, child in readable_children(output) or ():

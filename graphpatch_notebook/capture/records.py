@@ -208,7 +208,7 @@ class Node:
         spec: The description of the value: for a tensor, shape, dtype and device.
         base_name: The name before numbering: the local variable, or else the torch function.
         name: The name in the graph, unique in the frame: fixed when the frame is complete.
-        is_plumbing: Whether the value only carries sizes (or is the container that an `ElementNode` came from).
+        is_size: Whether the value only carries sizes (or is the container that an `ElementNode` came from).
         is_live: Whether a live run sees this value (it does not see arithmetic on sizes).
         is_mutated_later: Whether an op of the model wrote into this tensor later, or its memory was freed.
         is_view_filled_later: Whether that tensor is a view, so that the write was meant for its base.
@@ -220,7 +220,7 @@ class Node:
     spec: ValueSpec = field(default_factory=lambda: ScalarSpec(None))
     base_name: str = ""
     name: str = ""
-    is_plumbing: bool = False
+    is_size: bool = False
     is_live: bool = True
     is_mutated_later: bool = False
     is_view_filled_later: bool = False

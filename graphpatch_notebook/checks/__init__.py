@@ -8,5 +8,5 @@ equality         are two values equal, bit for bit?
 sharding         is the model sharded over several processes?
 outer_values     what the code of a module reads from outside of it
 
-The reasons why a graph may differ from its module are `Doubt`s: see `graphpatch_notebook.capture.doubts`.
+The reasons why a graph may differ from its module are `Doubt`s: see `graphpatch_notebook.capture`.
 """

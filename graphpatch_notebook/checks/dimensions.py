@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeGuard
 
 import torch
 
-from graphpatch_notebook.capture.data_loops import is_sized_by_values
+from graphpatch_notebook.capture import is_sized_by_values
 from graphpatch_notebook.capture.inputs import given_input, passed_on
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
 from graphpatch_notebook.checks.meta_runs import InputShapes, MetaRunError, input_shapes, run_on_meta
@@ -134,7 +134,7 @@ class Dimensions:
         self.groups.append(places)
         return True
 
-    def look_far(self) -> bool:
+    def run_at_other_sizes(self) -> bool:
         """Runs the model at large and small sizes, too, if it was not yet.
 
         What is rounded up to a multiple, of the length of a chunk, say, or cut to some length, may change nowhere near
@@ -384,7 +384,7 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Call
         return None
     known = dimensions_of(frame.root)
     problem = _size_problem(known, spec, shape)
-    if problem is not None and known.look_far():
+    if problem is not None and known.run_at_other_sizes():
         problem = _size_problem(known, spec, shape)
     if problem is not None or inputs is None or known.is_known(spec):
         return problem
@@ -408,7 +408,7 @@ def fixed_sizes(frame: Frame, node: Node, spec: ValueSpec) -> tuple[int | None, 
     if frame.opaque_reason is not None or frame.has_own_graph:
         return (None,) * len(spec.shape)
     known = dimensions_of(frame.root)
-    known.look_far()
+    known.run_at_other_sizes()
     sizes = zip(spec.shape, known.profiles(spec), strict=True)
     return tuple(None if size == 1 or known.follows_inputs(dim) else size for size, dim in sizes)
 

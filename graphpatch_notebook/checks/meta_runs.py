@@ -20,14 +20,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture import record
-from graphpatch_notebook.capture.data_loops import is_sized_by_values
+from graphpatch_notebook.capture import OpPlace, Recorder, is_sized_by_values, packing_of, record
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.observers import innermost_forward
-from graphpatch_notebook.capture.quantization.packed_weights import packing_of
-from graphpatch_notebook.capture.recorder import OpPlace, Recorder
 from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead, map_leaves
 from graphpatch_notebook.checks.sharding import communicates
 from graphpatch_notebook.options import ExtractionOptions

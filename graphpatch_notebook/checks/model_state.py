@@ -275,12 +275,9 @@ class ModuleState:
             self._walk.generators += {id(one): one for one in outer if is_own_generator(one)}.values()
             self._generators = [_state_of(generator) for generator in self._walk.generators]
             self._copies = _copies(self._walk)
-        found = (
-            (kind, outer, outer.value()) for kind, outer in plain_outer_values(self._walk.modules(), original_forward)
-        )
         self._outer = [
             (kind, outer, value.copy() if hasattr(value, "copy") else value)
-            for kind, outer, value in found
+            for kind, outer, value in plain_outer_values(self._walk.modules(), original_forward)
             if not hasattr(value, "copy") or len(value) <= MANY
         ]
         self._random = SharedRandomState()

@@ -33,20 +33,24 @@ def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]
 
 def plain_outer_values(
     modules: Iterable[Module], forward_of: Callable[[Module], Any]
-) -> Iterator[tuple[type, OuterValue]]:
+) -> Iterator[tuple[type, OuterValue, Any]]:
     """Yields the class attributes, globals and closure variables of modules that are plain data or containers.
+
+    Each comes with the first class that reads it, and with its value.
 
     Args:
         modules: The modules; one of each class is examined.
         forward_of: Returns the forward of a module.
     """
+    seen: set[type] = {Module}
     for kind, module in {type(module): module for module in modules}.items():
-        own = [base for base in kind.__mro__ if issubclass(base, Module) and base is not Module]
+        own = [base for base in kind.__mro__ if base not in seen and issubclass(base, Module)]
+        seen.update(own)
         held = (OuterValue(f"{base.__name__}.{name}", vars(base), name) for base in own for name in vars(base))
         by_name = {outer.name: outer for outer in (*held, *_outer_values(module, forward_of(module)))}
         for outer in by_name.values():
-            if type(outer.value()) in _COMPARED and "__" not in outer.name:
-                yield kind, outer
+            if "__" not in outer.name and type(value := outer.value()) in _COMPARED:
+                yield kind, outer, value
 
 
 def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[OuterValue]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from graphpatch_notebook.capture.records import Node, Ref
-from graphpatch_notebook.components.axes import Axes, axes_apart, axes_before, batch_axes, product_axes
+from graphpatch_notebook.components.axes import Axes, axes_before, axes_of_split_heads, batch_axes, product_axes
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import (
@@ -200,6 +200,13 @@ class Parts:
     output: Value | None
 
 
+_FUSED = "attention is one fused call that cannot be opened"
+_FUSED_GRAPH = (
+    "attention is one fused call in this graph; it is opened in a PatchableGraph of the model, and apart in the graphs "
+    'of a model with attn_implementation="eager"'
+)
+
+
 def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> Parts:
     """Returns the parts of an attention that is computed by the nodes `inside`."""
     flow = trails.flow
@@ -216,7 +223,7 @@ def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> P
     found.pop("dot", None)
     for name in ("scores", "pattern"):
         if name not in found:
-            missing[name] = "attention is one fused call that cannot be opened"
+            missing[name] = _FUSED_GRAPH if flow.frame_of[attention.z.node].has_own_graph else _FUSED
     for name in ("q", "k", "v", "z"):
         if name not in found:
             missing.setdefault(name, "the dimensions of the products of attention are not known")
@@ -263,7 +270,7 @@ def _operands(flow: Flow, attention: Attention) -> dict[str, Part]:
         is_apart = len(axes) == 3 and len(value.shape) == 4  # batch and heads are merged for the product only
         known = ("batch", "head", *axes[1:]) if is_apart else axes
         if len(value.shape) == len(known):
-            found[name] = _apart(flow, Part(value, known))
+            found[name] = _with_heads_split(flow, Part(value, known))
     return found
 
 
@@ -281,7 +288,7 @@ def _operands_of_fused(attention: Attention) -> dict[str, Part]:
     return found
 
 
-def _apart(flow: Flow, part: Part) -> Part:
+def _with_heads_split(flow: Flow, part: Part) -> Part:
     """Returns a view of a part that has batch and heads in two dimensions, where the part has them in one."""
     value = part.value
     if "batch_head" not in part.axes:
@@ -290,7 +297,7 @@ def _apart(flow: Flow, part: Part) -> Part:
     views = [Value(user) for user in users if user.op in VIEWS and len(users) == 1]
     views += flow.reads(value.node)[:1] if value.op in VIEWS else []
     for view in views:
-        if view.size == value.size and (axes := axes_apart(value.shape, part.axes, view.shape)) is not None:
+        if view.size == value.size and (axes := axes_of_split_heads(value.shape, part.axes, view.shape)) is not None:
             return Part(view, axes)
     return part
 

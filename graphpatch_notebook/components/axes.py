@@ -40,10 +40,10 @@ def stream_axes(
     return ("batch", *between, last)[-len(shape) :]
 
 
-def feature_axes(value: Value, last: str = "channel") -> Axes:
+def feature_axes(value: Value) -> Axes:
     """Returns the axes of a value with features, which a convolution has behind the batch."""
-    axes = stream_axes(value.shape, last)
-    return ("batch", last, *axes[1:-1]) if value.op in CONVOLUTIONS else axes
+    axes = stream_axes(value.shape, "channel")
+    return ("batch", "channel", *axes[1:-1]) if value.op in CONVOLUTIONS else axes
 
 
 def product_axes(flow: Flow, product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes, Axes] | None:
@@ -94,7 +94,7 @@ def _named(letters: str, names: dict[str, str]) -> Axes:
     return tuple(names[letter] for letter in letters)
 
 
-def axes_apart(shape: Sequence[int], axes: Axes, other: Sequence[int]) -> Axes | None:
+def axes_of_split_heads(shape: Sequence[int], axes: Axes, other: Sequence[int]) -> Axes | None:
     """Returns the axes of a view of a value with batch and heads in one dimension that has them in two."""
     found = _before_view(tuple(shape), axes, tuple(other))
     return found if found is not None and "head" in found and "one" not in found else None

@@ -18,6 +18,7 @@ from graphpatch_notebook.components.axes import Axes, stream_axes
 from graphpatch_notebook.components.flow import Flow, Place, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
+    ATTENTION,
     LINEAR_MAPS,
     MOMENTS,
     NORMS,
@@ -34,6 +35,15 @@ _NORM_FRAMES = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """A module that normalizes its input: what it is given, and what it returns."""
+
+    frame: Frame
+    given: Place
+    returned: Place
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One operation of a trail.
 
@@ -43,14 +53,14 @@ class Step:
         result: The stream after it.
         source: The stream before it.
         other: What it adds.
-        norm: The frame of the norm.
+        norm: The norm, if it is a module.
     """
 
     kind: StepKind
     result: Value
     source: Value
     other: Value | None = None
-    norm: Frame | None = None
+    norm: Norm | None = None
 
 
 @dataclass(eq=False)
@@ -96,53 +106,49 @@ class Stack:
         frame: The frame that calls the layers.
         container: The attribute path of the list in that frame's module.
         layers: The layers.
-        unlike: The numbers of members of the list that do not add to their input.
+        unlike: The members of the list that do not add to their input, by number.
     """
 
     name: str
     frame: Frame
     container: str
     layers: list[Layer]
-    unlike: list[int]
+    unlike: dict[int, Frame]
 
 
 class Trails:
     """Trails along the stream, and the norms on them.
 
     Attributes:
-        norms: The frame of the norm that returns a value.
+        norms: The norm that returns a value.
     """
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self.norms: dict[Value, Frame] = {}
-        self._known: dict[int, bool] = {}
+        self.norms: dict[Value, Norm] = {}
         for frame in flow.frames:  # outer ones first: a norm may consist of norms
-            if frame.call is not None and self.is_norm(frame):
-                self.norms.setdefault(flow.outputs(frame)[0].value, frame)
+            if frame.call is not None and (norm := self._norm(frame)) is not None:
+                self.norms.setdefault(norm.returned.value, norm)
 
-    def is_norm(self, frame: Frame) -> bool:
-        """Whether a frame normalizes its input: it takes moments, and has no linear map."""
-        found = self._known.get(id(frame))
-        if found is None:
-            found = self._known[id(frame)] = self._is_norm(frame)
-        return found
-
-    def _is_norm(self, frame: Frame) -> bool:
+    def _norm(self, frame: Frame) -> Norm | None:
+        """Returns a frame as a norm, if it takes moments of its input, and has no linear map."""
         if frame.opaque_reason is not None:
-            return False
+            return None
         frames = []
         for inner in frame.walk():
             frames.append(inner)
             if len(frames) > _NORM_FRAMES:
-                return False
+                return None
         ops = {node.op for inner in frames for node in inner.graph_nodes if node.kind == "op"}
         if not ops & MOMENTS or ops & (SOFTMAXES | LINEAR_MAPS):
-            return False
+            return None
         if any(parameter.squeeze().ndim > 1 for parameter in frame.module.parameters()):
-            return False
+            return None
         given, returned = self.flow.inputs(frame), self.flow.outputs(frame)
-        return bool(given) and len(returned) == 1 and given[0].value.shape == returned[0].value.shape
+        if len(returned) > 1:  # an exported norm returns its input, too, if others read that as it cast it
+            returned = [place for place in returned if not self.is_same(place.value, given[0].value)]
+        is_norm = bool(given) and len(returned) == 1 and given[0].value.shape == returned[0].value.shape
+        return Norm(frame, given[0], returned[0]) if is_norm else None
 
     def find(self, end: Value, start: Value, low: int = 0, *, adds: bool = True) -> list[Step] | None:
         """Returns the shortest trail from `start` to `end`, in order of execution; `None` if there is none.
@@ -176,7 +182,7 @@ class Trails:
         """Yields the steps that may have led to a value of the stream."""
         flow, op = self.flow, value.op
         if (norm := self.norms.get(value)) is not None:
-            yield Step("norm", value, flow.inputs(norm)[0].value, norm=norm)
+            yield Step("norm", value, norm.given.value, norm=norm)
             return
         reads, size = flow.reads(value.node), value.size
         if op in ADDITIONS and len(reads) > 1:
@@ -188,7 +194,8 @@ class Trails:
         elif op in NORMS and reads:
             yield Step("norm", value, reads[0])
         elif op in SAME_VALUES or op in VIEWS or op in ADDITIONS:
-            yield from (Step("same", value, source) for source in reads if source.size == size)
+            sources = reads[:1] if op in ("to", "type_as") else reads  # the other has the dtype only
+            yield from (Step("same", value, source) for source in sources if source.size == size)
         elif op in SCALINGS:
             for source in reads:
                 others = [other for other in reads if other is not source]
@@ -242,7 +249,7 @@ class Stacks:
             found = [layer for layer in layers if layer is not None]
             if not found or any(map(self._holds_stack, members)):
                 continue
-            unlike = [number for number, layer in enumerate(layers) if layer is None]
+            unlike = {number: members[number] for number, layer in enumerate(layers) if layer is None}
             self.found.append(Stack("", frame, container, found, unlike))
             taken |= set(map(id, members))
         for call in frame.calls():
@@ -250,7 +257,10 @@ class Stacks:
                 self._search(call.frame)
 
     def _holds_stack(self, frame: Frame) -> bool:
-        """Whether a frame holds layers itself: members of one class that pass the stream on, one after the other."""
+        """Whether a frame holds layers itself: members of one class that pass the stream on, one after the other.
+
+        The last parts of a layer may be such a chain, too (MobileBERT): then there is attention beside it.
+        """
         for inner in frame.walk():
             for _, members in lists(inner):
                 if len(members) < 2 or len({type(member.module) for member in members}) > 1:
@@ -259,7 +269,9 @@ class Stacks:
                 first, second = layers[:2]
                 if first is None or second is None or None in layers:
                     continue
-                if self._trails.find(second.start.value, first.end.value, adds=False) is not None:
+                if self._trails.find(second.start.value, first.end.value, adds=False) is None:
+                    continue
+                if _has_attention(inner) <= any(map(_has_attention, members)):
                     return True
         return False
 
@@ -278,6 +290,10 @@ def _container(call: CallNode) -> str | None:
     if last.isdigit():
         return above
     return str(call.target) if call.call_count > 1 else None
+
+
+def _has_attention(frame: Frame) -> bool:
+    return any(node.op in ATTENTION for inner in frame.walk() for node in inner.nodes)
 
 
 def _has_matrix(frame: Frame) -> bool:

@@ -13,12 +13,14 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.attention import Parts, attentions, is_sequence_first, parts_of
 from graphpatch_notebook.components.axes import Axes, feature_axes, stream_axes
 from graphpatch_notebook.components.chain import Layer, Stack, Stacks, Trails
-from graphpatch_notebook.components.ends import end_of, start_of
+from graphpatch_notebook.components.ends import end_of, ends_alone, start_of
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.mlp import Mlp, mlp_of
 from graphpatch_notebook.components.names import look_up
+from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, Run, norm_name, prove
 from graphpatch_notebook.components.writes import Write, Writes
+from graphpatch_notebook.paths import format_path
 
 Index: TypeAlias = "tuple[int | slice, ...]"
 
@@ -198,10 +200,10 @@ def find(root: Frame) -> Components:
         return Components(findings[find])
 
 
-_UNRECORDED = (
-    "components are found in the records of a run of the model, which loaded files, exported programs and custom "
-    "graphs do not have; make a PatchableGraph of the model"
-)
+def _unrecorded(frame: Frame) -> str:
+    """Returns why there are no components that an opaque frame computes."""
+    who = format_path(frame.path) or "the model"
+    return f"{who!r} ({type(frame.module).__name__}) has no graph to find them in: {frame.opaque_reason}"
 
 
 class _Finder:
@@ -220,16 +222,31 @@ class _Finder:
             self._add_stack(prefix, stack)
         self._add_end(stacks)
         if not stacks:
-            self.found.missing["layers[*]"] = (
-                _UNRECORDED if root.has_own_graph else "no module of a list adds to its input"
-            )
-        if root.has_own_graph and not self.found.by_name:
-            self.found.missing["@logits"] = self.found.missing["@embed"] = _UNRECORDED
+            opaque = self._flow.opaque
+            why = _unrecorded(opaque[0]) if opaque else "no module of a list adds to its input"
+            self.found.missing |= dict.fromkeys(("layers[*]", "@logits", "@embed")[: 3 if opaque else 1], why)
+        if len(stacks) < 2 and "@logits" in self.found.missing:
+            self._add_ends_alone()
+
+    def _add_ends_alone(self) -> None:
+        """Adds the embedding and the logits of a model whose layers do not lead from one to the other."""
+        start, end = ends_alone(self._trails)
+        if end.logits is None:
+            return
+        value = end.logits.value
+        self._add("@logits", end.logits.path, value, stream_axes(value.shape, "vocab"))
+        self.found.evidence.ends.append(("", end))
+        if "@embed" not in self.found.by_name:
+            self._add_value("@embed", start.tokens[0], self._flow.root, feature_axes(start.tokens[0]))
+            self.found.evidence.starts.append(("", start))
+        for name in ("@embed", "@logits"):
+            self.found.missing.pop(name, None)
 
     def _add_stack(self, start: str, stack: Stack) -> None:
         self.found.layers[stack.name] = len(stack.layers) + len(stack.unlike)
-        for number in stack.unlike:
-            self.found.missing[f"{start}layers[{number}]"] = "its output is not its input plus something"
+        for number, frame in stack.unlike.items():
+            why = "its output is not its input plus something" if frame.opaque_reason is None else _unrecorded(frame)
+            self.found.missing[f"{start}layers[{number}]"] = why
         numbers = (n for n in range(len(stack.layers) + len(stack.unlike)) if n not in stack.unlike)
         named = [
             self._add_layer(NamedLayer(f"{start}layers[{number}].", layer))
@@ -257,6 +274,10 @@ class _Finder:
             kind = write.kind if counts[write.kind] == 1 else f"{write.kind}{counts[write.kind]}"
             if number == 1:
                 self._add_middle(start, layer, write)
+            if write.kind == "unknown":
+                opaque = next(frame for frame in self._flow.opaque if frame.call in write.inside)
+                self.found.missing |= dict.fromkeys((f"{start}attn_out", f"{start}mlp_out"), _unrecorded(opaque))
+                continue
             named.writes.append(self._add_write(start, kind, write, layer))
         self._add(f"{start}resid_post", layer.end.path, layer.end.value, axes)
         return named
@@ -291,7 +312,7 @@ class _Finder:
     def _norm_of(self, write: Write, layer: Layer) -> Value | None:
         """Returns the norm in front of a write; if there is none, the norm of the stream behind it."""
         if write.norm is not None:
-            return self._flow.outputs(write.norm)[0].value
+            return write.norm.returned.value
         at = layer.steps.index(write.step)
         after = layer.steps[at + 1] if at + 1 < len(layer.steps) else None
         return after.result if after is not None and after.kind == "norm" else None
@@ -325,7 +346,9 @@ class _Finder:
         self.found.evidence.starts.append((prefix, found))
         for word, values in (("embed", found.tokens), ("pos_embed", found.positions)):
             name = f"{prefix}@{word}"
-            if len(values) == 1:
+            if len(values) == 1 and values[0].op in CREATIONS:
+                self.found.missing[name] = "the model fills in this tensor part by part"
+            elif len(values) == 1:
                 axes = found.axes.get(values[0], ())
                 is_first = axes[:2] == ("position", "batch")
                 self._add_value(name, values[0], self._flow.root, axes if is_first else feature_axes(values[0]))
@@ -363,7 +386,7 @@ class _Finder:
         Nothing in that frame may read the value: a patch on the output would not reach it there.
         """
         if (norm := self._trails.norms.get(value)) is not None:
-            return self._flow.outputs(norm)[0].path
+            return norm.returned.path
         found = self._flow.path(value)
         for frame in self._flow.frames_around(value):
             place = next((place for place in self._flow.outputs(frame) if place.value == value), None)

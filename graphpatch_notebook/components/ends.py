@@ -87,7 +87,7 @@ def _before(trails: Trails, value: Value) -> list[Value]:
     """Returns the values whose sum a value is, up to norms, scalings and linear maps."""
     flow = trails.flow
     if (norm := trails.norms.get(value)) is not None:
-        return [flow.inputs(norm)[0].value]
+        return [norm.given.value]
     if value.node.kind != "op":
         return []
     reads = [read for read in flow.reads(value.node) if read.is_float]
@@ -141,9 +141,7 @@ def end_of(trails: Trails, stack: Stack) -> End:
     """Returns what the stream of a stack ends in."""
     flow = trails.flow
     last = stack.layers[-1].end.value
-    norm = next(
-        (value for value, frame in trails.norms.items() if trails.is_same(flow.inputs(frame)[0].value, last)), None
-    )
+    norm = next((value for value, found in trails.norms.items() if trails.is_same(found.given.value, last)), None)
     for place in flow.outputs(flow.root):
         if place.value.is_float and (unembedding := _unembedding(trails, place.value, last, norm)) is not None:
             return End(norm, place, unembedding, _is_sequence_first(trails, place.value, stack))
@@ -158,6 +156,26 @@ def _is_sequence_first(trails: Trails, result: Value, stack: Stack) -> bool:
         before = _axes_before(trails, value, [r for r in trails.flow.moving(value.node) if r.is_float][:1], axes)
         value, axes = next(before, (value, None))
     return layer.is_sequence_first and axes == layer.axes(layer.end.value)
+
+
+def ends_alone(trails: Trails) -> tuple[Start, End]:
+    """Returns the embedding and the logits of a model, whatever is between: its output is as wide as the vocabulary."""
+    flow = trails.flow
+    lookups = [Value(node) for node in flow.order if node.op == "embedding" and _is_of_inputs(trails, Value(node))]
+    for place in flow.outputs(flow.root):
+        linear: Value | None = place.value
+        while linear is not None and linear.node.kind == "op" and not flow.is_linear_map(linear):
+            before = [read for read in flow.moving(linear.node) if read.size == linear.size]
+            linear = before[0] if len(before) == 1 else None
+        if linear is None or linear.node.kind != "op":
+            continue
+        tables = [(value, flow.weights(value.node)[0].shape) for value in lookups]
+        tables = [(value, table) for value, table in tables if table[0] == linear.shape[-1]]
+        width = flow.moving(linear.node)[0].shape[-1]
+        tokens = [value for value, table in tables if len(tables) == 1 or table[1] == width]
+        if len(tokens) == 1:
+            return Start(tokens), End(None, place, linear)
+    return Start(), End(None, None, None)
 
 
 def _unembedding(trails: Trails, result: Value, last: Value, norm: Value | None) -> Value | None:

@@ -133,8 +133,15 @@ class Flow:
 
     def _is_computed(self, node: Node) -> bool:
         if node.kind == "op":
+            if node.op == "getitem" and any(map(_is_container, node.args[:1])):
+                return False  # a part of it, which is a value of the container
             return type(node.spec) is TensorSpec or _holds_tensor(node.spec)  # others are arithmetic on sizes
         return isinstance(node, CallNode) and node.frame.opaque_reason is not None
+
+    @property
+    def opaque(self) -> list[Frame]:
+        """The frames that have no graph, outer ones first."""
+        return [frame for frame in self.frames if frame.opaque_reason is not None]
 
     def start(self, frame: Frame) -> int:
         """Returns the number of the first node of a frame."""
@@ -246,6 +253,10 @@ def _references(value: Any, at: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ..
         items = value.items() if isinstance(value, dict) else ()
     for key, child in items:
         yield from _references(child, (*at, key))
+
+
+def _is_container(given: Any) -> bool:
+    return isinstance(given, Ref) and isinstance(spec_at(given.node.spec, given.dig), ContainerSpec)
 
 
 def _holds_tensor(spec: ValueSpec) -> bool:

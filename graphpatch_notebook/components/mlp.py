@@ -89,7 +89,7 @@ def _last_linear_map(trails: Trails, value: Value) -> Value | None:
         if flow.is_linear_map(value):
             return value
         if (norm := trails.norms.get(value)) is not None:
-            value = flow.inputs(norm)[0].value
+            value = norm.given.value
             continue
         if value.op not in SAME_VALUES | SCALINGS | VIEWS | ADDITIONS | NORMS:
             return None

@@ -16,9 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.custom_graphs import run_custom
+from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
 from graphpatch_notebook.components.attention import Attention, Part, Parts
-from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails
+from graphpatch_notebook.components.chain import Layer, Norm, Stack, Step, Trails
 from graphpatch_notebook.components.ends import End, Start
 from graphpatch_notebook.components.flow import Place, Value
 from graphpatch_notebook.components.mlp import Mlp
@@ -174,11 +176,19 @@ class _Prover:
             raise _UnknownError(f"{node.op} does not return a tensor")
         return result
 
-    def _called(self, frame: Frame) -> Tensor | None:
-        """Returns the first tensor that a module returns for the recorded values that it was given."""
+    def _called(self, frame: Frame, returned: Place) -> Tensor | None:
+        """Returns one of the tensors that a module returns for the recorded values that it was given."""
         call = frame.call
         assert call is not None
-        return _first_float(frame.module(*self._arguments(call.args), **self._arguments(call.kwargs)))
+        args, kwargs = self._arguments(call.args), self._arguments(call.kwargs)
+        if frame.custom_graph is None:
+            result = frame.module(*args, **kwargs)
+        else:
+            given = {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
+            result = run_custom(frame.custom_graph, frame.module, given, lambda _, value: value)
+        tensors = list(_floats(result))
+        places = self._flow.outputs(frame)
+        return tensors[places.index(returned)] if len(tensors) == len(places) else next(iter(tensors), None)
 
     def _arguments(self, given: Any) -> Any:
         return map_leaves(given, self._argument)
@@ -251,13 +261,13 @@ class _Prover:
     def _step_values(self, step: Step) -> list[Value]:
         found = self._values_of(step.result.node)
         if step.norm is not None:
-            found += self._call_values(step.norm)
+            found += self._call_values(step.norm.frame)
         return [*found, step.result, step.source]
 
     def _call_values(self, frame: Frame) -> list[Value]:
         return [*(place.value for place in self._flow.inputs(frame)), *(p.value for p in self._flow.outputs(frame))]
 
-    def _norm_of(self, write: Write, layer: Layer) -> Frame | Value | None:
+    def _norm_of(self, write: Write, layer: Layer) -> Norm | Value | None:
         if write.norm is not None:
             return write.norm
         at = layer.steps.index(write.step)
@@ -266,17 +276,15 @@ class _Prover:
             return None
         return after.norm if after.norm is not None else after.result
 
-    def _norm_values(self, norm: Frame | Value) -> list[Value]:
-        return self._call_values(norm) if isinstance(norm, Frame) else self._values_of(norm.node)
+    def _norm_values(self, norm: Norm | Value) -> list[Value]:
+        return self._call_values(norm.frame) if isinstance(norm, Norm) else self._values_of(norm.node)
 
-    def _norm_problem(self, norm: Frame | Value) -> str | None:
+    def _norm_problem(self, norm: Norm | Value) -> str | None:
         """Reruns a norm, alone; the control gives it the input of other positions."""
         if isinstance(norm, Value):
             return None if is_close(self._computed(norm.node), self._value(norm)) else "the norm's rerun differs"
-        result = self._value(self._flow.outputs(norm)[0].value)
-        if not is_close(self._called(norm), result):
-            return "the norm's rerun differs"
-        return None
+        result = self._value(norm.returned.value)
+        return None if is_close(self._called(norm.frame, norm.returned), result) else "the norm's rerun differs"
 
     def _sum_problem(self, named: NamedLayer) -> str | None:
         """Recomputes the stream step by step; the control leaves out what is added."""
@@ -300,7 +308,11 @@ class _Prover:
             is_view = is_close(result, source) or is_close(result, self._computed(step.result.node))
             return None if is_view else f"{where} changes the stream"
         if step.kind == "norm" and step.norm is not None:
-            return None if is_close(self._called(step.norm), result) else f"the rerun of the norm at {where} differs"
+            return (
+                None
+                if is_close(self._called(step.norm.frame, step.norm.returned), result)
+                else f"the rerun of the norm at {where} differs"
+            )
         if step.kind != "add" or step.other is None:
             return None if is_close(self._computed(step.result.node), result) else f"the rerun of {where} differs"
         other = self._value(step.other)
@@ -547,7 +559,9 @@ class _Prover:
                 "expert rerun",
                 lambda frame=frame: (
                     None  # type: ignore[misc]
-                    if is_close(self._called(frame), self._value(self._flow.outputs(frame)[0].value))
+                    if is_close(
+                        self._called(frame, returned := self._flow.outputs(frame)[0]), self._value(returned.value)
+                    )
                     else "the expert's rerun differs"
                 ),
             )
@@ -588,9 +602,9 @@ class _Prover:
 
     def _prove_end(self, prefix: str, end: End) -> None:
         if (norm := end.norm) is not None:
-            frame = self._trails.norms[norm]
-            self._record([], self._call_values(frame))
-            self._attempt(f"{prefix}@final_norm", "norm rerun", lambda: self._norm_problem(frame))
+            found = self._trails.norms[norm]
+            self._record([], self._call_values(found.frame))
+            self._attempt(f"{prefix}@final_norm", "norm rerun", lambda: self._norm_problem(found))
         if end.logits is not None and (linear := end.unembedding) is not None:
             place = end.logits
             self._record([place.path], self._values_of(linear.node))
@@ -639,7 +653,8 @@ class _Prover:
             return self._is_local(path, own, (*[slice(None)] * dim, position))
 
         if write.kind == "mlp":
-            return None if is_local(1) else "it moves values between positions, as a mixer does"
+            is_allowed = write.has_convolution or is_local(1)
+            return None if is_allowed else "it moves values between positions, as a mixer does"
         # Noise at one position may not reach the others: these may be masked, or may not sample it.
         positions = [1, 0, *range(2, min(stream.shape[dim], _MOST_POSITIONS))]
         if write.kind in ("attn", "mixer") and all(map(is_local, positions)):
@@ -771,11 +786,16 @@ def _noise(like: Tensor) -> Tensor:
     return noise * (scale or 1.0)  # constants, such as the zeros that a decoder of queries begins with, get noise, too
 
 
+def _floats(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of floating-point numbers in a value."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    for _, child in children(value) or () if not isinstance(value, Tensor) else ():
+        yield from _floats(child)
+
+
 def _first_float(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value if value.is_floating_point() else None
-    inside: Iterator[Tensor | None] = (_first_float(child) for _, child in children(value) or ())
-    return next((tensor for tensor in inside if tensor is not None), None)
+    return next(_floats(value), None)
 
 
 def _config_numbers(module: Any, names: tuple[str, ...]) -> Iterator[int]:

@@ -56,7 +56,7 @@ def region(trails: Trails, end: Value, inside: frozenset[Node]) -> Region:
         if value.node not in inside or flow.is_linear_map(value):
             sources.append(value)
         elif (norm := trails.norms.get(value)) is not None:
-            reads[value] = [flow.inputs(norm)[0].value]
+            reads[value] = [norm.given.value]
         else:
             reads[value] = flow.moving(value.node)
         waiting += reads[value]

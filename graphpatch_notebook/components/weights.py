@@ -404,7 +404,7 @@ class _Finder:
 
     def _source(self, value: Value) -> Value | None:
         if (norm := self._trails.norms.get(value)) is not None:
-            return self._flow.inputs(norm)[0].value
+            return norm.given.value
         if value.op not in SAME_VALUES | VIEWS | NORMS | SCALINGS | ADDITIONS | {"tanh"}:
             return None
         moving = [read for read in self._flow.moving(value.node) if read.is_float]
@@ -513,7 +513,7 @@ class _Rearranged:
     def _made(self, value: Value) -> Any:
         flow, node = self._flow, value.node
         if (norm := self._trails.norms.get(value)) is not None:
-            return self._at(flow.inputs(norm)[0].value)
+            return self._at(norm.given.value)
         if value.op in VIEWS:
             result = node.whole.target(
                 *map_leaves(node.whole.args, self._argument), **map_leaves(node.whole.kwargs, self._argument)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from torch.autograd import Function
 
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.components.attention import Attention
-from graphpatch_notebook.components.chain import Layer, Step, Trails
+from graphpatch_notebook.components.chain import Layer, Norm, Step, Trails
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
@@ -25,7 +25,7 @@ from graphpatch_notebook.components.operations import (
 _MIXED = {"multi_head_attention_forward": 2, "grid_sample": 0}
 """Which of its tensors a function takes the values from."""
 
-WriteKind: TypeAlias = Literal["attn", "cross_attn", "mlp", "mixer"]
+WriteKind: TypeAlias = Literal["attn", "cross_attn", "mlp", "mixer", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,13 +34,14 @@ class Write:
 
     Attributes:
         value: What is added.
-        kind: What computes it.
+        kind: What computes it; `unknown` if calls do that of which there are no records.
         state: The stream that it is computed from.
         step: The addition.
         inside: The nodes that compute it from the stream.
         norm: The norm through which it reads the stream.
         attentions: The attentions that it consists of.
         is_parallel: Whether another write of the layer is computed from the same stream.
+        has_convolution: Whether an MLP has a convolution over positions, too.
     """
 
     value: Value
@@ -48,9 +49,10 @@ class Write:
     state: Value
     step: Step
     inside: frozenset[Node]
-    norm: Frame | None = None
+    norm: Norm | None = None
     attentions: tuple[Attention, ...] = ()
     is_parallel: bool = False
+    has_convolution: bool = False
 
 
 @dataclass(slots=True)
@@ -122,26 +124,32 @@ class Writes:
     def _write(self, step: Step, value: Value, layer: Layer) -> Write:
         found = self.slice(value, layer)
         latest = max(found.states, key=lambda state: self._flow.order[state.node], default=step.source)
-        own = tuple(each for each in self._attentions if each.z.node in found.inside)
-        kind = self._kind(found, own, layer)
-        softmaxes = {node for node in found.inside if node.op in SOFTMAXES}
+        inside = frozenset(found.inside)
+        every = [each for each in self._attentions if each.z.node in inside]
+        own = tuple(each for each in every if not _is_at_one_position(each, layer))
+        rest = inside - {each.z.node if each.softmax is None else each.softmax for each in every if each not in own}
+        kind = self._kind(found, rest, own, layer)
+        softmaxes = {node for node in rest if node.op in SOFTMAXES}
         if softmaxes - {each.softmax for each in own}:
             own = ()  # only a part of its attention is understood
-        return Write(value, kind, latest, step, frozenset(found.inside), self._norm(latest, found), own)
+        has_convolution = kind == "mlp" and any(map(self._is_convolution, inside))
+        norm = self._norm(latest, found)
+        return Write(value, kind, latest, step, inside, norm, own, has_convolution=has_convolution)
 
-    def _kind(self, found: Slice, own: tuple[Attention, ...], layer: Layer) -> WriteKind:
+    def _kind(self, found: Slice, nodes: Collection[Node], own: tuple[Attention, ...], layer: Layer) -> WriteKind:
         flow = self._flow
         if read := [own[-1].v] if own else self._mixed(found):
             values = self.slice(read[-1], layer)
             others = [value for value in values.outside if len(value.shape) > 2 and not flow.is_held(value)]
             return "cross_attn" if others and not values.states else "attn"
-        ops = {node.op for node in found.inside}
+        ops = {node.op for node in nodes}
         if ops & CHOICES:
             return "mlp"
         if ops & ATTENTION:
             return "attn"
-        has_convolution = any(node.op in CONVOLUTIONS and not self._is_pointwise(node) for node in found.inside)
-        return "mixer" if has_convolution or ops & MIXING or any(map(self._is_mixer, found.inside)) else "mlp"
+        if ops & MIXING or any(self._is_convolution(node) or self._is_mixer(node) for node in nodes):
+            return "mixer"
+        return "unknown" if any(node.kind == "call" for node in found.inside) else "mlp"
 
     def _is_mixer(self, node: Node) -> bool:
         """Whether an operation is an `autograd.Function` of several values, as attention without a softmax is."""
@@ -155,13 +163,28 @@ class Writes:
         reads = [(self._flow.reads(node), position) for node, position in calls]
         return [values[position] for values, position in reads if len(values) > position]
 
-    def _is_pointwise(self, node: Node) -> bool:
-        return all(size == 1 for weight in self._flow.weights(node) for size in weight.shape[2:])
+    def _is_convolution(self, node: Node) -> bool:
+        """Whether an operation is a convolution over positions, and not a linear map written as one."""
+        sizes = (size for weight in self._flow.weights(node) for size in weight.shape[2:])
+        return node.op in CONVOLUTIONS and any(size > 1 for size in sizes)
 
-    def _norm(self, state: Value, found: Slice) -> Frame | None:
+    def _norm(self, state: Value, found: Slice) -> Norm | None:
         """Returns the norm that reads the stream for a write."""
-        flow = self._flow
+        is_same = self._trails.is_same
         for value, norm in self._trails.norms.items():
-            if value.node in found.inside and self._trails.is_same(flow.inputs(norm)[0].value, state):
+            given = norm.given.value
+            # The stream may go on from what the norm casts its input to, as in exported programs.
+            if value.node in found.inside and (is_same(given, state) or is_same(state, given)):
                 return norm
         return None
+
+
+def _is_at_one_position(attention: Attention, layer: Layer) -> bool:
+    """Whether attention is computed at each position alone, such as over the states after earlier layers."""
+    stream, q, k = (value.shape for value in (layer.start.value, attention.q, attention.k))
+    if attention.pattern is not None:
+        pattern = attention.pattern.shape
+    else:
+        pattern = (*q[:-1], k[-2]) if len(q) == len(k) == 4 else ()
+    is_layout_alike = len(stream) == 3 and len(pattern) == 4 and pattern[:2] == stream[:2]
+    return is_layout_alike and stream[1] not in pattern[2:]

@@ -16,10 +16,10 @@ from graphpatch_notebook.execution.live.apply import apply_to_rows
 from graphpatch_notebook.execution.live.boundaries import FrameWatch, frames_seen
 from graphpatch_notebook.execution.live.stand_in import (
     GENERATION_CONFIG,
-    compiling_nothing,
     copied_config,
     generating_with,
     held_value,
+    no_compile_arguments,
     tensor_at,
 )
 from graphpatch_notebook.execution.plan import Entry
@@ -31,6 +31,7 @@ from graphpatch_notebook.execution.positions import (
     token_inputs,
 )
 from graphpatch_notebook.execution.recording import Recording, record
+from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
@@ -47,12 +48,13 @@ __all__ = [
     "StepCount",
     "apply_to_rows",
     "call_patched",
-    "compiling_nothing",
     "copied_config",
     "frames_seen",
     "generating_with",
     "held_value",
     "innermost",
+    "is_part_of_splice",
+    "no_compile_arguments",
     "record",
     "restriction_of",
     "row_dimension",

@@ -20,8 +20,9 @@ from graphpatch_notebook.execution.reports import warn_of_data_loops
 from graphpatch_notebook.execution.splices import check_splices
 from graphpatch_notebook.execution.steps import StepCount
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
+from graphpatch_notebook.graphs.connected_records import connect_records
 from graphpatch_notebook.graphs.copies import copied_frame
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch
@@ -63,7 +64,10 @@ class CapturedModel:
         self._outside = threading.local()
         self._hierarchy: GraphModule | None = None
         self._derived: _Derived | None = None
-        self._has_custom_graphs = any(frame.custom_graph is not None for frame in root.walk())
+        custom = [frame for frame in root.walk() if frame.custom_graph is not None]
+        for frame in custom:
+            connect_records(frame, frame.custom_graph)
+        self._has_custom_graphs = bool(custom)
         # If all graphs are the program's, modules that they call are looked up by name: users may replace these.
         is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root.walk())
         self._called = CalledModules(root) if is_program else None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.naming.call_sites import is_own
+from graphpatch_notebook.capture import is_own
 from graphpatch_notebook.capture.observers import Swaps, ThreadState, observer, visible_apply
 from graphpatch_notebook.errors import (
     CheckpointWarning,
@@ -193,7 +193,7 @@ class _HeldModel:
 
     Attributes:
         hooks: The hooks on modules.
-        has_compiled_parts: Whether `torch.compile` has compiled any of the modules.
+        has_compiled_parts: Whether `torch.compile` has compiled a module that matters to the patches.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class _HeldModel:
 
     def hold(self, plan: RunPlan) -> None:
         """Swaps the forwards of the modules that are watched, and puts hooks on those that need them."""
-        self.has_compiled_parts = plan.callers.has_compiled_parts
+        self.has_compiled_parts = plan.has_compiled_parts
         self._swaps.hold(plan.watched)
         for module in _to_hook(plan):
             self.hooks.hold(module)

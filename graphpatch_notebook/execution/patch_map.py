@@ -19,9 +19,9 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
 from graphpatch_notebook.execution.skipped_calls import are_for_calls, call_problem, call_target
 from graphpatch_notebook.execution.splices import inside_splice
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
-from graphpatch_notebook.patches.kinds import Patch, declares
+from graphpatch_notebook.patches.kinds import Patch, declares, has_plain_fields
 from graphpatch_notebook.paths import is_pattern, nearest
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
@@ -132,7 +132,7 @@ def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -
             problem = None
             if more:
                 problem = f"the source {text!r} means {len(targets)} values: name one"
-            elif not _moment(source) < _moment(own):
+            elif not _order_in_forward(source) < _order_in_forward(own):
                 problem = f"it reads {text!r}, which does not come before {own.text!r} in the forward"
             if problem is not None:
                 problems.append(f"{own.text!r}: {type(entry.patches[0]).__name__}: {problem}")
@@ -141,7 +141,7 @@ def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -
     return list(found.values())
 
 
-def _moment(target: Target) -> tuple[int, ...]:
+def _order_in_forward(target: Target) -> tuple[int, ...]:
     """Returns when a value comes in the forward, to compare: its place in each frame around it."""
     frames = list(target.frame.frames_above())[::-1]
     calls = [frame.parent.nodes.index(frame.call) for frame in frames if frame.parent is not None and frame.call]
@@ -205,16 +205,9 @@ def _sharding_problems(entries: Sequence[Entry], sharded: str) -> list[str]:
     ]
 
 
-def _is_plain(probe: Patch[Any]) -> bool:
-    """Whether a probe is valid on any node. A short way, since a whole model may be probed at once."""
-    get = probe.__dict__.get
-    has_places = get("steps") is not None or get("positions") is not None or get("position_dim") is not None
-    return not has_places and {type(probe.any_shape), type(probe.allow_empty)} == {bool}
-
-
 def _entries(root: Frame, target: Target, given: Any, problems: list[str]) -> list[Entry]:
     """Returns one entry for all the patches on a value, or one for each if some are restricted, or end the run."""
-    if isinstance(given, Patch) and declares(given, "only_keeps") and _is_plain(given):
+    if isinstance(given, Patch) and declares(given, "only_keeps") and has_plain_fields(given):
         return [Entry(target, (given,))]
     patches = [given] if isinstance(given, Patch) else given
     if found := _problems(target, patches):

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.data_loops import data_loop_of, data_loops
-from graphpatch_notebook.capture.quantization.packed_weights import held_by
+from graphpatch_notebook.capture import data_loop_of, data_loops, held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site, SourceLine
 from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.execution.positions import Restriction
@@ -27,7 +26,7 @@ from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import has_compiled_parts, takes_hooks
+from graphpatch_notebook.torch_compat import has_compiled_parts, is_compiled, may_compile, takes_hooks
 from graphpatch_notebook.values import TensorSpec
 
 
@@ -59,22 +58,18 @@ class Entry:
         # Probes are the most common patches, on many nodes at once: they take a short way.
         node, spec, patches = self.target.node, self.target.whole, self.patches
         self.is_special = node.is_in_place or node.position is not None
-        is_part = bool(self.target.dig or self.target.index)
-        if (
-            self.restriction is not None
-            or self.is_source
-            or is_part
-            or node.is_mutated_later
-            or not isinstance(spec, TensorSpec)
-        ):
+        if self.restriction is not None or self.is_source or not isinstance(spec, TensorSpec):
             return
-        if all(declares(patch, "only_keeps") for patch in patches):
+        if self.target.dig or self.target.index or node.is_mutated_later or not declares(patches[0], "only_keeps"):
+            return
+        if len(patches) == 1:
             self.observed_shape = spec.shape
-            if len(patches) == 1 and not self.is_special:
-                self.watch = patches[0].op
+            self.watch = None if self.is_special else patches[0].op
+        elif all(declares(patch, "only_keeps") for patch in patches):
+            self.observed_shape = spec.shape
 
 
-def _turn(entry: Entry) -> int:
+def _rank(entry: Entry) -> int:
     """When an entry has its turn among those on one value: what others read comes late, and the end of the run last."""
     return 1 if entry.is_source else 2 if entry.patches[0].stops_run else 0
 
@@ -277,8 +272,8 @@ class RunPlan:
         callers: Which frames call which module.
         own_graphs: The graph modules whose graph runs in place of the module.
         custom: Custom graphs by the id of the module that each replaces, in all its calls.
-        watched: The modules whose calls must be seen.
-        watched_ids: Their ids.
+        layout: Which frames are planned.
+        watched_ids: The ids of the modules whose calls must be seen.
         with_patched_inputs: The modules whose inputs are patched.
         with_other_boundaries: The other modules whose output is patched, or whose inputs are probed.
         restricted: Those of the entries that are for some steps or positions only.
@@ -290,12 +285,37 @@ class RunPlan:
     callers: Callers
     own_graphs: Sequence[CompiledGraphModule]
     custom: dict[int, FramePlan]
-    watched: Sequence[Module]
+    layout: Layout
     watched_ids: set[int]
     with_patched_inputs: list[Module]
     with_other_boundaries: list[Module]
     restricted: Sequence[Entry]
     sees_ops: bool
+
+    @property
+    def watched(self) -> Sequence[Module]:
+        """The modules whose calls must be seen."""
+        return self.layout.watched
+
+    @property
+    def has_compiled_parts(self) -> bool:
+        """Whether `torch.compile` compiled a module that contains a watched one, or one that runs under the mode.
+
+        Other modules run as without patches. This is asked on each entry, so it does not look at all modules.
+        """
+        if not may_compile():
+            return False
+        if self.layout.links is None or self.root.needs_mode or is_compiled(self.root.frame.module):
+            return self.callers.has_compiled_parts
+        for parent, name, module in self.layout.links:
+            if parent._modules.get(name) is not module or is_compiled(module):
+                return self.callers.has_compiled_parts
+        return any(map(has_compiled_parts, self.under_mode))
+
+    @functools.cached_property
+    def under_mode(self) -> Sequence[Module]:
+        """The modules with frames that run under the function mode, and that have submodules."""
+        return [plan.frame.module for plan in self.root.walk() if plan.needs_mode and plan.frame.module._modules]
 
     def with_more(self, entries: Sequence[Entry]) -> RunPlan:
         """Returns the plan for `entries` after the patches of this one."""
@@ -333,7 +353,7 @@ def make_plan(
         assert plan.frame.call is not None
         calls = listed[above].calls.setdefault(id(plan.frame.module), {})
         calls[plan.frame.call.call_index] = plan
-    for entry in sorted(entries, key=_turn):
+    for entry in sorted(entries, key=_rank):
         if own_graphs:
             _refuse_before_hooks(entry, plans)
         plans[id(entry.target.frame)].add(entry)
@@ -350,7 +370,7 @@ def make_plan(
         callers,
         own_graphs,
         custom,
-        layout.watched,
+        layout,
         set(map(id, layout.watched)),
         [p.frame.module for p in hookable if p.inputs],
         [p.frame.module for p in hookable if (p.output or p.probed_inputs) and not p.inputs],
@@ -378,6 +398,10 @@ def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
         )
 
 
+Link: TypeAlias = "tuple[Module, str, Module]"
+"""A module, the name of one of its submodules, and that submodule."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which frames are planned if certain ones hold patches.
@@ -386,11 +410,14 @@ class Layout:
         frames: The frames, the root first.
         above: For each but the root, the number of the frame whose plan holds its plan.
         watched: The modules whose calls must be seen to identify these frames.
+        links: The modules around these and around those that call them, up to the model; `None` if that is most of
+            the model.
     """
 
     frames: Sequence[Frame]
     above: Sequence[int]
     watched: Sequence[Module]
+    links: Sequence[Link] | None
 
 
 def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:
@@ -401,9 +428,9 @@ def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:
     """
     while id(frame) not in frames:
         frames[id(frame)] = frame
-        is_told = callers.has_one_frame(frame.module)
+        is_unique = callers.has_one_frame(frame.module)
         above = frame.parent
-        while above is not None and is_told and not isinstance(above.module, _FUSED):
+        while above is not None and is_unique and not isinstance(above.module, _FUSED):
             above = above.parent
         if above is None:
             return
@@ -462,7 +489,30 @@ class Callers:
         numbers = {key: number for number, key in enumerate(found)}
         frames = list(found.values())
         above = [_nearest_above(frame, numbers) for frame in frames[1:]]
-        return Layout(frames, above, self._modules_to_watch(frames))
+        watched = self._modules_to_watch(frames)
+        calling = [outer.module for frame in frames for outer in frame.frames_above()]
+        return Layout(frames, above, watched, self._links_to([*watched, *calling]))
+
+    @functools.cached_property
+    def _links(self) -> dict[int, list[Link]]:
+        """The links to each module, by its id."""
+        found: dict[int, list[Link]] = {}
+        for parent in self._root.modules():
+            for name, child in parent._modules.items():
+                if child is not None:
+                    found.setdefault(id(child), []).append((parent, name, child))
+        return found
+
+    def _links_to(self, modules: Iterable[Module]) -> list[Link] | None:
+        """Returns all links on the ways from the model down to `modules`; `None` if these are most of its links."""
+        found: dict[int, list[Link]] = {}
+        waiting = [*modules, self._root]
+        for module in waiting:
+            if id(module) not in found:
+                links = found[id(module)] = self._links.get(id(module), [])
+                waiting += [parent for parent, _, _ in links]
+        is_most = 2 * len(found) > len(self._links)
+        return None if is_most else [link for links in found.values() for link in links]
 
     def _calling_frames(self, planned: Mapping[int, Frame]) -> Iterator[Frame]:
         """Yields the frames that call a module with several frames, if one of these is planned.

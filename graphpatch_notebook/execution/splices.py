@@ -61,6 +61,15 @@ def inside_splice(root: Frame, text: str, given: Any, problem: str) -> tuple[Tar
     return target, InsidePatch(name=name, part=part, patches=patches, problem_without=hint)
 
 
+def is_part_of_splice(root: Frame, text: str) -> bool:
+    """Whether a path is that of a part of a splice, if there is one, and of nothing else."""
+    try:
+        resolve(root, text)
+    except Unresolvable as error:
+        return inside_splice(root, text, (), error.message) is not None
+    return False
+
+
 def joined_with_splices(entries: Sequence[Entry]) -> Sequence[Entry]:
     """Returns entries with the patches on parts of splices inside of these splices.
 

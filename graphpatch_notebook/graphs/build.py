@@ -42,7 +42,7 @@ from graphpatch_notebook.capture.records import (
 )
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import is_overload
+from graphpatch_notebook.torch_compat import is_overload, structured
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, rebuilt, spec_at, take
 
 OWNER_NAMES = ("self", "this", "graph_module", "graph_module_")
@@ -140,7 +140,7 @@ class _GraphBuilder:
             "placeholder",
             parameter.starred_name,
             default,
-            name=_identifier(parameter.name),
+            name=identifier(parameter.name),
             type_expr=Tensor if is_tensor else None,
         )
         if node is not None:
@@ -163,7 +163,7 @@ class _GraphBuilder:
         return self._ref(wrote) if isinstance(wrote, Ref) else None
 
     def _add(self, node: Node) -> None:
-        name = _identifier(node.name)
+        name = identifier(node.name)
         if isinstance(node, ElementNode):
             parent, position = node.whole, node.position
             fx_node = self.graph.create_node(
@@ -268,7 +268,7 @@ class _GraphBuilder:
             is_indexed = issubclass(spec.type, (tuple, list)) or hasattr(spec.type, "keys")
             func = operator.getitem if is_indexed else getattr
         name = f"{parent.name}_sub_{key}" if type(key) is int else f"{parent.name}_{key}"
-        return self.graph.create_node("call_function", func, (parent, self._value(key)), name=_identifier(name))
+        return self.graph.create_node("call_function", func, (parent, self._value(key)), name=identifier(name))
 
 
 def _operand(value: Any) -> Operand:
@@ -290,7 +290,7 @@ def _digs(frame: Frame) -> dict[Node, list[tuple[Key, ...]]]:
     return {node: list(digs) for node, digs in found.items()}
 
 
-def _identifier(name: str) -> str:
+def identifier(name: str) -> str:
     """Returns the name requested from fx; fx itself escapes keywords, builtins and other characters."""
     return f"{name}_1" if name == "self" else name
 
@@ -391,6 +391,14 @@ class Written(NamedTuple):
     order: tuple[int | str, ...] | None = None
 
 
+def is_written_as(node: Node, fx_node: fx.Node) -> bool:
+    """Whether `fx_node` calls what `build` writes for the function of a record."""
+    if not callable(node.target):
+        return False
+    call = written(node.target, tuple(map(_operand, node.args)), bool(node.kwargs))
+    return (call.op, call.target) == (fx_node.op, fx_node.target)
+
+
 Operand: TypeAlias = Literal["tensor", "number", "other"]
 
 
@@ -475,6 +483,21 @@ class NamedFunction:
 
     def __hash__(self) -> int:
         return hash((NamedFunction, self.function))
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}>"
+
+
+class Structured:
+    """Puts values together as an exported program does; a function that generated code can call."""
+
+    def __init__(self, structure: Any) -> None:
+        self.structure = structure
+        self.__name__ = self.__qualname__ = f"make_{getattr(structure.type, '__name__', 'output')}"
+        self.__module__ = __name__
+
+    def __call__(self, *leaves: Any) -> Any:
+        return structured(list(leaves), self.structure)
 
     def __repr__(self) -> str:
         return f"<{self.__name__}>"

@@ -89,7 +89,7 @@ class CompiledGraphModule(GraphModule):
         """
         self.graph.lint()
         self._check_constants()
-        check_edited(self.graph, self._frame, self, self.path_meant)
+        check_edited(self.graph, self._frame, self, self.original_path)
         self._generated.clear()
         if self._frame.custom_graph is None:
             calls = self._edited_calls or EditedCalls(self._frame, self._as_recorded().run_recorded)
@@ -105,6 +105,7 @@ class CompiledGraphModule(GraphModule):
         result = CompiledGraphModule(dataclasses.replace(self._frame), self._hierarchy)
         result.add_callees(self._callees)
         result._modules.update(self._modules)
+        result._build()  # at once: edits change the records
         return result
 
     def _check_constants(self) -> None:
@@ -267,7 +268,7 @@ class CompiledGraphModule(GraphModule):
         """Returns the current graph with its constants."""
         return self._build()
 
-    def path_meant(self, target: str) -> str:
+    def original_path(self, target: str) -> str:
         """Returns the attribute path of the user's module that the code reads as `target`."""
         alias = self._aliases.get(target)
         return alias if isinstance(alias, str) else target

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.nn import Module
 
+from graphpatch_notebook.capture import Reason
 from graphpatch_notebook.capture.custom_graphs import (
     MODULE_GETS_TENSOR,
     RECORD,
@@ -28,7 +29,6 @@ from graphpatch_notebook.capture.custom_graphs import (
     record_name,
     reference_problem,
 )
-from graphpatch_notebook.capture.doubts import Reason
 from graphpatch_notebook.capture.observers import invoke, original_forward
 from graphpatch_notebook.capture.records import Frame, Node, OpNode
 from graphpatch_notebook.checks.call_signature import (
@@ -42,6 +42,7 @@ from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparis
 from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
 from graphpatch_notebook.graphs.build import AUXILIARY
+from graphpatch_notebook.graphs.connected_records import connect_records
 from graphpatch_notebook.graphs.running import unobserved
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.values import (
@@ -212,14 +213,14 @@ def _returns_numbers(call: Node) -> bool:
 _GRAPH_MODULE_GETS_TENSOR = "the graph module: graph_module.{} = tensor"
 
 
-def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Callable[[str], str]) -> None:
+def check_edited(graph: fx.Graph, frame: Frame, owner: Module, original_path: Callable[[str], str]) -> None:
     """Checks that an edited graph can be written as code, and that everything that it refers to exists.
 
     Args:
         graph: The graph.
         frame: Its frame.
         owner: The graph module, which has what the graph refers to.
-        path_meant: Returns the attribute path of the user's module for a path in the graph.
+        original_path: Returns the attribute path of the user's module for a path in the graph.
 
     Raises:
         GraphError: A check fails; the message names the node and the repair.
@@ -227,7 +228,7 @@ def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Calla
     # Custom graphs run with the user's module, which must have what they refer to.
     is_custom = frame.custom_graph is not None
     owner, put = (frame.module, MODULE_GETS_TENSOR) if is_custom else (owner, _GRAPH_MODULE_GETS_TENSOR)
-    nodes = [node for node in graph.nodes if not _reads_as_recorded(node, path_meant)]
+    nodes = [node for node in graph.nodes if not _reads_as_recorded(node, original_path)]
     problems = [output_problem(graph, is_wrapped=is_custom)]
     problems += [reference_problem(node, owner, frame.module, put) for node in nodes]
     for problem in filter(None, problems):
@@ -235,10 +236,10 @@ def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Calla
         raise GraphError(f"the graph of {where!r} ({type(frame.module).__name__}) {problem}")
 
 
-def _reads_as_recorded(node: fx.Node, path_meant: Callable[[str], str]) -> bool:
+def _reads_as_recorded(node: fx.Node, original_path: Callable[[str], str]) -> bool:
     """Whether a node reads what the module read, which may exist only during calls."""
     record = node.meta.get(RECORD)
-    return node.op == "get_attr" and isinstance(record, Node) and path_meant(str(node.target)) == record.target
+    return node.op == "get_attr" and isinstance(record, Node) and original_path(str(node.target)) == record.target
 
 
 # -- records of edited graphs ------------------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
             nodes.append(record)
     frame.nodes = nodes
     frame.names = {record.name: record for record in nodes}
-    frame.output = None
+    connect_records(frame, graph, attribute)
     frame.capture.findings.clear()
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture.doubts import Doubt, Reason, listed
+from graphpatch_notebook.capture import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.observers import Swaps, invoke, original_forward
 from graphpatch_notebook.capture.records import Frame
@@ -200,7 +200,8 @@ class _Verifier:
         signature = CallSignature.of(inputs_of_call(frame, args, kwargs))
         doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in signature.objects[:1]]
         if doubts := doubts or [*_hooks_left_out(frame), *_unknown_values(frame)][:1]:
-            result, comparison = run(*args, **kwargs), RunComparison(ComparisonOutcome.NOT_COMPARABLE, listed(doubts))
+            result = run(*args, **kwargs)
+            comparison = RunComparison(ComparisonOutcome.NOT_COMPARABLE, listed_doubts(doubts))
         else:
             result, comparison = run_and_compare(module, run, _graph_of(graph_module), args, kwargs)
         self._note(graph_module, signature, comparison)

@@ -51,7 +51,7 @@ _HOOK = re.compile(r"blocks\.(\d+)\.(\w+(?:\.\w+)?)")
 _ITEM = re.compile(r"(\w+)\[(-?\d+)\]")
 
 
-def component_meant(root: Frame, text: str) -> str | None:
+def component_for_alias(root: Frame, text: str) -> str | None:
     """Returns the name of the component that another tool calls `text`, if the model has it."""
     if hook := _HOOK.fullmatch(text):
         number, part = int(hook[1]), _IN_LAYERS.get(hook[2])
@@ -74,7 +74,7 @@ def component_meant(root: Frame, text: str) -> str | None:
     return name if name in components else None
 
 
-def meant_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
+def candidate_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
     """Yields nodes that may be meant by names that do not exist, in order of execution; nothing if none fits."""
     asked = _joined(names)
     whole: list[Found] = []
@@ -85,7 +85,7 @@ def meant_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
             whole.append((path, frame.output_node))
         if (node := frame.names.get(asked[-1])) is not None and node.kind != "call" and path:
             is_there = len(asked) == 1 or _ends_with(frame, asked[:-1])
-            inside += [(path, node)] if is_there and not node.is_plumbing else []
+            inside += [(path, node)] if is_there and not node.is_size else []
     yield from whole or inside
 
 

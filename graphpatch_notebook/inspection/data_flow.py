@@ -38,7 +38,7 @@ def sources_of(value: SourceValue) -> Iterator[SourceValue]:
         given, frame = passed_on(node, frame) or (None, frame)
         found = refs_in(at_keys(given, value.dig))
     else:
-        found = (ref for ref in node.whole.sources if not ref.node.is_plumbing or ref.node.kind != "op")
+        found = (ref for ref in node.whole.sources if not ref.node.is_size or ref.node.kind != "op")
     yield from (SourceValue(ref.node, frame, ref.dig) for ref in found)
 
 

@@ -18,8 +18,8 @@ _MOST_MEANT = 3
 
 
 def is_child(node: Node) -> bool:
-    """Whether a node is listed as a child of its graph: it is not plumbing and not a constant."""
-    return is_shown(node) or (node.kind == "input" and not node.is_plumbing)
+    """Whether a node is listed as a child of its graph: it is not a size and not a constant."""
+    return is_shown(node) or (node.kind == "input" and not node.is_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Location:
         return None
 
     def children(self) -> list[str]:
-        """Returns the names of the children, without plumbing and constants.
+        """Returns the names of the children, without sizes and constants.
 
         Inputs that the example did not have are there, though the tree leaves them out: they can be patched.
         """
@@ -172,9 +172,9 @@ class Location:
             return f"pg.graph[{self.component!r}]"
         return python_path("pg.graph", (*self.names, *self.dig))
 
-    def entry(self, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
+    def entry(self, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
         """Returns the entry of this location in the tree."""
         if self.graph is not None:
-            return frame_entry(self.graph, self.last_name, show_plumbing=show_plumbing, label_of=label_of)
+            return frame_entry(self.graph, self.last_name, show_all=show_all, label_of=label_of)
         assert self.spec is not None  # anything but a graph has a value
-        return spec_entry(self.spec, self.last_name, show_all=show_plumbing, label_of=label_of)
+        return spec_entry(self.spec, self.last_name, show_all=show_all, label_of=label_of)

@@ -142,20 +142,20 @@ class NodePath:
         return _shapes(self.__location)
 
     def _tree(
-        self, *, show_plumbing: bool = False, max_lines: int | None = tree.MAX_LINES, depth: int | None = None
+        self, *, show_all: bool = False, max_lines: int | None = tree.MAX_LINES, depth: int | None = None
     ) -> CodeText:
         """Returns the tree below this location.
 
         Args:
-            show_plumbing: Show also what only carries sizes, constants, and inputs that the example did not have.
+            show_all: Show also what only carries sizes, constants, and inputs that the example did not have.
             max_lines: The most lines; in a larger tree, graphs that look the same are folded into one line, then the
                 deepest graphs are closed. `None` for all lines.
             depth: How many levels to open; `None` for all.
         """
-        return CodeText(tree.plain(self.__lines(show_plumbing, max_lines, depth)))
+        return CodeText(tree.plain(self.__lines(show_all, max_lines, depth)))
 
-    def __lines(self, show_plumbing: bool, max_lines: int | None, depth: int | None) -> list[tree.Line]:
-        entry = self.__location.entry(show_plumbing=show_plumbing)
+    def __lines(self, show_all: bool, max_lines: int | None, depth: int | None) -> list[tree.Line]:
+        entry = self.__location.entry(show_all=show_all)
         return tree.tree_lines(entry, path=self.__location.python(), max_lines=max_lines, depth=depth)
 
     def __repr__(self) -> str:

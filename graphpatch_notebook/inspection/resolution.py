@@ -18,7 +18,7 @@ from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.components import Component, find
 from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.aliases import component_meant, fused_attention, meant_nodes
+from graphpatch_notebook.inspection.aliases import candidate_nodes, component_for_alias, fused_attention
 from graphpatch_notebook.patches.slices import part_sizes
 from graphpatch_notebook.paths import ParsedPath, call_name, format_path, nearest, parse_path
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, leaves
@@ -112,7 +112,7 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
         Unresolvable: As for `resolve`.
     """
     if not isinstance(path, str) or not is_component_name(path):
-        if isinstance(path, str) and path.endswith("]") and (name := component_meant(root, path)) is not None:
+        if isinstance(path, str) and path.endswith("]") and (name := component_for_alias(root, path)) is not None:
             raise Unresolvable(f"{path!r} is not a path; nearest: {name!r}", is_unknown=True)
         return [_at_path(root, parse(path) if isinstance(path, str) else path)]
     if "[" not in path:  # a path may have an @
@@ -352,10 +352,10 @@ def _idle_submodule(frame: Frame, name: str) -> str | None:
 
 def _meant_elsewhere(root: Frame, parsed: ParsedPath) -> list[str]:
     """Returns the names of what is meant by the name of a hook point of TransformerLens, or by the end of a path."""
-    if (component := component_meant(root, str(parsed))) is not None:
+    if (component := component_for_alias(root, str(parsed))) is not None:
         return [component]
     found = (
-        (names, node) for names, node in meant_nodes(root, parsed.names) if is_patchable(node) and _has_tensor(node)
+        (names, node) for names, node in candidate_nodes(root, parsed.names) if is_patchable(node) and _has_tensor(node)
     )
     return [path for names, node in islice(found, 3) for path in _leaf_paths(names, node)[:1]]
 
@@ -454,9 +454,9 @@ def _walk(frame: Frame, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:
-    """Yields the paths of the values in the graph of `frame` itself; plumbing only where there is nothing else."""
+    """Yields the paths of the values in the graph of `frame` itself; sizes only where there is nothing else."""
     own = [node for node in frame.nodes if is_patchable(node)]
-    shown = [node for node in own if not node.is_plumbing] or own
+    shown = [node for node in own if not node.is_size] or own
     return (path for node in shown for path in _leaf_paths(names, node))
 
 

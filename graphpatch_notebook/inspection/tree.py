@@ -86,26 +86,26 @@ class Line:
 # What is shown
 
 
-def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
+def frame_entry(frame: Frame, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
     """Returns the entry of a frame with everything that the tree shows of it.
 
     Args:
         frame: The frame.
         name: Its name there.
-        show_plumbing: Also show values that only carry sizes, constants, and inputs that the example did not have.
+        show_all: Also show values that only carry sizes, constants, and inputs that the example did not have.
         label_of: Returns the label of a value; the default is the label of the tree. With it graphs have no label.
     """
-    entries = (_node_entry(node, show_plumbing, label_of) for node in frame.nodes if show_plumbing or is_shown(node))
+    entries = (_node_entry(node, show_all, label_of) for node in frame.nodes if show_all or is_shown(node))
     return TreeEntry(name, "" if label_of else graph_class(frame), "graph", tuple(entries))
 
 
-def _node_entry(node: Node, show_plumbing: bool, label_of: LabelOf | None) -> TreeEntry:
+def _node_entry(node: Node, show_all: bool, label_of: LabelOf | None) -> TreeEntry:
     name = format_segment(node.name)
     if isinstance(node, CallNode):
-        return frame_entry(node.frame, name, show_plumbing=show_plumbing, label_of=label_of)
+        return frame_entry(node.frame, name, show_all=show_all, label_of=label_of)
     if node.kind == "call":
         return TreeEntry(name, "" if label_of else graph_class(None), "graph")
-    return spec_entry(node.spec, name, show_all=show_plumbing, label_of=label_of)
+    return spec_entry(node.spec, name, show_all=show_all, label_of=label_of)
 
 
 def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
@@ -126,7 +126,7 @@ def is_shown(node: Node) -> bool:
         return True
     if node.kind == "input" and _is_flag(node.spec):
         return False
-    return not node.is_plumbing and node.kind != "constant" and not is_clutter(node.spec)
+    return not node.is_size and node.kind != "constant" and not is_clutter(node.spec)
 
 
 def is_clutter(spec: ValueSpec) -> bool:

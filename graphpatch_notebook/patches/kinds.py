@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.selections import PositionSelection, StepSelection, selection
-from graphpatch_notebook.patches.slices import TensorIndex, as_index, index_problem, selection_problem, takes_nothing
+from graphpatch_notebook.patches.slices import TensorIndex, as_index, index_problem, selection_problem, selects_nothing
 from graphpatch_notebook.torch_compat import version_of
 
 T = TypeVar("T")
@@ -160,6 +160,19 @@ class Patch(Generic[T]):
         return None
 
 
+def has_plain_fields(patch: Patch[Any]) -> bool:
+    """Whether the fields that all patches share are valid for any node: a short way, for a model that is probed whole.
+
+    Example:
+        >>> has_plain_fields(ZeroPatch()), has_plain_fields(ZeroPatch(positions=0))
+        (True, False)
+    """
+    get = patch.__dict__.get
+    if get("steps") is not None or get("positions") is not None or get("position_dim") is not None:
+        return False
+    return {type(patch.any_shape), type(patch.allow_empty)} == {bool}
+
+
 def declares(patch: Patch[Any], name: str) -> bool:
     """Whether the class of a patch itself says `is_pure`, or `only_keeps`: subclasses may redefine `op`.
 
@@ -185,6 +198,8 @@ class RunStopped(BaseException):  # not an error: the model must not handle it
 
 
 def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | None:
+    if has_plain_fields(patch):
+        return None
     try:
         for what in ("steps", "positions"):
             if getattr(patch, what) is not None:
@@ -215,7 +230,7 @@ class _SlicedPatch(Patch[Any]):
         return None if self.slice is None else selection_problem(self.slice, sizes, shown, allow_empty=self.allow_empty)
 
     def _check_taken(self, index: TensorIndex, value: Tensor) -> None:
-        if index is not None and not self.allow_empty and takes_nothing(index, value.shape):
+        if index is not None and not self.allow_empty and selects_nothing(index, value.shape):
             shape = tuple(value.shape)
             raise PatchValueError(str(self.selection_problem(shape, f"the value here, of shape {shape},")))
 
@@ -374,7 +389,9 @@ class ProbePatch(Patch[Any]):
     def activation(self) -> Any:
         """The latest value of the node; `None` before the first one.
 
-        It is the model's own tensor, not a copy, so gradients reach it (call its `retain_grad()` before `backward()`).
+        It is the model's own tensor, not a copy, so gradients reach it (call its `retain_grad()` before `backward()`);
+        they also reach a part of a value that the model uses (a component such as `layers[0].attn.heads[3].z`, or some
+        positions).
         If the model writes into the tensor later, it is a copy from before that, without gradients. If it is the input
         of a module and requires gradients, it is an alias that only this module receives: its gradient is that of this
         use, not of other uses of the tensor.

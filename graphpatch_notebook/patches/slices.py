@@ -67,13 +67,13 @@ def selection_problem(
     return None
 
 
-def takes_nothing(index: TensorIndex, shape: Sequence[int]) -> bool:
+def selects_nothing(index: TensorIndex, shape: Sequence[int]) -> bool:
     """Returns whether a slice in `index` selects nothing of a non-empty dimension of a tensor of this shape.
 
     Values of indices and masks are not read, because this runs in each call.
 
     Example:
-        >>> takes_nothing((..., slice(2, 4)), (1, 2)), takes_nothing((..., slice(2, 4)), (1, 3))
+        >>> selects_nothing((..., slice(2, 4)), (1, 2)), selects_nothing((..., slice(2, 4)), (1, 3))
         (True, False)
     """
     for part in index if isinstance(index, tuple) else (index,):

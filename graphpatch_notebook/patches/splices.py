@@ -37,6 +37,8 @@ class SplicePatch(Patch[Any]):
             latents to a value of that shape: an SAE of SAELens, or a module of your own.
         error: Whether to add the error term, `value - decode(encode(value))`.
         name: What the parts are called in paths.
+        source: For a transcoder, the path of the value that it encodes (the input of the MLP whose output this is),
+            which must come earlier in the forward; `None` for the value itself.
 
     Example:
         >>> from graphpatch_notebook import PatchableGraph, ProbePatch, ZeroPatch
@@ -60,18 +62,34 @@ class SplicePatch(Patch[Any]):
     _: KW_ONLY
     error: bool = True
     name: str = "sae"
+    source: Any = None
     _inside: Mapping[str, Sequence[Patch[Any]]] = field(default_factory=dict, init=False, repr=False)
+    _read: Any = field(default=None, init=False, repr=False)
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """The path of the value that is encoded, if it is another one."""
+        return () if self.source is None else (str(self.source),)
+
+    def reading(self, values: Sequence[Any]) -> SplicePatch:
+        """Returns a copy whose `op` encodes this value of its source."""
+        result = copy.copy(self)
+        (result._read,) = values
+        return result
 
     def op(self, original_output: Any) -> Any:
         value = original_output
         if not isinstance(value, Tensor):
             raise PatchValueError(f"a splice needs a tensor, but the value here is of type {type(value).__name__}")
-        encoded = self.sae.encode(value.clone())  # it may write into what it is given
+        encoded = self.sae.encode((value if self._read is None else self._read).clone())  # it may write into it
         if not isinstance(encoded, Tensor):
             raise PatchValueError(
                 f"encode must return a tensor of latents, not a value of type {type(encoded).__name__}"
             )
+        state = getattr(self.sae, "__dict__", {})
+        kept = dict(state)  # what `encode` notes of its input, `decode` may use up, as in SAELens with layer_norm
         decoded = self.sae.decode(encoded.clone())
+        state.update(kept)
         if not isinstance(decoded, Tensor) or decoded.shape != value.shape:
             shown = f"shape {tuple(decoded.shape)}" if isinstance(decoded, Tensor) else f"type {type(decoded).__name__}"
             raise PatchValueError(f"decode must return a tensor of shape {tuple(value.shape)}, not one of {shown}")
@@ -108,6 +126,8 @@ class SplicePatch(Patch[Any]):
             return f"error must be True or False, not {error!r}"
         if not isinstance(name, str) or not name.isidentifier():
             return f"name must be an identifier, not {name!r}"
+        if not error and hasattr(self.sae, "W_skip"):
+            return "a skip transcoder adds more than decode(encode(value)): use error=True"
         return super().problem(shape)
 
     def with_inside(self, part: str, patches: Sequence[Patch[Any]]) -> SplicePatch:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook._version import __version__
-from graphpatch_notebook.capture.decompositions import chosen
-from graphpatch_notebook.capture.doubts import listed
+from graphpatch_notebook.capture import chosen_decompositions, listed_doubts
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs import GraphModule, own_graphs
@@ -122,10 +121,10 @@ class Builds:
         edited = self._edited.get(id(frame))
         return build(frame, OwnPaths()) if edited is None else edited.built()
 
-    def path_meant(self, frame: Frame, target: str) -> str:
+    def original_path(self, frame: Frame, target: str) -> str:
         """Returns the attribute path that the graph of `frame` means by `target`."""
         edited = self._edited.get(id(frame))
-        return target if edited is None else edited.path_meant(target)
+        return target if edited is None else edited.original_path(target)
 
     def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
         """Returns the tensor that the user put on the graph module of `frame` itself under the name `target`."""
@@ -152,7 +151,7 @@ def _problem(frame: Frame, builds: Builds, modules: ModuleTable) -> str | None:
     if frame.opaque_reason is not None:
         return frame.opaque_reason
     if frame.doubts and not has_only_reads(frame) and not frame.has_own_graph:
-        return listed(frame.doubts)
+        return listed_doubts(frame.doubts)
     try:
         encoded_parameters(frame.parameters)
         encoded_graph(frame, builds, modules)
@@ -231,7 +230,7 @@ def encoded_options(options: ExtractionOptions) -> dict[str, Any]:
     for option in dataclasses.fields(options):
         value = getattr(options, option.name)
         if option.name == "decompose" and value is not None:
-            value = tuple(decomposition.name for decomposition in chosen(value).values())
+            value = tuple(decomposition.name for decomposition in chosen_decompositions(value).values())
         try:
             kept[option.name] = {"set": sorted(map(str, value))} if _is_text_set(value) else encoded(value)
         except UnstorableError:

@@ -47,7 +47,8 @@ from graphpatch_notebook.values import (
     key_text,
 )
 
-_FLAGS = ("is_plumbing", "is_live", "is_mutated_later", "is_view_filled_later")
+# By the words in files.
+_FLAGS = {"is_plumbing": "is_size"} | {name: name for name in ("is_live", "is_mutated_later", "is_view_filled_later")}
 _IN_PLACE = "is_in_place"
 _BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")
 _EMPTY = inspect.Parameter.empty
@@ -132,7 +133,7 @@ def _encoded_node(node: Node, frames: dict[int, int], lines: LineTable, *, is_li
         entry["target"] = str(node.target)
     if node.site is not None:
         entry["lines"] = [lines.number(line) for line in node.site.source_lines()]
-    flags = [name for name in _FLAGS if (is_live if name == "is_live" else getattr(node, name))]
+    flags = [word for word, name in _FLAGS.items() if (is_live if name == "is_live" else getattr(node, name))]
     if node.is_in_place:
         flags.append(_IN_PLACE)
         entry["written_argument"] = node.written_argument
@@ -226,8 +227,8 @@ def _no_value() -> None:
 def _read_flags(fields: dict[str, Item], node: Node) -> None:
     if "flags" in fields:
         flags = {flag.one_of((*_FLAGS, _IN_PLACE)) for flag in fields["flags"].items()}
-        for name in _FLAGS:
-            setattr(node, name, name in flags)
+        for word, name in _FLAGS.items():
+            setattr(node, name, word in flags)
         if _IN_PLACE in flags and isinstance(node, OpNode):
             written = fields.get("written_argument")
             is_name = written is not None and type(written.value) is str

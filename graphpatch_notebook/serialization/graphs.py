@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx
 
-from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.held_values import module_at
-from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, OpNode, Ref
+from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node
 from graphpatch_notebook.graphs.build import BuiltGraph, ForwardCodeGen
 from graphpatch_notebook.serialization.codecs.names import (
     Allowed,
@@ -57,7 +57,7 @@ class Built(Protocol):
     def built(self, frame: Frame) -> BuiltGraph:
         """Returns the graph of `frame`."""
 
-    def path_meant(self, frame: Frame, target: str) -> str:
+    def original_path(self, frame: Frame, target: str) -> str:
         """Returns the attribute path that the graph of `frame` means by `target`."""
 
     def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
@@ -129,7 +129,7 @@ def _encoded_target(
         if (own := builds.own_tensor(frame, str(target))) is not None:
             return {"path": modules.hold(frame.module, own)}
         if target not in built.constants:
-            return {"path": modules.reach_tensor(frame.module, builds.path_meant(frame, target))}
+            return {"path": modules.reach_tensor(frame.module, builds.original_path(frame, target))}
         value = built.constants[target]()
         if value is None:
             raise UnstorableError("it uses a tensor that is gone, as neither the graph nor its module holds it")
@@ -159,7 +159,6 @@ class _GraphReader:
         self.codegen = ForwardCodeGen(frame.parameters)
         self.made: list[fx.Node] = []
         self.recorded: set[int] = set()
-        self.refs: dict[fx.Node, Ref] = {}
 
     def read(self, items: Sequence[Item]) -> fx.Graph:
         parameters = iter(self.frame.parameters)
@@ -264,27 +263,14 @@ class _GraphReader:
         return self.frame.nodes[item.whole(0, len(self.frame.nodes) - 1)]
 
     def _record(self, item: Item | None, fx_node: fx.Node) -> None:
-        """Connects a node with its record, and the record with the records of its arguments."""
+        """Connects a node with its record."""
         if item is None:
-            self.refs[fx_node] = self._ref_without_record(fx_node)
             return
         record = self._recorded(item)
         if id(record) in self.recorded or (record.kind == "output") != (fx_node.op == "output"):
             raise item.error("this is the record of another node")
         self.recorded.add(id(record))
         fx_node.meta[RECORD] = record
-        if isinstance(record, (OpNode, CallNode)):
-            record.args = map_arguments(tuple(fx_node.args), self._ref)
-            record.kwargs = map_arguments(dict(fx_node.kwargs), self._ref)
-        self.refs[fx_node] = Ref(record)
-
-    def _ref(self, leaf: Any) -> Any:
-        return self.refs[leaf] if isinstance(leaf, fx.Node) else leaf
-
-    def _ref_without_record(self, fx_node: fx.Node) -> Any:
-        """Returns the value of a node that only unpacks values, or packs them."""
-        found = [self.refs[used] for used in fx_node.all_input_nodes]
-        return found[0] if len(found) == 1 else tuple(found)
 
 
 def _name(item: Item) -> str:

@@ -73,10 +73,10 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
 
 def assembled(content: dict[str, Any], tensors: Sequence[Tensor], originals: Mapping[int, Module]) -> Loaded:
     """Returns the result of loading a document in the process that made it, over the modules of the model."""
-    return _assembled(Item(content, "the graph"), tensors, originals, _Everything(), "the graph", is_guarded=False)
+    return _assembled(Item(content, "the graph"), tensors, originals, _AllNames(), "the graph", is_guarded=False)
 
 
-class _Everything(Allowed):
+class _AllNames(Allowed):
     """Allows all names: those of a document that was made in this process."""
 
     def covers(self, name: str) -> bool:

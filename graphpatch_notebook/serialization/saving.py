@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.doubts import Reason, listed
+from graphpatch_notebook.capture import Reason, listed_doubts
 from graphpatch_notebook.capture.inputs import UnknownInputError, call_like
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
@@ -122,7 +122,7 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[Call]) -> Do
     problem = trial.find_modes(form, first)
     if problem is not None and (doubtful := [f for f in root.walk() if f.doubts and reasons.of(f) is None]):
         for frame in doubtful:
-            reasons.add(frame, listed(frame.doubts))
+            reasons.add(frame, listed_doubts(frame.doubts))
         _settle(source, reasons)
         if reasons.of(root) is None:
             found = document(root, source.builds, source.options, reasons)

@@ -189,7 +189,11 @@ SPECIAL: dict[str, Special] = {
         },
     ),
     "lasr_ctc": Special(why="takes frames before bins", features=_frames_first),
-    "lfm2_moe": Special(why="has no types of layers by default", settings={"layer_types": ["conv", "full_attention"]}),
+    "glm_moe_dsa": Special(why="begins with dense layers", settings={"mlp_layer_types": ["dense", "sparse"]}),
+    "lfm2_moe": Special(
+        why="has no types of layers by default, and begins with dense ones",
+        settings={"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
     "llama4": Special(why="the class for pictures says tokens", main_input="pixel_values"),
     "longcat_flash": Special(why="rotary tables as wide as the rotary part", settings={"head_dim": 8}),
     "mamba2": Special(why="heads times their width is twice the width", settings={"num_heads": 8, "head_dim": 16}),
@@ -200,6 +204,9 @@ SPECIAL: dict[str, Special] = {
     ),
     "musicgen": _CODEBOOKS,
     "musicgen_melody": _CODEBOOKS,
+    "nllb-moe": Special(
+        why="has experts in every fourth layer", settings={"encoder_sparse_step": 2, "decoder_sparse_step": 2}
+    ),
     "parakeet_ctc": Special(why="takes frames before bins", features=_frames_first),
     "masked-perceiver": Special(why="the classifier has another input", main_input="inputs"),
     "vision-perceiver": Special(why="the main input says tokens", main_input="pixel_values"),

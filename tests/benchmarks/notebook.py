@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.locations import Location
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
 from graphpatch_notebook.notebook.browser.static_tree import StaticTree
 from graphpatch_notebook.notebook.completion.completion import PathCompleter

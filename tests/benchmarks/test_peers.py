@@ -16,7 +16,6 @@ from tests.benchmarks.peer_tools.ours import Ours
 from tests.benchmarks.peer_tools.subject import Subject
 from tests.benchmarks.peer_tools.tools import TOOLS
 
-pytestmark = pytest.mark.xdist_group("peers")  # one worker imports TransformerLens and measures, not all of them
 TINY = Subject("tiny", 2, 16, 2, 20, rounds=1, sweep_rounds=1, positions=3, length=5)
 
 

@@ -27,7 +27,7 @@ def test_patches_still_fire_after_the_code_has_warmed_up() -> None:
     pg = PatchableGraph(model, x)
     for _ in range(200):
         model(x)
-    probes = {path: ProbePatch() for path, node in pg.nodes.items() if not node.is_plumbing}
+    probes = {path: ProbePatch() for path, node in pg.nodes.items() if not node.is_size}
     with pg.patch(probes, strict=True):
         pg(x)
     assert {path for path, probe in probes.items() if probe.activation is None} == set()

@@ -12,7 +12,7 @@ from tests.zoo import case_by_name
 
 
 def names(pg: PatchableGraph) -> list[str]:
-    return [path for path, node in pg.nodes.items() if not node.is_plumbing]
+    return [path for path, node in pg.nodes.items() if not node.is_size]
 
 
 def captured(name: str) -> PatchableGraph:

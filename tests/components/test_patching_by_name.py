@@ -203,13 +203,3 @@ def test_a_component_in_doubt_warns_when_it_is_used():
 
 def test_look_up_in_nodes(pg):
     assert pg.nodes["layers[1].mlp_out"].path == "layers_1.mlp.output"
-
-
-def test_loaded_and_exported_graphs_say_that_they_have_no_components(pg, tmp_path):
-    pg.save(tmp_path / "graph")
-    loaded = PatchableGraph.load(tmp_path / "graph")
-    exported = PatchableGraph.from_exported(torch.export.export(pg._module, (x,)))
-    for other in (loaded, exported):
-        for name in ("layers[1].mlp_out", "@embed"):
-            with pytest.raises(UnknownPathError, match="make a PatchableGraph of the model"):
-                other.patch({name: ZeroPatch()}).__enter__()

@@ -97,7 +97,7 @@ def test_what_each_dimension_is() -> None:
 
     assert (follows("places"), follows("begun")) == ([True], [True, True, False])
     assert follows("chunks") == [True, False, False, False]
-    assert known.look_far()
+    assert known.run_at_other_sizes()
     assert follows("chunks") == [True, True, False, False]
     for dim, profile in enumerate((batch, length, hidden)):
         assert known.dims_like(names["x"].spec, profile) == [dim]
@@ -165,7 +165,7 @@ def test_the_model_is_left_alone() -> None:
     with pg.patch({path: identity() for path in ("rows", "table", "linear.output")}):
         seed_all()
         before = {**model.__dict__}, float(model.count)
-        dimensions_of(pg.nodes.root).look_far()
+        dimensions_of(pg.nodes.root).run_at_other_sizes()
         assert model.__dict__ == before[0]
         assert float(model.count) == before[1]
         found = pg(other)
@@ -197,7 +197,7 @@ def test_what_the_model_keeps_by_size_has_its_values() -> None:
     ((example,), ((longer,), *_)) = case.example().args, [call.args for call in case.variants(model).values()]
     pg = PatchableGraph(model, example)
     known = dimensions_of(pg.nodes.root)
-    assert known.look_far()
+    assert known.run_at_other_sizes()
     for length in {2 * example.shape[1] + 3, longer.shape[1], example.shape[1]}:
         for batch in (2 * len(example) + 3, 307, len(example)):
             x = floats(batch, length, *example.shape[2:])
@@ -214,7 +214,7 @@ def test_models_that_change_themselves_are_left_alone(case: Case) -> None:
     seed_all()
     case.example().run(reference)
     before, drawn = snapshot(model), (torch.get_rng_state(), random.getstate())
-    dimensions_of(pg.nodes.root).look_far()
+    dimensions_of(pg.nodes.root).run_at_other_sizes()
     assert same_state(model, before) is None
     assert bit_equal((torch.get_rng_state(), random.getstate()), drawn) is None
     assert bit_equal(case.example().run(reference), case.example().run(model)) is None

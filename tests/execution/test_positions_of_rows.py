@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import (
     AddPatch,
@@ -220,3 +222,35 @@ def test_another_number_of_rows_is_an_error(pg: PatchableGraph) -> None:
     patches = {MLP: ZeroPatch(positions=[[3], [5]])}
     with pytest.raises(PatchValueError, match="positions has 2 rows, but"), pg.patch(patches):
         pg(INPUTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "part"),
+    [
+        ("layers[0].attn.heads[1].z", None, lambda grad: grad[:, 1]),
+        ("layers[1].mlp.post[:, :, 3:9]", None, lambda grad: grad[:, :, 3:9]),
+        ("layers[0].resid_post", 2, lambda grad: grad[:, 2:3]),
+        ("layers[0].resid_post", [[1], [3]], lambda grad: torch.stack([grad[0, 1:2], grad[1, 3:4]])),
+        ("layers[1].attn.heads[0].z", [1, 3], lambda grad: grad[:, 0, [1, 3]]),
+    ],
+)
+def test_parts_that_are_read_have_gradients(name: str, positions: Any, part: Any) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20, n_positions=16, bos_token_id=None)
+    ids = torch.arange(10).view(2, 5)
+    graph = PatchableGraph(GPT2LMHeadModel(config).eval(), ids)
+    whole, probe = ProbePatch(), ProbePatch(positions=positions)
+    with graph.patch({graph.components.lookup(name)[0].path: whole}):
+        expected = graph(ids).logits
+        whole.activation.retain_grad()
+        expected[:, -1, 3].sum().backward()
+    with graph.patch({name: probe}):
+        found = graph(ids).logits
+        probe.activation.retain_grad()
+        found[:, -1, 3].sum().backward()
+    assert torch.equal(found, expected)
+    axes = graph.components.lookup(name)[0].axes
+    values = [whole.activation, whole.activation.grad]
+    value, grad = [each.movedim(axes.index("head"), 1) if "head" in axes else each for each in values]
+    assert torch.equal(probe.activation, part(value))
+    torch.testing.assert_close(probe.activation.grad, part(grad))

@@ -85,7 +85,7 @@ def is_given_twice(capture: Capture, path: str) -> bool:
     return target.node.kind == "input" and target.node.target in names
 
 
-@some_cases(can_be_compared, every=2)
+@some_cases(can_be_compared, every=3)
 def test_woven_code_gives_what_live_runs_give(case: Case) -> None:
     live, woven = capture_of(case), with_own_graphs(case)
     all_paths = tensors(live)

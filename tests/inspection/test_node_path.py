@@ -296,7 +296,7 @@ def test_the_tree_hides_clutter_unless_asked():
     root.input("n", 3)
     root.input("cache", object())
     root.add("constant", "table", tensor(4))
-    root.op("size", 2, is_plumbing=True)
+    root.op("size", 2, is_size=True)
     root.output((torch.ones(2), None, {"a.b": 0.5}))
     graph = path_of(root.frame)
     assert repr(graph) == textwrap.dedent("""\
@@ -306,7 +306,7 @@ def test_the_tree_hides_clutter_unless_asked():
           ├─sub_0: Tensor(2)
           └─sub_2: dict(1)
             └─"a.b": float(0.5)""")
-    everything = graph._tree(show_plumbing=True).splitlines()
+    everything = graph._tree(show_all=True).splitlines()
     assert everything[1:8] == [
         "├─mask: NoneType",
         "├─mode: str",

@@ -37,7 +37,7 @@ def inputs_frame():
     root.input("kwargs", {})
     root.input("options", {f"option_{n}": 1 for n in range(12)})
     root.add("constant", "table", tensor(4))
-    root.op("size", 2, is_plumbing=True, is_live=False)
+    root.op("size", 2, is_size=True, is_live=False)
     root.output({"logits": torch.ones(1), "cache": object(), "empty": [None]})
     return root.frame
 
@@ -160,7 +160,7 @@ def test_opaque_graphs_are_called_so():
     assert "'linear_0' is a graph (OpaqueGraphModule)" in problem(root, "linear_0").message
 
 
-def test_suggestions_leave_plumbing_out():
+def test_suggestions_leave_sizes_out():
     suggested = re.findall(r"'([^']*)'", problem(layered_frame(2, 4), "transformer.h_0.mlp.sise").message)
     assert suggested
     assert not [path for path in suggested if path.endswith(".size")]

@@ -68,7 +68,12 @@ class Case(NamedTuple):
         return self.module.replace(".h.", ".h_").replace(".layers.", ".layers_")
 
 
-@pytest.fixture(params=[(model, config) for model in MODELS for config in CONFIGS], ids=" ".join)
+# Each config once on `Conv1D` (gpt2), and one in four bits and one in eight on `Linear` (llama).
+CASES = [*(("gpt2", config) for config in CONFIGS), ("llama", "nf4 twice"), ("llama", "int8, outliers")]
+OTHERS = [pytest.param(("llama", config), marks=pytest.mark.exhaustive) for config in ("fp4", "int8")]
+
+
+@pytest.fixture(params=[*CASES, *OTHERS], ids=" ".join)
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     make, module = MODELS[request.param[0]]
     original = make()

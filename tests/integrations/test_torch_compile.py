@@ -550,6 +550,26 @@ def test_parts_compiled_since_the_capture_are_patched(
 
 
 @needs_torch_2_6
+@pytest.mark.parametrize("part", ["", "1", "1.inner", "1.inner.linear", "1.last", "2"])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_whichever_part_was_compiled_patches_have_the_same_effect(part: str, is_wrapped: bool) -> None:
+    model, plain = (nn.Sequential(*(Outer() for _ in range(4))) for _ in range(2))
+    pg, of_plain = PatchableGraph(model, X), PatchableGraph(plain, X)
+    compiled = model.get_submodule(part)
+    if part and is_wrapped:
+        parent, _, name = part.rpartition(".")
+        setattr(model.get_submodule(parent), name, torch.compile(compiled, backend="eager"))
+    else:
+        compiled.compile(backend="eager")
+    for path in ("sub_1.inner.relu", "sub_1.inner.linear.output", "sub_1.last.weight", "sub_2.x", "sub_3.inner.mul"):
+        with pg.patch({path: ZeroPatch()}, strict=True):
+            found = pg(X)
+        with of_plain.patch({path: ZeroPatch()}, strict=True):
+            assert torch.equal(found, of_plain(X)), path
+    assert torch.equal(pg(X), plain(X))
+
+
+@needs_torch_2_6
 def test_a_compiled_forward_is_captured_as_it_was_written() -> None:
     model, plain = Outer(), Outer()
     compile_by_attribute(model)

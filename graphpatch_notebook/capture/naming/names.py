@@ -1,7 +1,7 @@
 """Gives the nodes of a complete frame their names.
 
 The names that the model itself uses come first (inputs, submodules, parameters, buffers), then `output`, then the
-operations by the variables that hold them, then the plumbing (operations on sizes): the names of the model never
+operations by the variables that hold them, then operations on sizes: the names of the model never
 change. Steps of opened and fused calls come last: they do not change other names.
 """
 
@@ -14,7 +14,7 @@ from graphpatch_notebook.paths import call_name, numbered
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
 _RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "output": 3, "constant": 4, "op": 4}
-PLUMBING_PREFIX = "size_"
+SIZE_PREFIX = "size_"
 
 
 def name_nodes(frame: Frame) -> None:
@@ -32,8 +32,8 @@ def name_nodes(frame: Frame) -> None:
 
 
 def _rank(node: Node) -> int:
-    rank = 5 if node.is_plumbing else _RANKS[node.kind]
-    return rank if node.composite is None else 6 + node.is_plumbing
+    rank = 5 if node.is_size else _RANKS[node.kind]
+    return rank if node.composite is None else 6 + node.is_size
 
 
 def _base(node: Node) -> str:
@@ -43,7 +43,7 @@ def _base(node: Node) -> str:
         return f"{base}_{node.call_index}" if node.call_count > 1 else base
     if node.kind in ("parameter", "buffer", "attribute"):
         return base.replace(".", "_")
-    return f"{PLUMBING_PREFIX}{base}" if node.is_plumbing and _carries_sizes(node.spec) else base
+    return f"{SIZE_PREFIX}{base}" if node.is_size and _carries_sizes(node.spec) else base
 
 
 def _carries_sizes(spec: ValueSpec) -> bool:

@@ -282,8 +282,8 @@ def _patched(entry: Entry, value: Any, indices: Indices | None, *, is_own: bool 
         patched = _apply_patch_at(_Places(indices, dim, row_dim), patch, target, part)
     if part is value:
         return patched
-    if patched is part:  # it was written into, or not changed
-        return value
+    if patched is part and not any(_is_read_with_gradient(patch, target, value) for patch in entry.patches):
+        return value  # it was written into, or not changed
     # A clone keeps the strides: the last bits of what the model computes next may depend on them.
     whole = value.clone()
     whole[target.index] = _checked(patched, entry.patches[-1], target, part, f"on a part of {target.path!r}")
@@ -314,15 +314,23 @@ class _Places:
 
     def taken(self, value: Tensor) -> Tensor:
         """Returns a copy of the value at these indices."""
+        return value.gather(self.dim, self._index(value))
+
+    def with_taken(self, value: Tensor, taken: Tensor) -> Tensor:
+        """Returns a copy of the value that has what was taken from it at these indices: gradients reach that."""
+        return value.clone().scatter_(self.dim, self._index(value), taken)
+
+    def _index(self, value: Tensor) -> Tensor:
+        """Returns these indices as `gather` and `scatter` take them."""
         index = torch.tensor(self.indices, device=value.device)
+        shape, wanted = [1] * value.dim(), list(value.shape)
+        wanted[self.dim] = index.shape[-1]
         if self.row_dim is None:
-            return value.index_select(self.dim, index)
-        shape = [1] * value.dim()
+            shape[self.dim] = len(index)
+            return index.reshape(shape).expand(wanted)
         shape[self.row_dim], shape[self.dim] = index.shape
-        wanted = list(value.shape)
-        wanted[self.dim] = index.shape[1]
         by_row = index if self.row_dim < self.dim else index.T
-        return value.gather(self.dim, by_row.reshape(shape).expand(wanted))
+        return by_row.reshape(shape).expand(wanted)
 
     def replaced(self, value: Tensor, new: Tensor) -> Tensor:
         """Returns the value with that of `new` at these indices."""
@@ -370,10 +378,19 @@ def _apply_patch_at(places: _Places, patch: Patch[Any], target: Target, value: T
     if places.is_all(value):
         return _checked(_apply_patch(patch, target, value), patch, target, value, where)
     if patch.observes_only:
-        patch.op(places.taken(value))
-        return value
+        taken = places.taken(value)
+        patch.op(taken)
+        return places.with_taken(value, taken) if _is_read_with_gradient(patch, target, value) else value
     patched = _checked(_apply_patch(patch, target, value), patch, target, value, where)
     return value if patched is value else places.replaced(value, patched)
+
+
+def _is_read_with_gradient(patch: Patch[Any], target: Target, value: Any) -> bool:
+    """Whether a patch keeps a part of a value that gets a gradient: the model must use the part, for it to have one."""
+    if not patch.only_keeps or not torch.is_grad_enabled() or not isinstance(value, Tensor) or not value.requires_grad:
+        return False
+    node = target.node
+    return not (node.is_mutated_later or node.is_in_place or node.is_view_filled_later)
 
 
 def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor, where: str) -> Tensor:
@@ -410,18 +427,17 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
 
 
 def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
-    if isinstance(target.spec, UnknownSpec):
+    if not isinstance(patch, WritingPatch) or patch.any_shape or isinstance(target.spec, UnknownSpec):
         return
     was_absent = isinstance(target.spec, (ScalarSpec, ObjectSpec)) and not isinstance(value, Tensor)
     if was_absent or isinstance(value, Tensor) == isinstance(target.spec, TensorSpec):
         return
     if target.node.kind == "input" and isinstance(value, Tensor):
         return  # an input that the example did not have, or had as a number
-    if isinstance(patch, WritingPatch) and not patch.any_shape:
-        raise PatchShapeError(
-            f"{target.text!r} ({target.node.op}) was {target.spec} when it was captured, but is of type "
-            f"{type(value).__name__} now; patch another node, or make the PatchableGraph with such inputs"
-        )
+    raise PatchShapeError(
+        f"{target.text!r} ({target.node.op}) was {target.spec} when it was captured, but is of type "
+        f"{type(value).__name__} now; patch another node, or make the PatchableGraph with such inputs"
+    )
 
 
 def _check_shape(entry: Entry, value: Tensor, inputs: CallInputs | None) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
-from graphpatch_notebook.capture.naming.call_sites import invoke
-from graphpatch_notebook.capture.observers import Swaps, apply_observer
+from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke
 from graphpatch_notebook.errors import PatchShapeError
 from graphpatch_notebook.execution.live.apply import Applier
 from graphpatch_notebook.execution.live.frames import FrameRun, RunningFrames
@@ -184,7 +183,7 @@ class Run:
         try:
             return self._invoke(plan, bound, args, kwargs)
         finally:
-            stand_in.hand_on_changes()
+            stand_in.copy_changes_back()
 
     def _invoke(
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

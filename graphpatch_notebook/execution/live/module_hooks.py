@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from graphpatch_notebook.capture.naming import call_sites
+from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.execution.live.stand_in import original_of
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture import Packing, held_by
 from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
-from graphpatch_notebook.capture.quantization.packed_weights import Packing, held_by
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.torch_compat import EagerCode
 
@@ -127,19 +127,20 @@ class StandIn:
                     return bound(*args, **kwargs)
                 return watching.on_forward(original, bound, args, kwargs)
             finally:
-                restored.hand_on_changes()
+                restored.copy_changes_back()
 
         self.module.__dict__[innermost_forward(original)] = call
         self._remember()
 
-    def hand_on_changes(self, but: Sequence[str] = ()) -> None:
+    def copy_changes_back(self, but: Sequence[str] = ()) -> None:
         """Copies to the module what the forward changed in the stand-in, except the attributes named in `but`."""
         for inner in self._inner:
-            inner.hand_on_changes()
+            inner.copy_changes_back()
         after = {name: value for name, value in self.module.__dict__.items() if name not in but}
-        _hand_on({name: self._before[name] for name in self._before if name not in but}, after, self._original.__dict__)
-        for name, before in self._registered_before.items():
-            _hand_on(before, self.module.__dict__[name], self._original.__dict__[name])
+        before = {name: value for name, value in self._before.items() if name not in but}
+        _copy_changes(before, after, self._original.__dict__)
+        for name, registered in self._registered_before.items():
+            _copy_changes(registered, self.module.__dict__[name], self._original.__dict__[name])
 
 
 def original_of(module: Module) -> Module:
@@ -193,7 +194,7 @@ def bound_with(
     return stand_in, unpacked[0].bound(stand_in.module, unpacked[1], forward)
 
 
-def _hand_on(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) -> None:
+def _copy_changes(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) -> None:
     to.update({name: value for name, value in after.items() if name not in before or before[name] is not value})
     for name in before:
         if name not in after:
@@ -227,12 +228,12 @@ def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., 
         try:
             return stand_in.bind(generate)(*args, **kwargs)
         finally:
-            stand_in.hand_on_changes(but=_BOUND)
+            stand_in.copy_changes_back(but=_BOUND)
 
     return generate_with
 
 
-def compiling_nothing(module: Module) -> dict[str, Any]:
+def no_compile_arguments(module: Module) -> dict[str, Any]:
     """Returns the keyword arguments that keep `generate` from compiling decoding steps, as it does with a static cache.
 
     For patched runs; empty if this torch can be asked to run compiled code eagerly. With an older torch, patches on ops

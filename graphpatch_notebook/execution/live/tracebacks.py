@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.naming import call_sites
+from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.observers import TRANSPARENT
 from graphpatch_notebook.capture.records import Frame, Node, Ref, SourceLine, line_at
 from graphpatch_notebook.errors import GraphPatchError, add_note, has_note

@@ -136,7 +136,7 @@ def attribute(
     for inputs in given:
         check_inputs(pg, inputs)
     tensors = [_tensors(pg.nodes.root, inputs) for inputs in given]
-    check_same_shapes(tensors[0], tensors[1], ("clean", "corrupted"))
+    check_same_shapes(tensors[0], tensors[1])
     selected = selected_nodes(pg.nodes, paths)
     wanted = [node for node in selected.nodes if node.is_wanted]
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)

@@ -123,7 +123,7 @@ def same_values(pg: PatchableGraph, nodes: Iterable[ScoredNode]) -> dict[str, st
 def _origin(value: SourceValue, spec: TensorSpec, known: dict[Any, Any]) -> Any:
     """Returns the key of the first name of a value; adds all names on the way to `known`."""
     way = [value.key]
-    while way[-1] not in known and (before := _handed_on(value, spec)) is not None:
+    while way[-1] not in known and (before := _previous_name(value, spec)) is not None:
         value = before
         way.append(value.key)
     origin = known.get(way[-1], way[-1])
@@ -131,7 +131,7 @@ def _origin(value: SourceValue, spec: TensorSpec, known: dict[Any, Any]) -> Any:
     return origin
 
 
-def _handed_on(value: SourceValue, spec: TensorSpec) -> SourceValue | None:
+def _previous_name(value: SourceValue, spec: TensorSpec) -> SourceValue | None:
     """Returns the previous name of a value, or `None` if it was computed here."""
     made = value.node.whole
     if made.kind == "op":

@@ -40,7 +40,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture.decompositions import decomposition_of
+from graphpatch_notebook.capture import decomposition_of
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError

@@ -39,7 +39,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     rows_of,
     whole_numbers,
 )
-from graphpatch_notebook.inspection.nodes import NodeMap, NodeRows
+from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve_all
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.patches.selections import selection
@@ -159,8 +159,8 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
     of_interest = set(wanted or ())
     found: list[ScoredNode] = []
     skipped: dict[str, str] = {}
-    for path, node, frame, spec in _rows(nodes.root, with_plumbing=wanted is not None):
-        is_hidden = node.is_plumbing or node.is_inner  # to watch an inner node would open the fused call
+    for path, node, frame, spec in _rows(nodes.root, with_sizes=wanted is not None):
+        is_hidden = node.is_size or node.is_inner  # to watch an inner node would open the fused call
         is_wanted = path in of_interest if wanted is not None else not is_hidden
         if not is_wanted and is_hidden:
             continue
@@ -214,8 +214,8 @@ def _place_of(target: Target) -> ScoredPlace:
     return ScoredPlace(target.path, dim, number % count, count)
 
 
-def _rows(root: Frame, *, with_plumbing: bool) -> Iterator[tuple[str, Node, Frame, ValueSpec]]:
-    rows = NodeRows.of(root, with_plumbing=with_plumbing)
+def _rows(root: Frame, *, with_sizes: bool) -> Iterator[tuple[str, Node, Frame, ValueSpec]]:
+    rows = NodeRows.of(root, with_sizes=with_sizes)
     return zip(rows.paths, rows.nodes, rows.frames, rows.specs, strict=True)
 
 

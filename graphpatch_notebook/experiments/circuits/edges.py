@@ -190,7 +190,7 @@ def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> l
         for given in inputs:
             check_inputs(pg, given)
         shapes = [{str(number): tensor for number, tensor in enumerate(given.tensors())} for given in inputs]
-        check_same_shapes(shapes[0], shapes[1], ("clean", "corrupted"))
+        check_same_shapes(shapes[0], shapes[1])
         found.append(Batch(each, *inputs))
     return found
 

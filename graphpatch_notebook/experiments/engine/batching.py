@@ -77,7 +77,7 @@ class RunCost:
             ends.append((node.ended, whole, _IDLE_WORK_OF_A_CALL if node in changed_only else 0 if is_idle else whole))
         return cls(tuple(ends), sum(work for _, work, _ in ends) or 1, len(ends))
 
-    def rest(self, since: float) -> float:
+    def fraction_after(self, since: float) -> float:
         """Returns the fraction of the work that is done after a time."""
         return sum(work for ended, work, _ in self.ends if ended >= since) / self.total
 
@@ -129,7 +129,7 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
     open_chunk: list[int] = []
     since = 0.0
     for cut in sorted(by_cut):
-        cells, rest = by_cut[cut], cost.rest(cut)
+        cells, rest = by_cut[cut], cost.fraction_after(cut)
         # Joining an earlier chunk saves a run, but these cells then compute frames that they could have replayed.
         is_joined = open_chunk and len(open_chunk) + len(cells) <= most
         if is_joined and len(cells) * cost.idle(since, cut) <= rest * (1 + extra):

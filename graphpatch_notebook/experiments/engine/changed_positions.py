@@ -558,8 +558,8 @@ class RecordedFlow:
 _WHOLE = 0.8
 """If a larger fraction of positions has changed, all are computed: selecting them would cost more."""
 
-LEAST_OPERATIONS = {"cpu": 4e6, "other": 4e9}
-"""A module that needs fewer operations for a forward computes all positions."""
+LEAST_OPERATIONS = {"cpu": 3e7, "other": 4e9}
+"""A module that needs fewer operations for a forward computes all positions: to find those that changed costs more."""
 
 
 class ChangedPositions:

@@ -246,15 +246,15 @@ def _meant(pg: PatchableGraph, text: str) -> list[str]:
     return [text]
 
 
-def check_same_shapes(values: Mapping[str, Tensor], others: Mapping[str, Tensor], names: tuple[str, str]) -> None:
-    """Checks that values of two runs have the same shapes.
+def check_same_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
+    """Checks that values of the clean and the corrupted run have the same shapes.
 
     Raises:
         ExperimentError: They do not. The message has path and shapes.
     """
-    for path, value in values.items():
-        if path in others and value.shape != others[path].shape:
+    for path, value in clean.items():
+        if path in corrupted and value.shape != corrupted[path].shape:
             raise ExperimentError(
-                f"{path!r} has shape {tuple(value.shape)} on the {names[0]} inputs and {tuple(others[path].shape)} "
-                f"on the {names[1]} inputs; give inputs of the same shapes (pad the shorter ones)"
+                f"{path!r} has shape {tuple(value.shape)} on the clean inputs and {tuple(corrupted[path].shape)} "
+                "on the corrupted inputs; give inputs of the same shapes (pad the shorter ones)"
             )

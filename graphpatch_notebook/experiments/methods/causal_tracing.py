@@ -190,7 +190,7 @@ def causal_trace(
     if noise is None:
         inputs = inputs_of(corrupted)
         other = record(pg, inputs, names, metric)
-        check_same_shapes(restoring.values, other.values, ("clean", "corrupted"))
+        check_same_shapes(restoring.values, other.values)
         reference = other.measurement.values
     else:
         restoring.corruptions = _corruptions(pg, noise, run.values, position_dim)

@@ -115,7 +115,7 @@ def _factors(value: SourceValue) -> list[SourceValue]:
         given = refs_in(made.args[:2])
     else:
         return []
-    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_plumbing]
+    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_size]
     return tensors[:2]  # the third of a linear map is its bias
 
 
@@ -251,7 +251,7 @@ def head_layout(
         dims[path] = _dim(path, shape, count, _sequence_dim(pg, path, position_dim))
         _check_rows(path, shape, count, rows)
     _check_counts(pg, places, shapes, count)
-    _check_apart(places)
+    _check_heads_are_separate(places)
     return HeadLayout(count, dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
 
 
@@ -314,7 +314,7 @@ def _heads_around(pg: PatchableGraph, target: Target, shape: Shape) -> dict[int,
     return found
 
 
-def _check_apart(places: Mapping[str, Target]) -> None:
+def _check_heads_are_separate(places: Mapping[str, Target]) -> None:
     """Rejects values in which heads are mixed."""
     problems = []
     for path, target in places.items():

@@ -138,7 +138,7 @@ def path_patch(
     edges = _Edges(pg, {end.label: end for end in parts.values()}, receivers, held)
     inputs = inputs_of(corrupted)
     other = record(pg, inputs, [*edges.sending, *edges.held, *edges.receiving], metric)
-    check_same_shapes(run.values, other.values, ("clean", "corrupted"))
+    check_same_shapes(run.values, other.values)
     comparison = MetricRange(run.measurement.values, other.measurement.values, normalize)
     edges.record(inputs, run.values, other.values)
     edges.warn_of_unreached()

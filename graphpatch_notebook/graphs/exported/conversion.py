@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.export.unflatten import UnflattenedModule
 from torch.nn import Module, ModuleList
 
+from graphpatch_notebook.graphs.build import Structured, identifier
 from graphpatch_notebook.graphs.exported.groups import (
     Group,
     at,
@@ -266,23 +267,11 @@ def copied_into(graph: fx.Graph, source: fx.Graph, made: dict[fx.Node, fx.Node])
         if node.op == "output":
             return fx.node.map_arg(node.args[0], lambda n: made[n])
         if node.op != "placeholder":
-            made[node] = graph.node_copy(node, lambda n: made[n])
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: made[n])
+            copied = graph.create_node(node.op, node.target, args, kwargs, identifier(node.name), node.type)
+            copied.meta = dict(node.meta)
+            made[node] = copied
     raise AssertionError("a graph has an output")
-
-
-class Structured:
-    """Puts values together as a program does; a function that generated code can call."""
-
-    def __init__(self, structure: Any) -> None:
-        self.structure = structure
-        self.__name__ = self.__qualname__ = f"make_{getattr(structure.type, '__name__', 'output')}"
-        self.__module__ = __name__
-
-    def __call__(self, *leaves: Any) -> Any:
-        return structured(list(leaves), self.structure)
-
-    def __repr__(self) -> str:
-        return f"<{self.__name__}>"
 
 
 def _put_together(graph: fx.Graph, leaves: list[Any], structure: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.functions import function_name
-from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Kind, Node, OpNode, Ref, SourceLine
+from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Kind, Node, OpNode, SourceLine
 from graphpatch_notebook.graphs.copies import SavedSite
 from graphpatch_notebook.graphs.exported.conversion import CALLED, Converter
 from graphpatch_notebook.graphs.exported.groups import Group, at
@@ -75,17 +75,13 @@ class _FrameBuilder:
             if fx_node.op == "output":
                 break
             record = self._call(fx_node, frame, values) if CALLED in fx_node.meta else _record(fx_node, frame, values)
-            if isinstance(record, (OpNode, CallNode)):
-                refs = lambda leaf: Ref(records[leaf]) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
-                record.args = map_arguments(fx_node.args, refs)
-                record.kwargs = map_arguments(fx_node.kwargs, refs)
             records[fx_node] = record
             frame.nodes.append(record)
         returned = values.returned()
         spec = spec_of(returned)
         frame.nodes.append(Node(kind="output", op="output", target="output", spec=spec, base_name="output"))
         _mark_written(records)
-        _mark_plumbing(records)
+        _mark_sizes(records)
         _name(frame)
         for fx_node, record in records.items():
             fx_node.meta = {RECORD: record}
@@ -148,7 +144,7 @@ def _site(fx_node: fx.Node) -> SavedSite | None:
 # -- what follows from the whole graph ---------------------------------------------------------------------------------
 
 
-def _mark_plumbing(records: dict[fx.Node, Node]) -> None:
+def _mark_sizes(records: dict[fx.Node, Node]) -> None:
     """Marks nodes that only carry sizes, or that unpack or pack the values of other nodes."""
     for fx_node, record in records.items():
         holds_tensors = any(not isinstance(leaf, ScalarSpec) for _, leaf in leaves(record.spec))
@@ -156,12 +152,12 @@ def _mark_plumbing(records: dict[fx.Node, Node]) -> None:
         is_part = fx_node.target is operator.getitem and isinstance(first, fx.Node) and _is_taken_apart(first, records)
         is_structure = fx_node.op == "call_function" and fx_node.target in STRUCTURE_FUNCTIONS
         if record.kind in ("op", "attribute"):
-            record.is_plumbing = is_part or is_structure or not holds_tensors
+            record.is_size = is_part or is_structure or not holds_tensors
 
 
 def _is_taken_apart(container: fx.Node, records: dict[fx.Node, Node]) -> bool:
     record = records[container]
-    return record.kind in ("call", "input") or container.target in STRUCTURE_FUNCTIONS or record.is_plumbing
+    return record.kind in ("call", "input") or container.target in STRUCTURE_FUNCTIONS or record.is_size
 
 
 def _mark_written(records: dict[fx.Node, Node]) -> None:
@@ -211,7 +207,7 @@ def _name(frame: Frame) -> None:
     for several in calls.values():
         for call in several:
             call.call_count = len(several)
-    for node in sorted(frame.nodes, key=lambda n: 5 if n.is_plumbing else _RANKS[n.kind]):
+    for node in sorted(frame.nodes, key=lambda n: 5 if n.is_size else _RANKS[n.kind]):
         base = node.base_name
         if isinstance(node, CallNode):
             base = call_name(base) + (f"_{node.call_index}" if node.call_count > 1 else "")

@@ -134,7 +134,7 @@ def _notes_of_value(place: Location, node: Node, skeleton: Skeleton, row: int) -
         yield note
     if isinstance(spec, ScalarSpec) and spec.is_number:
         yield f"its value was {spec.value!r}"
-    if node.is_plumbing:
+    if node.is_size:
         has_tensors = any(isinstance(leaf, TensorSpec) for _, leaf in leaves(node.spec))
         why = "the code unpacks it" if has_tensors else "it only carries sizes"
         yield f"{why}: hidden from the tree, unless it is asked for"

@@ -20,7 +20,7 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.locations import Location
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
 from graphpatch_notebook.inspection.tree import is_clutter, is_shown, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import spec_label, visible
@@ -310,10 +310,10 @@ class _Rows:
             kind, spec = node.kind, node.spec
             if isinstance(node, CallNode):
                 op = type(node.frame.module).__name__
-                self._add_graph(node.name, op, node, node.frame, parent, SIZE * node.is_plumbing)
+                self._add_graph(node.name, op, node, node.frame, parent, SIZE * node.is_size)
                 continue
             flags = MUTATED * node.is_mutated_later + VIEW_FILLED * node.is_view_filled_later
-            if node.is_plumbing:
+            if node.is_size:
                 flags += SIZE
             op = node.op if kind == "op" else kind
             if type(spec) is TensorSpec:  # most nodes; the general code takes twice as long
@@ -321,7 +321,7 @@ class _Rows:
                 if number is None:
                     number = self._number_of(spec)
                 if kind == "constant":
-                    flags += 0 if node.is_plumbing else HIDDEN
+                    flags += 0 if node.is_size else HIDDEN
                 elif node.is_live:
                     flags += PATCHABLE
                 add(node.name, op, _NUMBERS[kind], number, flags, node, parent)
@@ -332,7 +332,7 @@ class _Rows:
         spec, can_be_patched = node.spec, is_patchable(node)
         is_absent = node.kind == "input" and isinstance(spec, ScalarSpec) and spec.value is None
         own = flags | PATCHABLE * (can_be_patched and (is_absent or _is_leaf(spec)))
-        own |= HIDDEN * (not node.is_plumbing and not is_shown(node))
+        own |= HIDDEN * (not node.is_size and not is_shown(node))
         row = self._add(node.name, op, _NUMBERS[node.kind], self._number_of(spec), own, node, parent)
         if is_absent:
             self.absent_count += can_be_patched
@@ -348,7 +348,7 @@ class _Rows:
                 continue
             texts.add(text)
             own = flags if _is_leaf(spec) else flags & ~PATCHABLE
-            own |= HIDDEN * (not node.is_plumbing and is_clutter(spec))
+            own |= HIDDEN * (not node.is_size and is_clutter(spec))
             row = self._add(text, "item", _ITEM, self._number_of(spec), own, node, parent)
             if isinstance(spec, ContainerSpec):
                 self._add_items(spec, node, flags, row)

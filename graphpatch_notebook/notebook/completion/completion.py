@@ -464,7 +464,7 @@ def _children(here: Location, prefix: str, patchable: bool) -> Iterator[Location
         yield child
     if not found and here.graph is not None:  # sizes are only offered for their own names
         nodes = here.graph.names
-        sizes = (here.child(name) for name in names if name.startswith(prefix) and nodes[name].is_plumbing)
+        sizes = (here.child(name) for name in names if name.startswith(prefix) and nodes[name].is_size)
         yield from (child for child in sizes if child is not None and _leads_to_patchable(child))
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from graphpatch_notebook.capture.recorder import FrameCount, frame_count
+from graphpatch_notebook.capture import FrameCount, frame_count
 from graphpatch_notebook.interrupts import holding
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from graphpatch_notebook.notebook.export.source_parts import (
     Needs,
     as_name,
     as_source,
-    by_path,
     call_arguments,
     in_order,
     is_name,
@@ -45,6 +44,7 @@ from graphpatch_notebook.notebook.export.source_parts import (
 )
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import by_value
 from graphpatch_notebook.patches.slices import index_text
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_compiled
@@ -230,7 +230,7 @@ def hook_plans(patches: Sequence[ChosenPatch], root: Frame, model: str, argument
     """
     problems: list[str] = list(_problems_of_graph(root))
     plans: dict[tuple[int, HookSide], HookPlan] = {}
-    for path, on_path in by_path(patches).items():
+    for path, on_path in by_value(root, patches).items():
         try:
             target = resolve(root, path)
         except Unresolvable as problem:

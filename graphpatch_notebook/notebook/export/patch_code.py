@@ -20,7 +20,6 @@ from graphpatch_notebook.notebook.export.source_parts import (
     Needs,
     arguments_in,
     as_source,
-    by_path,
     call_arguments,
     in_order,
     is_name,
@@ -36,7 +35,7 @@ from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, Chose
 from graphpatch_notebook.notebook.session.expressions import without_syntax_warnings
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.patch_kinds import FLAGS
-from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.session import Session, by_value
 from graphpatch_notebook.notebook.session.slices import parse_slice
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch
@@ -108,6 +107,7 @@ class _Export:
     def __init__(self, patches: tuple[ChosenPatch, ...], origin: Origin, root: Frame, wrap: bool) -> None:
         self.patches = patches
         self.origin = origin
+        self.root = root
         self.wrap = wrap
         self.arguments = call_arguments(origin, root, {str(p.name) for p in patches})
         # The call that makes the graph, which may have options.
@@ -175,7 +175,7 @@ class _Export:
 
     def context(self) -> str:
         """Returns the `with` statement with the call in it."""
-        entries = [self._entry(path, patches) for path, patches in by_path(self.patches).items()]
+        entries = [self._entry(path, patches) for path, patches in by_value(self.root, self.patches).items()]
         call = bracketed(f"{self.result} = {self.origin.graph}(", self.arguments.sources, ")", WIDTH - 4)
         head = bracketed(f"with {self.origin.graph}.patch({{", entries, "}):")
         return block(head, [*unknown_inputs(self.origin), call])

@@ -207,14 +207,6 @@ def last_words(path: str) -> list[str]:
 _EMPTY = inspect.Parameter.empty
 
 
-def by_path(patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
-    """Returns the patches by path, as in a patch map."""
-    found: dict[str, list[ChosenPatch]] = {}
-    for patch in patches:
-        found.setdefault(patch.path, []).append(patch)
-    return found
-
-
 def is_name(text: str | None) -> bool:
     """Whether a text is the name of a variable."""
     return text is not None and text.strip().isidentifier()

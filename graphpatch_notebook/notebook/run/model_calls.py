@@ -280,7 +280,7 @@ class ModelCalls:
             KeyboardInterrupt: The job was interrupted.
             Exception: Any error that the model raises.
         """
-        with _turn(job), self._settings.applied():
+        with _alone(job), self._settings.applied():
             try:
                 return self._all(job, has_gradients=False)
             except RuntimeError as error:
@@ -296,7 +296,7 @@ class ModelCalls:
             for position, patch_map in enumerate(self._patch_maps, 1):
                 output = self._call(job, patch_map, results)
                 is_last = position == len(self._patch_maps)
-                results.outputs.append(state.separated(output) if is_last else _apart(output, results))
+                results.outputs.append(state.separated(output) if is_last else _copied(output, results))
                 self._take(self._count.done, state.separated)
                 state.restore()
                 self._count.done += 1
@@ -331,7 +331,7 @@ class ModelCalls:
 
 
 @contextmanager
-def _turn(job: Job[Any]) -> Iterator[None]:
+def _alone(job: Job[Any]) -> Iterator[None]:
     """Waits for the calls of other sessions, which may use the same model, and share the random generators."""
     # Not within `interruptibly`: an interrupt right after `acquire` would leave the lock locked.
     while not _one_at_a_time.acquire(timeout=_MOMENT):
@@ -342,7 +342,7 @@ def _turn(job: Job[Any]) -> Iterator[None]:
         _one_at_a_time.release()
 
 
-def _apart(output: Any, results: CallResults) -> Any:
+def _copied(output: Any, results: CallResults) -> Any:
     """Returns a copy of an output, since the next call may write into the same tensors."""
     try:
         return copied_output(output)

@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import PatchValueError
+from graphpatch_notebook.execution import is_part_of_splice
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.display.statistics import (
@@ -160,7 +161,7 @@ def _compare(change: dict[str, Any], before: Tensor, after: Tensor) -> list[str]
         if found is not None and found.finite < found.count:
             kinds = [f"{found.nan} NaN"] * bool(found.nan) + [f"{found.infinite} infinite"] * bool(found.infinite)
             notes.append(f"{what} the patches {' and '.join(kinds)} of {found.count}")
-    if not before.is_floating_point() and _is_beyond_doubles(before, after):
+    if not before.is_floating_point() and _exceeds_float64(before, after):
         notes.append("integers beyond 2**53 are rounded")
     elif notes:
         notes.append("differences count only entries that are finite in both")
@@ -184,7 +185,7 @@ def compared(before: Any, after: Any) -> dict[str, Any]:
     return {**change, "note": "; ".join(dict.fromkeys(notes)) or None}
 
 
-def _is_beyond_doubles(*tensors: Tensor) -> bool:
+def _exceeds_float64(*tensors: Tensor) -> bool:
     found = [summary(tensor) for tensor in tensors if tensor.dtype in (torch.int64, torch.uint64)]
     return any(abs(end) > 2**53 for one in found for end in (one.minimum, one.maximum) if end is not None)
 
@@ -298,13 +299,13 @@ class KeptValue:
         return {**report, **shown_value(shown, labels if self.chosen.slice is None else None, buffers)}
 
 
-def apart_from_weights(value: Any, model: Module) -> Any:
+def with_copied_weights(value: Any, model: Module) -> Any:
     """Returns a value with copies in place of parameters of the model and views of them.
 
     A user who writes into the variable of a probe does not mean to change the model.
     """
     if isinstance(value, list):
-        return [apart_from_weights(one, model) for one in value]
+        return [with_copied_weights(one, model) for one in value]
     if not isinstance(value, Tensor):
         return value
     is_weight = isinstance(value, Parameter) or any(_share_memory(value, weight) for weight in model.parameters())
@@ -361,7 +362,9 @@ class ProbedCalls:
         self._without: list[KeptValue] = []
         if not resolved.observing or all(one.definition.keeps is not None for one in chosen.enabled):
             return
-        self.unpatched = [(one, one.patch(namespace)) for one, _ in resolved.observing]
+        # Parts of splices do not exist without the splices.
+        in_model = [one for one, _ in resolved.observing if not is_part_of_splice(root, one.path)]
+        self.unpatched = [(one, one.patch(namespace)) for one in in_model]
         probes: dict[str, list[Patch[Any]]] = {}
         for one, patch in self.unpatched:
             probes.setdefault(one.path, []).append(patch)
@@ -378,7 +381,9 @@ class ProbedCalls:
     def reports(self, kept: list[KeptValue], labels: TokenLabels | None, buffers: Buffers) -> list[dict[str, Any]]:
         """Returns the `ProbeReport`s of the front end, given the values of the last call."""
         reports = [one.report(labels, buffers) for one in kept]
-        changes = [probe_change(*pair) for pair in zip(self._without, kept, strict=False)] or [None] * len(kept)
+        before = {one.chosen.number: one for one in self._without}
+        pairs = [(before.get(one.chosen.number), one) for one in kept]
+        changes = [None if first is None else probe_change(first, second) for first, second in pairs]
         return [{**report, "change": change} for report, change in zip(reports, changes, strict=True)]
 
 

@@ -34,7 +34,7 @@ from graphpatch_notebook.notebook.run.model_calls import (
     inputs_for_run,
     no_inputs,
 )
-from graphpatch_notebook.notebook.run.run_report import Buffers, KeptValue, ProbedCalls, apart_from_weights, changes
+from graphpatch_notebook.notebook.run.run_report import Buffers, KeptValue, ProbedCalls, changes, with_copied_weights
 from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Results, Workspace
@@ -202,7 +202,7 @@ class Runs:
 
         def take(position: int, separate: Separate) -> None:
             def apart(value: Any) -> Any:
-                return apart_from_weights(separate(value), model)
+                return with_copied_weights(separate(value), model)
 
             if position == count.total - 1:
                 kept[:] = [KeptValue.of(one, patch, names, apart) for one, patch in resolved.observing]

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 T = TypeVar("T")

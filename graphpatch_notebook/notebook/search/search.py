@@ -14,7 +14,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find as find_components
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.nodes import NodeMap, NodeMeta, NodeRows
+from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows
 from graphpatch_notebook.inspection.resolution import nearest_paths
 from graphpatch_notebook.notebook.display.labels import op_label, source_label, value_label
 from graphpatch_notebook.notebook.display.tables import Column, Table
@@ -173,7 +173,7 @@ class NodeColumns:
             above: Frame | None = frame
             while above is not None and id(above) not in seen:
                 seen.add(id(above))
-                yield from (node.name for node in above.nodes if not node.is_plumbing)
+                yield from (node.name for node in above.nodes if not node.is_size)
                 above = above.parent
 
     def words_from(self, prefix: str) -> list[str]:
@@ -241,7 +241,7 @@ class NodeColumns:
             case "opaque":
                 return lambda at: rows.frames[at].opaque_reason is not None
             case "size":
-                return lambda at: rows.nodes[at].is_plumbing
+                return lambda at: rows.nodes[at].is_size
             case "tensor":
                 return lambda at: isinstance(rows.specs[at], TensorSpec)
             case "number":
@@ -264,17 +264,17 @@ class NodeIndex:
     @property
     def all_nodes(self) -> NodeColumns:
         """All nodes that can be patched."""
-        return self._of("all", with_plumbing=True)
+        return self._of("all", with_sizes=True)
 
     @property
     def without_sizes(self) -> NodeColumns:
         """The nodes that carry more than sizes."""
-        return self._of("without sizes", with_plumbing=False)
+        return self._of("without sizes", with_sizes=False)
 
     @property
     def sizes(self) -> NodeColumns:
         """The nodes that carry only sizes."""
-        return self._of("sizes", only_plumbing=True)
+        return self._of("sizes", only_sizes=True)
 
     def prepare(self) -> None:
         """Computes the texts that plain words are searched in, so that the first query does not wait for them."""

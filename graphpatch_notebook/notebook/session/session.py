@@ -13,15 +13,17 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
+from graphpatch_notebook.execution import is_part_of_splice
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, UntrustedFile, names_used
@@ -29,6 +31,8 @@ from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.slices import Sliced, sliced_shape
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patches.slices import index_text
+from graphpatch_notebook.patches.splices import SplicePatch
 from graphpatch_notebook.paths import ParsedPath, numbered, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
 
@@ -292,16 +296,28 @@ class Session:
         Raises:
             ChosenPatchError: It cannot be applied; `field` is the field that is wrong.
         """
+        there = tuple(self._chosen.patches if others is None else others)
+        root = captured(self.graph).root
         try:
-            target = resolve(captured(self.graph).root, patch.path)
+            target = resolve(root, patch.path)
         except Unresolvable as problem:
-            raise ChosenPatchError("path", problem.message) from None
+            if not is_part_of_splice(root, patch.path):
+                raise ChosenPatchError("path", problem.message) from None
+            check_name(patch, there, self.origin)
+            return Check(patch, None, None, self._doubt_of_splice(patch, there) or check_uses(patch, there))
         shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None
         sliced = _sliced(patch, target, shape)
-        there = tuple(self._chosen.patches if others is None else others)
         check_name(patch, there, self.origin)
         warned = [warning for warning in (sliced.warning, check_uses(patch, there)) if warning]
         return Check(replace(patch, path=target.text), shape, sliced.shape, "; ".join(warned) or None)
+
+    def _doubt_of_splice(self, patch: ChosenPatch, others: Iterable[ChosenPatch]) -> str | None:
+        """Returns what is missing for a patch on a part of a splice: a chosen splice, or one that the graph has."""
+        splices = (one for one in others if one.definition.patch is SplicePatch)
+        known = [f"{one.path}{mark}{SplicePatch.name}." for one in splices for mark in "|."]
+        if captured(self.graph).permanent or patch.path.startswith(tuple(known)):
+            return None
+        return f"there is no splice for {patch.path!r} yet: choose one (splice PATH SAE), or enter its context first"
 
     def free_name(self, path: str, taken: Container[str] = ()) -> str:
         """Returns a name for the variable of a probe: the end of the path, with a number if that name is taken.
@@ -344,22 +360,40 @@ class Session:
             SessionError: Some values cannot be evaluated; one error for all of them. No patch was applied.
         """
         patch_map: dict[str, list[Patch[Any]]] = {}
+        enabled = (self._chosen if chosen is None else chosen).enabled
+        names = {
+            one.number: text for text, same in by_value(captured(self.graph).root, enabled).items() for one in same
+        }
         observing: list[tuple[ChosenPatch, Patch[Any]]] = []
         problems: list[str] = []
         cause: Exception | None = None
-        for one in (self._chosen if chosen is None else chosen).enabled:
+        for one in enabled:
             try:
                 patch = one.patch(namespace)
             except Exception as error:
                 cause = cause or error
                 problems.append(f"#{one.number} ({visible(str(one))}): {type(error).__name__}: {error}")
                 continue
-            patch_map.setdefault(one.path, []).append(patch)
+            patch_map.setdefault(names[one.number], []).append(patch)
             if one.definition.keeps is not None:
                 observing.append((one, patch))
         if problems:
             raise SessionError("; ".join(problems)) from cause
         return ResolvedPatches(patch_map, tuple(observing))
+
+
+def by_value(root: Frame, patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
+    """Returns the patches by the value that they are on, as in a patch map: by the first of its names that is used."""
+    names: dict[tuple[str, str], str] = {}
+    found: dict[str, list[ChosenPatch]] = {}
+    for patch in patches:
+        try:
+            target = resolve(root, patch.path)
+            value = (target.path, index_text(target.index) if target.index else "")
+        except Unresolvable:  # a part of a splice; all else is reported when the patches are used
+            value = (patch.path, "")
+        found.setdefault(names.setdefault(value, patch.path), []).append(patch)
+    return found
 
 
 def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sliced:

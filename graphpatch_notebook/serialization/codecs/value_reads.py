@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphpatch_notebook.capture.data_loops import PARTS, part_count_by_values
-from graphpatch_notebook.capture.doubts import Reason
+from graphpatch_notebook.capture import PART_FUNCTIONS, Reason, part_count_by_values
 from graphpatch_notebook.capture.functions import VALUE_READS
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import StoredFormError
@@ -25,7 +24,7 @@ _OPS = {name.strip("_"): name for name in VALUE_READS - {"tolist", "numpy", "__a
 def has_only_reads(frame: Frame) -> bool:
     """Whether the only doubts about the graph of `frame` are values that it reads and that can be compared."""
     return bool(frame.doubts) and all(
-        doubt.reason in (Reason.READS_VALUE, Reason.COUNTS_PARTS) and doubt.what in {*_OPS, *PARTS}
+        doubt.reason in (Reason.READS_VALUE, Reason.COUNTS_PARTS) and doubt.what in {*_OPS, *PART_FUNCTIONS}
         for doubt in frame.doubts
     )
 

@@ -69,7 +69,7 @@ def test_linear_models_are_attributed_exactly() -> None:
     # The view in `hidden[:, 0] *= 3.0`: what is written into it goes to `hidden` itself.
     assert list(scores.attrs["skipped"]) == ["getitem"]
     assert scores.sizes["path"] == len(
-        [node for node in pg.nodes.values() if node.dtype == torch.float64 and not node.is_plumbing]
+        [node for node in pg.nodes.values() if node.dtype == torch.float64 and not node.is_size]
     )
     scores = scores.dropna("path")
     expected = [exact(pg, metric, clean, corrupted, path) for path in scores.coords["path"].values.tolist()]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphpatch_notebook import AddPatch, CustomPatch, Patch, ProbePatch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.inspection.nodes import NodeMeta
+from graphpatch_notebook.inspection.node_map import NodeMeta
 from tests.laws.captures import Capture
 
 PatchMap = dict[str, Any]
@@ -40,7 +40,7 @@ def cells_of(capture: Capture, purpose: str, *, same_sizes: bool = True, nodes: 
 
 def chosen_nodes(capture: Capture, rng: random.Random, count: int) -> list[NodeMeta]:
     """Returns nodes of each kind, none of which only carries sizes."""
-    nodes = [meta for meta in capture.pg.nodes.values() if not meta.is_plumbing and not _is_unrepeatable(meta)]
+    nodes = [meta for meta in capture.pg.nodes.values() if not meta.is_size and not _is_unrepeatable(meta)]
     kinds: list[Callable[[NodeMeta], bool]] = [
         lambda meta: meta.kind == "output" and meta.frame_path != "" and _is_float(meta),
         lambda meta: meta.kind == "op" and meta.frame_path != "" and _is_float(meta),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ pytestmark = [
 
 def patches_everywhere(pg: PatchableGraph, steps: int = 12) -> list[dict[str, Any]]:
     """Returns cells that patch each node, the ones in the middle first, each in several of these ways."""
-    paths = [path for path, meta in pg.nodes.items() if not meta.is_plumbing and not meta.is_view_filled_later]
+    paths = [path for path, meta in pg.nodes.items() if not meta.is_size and not meta.is_view_filled_later]
     paths = [path for path in paths if pg.nodes[path].shape is not None] or paths
     maps: list[dict[str, Any]] = []
     for number, path in enumerate(paths[:: max(1, len(paths) // steps)]):
@@ -63,38 +62,6 @@ def doubled(value: Tensor) -> Tensor:
     return value * 2
 
 
-def compare(
-    build: Callable[[], nn.Module],
-    call: Call,
-    batch: Any,
-    metric: Callable[[Any], Any] | None = None,
-    maps_of: Callable[[PatchableGraph], list[dict[str, Any]]] = patches_everywhere,
-    tolerance: float = TOLERANCE,
-    training: bool = False,
-) -> Any:
-    """Compares a sweep of a new model with the loop on an equal one; returns the sweep."""
-
-    def captured() -> PatchableGraph:
-        example = copy_call(call)
-        seed_all(2)
-        return PatchableGraph(seeded(build, training=training), *example.args, **example.kwargs)
-
-    sizes: list[int] = []
-    if metric is None:
-        with torch.no_grad():
-            sizes = [len(leaf) for leaf in leaves_of(copy_call(call).run(captured()))]
-        metric = Everything(sum(sizes))
-    pg = captured()
-    unpatched = captured()
-    seed_all(3)
-    expected = looped(pg, maps_of(pg), lambda: copy_call(call), metric, unpatched=unpatched)
-    other = captured()
-    seed_all(3)
-    found = swept(other, maps_of(other), copy_call(call), metric, batch=batch)
-    assert disagreement(expected, found, 0.0 if batch is None else tolerance, sizes) is None, found.remarks
-    return found
-
-
 MODELS = [*INTERACTING, *ELSEWHERE, *STATEFUL, *ALIASED]
 MODELS = [(kind, call) for kind, call in MODELS if kind not in UNREPEATABLE]
 
@@ -107,9 +74,27 @@ def test_of_models_that_never_give_the_same_this_is_said(kind: type[nn.Module], 
     assert found.remarks
 
 
-@pytest.mark.parametrize("batch", [None, "auto", pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("batches", [(None, "auto"), pytest.param((4,), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize(
     ("kind", "call"), MODELS, ids=[f"{kind.__name__}-{number}" for number, (kind, call) in enumerate(MODELS)]
 )
-def test_sweeps_equal_loops(kind: type[nn.Module], call: Call, batch: Any) -> None:
-    compare(kind, call, batch, training=kind is TrainedNorm)
+def test_sweeps_equal_loops(kind: type[nn.Module], call: Call, batches: tuple[Any, ...]) -> None:
+    """Each sweep runs on a new model, equal to that of the loop."""
+
+    def captured() -> PatchableGraph:
+        example = copy_call(call)
+        seed_all(2)
+        return PatchableGraph(seeded(kind, training=kind is TrainedNorm), *example.args, **example.kwargs)
+
+    with torch.no_grad():
+        sizes = [len(leaf) for leaf in leaves_of(copy_call(call).run(captured()))]
+    metric = Everything(sum(sizes))
+    pg, unpatched = captured(), captured()
+    seed_all(3)
+    expected = looped(pg, patches_everywhere(pg), lambda: copy_call(call), metric, unpatched=unpatched)
+    for batch in batches:
+        other = captured()
+        seed_all(3)
+        found = swept(other, patches_everywhere(other), copy_call(call), metric, batch=batch)
+        tolerance = 0.0 if batch is None else TOLERANCE
+        assert disagreement(expected, found, tolerance, sizes) is None, f"{batch=}, {found.remarks}"

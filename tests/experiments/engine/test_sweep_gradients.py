@@ -100,7 +100,7 @@ def paths_of(pg: PatchableGraph, count: int) -> list[str]:
         path
         for path, meta in pg.nodes.items()
         if meta.kind in ("op", "output", "input") and meta.shape and meta.dtype == torch.float32
-        and not meta.is_plumbing and not meta.is_mutated_later and meta.frame_path
+        and not meta.is_size and not meta.is_mutated_later and meta.frame_path
     ]  # fmt: skip
     return paths[:: max(1, len(paths) // count)][:count]
 

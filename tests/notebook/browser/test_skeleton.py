@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import CompiledGraphModule, ExtractionOptions, PatchableGraph, UnknownPathError
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.browser import skeleton as skeletons
 from graphpatch_notebook.notebook.browser.skeleton import (
@@ -79,7 +79,7 @@ def check_laws(pg: PatchableGraph) -> None:
         row = by_path[path]
         flags = columns["flags"][row]
         assert flags & PATCHABLE
-        assert bool(flags & SIZE) == meta.is_plumbing
+        assert bool(flags & SIZE) == meta.is_size
         assert kinds[row] in (meta.kind, "item")
     for path, row in by_path.items():
         if columns["flags"][row] & PATCHABLE:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
 from graphpatch_notebook.notebook.browser.static_tree import MOST_BYTES, StaticTree, entry_of
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch

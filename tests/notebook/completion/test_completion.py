@@ -402,7 +402,7 @@ def test_taking_offers_leads_to_every_value_that_can_be_patched(name: str) -> No
     targets = [resolve(root, path) for path in offered]  # which raises where it leads to nothing
     given = {target.path for target in targets if target.path in pg.nodes}
     assert all(target.node.kind == "input" for target in targets if target.path not in pg.nodes)
-    hidden = {path for path, meta in pg.nodes.items() if meta.is_plumbing or not is_child(resolve(root, path).node)}
+    hidden = {path for path, meta in pg.nodes.items() if meta.is_size or not is_child(resolve(root, path).node)}
     assert given == set(pg.nodes) - hidden
 
 

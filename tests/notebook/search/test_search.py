@@ -66,7 +66,7 @@ def is_opaque(meta: NodeMeta) -> bool:
 IS: dict[str, Callable[[NodeMeta], bool]] = {
     "patched": lambda meta: meta.path in PATCHED,
     "opaque": is_opaque,
-    "size": lambda meta: meta.is_plumbing,
+    "size": lambda meta: meta.is_size,
     "tensor": lambda meta: meta.shape is not None,
     "number": lambda meta: meta.shape is None,
     **{kind: lambda meta, kind=kind: meta.kind == kind for kind in ("input", "parameter", "buffer", "op", "output")},
@@ -125,7 +125,7 @@ def test_find_is_the_plain_reading_of_the_grammar(query: list[tuple[Written, boo
     expected = [
         path
         for path, meta in pg.nodes.items()
-        if (shows_sizes or not meta.is_plumbing) and all(term.means(meta) is not out for term, out in query)
+        if (shows_sizes or not meta.is_size) and all(term.means(meta) is not out for term, out in query)
     ]
     found = find(pg, text, PATCHED)
     assert found.paths == expected

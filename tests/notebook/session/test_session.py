@@ -482,3 +482,53 @@ def test_an_origin_names_what_it_is_made_from(origin: Origin, names: set[str]) -
 def test_an_origin_is_python(texts: tuple[Any, ...]) -> None:
     with pytest.raises(SessionError):
         Origin(*texts)
+
+
+def test_patches_are_grouped_by_value_and_parts_of_splices_can_be_chosen() -> None:
+    class Block(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
+    class Sae(nn.Linear):
+        def encode(self, value: Tensor) -> Tensor:
+            return torch.relu(self(value))
+
+        def decode(self, latents: Tensor) -> Tensor:
+            return latents @ self.weight
+
+    torch.manual_seed(0)
+    model, x, sae = nn.Sequential(Block(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))), torch.randn(1, 3, 4), Sae(4, 6)
+    graph = PatchableGraph(model, x)
+    component = graph.components["layers[0].mlp_out"]
+    session = Session(graph)
+    for path, kind, value in (
+        (component.path, "add", "1.0"),
+        (component.name, "zero", None),
+        (component.path, "add", "2.0"),
+    ):
+        session.add(ChosenPatch(path, kind, value=value))
+    (patches,) = session.resolve({}).patch_map.values()
+    assert [type(patch).__name__ for patch in patches] == ["AddPatch", "ZeroPatch", "AddPatch"]
+    with graph.patch(session.resolve({}).patch_map):
+        assert torch.equal(graph(x), x + 2.0)
+    session.clear()
+    latents = f"{component.path}|sae.latents"
+    wanted = ChosenPatch(latents, "zero", slice="..., 2")
+    assert "there is no splice" in (session.check(wanted).warning or "")
+    session.add(ChosenPatch(component.path, "splice", value="sae"))
+    assert session.check(wanted).warning is None
+    session.add(wanted)
+    session.add(ChosenPatch(latents, "probe", name="kept"))
+    resolved = session.resolve({"sae": sae})
+    with torch.no_grad(), graph.patch(resolved.patch_map):
+        found = graph(x)
+    ((_, probe),) = resolved.observing
+    with torch.no_grad():
+        value = model[0][2](model[0][1](model[0][0](x)))
+        cut = sae.encode(value)
+        change = -cut[..., 2:3] * sae.weight[2]
+        cut[..., 2] = 0
+    assert torch.equal(probe.activation, cut)
+    assert torch.allclose(found, x + value + change, atol=1e-6)
+    with pytest.raises(ChosenPatchError, match="no 'latent'|not a container"):
+        session.add(ChosenPatch(f"{component.path}|sae.latent", "zero"))

@@ -36,7 +36,7 @@ class NodeMeta:
         value: The value, as the tree shows it: `Tensor(3, 2)`, `int(5)`.
         frame_path: The path of the graph that the node is in; empty for the root.
         module_class: The name of the class of the user's module that this is the graph of.
-        is_plumbing: Whether the value only carries sizes; the tree hides it.
+        is_size: Whether the value only carries sizes; the tree hides it.
         is_mutated_later: Whether the model writes into this tensor after the node.
         is_view_filled_later: Whether that tensor is a view, so that a patch of it is cut off from its base.
         opens: The function that runs step by step in calls in which this value is patched or probed, as it is one of
@@ -60,7 +60,7 @@ class NodeMeta:
     value: str
     frame_path: str
     module_class: str
-    is_plumbing: bool
+    is_size: bool
     is_mutated_later: bool
     is_view_filled_later: bool
     opens: str | None
@@ -177,10 +177,10 @@ class NodeRows:
     specs: list[ValueSpec] = field(default_factory=list)
 
     @classmethod
-    def of(cls, root: Frame, *, with_plumbing: bool = True, only_plumbing: bool = False) -> NodeRows:
-        """Returns the rows of the capture whose root frame is `root`; with `only_plumbing`, no others."""
+    def of(cls, root: Frame, *, with_sizes: bool = True, only_sizes: bool = False) -> NodeRows:
+        """Returns the rows of the capture whose root frame is `root`; with `only_sizes`, no others."""
         rows = cls()
-        states = (True,) if only_plumbing else (False, True) if with_plumbing else (False,)
+        states = (True,) if only_sizes else (False, True) if with_sizes else (False,)
         rows._add_frame(root, "", states)
         return rows
 
@@ -191,7 +191,7 @@ class NodeRows:
             if node.kind == "call":
                 if isinstance(node, CallNode):
                     self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", states)
-            elif node.is_plumbing in states and is_patchable(node):
+            elif node.is_size in states and is_patchable(node):
                 path, spec = prefix + format_segment(node.name), node.spec
                 if type(spec) is TensorSpec:  # nearly all rows, and a loop would take twice as long
                     add_path(path)
@@ -231,7 +231,7 @@ def _meta(path: str, frame: Frame, node: Node, spec: ValueSpec) -> NodeMeta:
         value=str(spec),
         frame_path=format_path(frame.path),
         module_class=type(frame.module).__name__,
-        is_plumbing=node.is_plumbing,
+        is_size=node.is_size,
         is_mutated_later=node.is_mutated_later,
         is_view_filled_later=node.is_view_filled_later,
         opens=None if node.composite is None else node.composite.name,

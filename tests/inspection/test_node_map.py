@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import resolve
 from tests.frames import FrameBuilder, layered_frame, tensor, tuple_frame
 from tests.work import lines_run
@@ -36,7 +36,7 @@ def test_meta_says_what_is_known_of_a_value(nodes):
     assert (meta.path, meta.name, meta.kind, meta.op) == ("linear_1.weight", "weight", "parameter", "weight")
     assert (meta.shape, meta.dtype, meta.device) == (torch.Size([3, 2]), torch.float32, torch.device("cpu"))
     assert (meta.value, meta.frame_path, meta.module_class) == ("Tensor(3, 2)", "linear_1", "Linear")
-    assert not meta.is_plumbing
+    assert not meta.is_size
     assert not meta.is_mutated_later
     assert not meta.is_view_filled_later
     with pytest.raises(FrozenInstanceError):
@@ -65,15 +65,15 @@ def test_numbers_have_entries_and_what_cannot_be_patched_has_none():
     root.input("flag", True)
     root.input("cache", object())
     root.add("constant", "table", tensor(4))
-    root.op("size", 2, is_plumbing=True, is_live=False)
-    root.op("length", 2, is_plumbing=True)
+    root.op("size", 2, is_size=True, is_live=False)
+    root.op("length", 2, is_size=True)
     root.op("filled", tensor(2), is_mutated_later=True, is_view_filled_later=True)
     root.output({"a": [torch.ones(2), None, 3], "b.c": torch.ones(1), "note": "text"})
     nodes = NodeMap(root.frame)
     assert list(nodes) == ["x", "scale", "flag", "length", "filled", "output|a.sub_0", "output|a.sub_2", 'output|"b.c"']
     assert (nodes["scale"].shape, nodes["scale"].dtype, nodes["scale"].device) == (None, None, None)
     assert nodes["scale"].value == "float(0.5)"
-    assert nodes["length"].is_plumbing
+    assert nodes["length"].is_size
     assert nodes["filled"].is_mutated_later
     assert nodes["filled"].is_view_filled_later
 
