@@ -362,7 +362,7 @@ class _GradientRun:
         self._fraction = fraction
         self._probes = {path: ProbePatch() for path in reads}
         begins: dict[str, Patch[Any]] = {
-            path: CustomPatch(custom_op=lambda value, clean=clean: self._begin(value, clean), requires_clone=False)
+            path: CustomPatch(custom_op=functools.partial(self._begin, clean=clean), requires_clone=False)
             for path, clean in starts.items()
         }
         self.patches: dict[str, Patch[Any]] = {**begins, **self._probes}

@@ -226,8 +226,8 @@ class Stream:
         read = self.values[norm.path]
         count = len(change)
         stacked = (rows_of(read) + change).reshape(count * len(read), *read.shape[1:])
-        before = norm.function(read)
-        return norm.function(stacked).reshape(change.shape) - rows_of(before)  # type: ignore[no-any-return]
+        after: Tensor = norm.function(stacked)
+        return after.reshape(change.shape) - rows_of(norm.function(read))
 
 
 @dataclass(eq=False)
