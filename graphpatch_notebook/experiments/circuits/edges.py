@@ -28,7 +28,7 @@ from graphpatch_notebook.experiments.attribution.gradient_runs import _number
 from graphpatch_notebook.experiments.attribution.rules import Method, check_method, rules_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
-from graphpatch_notebook.experiments.circuits.stream import Norm, Sum, Term, Writer, index_of, rows_of
+from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Term, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
@@ -455,7 +455,7 @@ class Deltas:
         def total(term: Term) -> Tensor:
             source = term.source
             if id(source) not in totals:
-                if isinstance(source, Norm):
+                if isinstance(source, NormOfSum):
                     one, other = (source.function(run.values[source.path]) for run in (self._clean, self._corrupted))
                     totals[id(source)] = rows_of(one - other)
                 else:
@@ -543,14 +543,14 @@ class _Backwards:
                 yield name, gradient[:, columns] @ weight[:, columns].T
 
     def _walk(self, names: Sequence[str], source: Sum, stacked: Tensor) -> None:
-        waiting: dict[int, tuple[Norm, Tensor]] = {}
+        waiting: dict[int, tuple[NormOfSum, Tensor]] = {}
         self._meet(names, source, stacked, waiting)
         while waiting:
             norm, gradient = waiting.pop(max(waiting))
             self._meet(names, norm.source, self._through(norm, gradient), waiting)
 
     def _meet(
-        self, names: Sequence[str], source: Sum, gradient: Tensor, waiting: dict[int, tuple[Norm, Tensor]]
+        self, names: Sequence[str], source: Sum, gradient: Tensor, waiting: dict[int, tuple[NormOfSum, Tensor]]
     ) -> None:
         direct = []
         for term in source:
@@ -573,7 +573,7 @@ class _Backwards:
             scores = _wide(gradient).flatten(1) @ _wide(delta).flatten(1).T
             self._found.values[rows, columns] += scores.detach().cpu().double().numpy() / self._count
 
-    def _through(self, norm: Norm, gradient: Tensor) -> Tensor:
+    def _through(self, norm: NormOfSum, gradient: Tensor) -> Tensor:
         """Returns gradients at what a norm reads, from those of its result."""
         rules = rules_of(self._method)
         if self._method == "secant":

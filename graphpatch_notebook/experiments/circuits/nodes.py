@@ -14,7 +14,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.stream import (
     LinearPaths,
     NoPathError,
-    Norm,
+    NormOfSum,
     Sum,
     Writer,
     boundary_path,
@@ -100,13 +100,13 @@ def nodes_of(root: Frame, *, heads: bool = True) -> Nodes:
     return found
 
 
-def norms_in(source: Sum) -> list[Norm]:
+def norms_in(source: Sum) -> list[NormOfSum]:
     """Returns all norms that a sum passes through, in order of execution."""
-    found: dict[int, Norm] = {}
+    found: dict[int, NormOfSum] = {}
     waiting = [source]
     while waiting:
         for term in waiting.pop():
-            if isinstance(term.source, Norm) and term.source.number not in found:
+            if isinstance(term.source, NormOfSum) and term.source.number not in found:
                 found[term.source.number] = term.source
                 waiting.append(term.source.source)
     return [found[number] for number in sorted(found)]
@@ -287,7 +287,7 @@ class _Finder:
         write, flow = each.write, self._flow
         candidates = [write.state]
         if write.norm is not None:
-            normed = flow.outputs(write.norm)[0]
+            normed = write.norm.returned
             candidates.insert(0, normed.value)
             if set(flow.users[normed.value.node]) <= write.inside:
                 try:
@@ -384,7 +384,7 @@ class _Finder:
         if not ends:
             return
         stack, end = next(((stack, end) for stack, end in ends if end.logits is not None), ends[0])
-        place = self._flow.outputs(self._trails.norms[end.norm])[0] if end.norm is not None else stack.layers[-1].end
+        place = self._trails.norms[end.norm].returned if end.norm is not None else stack.layers[-1].end
         name = "@logits" if end.logits is not None else f"{_prefix(stack)}@final_norm"
         if end.logits is None and end.norm is None:
             name = f"{_prefix(stack)}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
