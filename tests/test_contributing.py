@@ -51,7 +51,7 @@ def test_files_that_are_named_exist() -> None:
 
 def test_commands_exist() -> None:
     settings = (ROOT / "pyproject.toml").read_text("utf8")
-    for command in set(re.findall(r"hatch run (\w+)(?!\w|:)", GUIDE)):
+    for command in set(re.findall(r"hatch run ([\w-]+)(?![\w:-])", GUIDE)):
         assert re.search(rf"^{command} = ", settings, re.MULTILINE), command
 
 

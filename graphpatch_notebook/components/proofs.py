@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,22 +20,25 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
 from graphpatch_notebook.components.attention import Attention, Part, Parts
 from graphpatch_notebook.components.chain import Layer, Norm, Stack, Step, Trails
+from graphpatch_notebook.components.closeness import (
+    is_close,
+    is_closer,
+    is_multiple,
+    is_normed,
+    is_shifted,
+    rounding,
+)
 from graphpatch_notebook.components.ends import End, Start
 from graphpatch_notebook.components.flow import Place, Value
 from graphpatch_notebook.components.mlp import Mlp
+from graphpatch_notebook.components.noise import NoiseRuns, Run, floats, keeping, noise
 from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.regions import region
 from graphpatch_notebook.components.writes import Write
-from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch
-from graphpatch_notebook.values import ScalarSpec, children
+from graphpatch_notebook.patches.kinds import AddPatch
+from graphpatch_notebook.values import ScalarSpec
 
-Run: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], Any]"
-"""Runs the model with patches, on the inputs of the proofs, and returns its result."""
-
-_TOLERANCE = 1e-4
-_MOST_POSITIONS = 8
 _SUM = "residual sum recomputed"
-_PATCHED = "patching it = patching the next layer's input"
 _HEAD_COUNTS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     *("encoder_attention_heads", "decoder_attention_heads"),
@@ -131,8 +133,8 @@ class _Prover:
         for prefix, end in evidence.ends:
             self._prove_end(prefix, end)
         for _, layers in evidence.stacks:
-            self._prove_positions(layers)
-            self._prove_patches(layers)
+            for name, proof, problem in NoiseRuns(self._trails, known, run).proofs(layers):
+                self.verdicts.note(name, proof, problem)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class _Prover:
         """Runs the model, and keeps copies of values until the next time."""
         wanted = {*paths, *map(self._flow.path, values)}
         kept: dict[str, Tensor] = {}
-        if patches := {path: _keeping(kept, path) for path in sorted(wanted) if path in self._known}:
+        if patches := {path: keeping(kept, path) for path in sorted(wanted) if path in self._known}:
             self._run(patches)
         self._values = kept
 
@@ -186,7 +188,7 @@ class _Prover:
         else:
             given = {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
             result = run_custom(frame.custom_graph, frame.module, given, lambda _, value: value)
-        tensors = list(_floats(result))
+        tensors = list(floats(result))
         places = self._flow.outputs(frame)
         return tensors[places.index(returned)] if len(tensors) == len(places) else next(iter(tensors), None)
 
@@ -388,12 +390,12 @@ class _Prover:
         used, own = (self._arranged(each, (rows, "channel"), heads) for each in (operand, part))
         if used.shape != own.shape and used.shape[-2] > own.shape[-2]:
             used = used[..., -own.shape[-2] :, :]  # behind those of a cache
-        if _is_multiple(own, used) or _is_normed(own, used) or _is_shifted(own, used, heads):
+        if is_multiple(own, used) or is_normed(own, used) or is_shifted(own, used, heads):
             return None
         tiled = self._arranged(part, (rows, "channel"), 0)  # heads that are repeated all together, not one by one
         if heads and tiled.shape[0] < used.shape[0]:
             tiled = tiled.unflatten(0, (-1, _heads(part))).repeat(1, heads // _heads(part), 1, 1).flatten(0, 1)
-        return None if _is_multiple(tiled, used) else "it is not what the products read"
+        return None if is_multiple(tiled, used) else "it is not what the products read"
 
     def _rotation_problem(self, part: Part, rotated: Part) -> str | None:
         """Whether a part has the same lengths before and after, head by head and position by position."""
@@ -401,7 +403,7 @@ class _Prover:
         before, after = (self._arranged(each, (rows, "channel"), 0) for each in (part, rotated))
         if before.shape != after.shape:
             return "the rotation changes its shape"
-        return None if _is_multiple(before.norm(dim=-1), after.norm(dim=-1)) else "the rotation changes its length"
+        return None if is_multiple(before.norm(dim=-1), after.norm(dim=-1)) else "the rotation changes its length"
 
     def _dot_problem(self, attention: Attention, operands: Mapping[str, Part]) -> str | None:
         """Whether queries and keys give the scores, before masks and biases; of a fused call, whether all give `z`."""
@@ -419,19 +421,17 @@ class _Prover:
             self._arranged(keys, ("key", "channel"), heads),
         )
         result = self._arranged(operands["dot"], ("query", "key"), heads)
-        return (
-            None if _is_multiple(one.float() @ other.float().transpose(-1, -2), result) else "q @ k is not the scores"
-        )
+        return None if is_multiple(one.float() @ other.float().transpose(-1, -2), result) else "q @ k is not the scores"
 
     def _varied_product_problem(self, pattern: Part, v: Part, z: Part) -> str | None:
         """Whether `pattern @ v` is `z`; where `v` is the same at all positions, with noise added to it."""
         values, recorded = self._arranged(v, ("key", "channel"), 0), self._values
         path = self._flow.path(v.value)
         if path in self._known and is_close(values, values.roll(1, -2)):
-            noise, kept = _noise(recorded[path]), dict[str, Tensor]()
+            added, kept = noise(recorded[path]), dict[str, Tensor]()
             others = {self._flow.path(part.value) for part in (pattern, z)} & set(self._known)
-            self._run({path: AddPatch(value=noise), **{other: _keeping(kept, other) for other in others}})
-            self._values = {**recorded, **kept, path: recorded[path] + noise}
+            self._run({path: AddPatch(value=added), **{other: keeping(kept, other) for other in others}})
+            self._values = {**recorded, **kept, path: recorded[path] + added}
         try:
             return self._product_problem(pattern, v, z)
         finally:
@@ -448,15 +448,15 @@ class _Prover:
         product = probabilities @ values
         if not is_close(product, result):
             return "pattern @ v is not z"
-        if len(values) > 1 and not _is_closer(product, probabilities @ values.roll(1, 0), result):
+        if len(values) > 1 and not is_closer(product, probabilities @ values.roll(1, 0), result):
             return "pattern @ v is the same with other heads"
-        if values.shape[-2] > 1 and not _is_closer(product, probabilities @ values.roll(1, -2), result):
+        if values.shape[-2] > 1 and not is_closer(product, probabilities @ values.roll(1, -2), result):
             return "pattern @ v is the same with other positions"
         return None
 
     def _rows_problem(self, pattern: Part) -> str | None:
         values = self._arranged(pattern, ("query", "key"), 0)
-        sums, most = values.float().sum(-1), _rounding(values, 1e-3)
+        sums, most = values.float().sum(-1), rounding(values, 1e-3)
         is_full = ((sums - 1).abs() < most) | (sums.abs() < 1e-6)
         has_sink = bool((sums <= 1 + most).all())  # a part of the attention goes to a learned sink
         return (
@@ -470,7 +470,7 @@ class _Prover:
             return "the scores have another shape than the pattern"
         probabilities = torch.softmax(own.float(), -1).nan_to_num()
         sums = used.float().sum(-1, keepdim=True)
-        has_sink = bool((sums < 1 - _rounding(used, 1e-3)).any()) and bool((sums > 1e-6).all())
+        has_sink = bool((sums < 1 - rounding(used, 1e-3)).any()) and bool((sums > 1e-6).all())
         if has_sink:
             probabilities = probabilities * sums
         rows = sums > 1e-6
@@ -490,7 +490,7 @@ class _Prover:
         if not is_close(read, flat):
             between = {op for waist in inside.waists for op in inside.ops[waist]}
             return None if between and read.numel() != flat.numel() else self._gate_problem(z, given)
-        if _heads(z) > 1 and not _is_closer(flat, heads.roll(1, -3).transpose(-2, -3).reshape(-1), read.reshape(-1)):
+        if _heads(z) > 1 and not is_closer(flat, heads.roll(1, -3).transpose(-2, -3).reshape(-1), read.reshape(-1)):
             return "z @ W_O is the same with other heads"
         return None
 
@@ -614,94 +614,6 @@ class _Prover:
         self._at(place.path)
         return None if is_close(self._computed(linear.node), self._value(linear)) else "the rerun of the map differs"
 
-    # -- patches -------------------------------------------------------------------------------------------------------
-
-    def _prove_positions(self, layers: list[NamedLayer]) -> None:
-        """Whether attention and mixers move values between positions, and MLPs do not: by noise at one position."""
-        seen: dict[tuple[type, str], str | None] = {}
-        for named in layers:
-            for each in named.writes:
-                key = type(named.layer.frame.module), each.kind
-                name = f"{named.name}{each.kind}_out"
-                if key not in seen:
-                    seen[key] = self._position_problem(named.layer, each.write)
-                if seen[key] is not None:
-                    self.verdicts.note([name], "", seen[key])
-
-    def _position_problem(self, layer: Layer, write: Write) -> str | None:
-        state = write.state
-        path = self._flow.path(state)
-        given = [place.path for place in self._flow.inputs(layer.frame) if place.value == state]
-        if len(given) == 1:  # else noise at the input would leave the others as they are
-            path = given[0]
-        own = self._flow.path(write.value)
-        axes = layer.axes(state)
-        if (
-            sorted(axes) != ["batch", "channel", "position"]
-            or axes[-1] != "channel"
-            or state.shape[dim := axes.index("position")] < 3
-            or write.value.size != state.size
-            or path not in self._known
-        ):
-            return None
-        self._record([path, own])
-        if path not in self._values or own not in self._values:
-            return None
-        stream = self._values[path]
-
-        def is_local(position: int) -> bool:
-            return self._is_local(path, own, (*[slice(None)] * dim, position))
-
-        if write.kind == "mlp":
-            is_allowed = write.has_convolution or is_local(1)
-            return None if is_allowed else "it moves values between positions, as a mixer does"
-        # Noise at one position may not reach the others: these may be masked, or may not sample it.
-        positions = [1, 0, *range(2, min(stream.shape[dim], _MOST_POSITIONS))]
-        if write.kind in ("attn", "mixer") and all(map(is_local, positions)):
-            return "it does not move values between positions"
-        return None
-
-    def _is_local(self, path: str, own: str, at: tuple[slice | int, ...]) -> bool:
-        """Whether noise at one position of the stream changes what is written at that position only."""
-        stream, before = self._values[path], self._values[own]
-        kept: dict[str, Tensor] = {}
-        self._run({path: AddPatch(value=_noise(stream[at]), slice=at), own: _keeping(kept, own)})
-        change = (kept[own] - before).abs().reshape(stream.shape)
-        change[at] = 0
-        return bool(change.max() <= 1e-5 * (1 + before.abs().max()))
-
-    def _prove_patches(self, layers: list[NamedLayer]) -> None:
-        """Whether a patch on the end of a layer does what one on the begin of the next does."""
-        pairs = [pair for pair in pairwise(layers) if self._is_chained(*pair)]
-        for one, other in dict.fromkeys([*pairs[:1], *pairs[-1:]]):
-            self._record([one.layer.end.path])
-            if (noise := self._values.get(one.layer.end.path)) is not None:
-                self._prove_patch(one, other, _noise(noise))
-
-    def _is_chained(self, one: NamedLayer, other: NamedLayer) -> bool:
-        """Whether a layer reads what the one before returns, as one of its inputs, and nothing else reads that."""
-        flow, end, start = self._flow, one.layer.end.value, other.layer.start.value
-        steps = self._trails.find(start, end, adds=False)
-        if steps is None or any(step.kind != "same" for step in steps):
-            return False
-        states = {end, *(step.result for step in steps)}
-        frame = other.layer.frame
-        if len([place for place in flow.inputs(frame) if place.value in states]) > 1:
-            return False
-        after = flow.order[one.layer.frame.output_node]
-        inside = range(flow.start(frame), flow.order[frame.output_node] + 1)
-        readers = [user for state in states for user in flow.users.get(state.node, ()) if flow.order[user] > after]
-        return all(flow.order[user] in inside or Value(user) in states for user in readers)
-
-    def _prove_patch(self, one: NamedLayer, other: NamedLayer, noise: Tensor) -> None:
-        end, start = one.layer.end, other.layer.start
-        at_end = _first_float(self._run({end.path: AddPatch(value=noise)}))
-        at_start = _first_float(self._run({start.path: AddPatch(value=noise.reshape(start.value.shape))}))
-        if not is_close(at_end, at_start):
-            self.verdicts.note(f"{one.name}resid_post", "", f"patching {end.path} is not patching {start.path}")
-        elif not is_close(at_end, _first_float(self._run({})), 0.0):  # else the result does not depend on either
-            self.verdicts.note(f"{one.name}resid_post", _PATCHED, None)
-
 
 _GATES = frozenset("mul imul sigmoid silu layer_norm rms_norm group_norm rsqrt".split())
 
@@ -714,88 +626,8 @@ def norm_name(kind: str) -> str:
     return "ln1" + kind.lstrip("abcdefghijklmnopqrstuvwxyz")
 
 
-def is_close(one: Any, other: Any, tolerance: float = _TOLERANCE) -> bool:
-    """Whether two tensors have the same elements in the same order, in any shape, up to rounding."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.numel() != other.numel():
-        return False
-    if tolerance:
-        tolerance = max(_rounding(one, tolerance), _rounding(other, tolerance))
-    one, other = one.detach().double().reshape(-1), other.detach().double().reshape(-1)
-    finite = torch.isfinite(one)
-    if not torch.equal(finite, torch.isfinite(other)):
-        return False
-    if not finite.any():
-        return True
-    one, other = one[finite], other[finite]
-    return bool((one - other).abs().max() <= tolerance * torch.maximum(one.abs().max(), other.abs().max()))
-
-
-def _rounding(value: Tensor, least: float) -> float:
-    """Returns how much of a value may be due to its dtype: at least `least`."""
-    return max(least, 4 * torch.finfo(value.dtype).eps) if value.is_floating_point() else least
-
-
-def _is_closer(one: Tensor, control: Tensor, result: Tensor) -> bool:
-    """Whether a value is much closer to a result than the control is."""
-    own, other = ((value.double() - result).abs().max() for value in (one, control))
-    return bool(other > 10 * own)
-
-
-def _is_multiple(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal up to a positive factor."""
-    if one.shape != other.shape:
-        return False
-    scale = other.double().norm() / one.double().norm().clamp_min(1e-30)
-    return is_close(one.double() * scale, other, _rounding(one, 1e-3))
-
-
-def _is_shifted(one: Tensor, other: Tensor, heads: int) -> bool:
-    """Whether a tensor is another one, up to a positive factor, plus a number for each head and channel."""
-    if one.shape != other.shape or one.shape[-2] < 3:
-        return False
-    one, other = (value.unflatten(0, (-1, heads or 1)) for value in (one, other))
-    return _is_multiple(*(value - value.mean((0, 2), keepdim=True) for value in (one, other)))
-
-
-def _is_normed(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor is another one, with vectors of one length each, times a number for each channel."""
-    if one.shape != other.shape:
-        return False
-    normed = torch.nn.functional.normalize(one.double(), dim=-1)
-    weights = (normed * other).flatten(0, -2).sum(0) / normed.square().flatten(0, -2).sum(0).clamp_min(1e-30)
-    return is_close(normed * weights, other, _rounding(one, 1e-3))
-
-
 def _heads(part: Part) -> int:
     return part.value.shape[part.axes.index("head")] if "head" in part.axes else 0
-
-
-def _keeping(kept: dict[str, Tensor], path: str) -> Patch[Any]:
-    def keep(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            kept.setdefault(path, value.detach().clone())  # the model may write into it later
-        return value
-
-    return CustomPatch(custom_op=keep, requires_clone=False)
-
-
-def _noise(like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(like.shape, generator=generator).to(like)
-    scale = float(like.float().std().nan_to_num(1.0))
-    return noise * (scale or 1.0)  # constants, such as the zeros that a decoder of queries begins with, get noise, too
-
-
-def _floats(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors of floating-point numbers in a value."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    for _, child in children(value) or () if not isinstance(value, Tensor) else ():
-        yield from _floats(child)
-
-
-def _first_float(value: Any) -> Tensor | None:
-    return next(_floats(value), None)
 
 
 def _config_numbers(module: Any, names: tuple[str, ...]) -> Iterator[int]:

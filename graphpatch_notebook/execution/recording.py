@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.components import Weights
+from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ExperimentError, PatchValueError, UnknownPathError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext
@@ -176,6 +178,33 @@ def _shown(value: Any) -> str:
     return f"Tensor({', '.join(map(str, value.shape))})" if isinstance(value, Tensor) else repr(value)
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What a head writes to the stream, as it is computed: `z` of the head, times its part of `W_O`."""
+
+    z: str
+    weight: Tensor
+
+
+def results_of(captured: CapturedModel, text: str) -> dict[str, _Result]:
+    """Returns the results of heads that a name means (`layers[*].attn.heads[*].result`) by name; none for other texts.
+
+    Raises:
+        UnknownPathError: There are no such heads.
+        GraphError: Their output projection was not found.
+    """
+    if not text.endswith(".result") or not is_component_name(text):
+        return {}
+    found: dict[str, _Result] = {}
+    for z in captured.paths_of(text.removesuffix("result") + "z"):
+        name = parse_name(z)
+        if name.words[0] != "attn" or not isinstance(name.members, int):
+            return {}
+        weight = Weights(captured.root, name.stack).W_O[name.layers, name.members]
+        found[z.removesuffix("z") + "result"] = _Result(z, weight)
+    return found
+
+
 def record(
     captured: CapturedModel,
     run: Callable[[], Any],
@@ -189,21 +218,27 @@ def record(
     """Returns the values that `run`, a call of the `PatchableGraph`, computes at some paths: see `pg.record`."""
     __tracebackhide__ = True
     listed = [patterns] if isinstance(patterns, (str, NodePath)) else patterns
-    paths = dict.fromkeys(path for pattern in listed for path in captured.paths_of(str(pattern)))
+    paths: dict[str, _Result | None] = {}
+    for pattern in map(str, listed):
+        paths |= results_of(captured, pattern) or dict.fromkeys(captured.paths_of(pattern))
     if not paths:
         raise UnknownPathError("there is nothing to record: give a path, or a pattern such as 'h_*.output'")
     waiting: set[_Keeping] = set()
 
-    def convert(value: Any) -> Any:
+    def convert(value: Any, result: _Result | None) -> Any:
+        value = value if result is None else value @ result.weight.to(value.device)
         return value.to(device=device, dtype=dtype) if isinstance(value, Tensor) else value
 
-    converting = None if dtype is None and device is None else convert
-    probes = {
-        path: _Keeping(positions=positions, waiting=waiting, convert=converting, is_stopping=stop_at_last)
-        for path in paths
-    }
+    probes: dict[str, _Keeping] = {}
+    patches: dict[str, list[_Keeping]] = {}
+    for path, result in paths.items():
+        is_as_it_is = dtype is None and device is None and result is None
+        converting = None if is_as_it_is else functools.partial(convert, result=result)
+        probe = _Keeping(positions=positions, waiting=waiting, convert=converting, is_stopping=stop_at_last)
+        probes[path] = probe
+        patches.setdefault(path if result is None else result.z, []).append(probe)
     waiting.update(probes.values())
-    with PatchContext(captured, probes):
+    with PatchContext(captured, patches):
         run()
     fired = {path: probe for path, probe in probes.items() if probe not in waiting}
     return Recording(fired, captured, is_whole=positions is None)

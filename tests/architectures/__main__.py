@@ -3,7 +3,7 @@
 python -m tests.architectures                       all of them: about half an hour on two cores
 python -m tests.architectures --only gpt2 vision-vit
 python -m tests.architectures --sample 1 --seed 3   one of each family, as CI runs them
-python -m tests.architectures --components          the components only: five minutes
+python -m tests.architectures --components          the components only: five minutes; also with --eager
 python -m tests.architectures --json findings.json [--resume]
 """
 
@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -81,6 +82,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", help="of the sample; by default that of CI")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=600, help="for one architecture, at most")
+    parser.add_argument("--eager", action="store_true", help="with attn_implementation='eager'")
     parser.add_argument("--components", action="store_true", help="leave out the laws")
     parser.add_argument("--json", type=Path, help="a file that gets all findings, as they come")
     parser.add_argument("--resume", action="store_true", help="leave out what that file has already")
@@ -97,7 +99,7 @@ def _earlier(options: argparse.Namespace, chosen: Sequence[Architecture]) -> lis
 
 def _chosen(options: argparse.Namespace) -> list[Architecture]:
     found = [
-        each
+        replace(each, attention="eager" if options.eager else None)
         for each in architectures()
         if each.family in options.family
         and (not options.only or {each.name, each.model_type, each.model} & set(options.only))

@@ -58,6 +58,8 @@ def case_of(architecture: Architecture) -> Case:
 def _config(architecture: Architecture) -> Any:
     special = special_of(architecture)
     config = _tried("has no small config", lambda: small_config(architecture.config_class, special.settings))
+    if architecture.attention is not None:
+        config._attn_implementation = architecture.attention
     with torch.device("meta"):
         model = _tried("cannot be built", lambda: architecture.model_class(copy.deepcopy(config)))
     count = sum(parameter.numel() for parameter in model.parameters())

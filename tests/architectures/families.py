@@ -23,11 +23,13 @@ class Architecture:
         family: The kind of model: a key of `FAMILIES`.
         model_type: As configs name it.
         model: The name of its class.
+        attention: The `attn_implementation`; `None` for the model's own.
     """
 
     family: str
     model_type: str
     model: str
+    attention: str | None = None
 
     @property
     def name(self) -> str:

@@ -56,6 +56,8 @@ class Task(ABC):
 
     name: str
     vocabulary: int
+    steps, batch = 2500, 128
+    """How long a model is trained at most, and on how many examples at a time."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -197,6 +199,7 @@ class Brackets(Task):
 
     name, vocabulary = "brackets", 8
     length, kinds = 17, 3
+    steps, batch = 1000, 64
 
     def build(self) -> nn.Module:
         return llama(self.vocabulary, 4, kv_heads=4, inner=192)
@@ -311,22 +314,22 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     return -(logits.log_softmax(-1) * target).sum(-1).mean()
 
 
-def train(task: Task, most_steps: int = 2500, batch: int = 128, rate: float = 2e-3) -> nn.Module:
+def train(task: Task, rate: float = 2e-3) -> nn.Module:
     """Trains until nearly all answers are right and the loss is close to the entropy of the answers, or to the end."""
     torch.manual_seed(SEED)
     model, generator = task.build(), torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05, betas=(0.9, 0.98), fused=True)
-    began, settle = time.perf_counter(), most_steps * 4 // 5
-    for step in range(most_steps):
+    began, settle = time.perf_counter(), task.steps * 4 // 5
+    for step in range(task.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 100) * (1.0 if step < settle else 0.2)
-        tokens, target = task.examples(batch, generator)
+        tokens, target = task.examples(task.batch, generator)
         loss = loss_of(model(input_ids=tokens).logits[:, -1], target)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 200 == 0 or step == most_steps - 1:
+        if step % 200 == 0 or step == task.steps - 1:
             right, excess = quality(task, model, generator)
             seconds = time.perf_counter() - began
             print(f"{task.name} {step:5d}  {seconds:4.0f} s  {right:.3f} right, {excess:.4f} above", flush=True)

@@ -192,8 +192,8 @@ def test_look_up(model, text, expected):
         ("decoder.layers[0].resid_pre", "in this model are 'layers'; nearest: 'layers\\[0\\].resid_pre'"),
         ("@embed", "no component '@embed'"),
         ("layers[0]", "say which part"),
-        ("layers[1].attn.heads[3].result", r"pg\.weights\.W_O\[1, 3\] with path = 'layers\[1\]\.attn\.heads\[3\]\.z'"),
-        ("layers[0].attn.result", r"W_O\[0, H\] with path = 'layers\[0\]\.attn\.heads\[0\]\.z'; to patch it, patch"),
+        ("layers[1].attn.heads[3].result", r"patch 'layers\[1\]\.attn\.heads\[3\]\.z'.*W_O\[1, 3\]"),
+        ("layers[0].attn.result", r"heads\[0\]\.result'\); to patch it, patch .*W_O\[0, H\]"),
     ],
 )  # fmt: skip
 def test_look_up_of_what_is_not_there(model, text, message):

@@ -110,3 +110,17 @@ def test_what_does_not_exist_is_an_error(read: Callable[[Any], Any], error: type
     pg, _ = captured_model("llama")
     with pytest.raises(error, match=message):
         read(pg.weights)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+def test_results_of_heads_add_up_to_what_attention_writes(name: str) -> None:
+    pg, given = captured_model(name)
+    with torch.no_grad():
+        found = pg.record(["layers[1].attn_out", "layers[1].attn.heads[*].result", "layers[1].attn.heads[2].z"], given)
+        last = pg.record("layers[1].attn.heads[2].result", given, positions=6)
+    names = [f"layers[1].attn.heads[{head}].result" for head in range(4)]
+    assert list(found) == ["layers[1].attn_out", *names, "layers[1].attn.heads[2].z"]
+    assert is_constant(found["layers[1].attn_out"] - sum(found[each] for each in names), 32)
+    assert not is_constant(found["layers[1].attn_out"] - sum(found[each] for each in names[1:]), 32)
+    torch.testing.assert_close(found[names[2]], found["layers[1].attn.heads[2].z"] @ pg.weights.W_O[1, 2])
+    torch.testing.assert_close(last[names[2]].squeeze(1), found[names[2]][:, -1])

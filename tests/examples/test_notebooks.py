@@ -40,6 +40,7 @@ NAMES = {
     ),
     "04_magics": ("accuracy_without", "to_follower", "share_without", "share_with_10", "share_with_20", "code"),
     "05_browser": ("without_head", "scores"),
+    "08_circuits": ("proved", "proved_names"),
     "06_causal_tracing": ("trace", "trace_lost", "without", "edges", "shares", "correlations"),
 }
 HEADS = [str((layer, head)) for layer in range(2) for head in range(4)]
@@ -237,6 +238,15 @@ def test_attribution_agrees_with_patching_as_far_as_is_said() -> None:
         assert 0.8 < of_all < 0.98
         assert of_those < 0.7
         assert 0.5 < size < 0.7
+
+
+def test_circuits_are_proved_on_other_inputs() -> None:
+    found = run("08_circuits")[1]
+    assert found["proved"]["edges"] <= 8
+    assert found["proved_names"]["edges"] <= 80
+    for proved in found.values():
+        assert proved["faithfulness"] > 0.9
+        assert proved["accuracy"] > 0.95
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "mixtral", "bert", "vit"])

@@ -17,13 +17,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from graphpatch_notebook.errors import ExperimentError
 
 _FORMAT = "graphpatch circuit 1"
+_LISTED = 10
 READABLE = 60
 """The edges that a picture begins with are at most so many, the strongest: more are hard to tell apart."""
 
@@ -43,7 +44,7 @@ class Edge:
     score: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Circuit:
     """Some edges between the components of a model: what `circuit` returns.
 
@@ -66,18 +67,40 @@ class Circuit:
         ... )
         >>> circuit.nodes
         ('@embed', 'layers[0].mlp_out', '@logits')
+        >>> circuit
+        <Circuit of 2 of 3 edges>
+        @embed -> layers[0].mlp: +2
+        layers[0].mlp_out -> @logits: +1.5
         >>> Circuit.from_json(circuit.to_json()) == circuit
         True
     """
 
     edges: tuple[Edge, ...]
-    feeds: Mapping[str, tuple[str, ...]] = field(repr=False)
+    feeds: Mapping[str, tuple[str, ...]]
     candidates: int
     clean: float
     corrupted: float
     method: str = ""
     metric: str = ""
     faithfulness: float | None = None
+
+    def __repr__(self) -> str:
+        shown = self.strongest(_LISTED).edges
+        lines = [f"{edge.sender} -> {edge.receiver}: {edge.score:+.4g}" for edge in shown]
+        more = [f"... and {len(self.edges) - len(shown)} more"] if len(shown) < len(self.edges) else []
+        return "\n".join([f"<Circuit of {self.summary}>", *lines, *more])
+
+    @property
+    def summary(self) -> str:
+        """How many edges it has, of how many, and its faithfulness if it is known."""
+        known = "" if self.faithfulness is None else f", faithfulness {self.faithfulness:.3g}"
+        return f"{len(self.edges):,} of {self.candidates:,} edges{known}"
+
+    def strongest(self, count: int | None) -> Circuit:
+        """Returns the circuit with only so many of its edges, those with the largest scores; `None` for all."""
+        if count is None or len(self.edges) <= count:
+            return self
+        return replace(self, edges=tuple(sorted(self.edges, key=lambda edge: -abs(edge.score))[:count]))
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ names of senders and receivers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
@@ -25,7 +25,7 @@ LETTER = 6.9
 _PADDING, _LEAST_WIDTH = 18.0, 62.0
 _PITCH = 92.0
 """From a row to the next."""
-_GAP, _EDGE_ROOM = 16.0, 12.0
+_GAP, _EDGE_ROOM = 16.0, 10.0
 _MARGIN, _LABELS = 14.0, 66.0
 _ROUNDS = 12
 _THINNEST, _WIDEST = 1.0, 8.0
@@ -187,7 +187,8 @@ class _Picture:
     def _route(self, number: int, edge: Edge, target: int) -> _Route:
         """Returns a line. The strongest have places in the rows between; others pass behind the nodes there."""
         first, last = self.of_node[self.index[edge.sender]], self.of_node[target]
-        between = [_Item(_EDGE_ROOM, row) for row in range(first.row + 1, last.row)] if number < READABLE else []
+        room = _EDGE_ROOM + self._thickness(edge)
+        between = [_Item(room, row) for row in range(first.row + 1, last.row)] if number < READABLE else []
         for item in between:
             self.items[item.row].append(item)
         items = (first, *between, last)
@@ -235,17 +236,17 @@ class _Picture:
                 break
             is_upward = round_ % 2 == 0
             for row in self.items if is_upward else reversed(self.items):
-                self._sort(row, lambda item, is_upward=is_upward: item.below if is_upward else item.above)
+                self._sort(row, is_upward=is_upward)
             crossings = self._crossings()
             if crossings < fewest:
                 best, fewest = [list(row) for row in self.items], crossings
         self.items = best
 
-    def _sort(self, row: list[_Item], neighbors: Callable[[_Item], list[_Item]]) -> None:
+    def _sort(self, row: list[_Item], *, is_upward: bool) -> None:
         place = {id(item): index / max(len(one) - 1, 1) for one in self.items for index, item in enumerate(one)}
 
         def wanted(item: _Item) -> float:
-            near = [place[id(other)] for other in neighbors(item)]
+            near = [place[id(other)] for other in (item.below if is_upward else item.above)]
             return sum(near) / len(near) if near else place[id(item)]
 
         row.sort(key=wanted)

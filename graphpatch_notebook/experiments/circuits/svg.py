@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from xml.sax.saxutils import escape, quoteattr
 
 from graphpatch_notebook.experiments.circuits.circuit import Circuit
@@ -30,7 +29,7 @@ def svg_of(circuit: Circuit, most: int | None = None) -> str:
         circuit: The circuit.
         most: Draws only this many of the strongest edges.
     """
-    shown = strongest(circuit, most)
+    shown = circuit.strongest(most)
     layout = lay_out(shown)
     width = max(layout.width, _LEAST_WIDTH)
     height = layout.height + _LEGEND
@@ -88,7 +87,10 @@ def _legend(layout: CircuitLayout, summary: str) -> Iterator[str]:
         return
     x, line = 14.0, layout.height + 18.0
     largest = max(abs(placed.edge.score) for placed in layout.edges)
+    signs = {"−" if placed.edge.score < 0 else "+" for placed in layout.edges}
     for sign, color, dash in (("+", POSITIVE, ""), ("−", NEGATIVE, _DASH)):
+        if sign not in signs:
+            continue
         text = f"score {sign}{largest:.3g}"
         yield f'<path d="M{x:g} {line:g}h34" stroke="{color}" stroke-width="8" stroke-opacity="0.8"{dash}/>'
         yield f'<text x="{x + 42:g}" y="{line + 4:g}" fill="#24292f">{escape(text)}</text>'
@@ -96,23 +98,6 @@ def _legend(layout: CircuitLayout, summary: str) -> Iterator[str]:
     yield f'<text x="14" y="{line + 30:g}" fill="#57606a">{escape(summary)}</text>'
 
 
-def strongest(circuit: Circuit, most: int | None) -> Circuit:
-    """Returns the circuit with only so many of its edges; `None` for all."""
-    if most is None or len(circuit.edges) <= most:
-        return circuit
-    return replace(circuit, edges=tuple(sorted(circuit.edges, key=lambda edge: -abs(edge.score))[:most]))
-
-
-def summary_of(circuit: Circuit, shown: int | None = None) -> str:
-    """Returns a description of a circuit in one line, and how many edges are shown if these are not all.
-
-    Example:
-        >>> summary_of(Circuit((), {}, candidates=1230, clean=2.0, corrupted=0.0, faithfulness=0.912))
-        '0 of 1,230 edges, faithfulness 0.912'
-    """
-    parts = [f"{len(circuit.edges):,} of {circuit.candidates:,} edges"]
-    if circuit.faithfulness is not None:
-        parts.append(f"faithfulness {circuit.faithfulness:.3g}")
-    if shown is not None and shown < len(circuit.edges):
-        parts.append(f"the strongest {shown} are shown")
-    return ", ".join(parts)
+def summary_of(circuit: Circuit, shown: int) -> str:
+    """Returns a description of a circuit in one line, and how many edges are shown if these are not all."""
+    return circuit.summary + (f", the strongest {shown} are shown" if shown < len(circuit.edges) else "")

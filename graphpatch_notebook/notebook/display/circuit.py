@@ -20,7 +20,7 @@ import traitlets
 
 from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit
 from graphpatch_notebook.experiments.circuits.layout import NODE_HEIGHT, lay_out
-from graphpatch_notebook.experiments.circuits.svg import strongest, summary_of
+from graphpatch_notebook.experiments.circuits.svg import summary_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
 
@@ -104,7 +104,7 @@ class CircuitView(DisplayedWidget):
     # -- display -------------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"<CircuitView of {summary_of(self._circuit)}>"
+        return f"<CircuitView of {self._circuit.summary}>"
 
     def _static_html(self) -> str:
         return static_circuit(self._circuit, self._own_id)
@@ -117,7 +117,7 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
         circuit: The circuit.
         row_of: Returns the row of a component in the tree; `None` if it does not have one.
     """
-    shown = strongest(circuit, _MOST)
+    shown = circuit.strongest(_MOST)
     layout = lay_out(shown)
     rows = [row_of(node.name) for node in layout.nodes]
     return {
@@ -164,14 +164,14 @@ def static_circuit(circuit: Circuit, model_id: str) -> str:
         model_id: The model id of the widget that hides the HTML.
     """
     picture = base64.b64encode(circuit.to_svg(edges=READABLE).encode()).decode()
-    edges = strongest(circuit, _LISTED).edges
+    edges = circuit.strongest(_LISTED).edges
     rows = "".join(
         f"<li><code>{escaped(edge.sender)}</code> → <code>{escaped(edge.receiver)}</code>: {edge.score:+.3g}</li>\n"
         for edge in edges
     )
     return (
         f'<div class="gp-static gp-static-{html.escape(model_id)}">\n'
-        f"<p><strong>Circuit: {escaped(summary_of(circuit))}</strong> (a picture; for the live one, run the cell)</p>\n"
+        f"<p><strong>Circuit: {escaped(circuit.summary)}</strong> (a picture; for the live one, run the cell)</p>\n"
         f'<img alt="The circuit as a graph" src="data:image/svg+xml;base64,{picture}">\n'
         f"<details><summary>The strongest {len(edges)} edges</summary>\n<ol>\n{rows}</ol>\n</details>\n</div>"
     )

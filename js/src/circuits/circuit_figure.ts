@@ -154,7 +154,8 @@ export class CircuitFigure {
   }
 
   private legend(): HTMLElement {
-    const strongest = Math.abs(this.circuit.edges[0]?.score ?? 0);
+    const { edges } = this.circuit;
+    const strongest = Math.abs(edges[0]?.score ?? 0);
     const sample = (sign: "positive" | "negative", text: string) => {
       const line = svgElement("path", { class: `gp-circuit-edge gp-${sign}`, d: "M0 6H34", "stroke-width": 8 });
       const picture = svgElement("svg", { width: 34, height: 12, "aria-hidden": true }, line);
@@ -163,8 +164,8 @@ export class CircuitFigure {
     return element(
       "div",
       { class: "gp-legend gp-circuit-legend" },
-      sample("positive", `score +${formatNumber(strongest, 3)}`),
-      sample("negative", `score −${formatNumber(strongest, 3)}`),
+      ...(edges.some(({ score }) => score >= 0) ? [sample("positive", `score +${formatNumber(strongest, 3)}`)] : []),
+      ...(edges.some(({ score }) => score < 0) ? [sample("negative", `score −${formatNumber(strongest, 3)}`)] : []),
     );
   }
 

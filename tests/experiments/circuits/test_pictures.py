@@ -113,7 +113,7 @@ def test_the_svg_has_each_name_and_as_many_edges_as_asked(count: int | None) -> 
     widths = [float(line.get("stroke-width")) for line in root.iter(f"{SVG}path") if line.get("class") == "edge"]
     assert widths == sorted(widths)  # strong edges are drawn last, over weak ones
     dashed = sum(line.get("stroke-dasharray") is not None for line in root.iter(f"{SVG}path"))
-    assert dashed == sum(edge.score < 0 for edge in kept) + 1
+    assert dashed == sum(edge.score < 0 for edge in kept) + 1  # that of the legend
     texts = [text.text for text in root.iter(f"{SVG}text")]
     total = f"40 of {circuit.candidates} edges, faithfulness 0.912"
     assert texts[-1] == (total if count is None else f"{total}, the strongest 5 are shown")

@@ -1,0 +1,145 @@
+"""How close attribution comes to patching, on small models trained on six tasks: `hatch run attribution-benchmark`.
+
+The truth is computed by patching: for each node, pair of inputs, position and head, and for each edge. Models that are
+not shipped are trained first, in about half an hour; they are kept in build/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from graphpatch_notebook import PatchableGraph, ReplacePatch
+from graphpatch_notebook.experiments import attribute, attribute_edges, faithfulness
+from tests.benchmarks.attribution_tasks import EXAMPLES, TASKS, Pairs, load
+
+METHODS = ("gradient", "integrated", "relp", "secant")
+KINDS = {
+    "residual": "layers[*].resid_pre",
+    "attention": "layers[*].attn_out",
+    "MLP": "layers[*].mlp_out",
+    "heads": "layers[*].attn.heads[*].z",
+}
+FAITHFUL = 0.9
+SEED = 77
+
+
+@torch.no_grad()
+def exact_effects(pg: PatchableGraph, pairs: Pairs, names: Sequence[str]) -> np.ndarray:
+    """Returns what restoring the clean value of each name does, (name, pair, position); NaN where both runs agree."""
+    clean, corrupted = (dict(pg.record(list(names), input_ids=tokens)) for tokens in (pairs.clean, pairs.corrupted))
+    before = pairs.differences(pg(input_ids=pairs.corrupted).logits)
+    rows, positions = pairs.clean.shape
+    effects = np.full((len(names), rows, positions), np.nan)
+    for number, name in enumerate(names):
+        differs = (clean[name] != corrupted[name]).reshape(rows, positions, -1).any(-1)
+        for position in range(positions):
+            if not differs[:, position].any():
+                continue
+            at = (slice(None), position)
+            with pg.patch({name: ReplacePatch(value=clean[name][at], slice=at)}):
+                after = pairs.differences(pg(input_ids=pairs.corrupted).logits)
+            found = torch.where(differs[:, position], after - before, torch.nan)
+            effects[number, :, position] = found.numpy()
+    return effects
+
+
+def estimated_effects(pg: PatchableGraph, pairs: Pairs, names: Sequence[str], method: str) -> np.ndarray:
+    """Returns the scores of a method, for each pair alone, (name, pair, position)."""
+    found = []
+    for row in range(len(pairs.clean)):
+        one = pairs[row : row + 1]
+        clean, corrupted = {"input_ids": one.clean}, {"input_ids": one.corrupted}
+        scores = attribute(pg, one.metric, clean, corrupted, method=method, paths=list(names), positions=True)
+        found.append(scores.transpose("path", "position").values)
+    return np.stack(found, axis=1)
+
+
+def pearson(estimate: np.ndarray, truth: np.ndarray) -> float:
+    known = np.isfinite(truth) & np.isfinite(estimate)
+    return float(np.corrcoef(estimate[known], truth[known])[0, 1])
+
+
+def node_table(pg: PatchableGraph, pairs: Pairs) -> dict[str, list[float]]:
+    """Returns the correlation with patching by method, for each kind of node."""
+    by_kind = {kind: [one.name for one in pg.components.lookup(pattern)] for kind, pattern in KINDS.items()}
+    names = [name for kind in by_kind.values() for name in kind]
+    truth = exact_effects(pg, pairs, names)
+    places = {kind: [names.index(name) for name in group] for kind, group in by_kind.items()}
+    table = {}
+    for method in METHODS:
+        estimate = estimated_effects(pg, pairs, names, method)
+        table[method] = [pearson(estimate[rows], truth[rows]) for rows in places.values()]
+    return table
+
+
+def edge_table(pg: PatchableGraph, pairs: Pairs) -> dict[str, list[float]]:
+    """Returns the correlation with patching of edges by method, and how many edges are needed for `FAITHFUL`."""
+    clean, corrupted = {"input_ids": pairs.clean}, {"input_ids": pairs.corrupted}
+    scores = {method: attribute_edges(pg, pairs.metric, clean, corrupted, method=method) for method in METHODS}
+    scores["exact"] = attribute_edges(pg, pairs.metric, clean, corrupted, method="exact")
+    truth = scores["exact"].values
+    count = int(np.isfinite(truth).sum())
+    sizes = sorted({round(count ** (step / 24)) for step in range(25)})
+    curves = faithfulness(pg, scores, pairs.metric, clean, corrupted, sizes=sizes).faithfulness
+    table = {}
+    for method in (*scores, "random"):
+        needed = [size for size in sizes if curves.sel(ranking=method, size=size) >= FAITHFUL]
+        fit = pearson(scores[method].values, truth) if method in scores else np.nan
+        table[method] = [fit, needed[0] if needed else np.nan, count]
+    return table
+
+
+def printed(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[float]]]) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column)
+    for name, numbers in rows:
+        texts = [f"{number:.0f}" if abs(number) > 1.5 else f"{number:.2f}" for number in numbers]
+        table.add_row(name, *("" if text == "nan" else text for text in texts))
+    return table
+
+
+def summary(tables: Sequence[dict[str, list[float]]]) -> Iterable[tuple[str, str]]:
+    """Yields each method with the mean and the worst correlation over the tasks, for each kind of node."""
+    for method in METHODS:
+        numbers = np.array([table[method] for table in tables])
+        yield (
+            method,
+            "  ".join(f"{mean:.2f} [{worst:.2f}]" for mean, worst in zip(numbers.mean(0), numbers.min(0), strict=True)),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of inputs for each task")
+    parser.add_argument("--models", type=Path, default=EXAMPLES.parent / "build/attribution_models")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=100)
+    nodes = []
+    for name in options.tasks:
+        began = time.perf_counter()
+        task, model = load(name, options.models)
+        pairs = task.pairs(options.pairs, torch.Generator().manual_seed(SEED))
+        pg = PatchableGraph(model, input_ids=pairs.clean)
+        nodes.append(node_table(pg, pairs))
+        console.print(printed(f"{name}: Pearson with patching", ["method", *KINDS], nodes[-1].items()))
+        columns = ["ranking", "Pearson with patching", f"edges for {FAITHFUL}", "of"]
+        console.print(printed(f"{name}: edges", columns, edge_table(pg, pairs).items()))
+        console.print(f"{time.perf_counter() - began:.0f} s\n")
+    console.print(f"mean [worst] over {len(nodes)} tasks: {', '.join(KINDS)}", markup=False)
+    for method, text in summary(nodes):
+        console.print(f"{method:12}{text}", markup=False)
+
+
+if __name__ == "__main__":
+    main()
