@@ -308,6 +308,14 @@ def version_of(value: Any) -> int | None:
         return None
 
 
+def base_of(value: torch.Tensor) -> torch.Tensor | None:
+    """Returns the tensor that a tensor is a view of, if it is one.
+
+    `Tensor._base`: torch 2.0 to 2.13. Tested by: tests/experiments/attribution/test_rules.py.
+    """
+    return value._base
+
+
 leaves_of = torch.utils._pytree.tree_leaves
 """Returns the leaves of a value, as torch's pytree does: graphs call it.
 

@@ -4,6 +4,7 @@ python -m tests.architectures                       all of them: about half an h
 python -m tests.architectures --only gpt2 vision-vit
 python -m tests.architectures --sample 1 --seed 3   one of each family, as CI runs them
 python -m tests.architectures --components          the components only: five minutes; also with --eager
+python -m tests.architectures --conservation        whether the scores of the secant sum to the change of the metric
 python -m tests.architectures --json findings.json [--resume]
 """
 
@@ -28,6 +29,7 @@ import transformers
 from rich.console import Console
 
 from tests.architectures.components import component_totals, examine_components, look_at_components
+from tests.architectures.conservation import conservation_totals, examine_conservation
 from tests.architectures.families import FAMILIES, Architecture, architectures
 from tests.architectures.findings import Finding, examine, try_laws
 from tests.architectures.isolation import examined
@@ -46,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     findings = _earlier(options, chosen)
     rest = [each for each in chosen if each.name not in {finding.name for finding in findings}]
-    look = examine_components if options.components else examine_all
+    look = examine_all
+    if options.components or options.conservation:
+        look = examine_components if options.components else examine_conservation
     for finding in examined(rest, processes=options.processes, seconds=options.seconds, look=look):
         findings.append(finding)
         _say(f"{len(findings)}/{len(chosen)} {finding.name} {finding.seconds:.0f} s", finding)
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     findings.sort(key=lambda finding: [each.name for each in chosen].index(finding.name))
     title = f"transformers {transformers.__version__}, torch {torch.__version__}"
     console.print(table(findings, title))
-    for line in [*totals(findings), *component_totals(findings)]:
+    for line in [*totals(findings), *component_totals(findings), *conservation_totals(findings)]:
         console.print(line, markup=False)
     console.print(f"{time.perf_counter() - started:.0f} s")
     return int(not findings or any(finding.broken for finding in findings))
@@ -84,6 +88,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=int, default=600, help="for one architecture, at most")
     parser.add_argument("--eager", action="store_true", help="with attn_implementation='eager'")
     parser.add_argument("--components", action="store_true", help="leave out the laws")
+    parser.add_argument("--conservation", action="store_true", help="the scores of the secant only")
     parser.add_argument("--json", type=Path, help="a file that gets all findings, as they come")
     parser.add_argument("--resume", action="store_true", help="leave out what that file has already")
     return parser.parse_args(arguments)

@@ -36,6 +36,7 @@ class Finding:
         notes: What restricts the laws that were tried.
         components: The components that were found, each with the reason to doubt it, or nothing where it is proved.
         expected: What the model should have of these.
+        conservation: By how much the scores of the secant miss the change of the metric, relative to it.
         seconds: How long it took.
     """
 
@@ -54,6 +55,7 @@ class Finding:
     notes: list[str] = field(default_factory=list)
     components: dict[str, str] = field(default_factory=dict)
     expected: list[str] = field(default_factory=list)
+    conservation: float | None = None
     seconds: float = 0.0
 
     @classmethod

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ProbePatch, ReplacePatch
 from graphpatch_notebook.experiments import attribute, attribute_edges, circuit, circuit_patches
+from graphpatch_notebook.experiments.attribution.rules import Method
 from tests.benchmarks.models import GPT2_124M, GPT2_SMALL, Benchmarked
 from tests.benchmarks.ratios import median_times
 from tests.benchmarks.report import Row, report, row
@@ -79,6 +80,23 @@ def edges(benchmarked: Benchmarked, length: int, quick: bool) -> Iterator[Row]:
         yield row(what, f"{found:.2f}x of {1000 * times['once']:.1f} ms", f"at most {bound:g}x", found <= bound)
 
 
+def secant(benchmarked: Benchmarked, length: int, quick: bool) -> Iterator[Row]:
+    """The scores of all nodes by the secant, next to those by gradients."""
+    model: nn.Module = benchmarked.build()
+    clean = benchmarked.inputs(length)
+    other = corrupted(clean)
+    pg = PatchableGraph(model, clean)
+
+    def scores(method: Method) -> None:
+        attribute(pg, logit_difference, clean, other, method=method)
+
+    rounds = 2 if quick else benchmarked.rounds // 20 + 2
+    times = median_times({"gradient": lambda: scores("gradient"), "secant": lambda: scores("secant")}, rounds)
+    found = times["secant"] / times["gradient"]
+    what = f"{benchmarked.name}, {length} tokens: scores of all nodes by the secant / by gradients"
+    yield row(what, f"{found:.2f}x of {1000 * times['gradient']:.1f} ms", "at most 1.3x", found <= 1.3)
+
+
 def difference_of_two(output: Any) -> Tensor:
     logits = output.logits
     return logits[0, -1, 5] - logits[0, -1, 6]
@@ -140,6 +158,7 @@ def sections(quick: bool) -> list[Iterator[Row]]:
     return [
         *(attribution(benchmarked, length, quick) for benchmarked in (GPT2_124M, GPT2_SMALL) for length in (16, 32)),
         edges(GPT2_124M, 64, quick),
+        secant(GPT2_124M, 64, quick),
         swept(GPT2_124M, 3.5, quick),
         swept(GPT2_SMALL, 8, quick),
     ]

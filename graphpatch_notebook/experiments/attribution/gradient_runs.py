@@ -7,6 +7,9 @@ The nodes are scored in groups that fit into memory. For each group:
 3. Integrated gradients take further runs, which are interpolated between the two at the roots.
 4. The metric of each run is differentiated once, for all values of the group (`scores_of`).
 
+One-sided scores take two runs for each value instead, on the corrupted inputs: in one, the value is the clean one
+(`Restored`), in the other, it has a gradient (`Cut`).
+
 Two terms:
 
 - A *root* is a floating-point value that differs between the runs, although nothing that it is computed from differs.
@@ -86,6 +89,7 @@ class AttributionResults:
         roots: The paths at which the runs begin to differ.
         remarks: Warnings that were raised during the runs.
         fallbacks: Why the derivative of a function does not explain its whole change, by its name.
+        changes: The change of the metric that the scores of a path should sum to, for one-sided scores.
     """
 
     clean: float = float("nan")
@@ -95,6 +99,7 @@ class AttributionResults:
     roots: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     fallbacks: dict[str, str] = field(default_factory=dict)
+    changes: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -125,6 +130,7 @@ class AttributionRuns:
         fractions: The points between the corrupted run (0) and the clean run (1) at which gradients are taken.
         max_bytes: The memory limit for recorded values and their gradients.
         method: The derivative rules of both runs.
+        is_one_sided: Whether each value is compared with the corrupted run in which it alone is restored.
     """
 
     def __init__(
@@ -138,6 +144,7 @@ class AttributionRuns:
         fractions: Sequence[float],
         max_bytes: int,
         method: Method,
+        is_one_sided: bool = False,
     ) -> None:
         self._pg = pg
         self._metric = metric
@@ -148,6 +155,7 @@ class AttributionRuns:
         self._fractions = fractions
         self._max_bytes = max_bytes
         self._method = method
+        self._is_one_sided = is_one_sided
         self._current = CurrentListener()
         self._roots = Roots()
         self._copied: set[str] = set()
@@ -160,7 +168,7 @@ class AttributionRuns:
         with collected_warnings() as messages, torch.inference_mode(False), context:
             state = ModuleState(captured(self._pg).module)
             with afterwards(state.restore):
-                self._run_all(state)
+                (self._run_one_by_one if self._is_one_sided else self._run_all)(state)
         self._current.listener = _pass_on
         self._found.roots = list(dict.fromkeys(path for path, _ in self._roots.clean))
         # Paths that were not computed are in `problems`.
@@ -258,6 +266,54 @@ class AttributionRuns:
                 totals[path] = totals.get(path, 0.0) + score / len(self._fractions)
         self._found.problems |= problems
         self._found.scores |= {path: score for path, score in totals.items() if path not in problems}
+
+    # -- one value -----------------------------------------------------------------------------------------------------
+
+    def _run_one_by_one(self, state: ModuleState) -> None:
+        wanted = {node.path for node in self._nodes if node.is_wanted}
+        while wanted:
+            clean = CleanValues(wanted, self._copied, self._max_bytes)
+            with torch.no_grad():
+                self._found.clean = float(_number(self._metric(self._output(clean, self._clean, state))))
+            self._found.problems |= clean.problems
+            rewritten = {
+                path for path, values in clean.by_path.items() if not all(value.is_current for value in values)
+            }
+            self._copied |= rewritten
+            for path in wanted - clean.left - rewritten - set(clean.problems):
+                problem = self._score_alone(path, [value.tensor for value in clean.by_path.get(path, ())], state)
+                if problem is not None:
+                    self._found.problems[path] = problem
+            wanted = clean.left | rewritten
+
+    def _score_alone(self, path: str, clean: list[Tensor], state: ModuleState) -> str | None:
+        """Scores one value, or returns why that cannot be."""
+        rules = rules_of(self._method)
+        restored, cut = Restored(path, clean), Cut(path)
+        with torch.no_grad(), rules.recording():
+            after = float(_number(self._metric(self._output(restored, self._corrupted, state))))
+        with torch.enable_grad(), rules.applied():
+            metric = _number(self._metric(self._output(cut, self._corrupted, state)))
+        cut.is_over = True
+        self._found.fallbacks |= rules.fallbacks
+        self._found.corrupted = float(metric.detach())
+        problem = cut.problem or restored.problem or _uneven(len(clean), len(cut.values))
+        if problem is not None:
+            return problem
+        if not metric.requires_grad:
+            return _UNREACHED
+        gradients = torch.autograd.grad(metric, cut.values, allow_unused=True)
+        kept = self._kept.get(path)
+        scores = [
+            _reduced(_difference(mine, value.detach()), gradient, kept, is_careful=True).double().cpu().numpy()
+            for mine, value, gradient in zip(clean, cut.values, gradients, strict=True)
+            if gradient is not None  # type: ignore[redundant-expr]  # `allow_unused`
+        ]
+        if not scores:
+            return _UNREACHED
+        self._found.scores[path] = np.sum(np.broadcast_arrays(*scores), axis=0)
+        self._found.changes[path] = after - self._found.corrupted
+        return None
 
     # -- one run -------------------------------------------------------------------------------------------------------
 
@@ -473,11 +529,66 @@ class Differences:
         self._known.clear()
 
     def _difference(self, clean: Tensor, value: Tensor) -> Tensor:
-        if clean.element_size() < 4:
-            clean, value = clean.float(), value.float()
-        difference = clean - value
+        difference = _difference(clean, value)
         # Masked scores are infinite in both runs, which does not count as a difference.
         return torch.where(clean == value, 0, difference) if self.is_careful else difference
+
+
+def _difference(clean: Tensor, value: Tensor) -> Tensor:
+    return clean.float() - value.float() if clean.element_size() < 4 else clean - value
+
+
+class Restored:
+    """The listener of a run on the corrupted inputs in which one value is that of the clean run.
+
+    Attributes:
+        problem: Why it cannot be.
+    """
+
+    def __init__(self, path: str, clean: Sequence[Tensor]) -> None:
+        self._path = path
+        self._left = list(clean)
+        self.problem: str | None = None
+
+    def __call__(self, node: ScoredNode, value: Any) -> Any:
+        if node.path != self._path or not self._left:
+            return value
+        clean = self._left.pop(0)
+        if not node.can_be_cut:
+            self.problem = "it cannot be replaced: it is the state of a module, or a view that the model fills later"
+        elif not isinstance(value, Tensor) or (value.shape, value.dtype, value.device) != (
+            clean.shape,
+            clean.dtype,
+            clean.device,
+        ):
+            self.problem = node.problem(value) or _unlike(clean, value)
+        return value if self.problem else clean.clone()
+
+
+class Cut:
+    """The listener of a run on the corrupted inputs in which one value has a gradient.
+
+    Attributes:
+        values: The value, as often as it is computed.
+        problem: Why it has no gradient.
+        is_over: Whether the run is over: values after that are recomputed in backward.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.values: list[Tensor] = []
+        self.problem: str | None = None
+        self.is_over = False
+
+    def __call__(self, node: ScoredNode, value: Any) -> Any:
+        if node.path != self._path or self.is_over:
+            return value
+        self.problem = self.problem or node.problem(value)
+        if self.problem is not None:
+            return value
+        self.values.append(_writable_copy(value.detach()))
+        # The model may write into what it is given, but the gradient is that of the value before.
+        return self.values[-1].clone() if torch.is_grad_enabled() else value
 
 
 class GradientRun:

@@ -14,7 +14,7 @@ whole change of its result: `mean Jacobian @ (clean input - corrupted input) = c
 chain rule, the scores of any cut through the model then sum to the change of the metric.
 
 - Elementwise functions: the difference quotient of the two runs (`quotient`).
-- Products, and all else that is linear in each of its arguments: the derivative at the midpoint (`midpoint`).
+- Products, and all else that is linear in each of its arguments: the derivative at the midpoint (`multilinear`).
 - Softmax and its relatives: the Jacobian at the logarithmic mean of the two results (`softmax`, `logsumexp`).
 - Norms, attention and other composites: their steps in plain torch, each by its own rule (`by_steps`).
 - Other functions: the mean of their Jacobian along the straight line between the runs (`path_average`). This is exact
@@ -26,339 +26,58 @@ constants, activations are multiples of their input, and each factor of a produc
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import decomposition_of
-from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.torch_compat import is_overload, overload_path
+from graphpatch_notebook.experiments.attribution import composites, relp
+from graphpatch_notebook.experiments.attribution.calls import (
+    Call,
+    Held,
+    Rule,
+    Surrogate,
+    Writes,
+    family_name,
+    has_memory,
+    is_weight,
+)
+from graphpatch_notebook.experiments.attribution.secants import (
+    by_steps,
+    log_softmax,
+    logsumexp,
+    multilinear,
+    path_average,
+    quotient,
+    softmax,
+)
 
 Method: TypeAlias = Literal["gradient", "integrated", "relp", "secant"]
 METHODS: tuple[Method, ...] = ("gradient", "integrated", "relp", "secant")
 
-
-class Call:
-    """One call of a function in the corrupted run, and its counterpart in the clean run.
-
-    Its *inputs* are all floating-point tensors among its arguments, in order.
-
-    Attributes:
-        function: The function, as torch dispatches it.
-        corrupted: The inputs in the corrupted run.
-        clean: The inputs in the clean run; those of the corrupted run for methods without one.
-        results: The results of the two runs (clean, corrupted), if they are single tensors that were kept.
-        differs: Which inputs differ between the runs.
-        rules: The rules of the run.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], rules: DerivativeRules
-    ) -> None:
-        self.function = function
-        self.rules = rules
-        self._inputs: list[Tensor] = []
-        self._args = tuple(self._template(value) for value in args)
-        self._kwargs = {key: self._template(value) for key, value in kwargs.items()}
-        self.inputs: tuple[Tensor, ...] = tuple(self._inputs)
-        self.corrupted: tuple[Tensor, ...] = ()
-        self.clean: tuple[Tensor, ...] = ()
-        self.results: tuple[Tensor, Tensor] | None = None
-        self.differs: tuple[bool, ...] = ()
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        """Returns the result of the function for other inputs. It never writes into them."""
-        return self.take(self.function, *inputs)
-
-    def take(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
-        """Returns the result of another function for the arguments of this call, with other inputs."""
-        if self.is_in_place and function is self.function:
-            inputs = (inputs[0].clone(), *inputs[1:])
-        args = tuple(_filled(value, inputs) for value in self._args)
-        return function(*args, **{key: _filled(value, inputs) for key, value in self._kwargs.items()})
-
-    def argument(self, index: int, name: str, default: Any = None) -> Any:
-        """Returns an argument that is not a tensor, by its position or its name."""
-        return self._args[index] if len(self._args) > index else self._kwargs.get(name, default)
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the call writes into its first argument."""
-        return is_in_place(self.function, self._args, self._kwargs)
-
-    def _template(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            self._inputs.append(value)
-            return _Input(len(self._inputs) - 1)
-        if type(value) in (tuple, list):
-            return type(value)(map(self._template, value))
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """Marks where the arguments of a call have an input."""
-
-    number: int
-
-
-def _filled(value: Any, inputs: Sequence[Tensor]) -> Any:
-    if isinstance(value, _Input):
-        return inputs[value.number]
-    return type(value)(_filled(item, inputs) for item in value) if type(value) in (tuple, list) else value
-
-
-Surrogate: TypeAlias = Callable[..., Any]
-"""Takes a `Call` and its inputs; returns a result with the derivative that the call gets. Its value does not matter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How a function is differentiated.
-
-    Attributes:
-        surrogate: Takes a `Call` and its inputs (the values of the corrupted run, which require gradients). Returns a
-            tensor of the shape of the result, whose derivative the call gets. It runs in backward.
-        is_multilinear: Whether the function is linear in each input: where only one differs between the runs, torch's
-            own derivative is exact, and is used.
-        keeps_result: Whether `Call.results` are needed.
-        is_exact: Whether the derivative explains the whole change. If not, the function is named as a fallback.
-    """
-
-    surrogate: Surrogate
-    is_multilinear: bool = False
-    keeps_result: bool = False
-    is_exact: bool = True
-
-
-# -- secants -----------------------------------------------------------------------------------------------------------
-
-
-def path_average(call: Call, *inputs: Tensor, points: int = 8) -> Any:
-    """The mean of the Jacobian on the straight line between the runs: exact for polynomials of degree `2 * points`."""
-    total: Any = None
-    for at, weight in _gauss(points):
-        result = call(*(_between(x, clean, at) for x, clean in zip(inputs, call.clean, strict=True)))
-        result = [weight * part for part in result] if isinstance(result, (tuple, list)) else weight * result
-        total = result if total is None else _sum(total, result)
-    return total
-
-
-def midpoint(call: Call, *inputs: Tensor) -> Any:
-    """The derivative at the mean of the two runs: exact for products of two inputs, and for squares."""
-    return call(*(_between(x, clean, 0.5) for x, clean in zip(inputs, call.clean, strict=True)))
-
-
-def quotient(call: Call, *inputs: Tensor) -> Tensor:
-    """The difference quotient of an elementwise function, and its derivative where the two runs coincide.
-
-    For several inputs that differ, the change is shared as by Shapley: an input changes before the others, or after.
-    """
-    different = [number for number, differs in enumerate(call.differs) if differs]
-    corrupted, clean = torch.broadcast_tensors(*call.corrupted), torch.broadcast_tensors(*call.clean)
-    terms = []
-    for number in different:
-        slopes = [
-            _slope(
-                call, number, [clean[other] if other in changed else corrupted[other] for other in range(len(clean))]
-            )
-            * weight
-            for changed, weight in _orders(different, number)
-        ]
-        terms.append(inputs[number] * torch.stack(slopes).sum(0) if len(slopes) > 1 else inputs[number] * slopes[0])
-    return sum(terms[1:], terms[0])
-
-
-def _slope(call: Call, number: int, inputs: list[Tensor]) -> Tensor:
-    """Returns the slope of an elementwise function between the two runs, as one input changes."""
-
-    def function(value: Tensor) -> Tensor:
-        result: Tensor = call(*inputs[:number], value, *inputs[number + 1 :])
-        return result
-
-    corrupted, clean = call.corrupted[number].expand_as(inputs[number]), call.clean[number].expand_as(inputs[number])
-    with torch.no_grad():
-        clean_result, corrupted_result = call.results or (function(clean), function(corrupted))
-    middle = _between(corrupted, clean, 0.5).detach().contiguous().requires_grad_()
-    (derivative,) = torch.autograd.grad(function(middle).sum(), middle)
-    run, rise = clean - corrupted, clean_result - corrupted_result
-    # The quotient of close values is mostly rounding, and cannot be told apart from the derivative.
-    noise = 8 * torch.finfo(rise.dtype).eps * torch.maximum(clean_result.abs(), corrupted_result.abs())
-    is_close = (run == 0) | ((derivative * run - rise).abs() <= noise)
-    return torch.where(is_close, derivative, rise / torch.where(is_close, 1, run))
-
-
-def _orders(different: Sequence[int], number: int) -> Iterator[tuple[set[int], float]]:
-    """Yields which other inputs have changed before this one, and the share of such orders."""
-    others = [other for other in different if other != number]
-    for mask in range(2 ** len(others)):
-        changed = {other for bit, other in enumerate(others) if mask >> bit & 1}
-        count = len(changed)
-        yield changed, math.factorial(count) * math.factorial(len(others) - count) / math.factorial(len(different))
-
-
-def softmax(call: Call, scores: Tensor) -> Tensor:
-    """Softmax's own Jacobian, taken at the logarithmic mean of the two results.
-
-    It explains the whole change, is indifferent to a shift of all scores, and stays within the bounds of the derivative
-    whatever the scores are. The quotients of exp and of the division conserve too, but with large scores they are
-    unrelated to the derivative.
-    """
-    dim = call.argument(1, "dim")
-    weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
-    scores = _finite(scores)
-    return weights * (scores - _weighted(scores, weights, dim))
-
-
-def log_softmax(call: Call, scores: Tensor) -> Tensor:
-    """The scores, less their mean under the logarithmic mean of the two patterns."""
-    dim = call.argument(1, "dim")
-    weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
-    return _finite(scores) - _weighted(_finite(scores), weights, dim)
-
-
-def logsumexp(call: Call, scores: Tensor) -> Tensor:
-    """The mean of the scores under the logarithmic mean of the two patterns."""
-    dim = call.argument(1, "dim")
-    weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
-    result = _weighted(_finite(scores), weights, dim)
-    return result if call.argument(2, "keepdim", False) else result.squeeze(dim)
-
-
-def _mean_pattern(clean: Tensor, corrupted: Tensor, dim: Any) -> Tensor:
-    """Returns `(p - q) / (log p - log q)` of the patterns of two tensors of scores."""
-    logs = [scores - scores.logsumexp(dim, keepdim=True) for scores in (clean, corrupted)]
-    apart = (logs[0] - logs[1]).abs()
-    ratio = torch.where(apart == 0, 1, -torch.expm1(-apart) / torch.where(apart == 0, 1, apart))
-    return (torch.maximum(*logs).exp() * ratio).nan_to_num(0.0)  # masked in both runs
-
-
-def _weighted(scores: Tensor, weights: Tensor, dim: Any) -> Tensor:
-    total = weights.sum(dim, keepdim=True)
-    return (weights * scores).sum(dim, keepdim=True) / torch.where(total == 0, 1, total)
-
-
-def _finite(scores: Tensor) -> Tensor:
-    return torch.where(torch.isinf(scores), 0, scores)
-
-
-# -- RelP --------------------------------------------------------------------------------------------------------------
-
-
-def identity(call: Call, x: Tensor, *_: Tensor) -> Tensor:
-    """A multiple of the input: `(f(x) - f(0)) / x`, and the derivative where x is 0."""
-    corrupted, rest = call.corrupted[0], call.corrupted[1:]
-    zero = torch.zeros_like(corrupted, requires_grad=True)
-    at_zero = call(zero, *rest)
-    (derivative,) = torch.autograd.grad(at_zero.sum(), zero)
-    is_zero = corrupted.abs() < 1e-6
-    slope = (call(*call.corrupted) - at_zero).detach() / torch.where(is_zero, 1, corrupted)
-    return x * torch.where(is_zero, derivative, slope)
-
-
-def constant(call: Call, *_: Tensor) -> Tensor:
-    """A constant."""
-    result: Tensor = call(*call.corrupted)
-    return result.detach()
-
-
-def half(call: Call, *inputs: Tensor) -> Any:
-    """Half of the derivative, as a product shares it among its factors."""
-    return call(*inputs) / 2
-
-
-# -- functions by their steps ------------------------------------------------------------------------------------------
-
-
-def by_steps(steps: Callable[..., Any]) -> Surrogate:
-    """Returns the rule that takes a function apart: `steps` has its signature, and each step its own rule."""
-
-    def surrogate(call: Call, *inputs: Tensor) -> Any:
-        rules = call.rules.another()
-        with torch.no_grad(), rules.recording():
-            call.take(steps, *call.clean)
-        with rules.applied():
-            return call.take(steps, *inputs)
-
-    return surrogate
-
-
-def _between(x: Tensor, clean: Tensor, at: float) -> Tensor:
-    return x + at * torch.where(clean == x, 0, clean - x).detach()
-
-
-@cache
-def _gauss(points: int) -> list[tuple[float, float]]:
-    """Returns the points and weights of Gauss and Legendre between 0 and 1."""
-    import numpy as np
-
-    at, weights = np.polynomial.legendre.leggauss(points)
-    return [(float(x + 1) / 2, float(w) / 2) for x, w in zip(at, weights, strict=True)]
-
-
-def _sum(one: Any, other: Any) -> Any:
-    return [a + b for a, b in zip(one, other, strict=True)] if isinstance(one, list) else one + other
-
-
-# -- composite functions, in plain torch -------------------------------------------------------------------------------
-
-
-def _attention(*args: Any, **kwargs: Any) -> Any:
-    decomposition = decomposition_of(functional.scaled_dot_product_attention)
-    assert decomposition is not None
-    return decomposition.steps(is_fused=True)(*args, **kwargs)
-
-
-def _layer_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Tensor:
-    dims = tuple(range(-len(tuple(normalized_shape)), 0))
-    centered = x - x.mean(dims, keepdim=True)
-    return _scaled(centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps), weight, bias)
-
-
-def _rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    dims = tuple(range(-len(tuple(normalized_shape)), 0))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _scaled(x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps), weight, None)
-
-
-def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    normed = normed if weight is None else normed * weight
-    return normed if bias is None else normed + bias
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables, by the names that all forms of a function share -----------------------------------------------------------
 
 _ELEMENTWISE = """
     abs absolute acos arctan asin atan clamp clamp_min clamp_max clip cos cosh erf erfc exp exp2 expm1 lgamma log log10
     log1p log2 logit logsigmoid log_sigmoid maximum minimum fmax fmin pow reciprocal rsqrt sigmoid sin sinh softplus
     sqrt square tan tanh hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink threshold softsign celu elu
-    gelu leaky_relu mish relu relu6 selu silu prelu xlogy atan2 hypot div true_divide divide truediv
+    gelu leaky_relu mish relu relu6 selu silu xlogy atan2 hypot div true_divide divide truediv
 """
 _MULTILINEAR = """
     mul multiply matmul mm bmm mv dot vdot inner outer ger einsum tensordot linear bilinear conv1d conv2d conv3d
     conv_transpose1d conv_transpose2d conv_transpose3d convolution baddbmm addmm addbmm addmv addr kron chain_matmul
-    addcmul cosine_embedding
+    addcmul lerp grouped_mm _grouped_mm mse_loss var var_mean
 """
 _LINEAR = """
     add sub subtract rsub neg negative positive sum mean cumsum diff trace diagonal diag diag_embed tril triu flip
@@ -370,88 +89,104 @@ _LINEAR = """
     take_along_dim index rot90 tile
     broadcast_to broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d ravel expand_as unfold
     dstack column_stack block_diag select_scatter slice_scatter diagonal_scatter setitem getitem detach detach_ data
-    nll_loss mT mH H bernoulli alias pin_memory cpu cuda numpy new_tensor set_ resize_ lerp requires_grad_ grad item
+    nll_loss mT mH H bernoulli alias pin_memory cpu cuda numpy new_tensor set_ resize_ requires_grad_ grad item
     sgn_ permute_copy retain_grad backward register_hook storage untyped_storage storage_type feature_alpha_dropout
-    nan_to_num batch_norm
+    nan_to_num requires_grad fft_rfft fft_irfft fft_fft fft_ifft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 embedding_bag
 """
 
-_QUOTIENT = Rule(quotient, keeps_result=True)
-_MIDPOINT = Rule(midpoint, is_multilinear=True)
-_PATH_AVERAGE = Rule(path_average, is_exact=False)
 LINEAR = (
-    frozenset(_LINEAR.split())
-    | operations.VIEWS
-    | operations.ADDITIONS
-    | (operations.SAME_VALUES - {"where", "clamp", "clip"})
+    frozenset(_LINEAR.split()) | operations.VIEWS | operations.ADDITIONS | (operations.SAME_VALUES - {"clamp", "clip"})
 )
+"""Linear in all their inputs together: their own derivative is exact."""
 
+_APPROXIMATED = """
+    prod cumprod logcumsumexp cdist pairwise_distance addcdiv kl_div binary_cross_entropy smooth_l1_loss huber_loss
+    binary_cross_entropy_with_logits local_response_norm logaddexp logaddexp2 rrelu lstm gru rnn_tanh rnn_relu
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell poisson_nll_loss gaussian_nll_loss l1_loss
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d linalg_solve_triangular linalg_solve linalg_inv
+"""
+_COMPOSITES: dict[str, Callable[..., Any]] = {
+    "layer_norm": composites.layer_norm,
+    "rms_norm": composites.rms_norm,
+    "group_norm": composites.group_norm,
+    "batch_norm": composites.batch_norm,
+    "instance_norm": composites.instance_norm,
+    "normalize": composites.normalize,
+    "norm": composites.norm,
+    "vector_norm": composites.norm,
+    "linalg_vector_norm": composites.norm,
+    "std": composites.std,
+    "cosine_similarity": composites.cosine_similarity,
+    "glu": composites.glu,
+    "prelu": composites.prelu,
+    "softmin": composites.softmin,
+    "amax": composites.amax,
+    "amin": composites.amin,
+    "max": composites.largest,
+    "min": composites.smallest,
+}
 _SECANT: dict[Any, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _QUOTIENT),
-    **dict.fromkeys(_MULTILINEAR.split(), _MIDPOINT),
+    **dict.fromkeys(_ELEMENTWISE.split(), Rule(quotient, keeps_result=True)),
+    **dict.fromkeys(_MULTILINEAR.split(), Rule(multilinear, is_multilinear=True)),
+    **dict.fromkeys(("var", "var_mean", "mse_loss"), Rule(multilinear)),
+    **dict.fromkeys(_APPROXIMATED.split(), Rule(path_average, is_exact=False)),
+    **{name: Rule(by_steps(steps)) for name, steps in _COMPOSITES.items()},
     **dict.fromkeys(("softmax", "_safe_softmax", "_softmax"), Rule(softmax)),
     **dict.fromkeys(("log_softmax", "_log_softmax"), Rule(log_softmax)),
-    "logsumexp": Rule(logsumexp),
-    "var": Rule(midpoint),
-    "layer_norm": Rule(by_steps(_layer_norm)),
-    "rms_norm": Rule(by_steps(_rms_norm)),
-    "scaled_dot_product_attention": Rule(by_steps(_attention)),
+    **dict.fromkeys(("logsumexp", "special_logsumexp"), Rule(logsumexp)),
+    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), Rule(composites.max_pool)),
+    "cross_entropy": Rule(composites.cross_entropy),
+    "scaled_dot_product_attention": Rule(by_steps(composites.attention), refusal=composites.refused_attention),
 }
+_NORMS = ("layer_norm", "rms_norm", "group_norm", "instance_norm", "normalize")
 _RELP: dict[Any, Rule] = {
-    **dict.fromkeys(operations.NONLINEARITIES - {"glu", "softmax", "pow", "square", "exp"}, Rule(identity)),
-    **dict.fromkeys(("rsqrt", "sqrt", "var", "std", "norm", "vector_norm"), Rule(constant)),
-    **dict.fromkeys(("mul", "multiply"), Rule(half, is_multilinear=True)),
-    "layer_norm": Rule(by_steps(_layer_norm)),
-    "rms_norm": Rule(by_steps(_rms_norm)),
+    **dict.fromkeys(relp.ACTIVATIONS, Rule(relp.identity)),
+    **dict.fromkeys(relp.DENOMINATORS, Rule(quotient, is_constant=True)),
+    **dict.fromkeys(("mul", "multiply"), Rule(relp.half, is_multilinear=True)),
+    **{name: Rule(by_steps(_COMPOSITES[name])) for name in _NORMS},
 }
+_OPENED = frozenset({"multi_head_attention_forward"})
+"""Functions whose steps give their very bits: they are run step by step."""
+
+_DECISIONS = (operations.CHOICES - {"max"}) | {"where", "masked_fill", "argsort", "argmin"}
+"""Functions with integers or conditions that no derivative follows."""
 
 
-@cache
-def _family_name(function: Callable[..., Any]) -> str:
-    """Returns the name that all forms of a function share: function, method, operator, and in place."""
-    if is_overload(function) and not str(overload_path(function)).startswith("aten."):
-        return str(overload_path(function))
-    raw, name = raw_name(function), function_name(function)
-    if raw.startswith("__") and name[:1] in "ir" and name[1:] in _OPERATORS:  # __iadd__, __radd__
-        return name[1:]
-    return name.rstrip("_") or name
+def register_rule(function: Callable[..., Any], surrogate: Surrogate, *, is_exact: bool = True) -> None:
+    """Gives a function a rule of its own for `method="secant"`.
+
+    Args:
+        function: The function as torch dispatches it: one of torch, or a custom operator (`torch.ops.mine.gelu`).
+        surrogate: Takes a `Call` and its inputs, which are all floating-point tensors among the arguments, with the
+            values of the corrupted run. Returns a tensor of the shape of the result, whose derivative is used. See
+            `secants`: `quotient` for elementwise functions, `multilinear`, `path_average` for any function that can be
+            differentiated, and `by_steps(f)`, where `f` computes the same from functions with rules.
+        is_exact: Whether the derivative explains the whole change. If not, results name the function.
+
+    Example:
+        >>> from graphpatch_notebook.experiments.attribution.secants import quotient
+        >>> register_rule(torch.special.i0, quotient)
+    """
+    _SECANT[function] = Rule(surrogate, is_exact=is_exact)
 
 
-_OPERATORS = frozenset("add sub mul div truediv matmul pow floordiv mod".split())
-
-
-@cache
-def _place_of_inplace(function: Callable[..., Any]) -> int | None:
-    """Returns the position of the argument `inplace`, if the function has it."""
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return None
-    return names.index("inplace") if "inplace" in names else None
-
-
-def is_in_place(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call writes into its first argument."""
-    if writes_in_place(raw_name(function), dict(kwargs)):
-        return True
-    place = _place_of_inplace(function)
-    return place is not None and len(args) > place and args[place] is True
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
+# -- rules of a run ----------------------------------------------------------------------------------------------------
 
 
 class DerivativeRules:
     """The rules of a method for one pair of runs.
 
     Under `recording` and `applied`, all values are the same as without, to the last bit: only derivatives differ. Both
-    runs must take the same steps. Enter them outside of patch contexts' calls, so that opened attention is seen.
+    runs must take the same steps. Enter them around the calls of a `PatchableGraph`, so that they see the steps of
+    attention that patches open.
 
     Attributes:
-        fallbacks: Names of functions whose rule does not explain the whole change, and the reason.
+        fallbacks: Why a function does not explain the whole change of its result, by its name.
     """
 
     def __init__(self) -> None:
         self.fallbacks: dict[str, str] = {}
+        self.is_open = False
 
     def recording(self) -> AbstractContextManager[Any]:
         """Returns a context manager for the run on the clean inputs, and its metric."""
@@ -467,15 +202,17 @@ class DerivativeRules:
 
     def rule_for(self, function: Callable[..., Any]) -> Rule | None:
         """Returns the rule for a function; `None` for one whose own derivative is used."""
-        return None
+        raise NotImplementedError
 
-    def is_known(self, function: Callable[..., Any]) -> bool:
-        """Whether a function has a rule, or does not need one."""
-        return _family_name(function) in LINEAR or self.rule_for(function) is not None
-
-    def recorded(self, call: Call) -> _Recorded:
+    def clean_counterpart(self, call: Call) -> _Recorded:
         """Returns the record of the same call in the clean run, and notes which inputs differ."""
         raise NotImplementedError
+
+    def before(self, args: Sequence[Any]) -> None:
+        """Is given the arguments of each call of the run with gradients."""
+
+    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
+        """Is given the result of each call of the run with gradients."""
 
 
 class SecantRules(DerivativeRules):
@@ -483,81 +220,133 @@ class SecantRules(DerivativeRules):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tape: list[_Recorded] = []
+        self._tape: list[_Recorded] = []
         self._at = 0
+        self._decisions: list[Tensor] = []
+        self._decided = 0
+        self._seen: set[Any] = set()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        self.tape = []
+        self._tape, self._decisions = [], []
         with _Recording(self):
             yield
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        self._at = 0
-        with _Applied(self):
-            yield
-        if self._at != len(self.tape):
-            raise ExperimentError(_parted(self._at, self.tape[self._at], None))
-        self.tape = []
+        self._at = self._decided = 0
+        self.is_open = True
+        try:
+            with _Applied(self):
+                yield
+        finally:
+            self.is_open = False
+            self._seen.clear()
+        if self._at != len(self._tape):
+            raise ExperimentError(self._parted(self._tape[self._at], None))
+        self._tape, self._decisions = [], []
 
     def rule_for(self, function: Callable[..., Any]) -> Rule | None:
         found = _SECANT.get(function)
-        return _SECANT.get(_family_name(function)) if found is None else found
+        return _SECANT.get(family_name(function)) if found is None else found
 
-    def recorded(self, call: Call) -> _Recorded:
-        mine = _Recorded(_family_name(call.function), [Held(x) for x in call.inputs], None)
-        recorded = self.tape[self._at] if self._at < len(self.tape) else None
+    def record(self, record: _Recorded) -> None:
+        """Records a call of the clean run."""
+        self._tape.append(record)
+
+    def clean_counterpart(self, call: Call) -> _Recorded:
+        recorded = self._tape[self._at] if self._at < len(self._tape) else None
+        mine = _Recorded(family_name(call.function), [Held(x) for x in call.inputs])
         if recorded is None or (recorded.name, recorded.shapes) != (mine.name, mine.shapes):
-            raise ExperimentError(_parted(self._at, recorded, mine))
+            raise ExperimentError(self._parted(recorded, mine))
         self._at += 1
         call.differs = tuple(map(_is_different, recorded.inputs, call.inputs))
         return recorded
+
+    def decide(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+        """Records what a call of the clean run decides."""
+        self._decisions += _decisions(function, args, result)
+
+    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
+        name = family_name(function)
+        for decision in _decisions(function, args, result):
+            clean = self._decisions[self._decided] if self._decided < len(self._decisions) else None
+            self._decided += 1
+            if clean is None or clean.shape != decision.shape or not torch.equal(clean, decision):
+                self.fallbacks.setdefault(name, "it decides otherwise in the other run")
+        inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+        results = [part for part in _parts(result) if part.is_floating_point() or part.is_complex()]
+        self._seen.update(part.grad_fn for part in (*results, *inputs))
+        if inputs and results and torch.is_grad_enabled():
+            if not any(part.requires_grad for part in results):
+                if name not in _CONSTANT and inputs[0] is args[0]:
+                    self.fallbacks.setdefault(name, "its result has no gradient")
+            elif not has_rule and name not in LINEAR and name not in _OPENED:
+                self.fallbacks.setdefault(name, "it has no rule here, and the derivative of torch")
+        if inputs and raw_name(function) in VALUE_READS:
+            self.fallbacks.setdefault(name, "the model computes in Python with its result")
+
+    def before(self, args: Sequence[Any]) -> None:
+        """Names what computed the arguments, if it was not a function that torch dispatches."""
+        for value in args:
+            node = value.grad_fn if isinstance(value, Tensor) else None
+            if node is not None and node not in self._seen and not type(node).__name__.startswith(_TRANSPARENT):
+                kind = type(node).__name__.removesuffix("Backward")
+                self.fallbacks.setdefault(kind, "it is not a function that torch dispatches, and keeps its derivative")
+
+    def _parted(self, clean: _Recorded | None, corrupted: _Recorded | None) -> str:
+        return (
+            f"the secant pairs the operations of the two runs, which part at operation {self._at + 1}: "
+            f"{clean or 'nothing more'} in the clean run, {corrupted or 'nothing more'} in the corrupted run (mixtures "
+            'of experts do that); use method="gradient", or inputs for which the model takes the same steps'
+        )
+
+
+_CONSTANT = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"})
+_TRANSPARENT = ("View", "Alias", "Clone", "AccumulateGrad", "_Replaced", "CopyBackwards", "CopySlices", "AsStrided")
 
 
 class RelPRules(DerivativeRules):
     """Rules that take each derivative from the corrupted run alone."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._roots = relp.Roots()
+
     @contextmanager
     def applied(self) -> Iterator[None]:
-        with _Applied(self):
-            yield
+        self.is_open = True
+        try:
+            with _Applied(self):
+                yield
+        finally:
+            self.is_open = False
+            self._roots = relp.Roots()
 
     def rule_for(self, function: Callable[..., Any]) -> Rule | None:
-        return _RELP.get(_family_name(function))
+        return _RELP.get(family_name(function))
 
-    def is_known(self, function: Callable[..., Any]) -> bool:
-        return True
-
-    def recorded(self, call: Call) -> _Recorded:
+    def clean_counterpart(self, call: Call) -> _Recorded:
         call.differs = tuple(x.requires_grad for x in call.inputs)
-        return _Recorded(_family_name(call.function), [Held(x) for x in call.inputs], None)
+        name = family_name(call.function)
+        roots = [self._roots.of(x) for x in call.inputs if x.requires_grad]
+        if name in relp.ACTIVATIONS and roots and roots[0].root is not call.inputs[0]:
+            call.differs = (False,)  # a step of an activation that is written out, the product of which has the rule
+        if len(roots) == 2 and roots[0].root is roots[1].root and call.inputs[0] is not call.inputs[1]:
+            call.surrogate = relp.by_first if roots[0].is_multiple else relp.by_second if roots[1].is_multiple else None
+        return _Recorded(name, [Held(x) for x in call.inputs])
 
-
-def _parted(at: int, clean: _Recorded | None, corrupted: _Recorded | None) -> str:
-    runs = (
-        f"{record or 'nothing more'} in the {run} run" for run, record in (("clean", clean), ("corrupted", corrupted))
-    )
-    return (
-        "the secant pairs the operations of the two runs, which part at operation "
-        f'{at + 1}: {", ".join(runs)}; use method="gradient", or inputs for which the model takes the same steps'
-    )
-
-
-class Held:
-    """A tensor as it is now: it is copied before the model writes into it."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
+    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
+        self._roots.note(function, args, result)
 
 
 @dataclass
 class _Recorded:
+    """A call of the clean run."""
+
     name: str
     inputs: list[Held]
-    result: Held | None
+    result: Held | None = None
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -567,102 +356,17 @@ class _Recorded:
         return f"{self.name} of {', '.join(str(tuple(shape)) for shape in self.shapes)}"
 
 
-class _Writes:
-    """The tensors that are held, by their storage, so that they can be copied before the model writes into them."""
-
-    def __init__(self) -> None:
-        self._by_storage: dict[int, list[Held]] = {}
-
-    def hold(self, tensor: Tensor) -> Held:
-        held = Held(tensor)
-        self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(held)
-        return held
-
-    def before(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Copies what the call is about to overwrite."""
-        target = next((arg for arg in args if isinstance(arg, Tensor)), None)
-        if target is None or not self._by_storage or not is_in_place(function, args, kwargs):
-            return
-        for held in self._by_storage.pop(target.untyped_storage().data_ptr(), ()):
-            held.tensor = held.tensor.clone()
+def _decisions(function: Callable[..., Any], args: Sequence[Any], result: Any) -> list[Tensor]:
+    if family_name(function) not in _DECISIONS:
+        return []
+    tensors = [*(arg for arg in args if isinstance(arg, Tensor)), *_parts(result)]
+    return [part for part in tensors if not (part.is_floating_point() or part.is_complex()) and has_memory(part)]
 
 
-class _Recording(TorchFunctionMode):
-    """Records the inputs of each call that has a rule."""
-
-    def __init__(self, rules: SecantRules) -> None:
-        super().__init__()
-        self._rules = rules
-        self._writes = _Writes()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        rule = self._rules.rule_for(func)
-        call = None if rule is None else Call(func, args, kwargs, self._rules)
-        if rule is None or call is None or not _is_of_interest(call, rule):
-            self._writes.before(func, args, kwargs)
-            return func(*args, **kwargs)
-        record = _Recorded(_family_name(func), [self._writes.hold(x) for x in call.inputs], None)
-        self._rules.tape.append(record)
-        self._writes.before(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if rule.keeps_result and isinstance(result, Tensor):
-            record.result = self._writes.hold(result)
-        return result
-
-
-class _Applied(TorchFunctionMode):
-    """Replaces the derivatives of calls."""
-
-    def __init__(self, rules: DerivativeRules) -> None:
-        super().__init__()
-        self._rules = rules
-        self._writes = _Writes()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        job = self._job(func, args, kwargs)
-        self._writes.before(func, args, kwargs)
-        if job is None:
-            result = func(*args, **kwargs)
-            self._note(func, result, args)
-            return result
-        apply: Any = _Replaced.apply
-        result = apply(job, lambda: func(*args, **kwargs), *job.call.inputs)
-        if job.rule.keeps_result and isinstance(result, Tensor):
-            job.result = self._writes.hold(result)
-        return result if job.kind is None else job.kind(result)
-
-    def _job(self, func: Any, args: Any, kwargs: Any) -> _Job | None:
-        """Returns what replaces the derivative of a call; `None` where that of torch is right."""
-        rules = self._rules
-        rule = rules.rule_for(func)
-        call = None if rule is None else Call(func, args, kwargs, rules)
-        if rule is None or call is None or not _is_of_interest(call, rule):
-            return None
-        recorded = rules.recorded(call)
-        is_needed = torch.is_grad_enabled() and any(x.requires_grad for x in call.inputs)
-        if not is_needed or (rule.is_multilinear and sum(call.differs) < 2):
-            return None
-        if not rule.is_exact:
-            self._rules.fallbacks.setdefault(_family_name(func), "its rule is an approximation")
-        return _Job(call, rule, recorded, [self._writes.hold(x) for x in call.inputs])
-
-    def _note(self, func: Any, result: Any, args: Sequence[Any]) -> None:
-        """Names what has torch's own derivative, although it is not linear."""
-        for value in args:
-            node: Any = value.grad_fn if isinstance(value, Tensor) else None
-            if isinstance(node, BackwardCFunction) and type(node).__name__ != "_ReplacedBackward":
-                name = type(node).__name__.removesuffix("Backward")
-                self._rules.fallbacks.setdefault(name, "a custom autograd function, which has its own derivative")
-        if isinstance(result, Tensor) and result.requires_grad and not self._rules.is_known(func):
-            self._rules.fallbacks.setdefault(_family_name(func), "it has no rule, and the derivative of torch")
-
-
-def _is_of_interest(call: Call, rule: Rule) -> bool:
-    if not call.inputs:
-        return False
-    return not rule.is_multilinear or sum(not isinstance(x, Parameter) for x in call.inputs) > 1
+def _parts(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [part for part in result if isinstance(part, Tensor)] if isinstance(result, (tuple, list)) else []
 
 
 def _is_different(clean: Held, corrupted: Tensor) -> bool:
@@ -671,9 +375,128 @@ def _is_different(clean: Held, corrupted: Tensor) -> bool:
     return corrupted.requires_grad or not torch.equal(clean.tensor, corrupted)
 
 
+# -- modes -------------------------------------------------------------------------------------------------------------
+
+
+class _Mode(TorchFunctionMode):
+    """Sees all calls of a run."""
+
+    def __init__(self, rules: Any) -> None:
+        super().__init__()
+        self._rules = rules
+        self._writes = Writes()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._rules.before(args)
+        if family_name(func) in _OPENED:
+            decomposition = decomposition_of(func)
+            if decomposition is not None and decomposition.refusal(args, kwargs) is None:
+                with self:
+                    return decomposition.steps(is_fused=False)(*args, **kwargs)
+        rule = self._rules.rule_for(func)
+        call = None if rule is None else Call(func, args, kwargs, self._rules)
+        if rule is not None and call is not None and _fits(rule, call):
+            if not rule.is_multilinear or sum(not is_weight(x) for x in call.inputs) > 1:
+                return self._with_rule(rule, call, args, kwargs)
+        else:
+            rule = None
+        self._writes.before(func, args, kwargs)
+        return self._plain(func, args, kwargs, has_rule=rule is not None)
+
+    def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
+        """Calls a function that keeps its derivative, because it has no rule, or because that is what its rule says."""
+        raise NotImplementedError
+
+    def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _fits(rule: Rule, call: Call) -> bool:
+    """Whether a rule can be used for a call."""
+    return (
+        bool(call.inputs)
+        and all(map(has_memory, call.inputs))
+        and not (rule.refusal is not None and rule.refusal(call))
+    )
+
+
+class _Recording(_Mode):
+    """Records the inputs of each call that has a rule."""
+
+    def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
+        result = func(*args, **kwargs)
+        self._rules.decide(func, args, result)
+        return result
+
+    def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
+        func = call.function
+        record = _Recorded(family_name(func), [self._writes.hold(x) for x in call.inputs])
+        self._rules.record(record)
+        self._writes.before(func, args, kwargs)
+        result = self._plain(func, args, kwargs, has_rule=True)
+        if rule.keeps_result and isinstance(result, Tensor):
+            record.result = self._writes.hold(result)
+        return result
+
+
+class _Applied(_Mode):
+    """Replaces the derivatives of calls."""
+
+    def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
+        result = func(*args, **kwargs)
+        self._rules.after(func, args, result, has_rule=has_rule)
+        return result
+
+    def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
+        func = call.function
+        recorded = self._rules.clean_counterpart(call)
+        is_needed = torch.is_grad_enabled() and any(x.requires_grad for x in call.inputs) and any(call.differs)
+        if not is_needed or (rule.is_multilinear and sum(call.differs) < 2):
+            self._writes.before(func, args, kwargs)
+            return self._plain(func, args, kwargs, has_rule=True)
+        if rule.is_constant:
+            self._writes.before(func, args, kwargs)
+            with torch.no_grad():
+                return func(*args, **kwargs)
+        if _is_in_checkpoint():
+            raise ExperimentError(
+                "the model computes values again in backward (activation checkpointing), where derivative rules cannot "
+                'follow: switch it off (model.gradient_checkpointing_disable()), or use method="gradient"'
+            )
+        if not rule.is_exact:
+            self._rules.fallbacks.setdefault(family_name(func), "its rule is an approximation")
+        replaced = _ReplacedCall(call, rule, recorded, [self._writes.hold(x) for x in call.inputs])
+        self._writes.before(func, args, kwargs)
+        apply: Any = _Replaced.apply
+        result = apply(replaced, lambda: func(*args, **kwargs), *call.inputs)
+        if rule.keeps_result and isinstance(result, Tensor):
+            replaced.result = self._writes.hold(result)
+        if replaced.kind is not None:
+            result = replaced.kind(result)
+        self._rules.after(func, args, result, has_rule=True)
+        return result
+
+
+def _is_in_checkpoint() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
+
 @dataclass
-class _Job:
-    """A call whose derivative is replaced."""
+class _ReplacedCall:
+    """A call whose derivative is replaced.
+
+    Attributes:
+        kind: The type of its result, if it is not a tensor.
+    """
 
     call: Call
     rule: Rule
@@ -681,32 +504,38 @@ class _Job:
     held: list[Held]
     result: Held | None = None
     kind: Any = None
-    results: list[Tensor] = field(default_factory=list)
 
-    def gradients(self, needed: Sequence[bool], given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Returns the vector-Jacobian product of the rule."""
+    def products(self, needed: Sequence[bool], given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Returns the vector-Jacobian products of the rule."""
         call = self.call
+        if call.rules.is_open:
+            raise ExperimentError(
+                f"the model computes derivatives itself, in which method={_method_of(call.rules)!r} would change "
+                'values: use method="gradient"'
+            )
         call.clean = tuple(_wide(held.tensor) for held in self.recorded.inputs)
         call.corrupted = tuple(_wide(held.tensor) for held in self.held)
-        is_wide = self.result is not None and self.result.tensor.element_size() >= 4
-        if is_wide and self.recorded.result is not None and self.result is not None and sum(call.differs) == 1:
-            call.results = (self.recorded.result.tensor, self.result.tensor)
+        if self.recorded.result is not None and self.result is not None:
+            results = (self.recorded.result.tensor, self.result.tensor)
+            if sum(call.differs) == 1 and results[0].element_size() >= 4:  # of half precision, they are too coarse
+                call.results = results
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_(need) for x, need in zip(call.corrupted, needed, strict=True)]
-            found = self.rule.surrogate(call, *inputs)
+            found = (call.surrogate or self.rule.surrogate)(call, *inputs)
+            parts = found if isinstance(found, (tuple, list)) else [found]
             pairs = [
                 (result, gradient.to(result.dtype))
-                for result, gradient in zip(found if isinstance(found, (tuple, list)) else [found], given, strict=True)
-                if gradient is not None and result.requires_grad
+                for result, gradient in zip(parts, given, strict=True)
+                if gradient is not None and result is not None and result.requires_grad
             ]
-        wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-        results, gradients = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        if not results:
+        if not pairs:
             return [None] * len(needed)
-        products = iter(torch.autograd.grad(results, wanted, gradients, allow_unused=True))
-        answers = [next(products) if need else None for need in needed]
+        wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+        gradients = [gradient for _, gradient in pairs]
+        found = iter(torch.autograd.grad([result for result, _ in pairs], wanted, gradients, allow_unused=True))
+        answers = [next(found) if need else None for need in needed]
         return [
-            answer if answer is None else answer.to(held.tensor.dtype)
+            None if answer is None else answer.to(held.tensor.dtype)
             for answer, held in zip(answers, self.held, strict=True)
         ]
 
@@ -719,15 +548,15 @@ class _Replaced(torch.autograd.Function):
     """A call with its own value, and the derivative of a rule."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, run: Callable[[], Any], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, replaced: _ReplacedCall, run: Callable[[], Any], *inputs: Tensor) -> Any:
         result = run()
-        ctx.job = job
+        ctx.replaced = replaced
         ctx.set_materialize_grads(False)
-        if job.call.is_in_place:
+        if replaced.call.is_in_place:
             ctx.mark_dirty(inputs[0])
         if isinstance(result, Tensor):
             return result
-        job.kind = type(result)
+        replaced.kind = type(result)
         ctx.mark_non_differentiable(*(part for part in result if not part.is_floating_point()))
         return tuple(result)
 
@@ -735,7 +564,14 @@ class _Replaced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if all(gradient is None for gradient in gradients):
             return (None,) * len(ctx.needs_input_grad)
-        return (None, None, *ctx.job.gradients(ctx.needs_input_grad[2:], gradients))
+        return (None, None, *ctx.replaced.products(ctx.needs_input_grad[2:], gradients))
+
+
+_BY_METHOD: dict[str, type[DerivativeRules]] = {"secant": SecantRules, "relp": RelPRules}
+
+
+def _method_of(rules: DerivativeRules) -> str:
+    return next(name for name, kind in _BY_METHOD.items() if type(rules) is kind)
 
 
 def rules_of(method: Method) -> DerivativeRules:
@@ -745,7 +581,7 @@ def rules_of(method: Method) -> DerivativeRules:
         ExperimentError: There is no such method.
     """
     check_method(method)
-    return {"secant": SecantRules, "relp": RelPRules}.get(method, DerivativeRules)()
+    return _BY_METHOD.get(method, DerivativeRules)()
 
 
 def check_method(method: Any) -> None:

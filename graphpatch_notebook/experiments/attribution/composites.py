@@ -1,0 +1,220 @@
+"""Composite functions in plain torch, step by step, with the signatures of torch: each step has a rule of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphpatch_notebook.capture import decomposition_of
+from graphpatch_notebook.experiments.attribution.calls import Call
+from graphpatch_notebook.experiments.attribution.secants import by_steps, path_average
+
+
+def attention(*args: Any, **kwargs: Any) -> Any:
+    """`scaled_dot_product_attention`."""
+    decomposition = decomposition_of(functional.scaled_dot_product_attention)
+    assert decomposition is not None
+    return decomposition.steps(is_fused=True)(*args, **kwargs)
+
+
+def refused_attention(call: Call) -> bool:
+    """Whether attention is random, so that its steps would draw other numbers, or cannot be taken apart."""
+    decomposition = decomposition_of(functional.scaled_dot_product_attention)
+    is_random = bool(call.argument(4, "dropout_p", 0.0))
+    return is_random or decomposition is None or call.take(decomposition.problem, *call.inputs) is not None
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    return _scaled(_standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps), weight, bias)
+
+
+def rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    dims = tuple(range(-len(tuple(normalized_shape)), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _scaled(x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps), weight, None)
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *_: Any
+) -> Tensor:
+    standardized = _standardized(x.reshape(x.shape[0], groups, -1), (-1,), eps).reshape(x.shape)
+    return _scaled(standardized, *_by_channel(x, weight, bias))
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,  # noqa: ARG001  # the signature is that of the function
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    scale = _by_channel(x, weight, bias)
+    if not training and running_mean is not None and running_var is not None:
+        return _scaled(
+            (x - _by_channel(x, running_mean)[0]) * torch.rsqrt(_by_channel(x, running_var + eps)[0]), *scale
+        )
+    return _scaled(_standardized(x, (0, *range(2, x.dim())), eps), *scale)
+
+
+def instance_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    if not use_input_stats:
+        return batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    return _scaled(_standardized(x, tuple(range(2, x.dim())), eps), *_by_channel(x, weight, bias))
+
+
+def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> Tensor:
+    return x / norm(x, p, dim, keepdim=True).clamp_min(eps)
+
+
+def norm(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
+    """`torch.norm`, `torch.linalg.vector_norm`."""
+    dims = tuple(range(x.dim())) if dim is None else dim
+    if p in (None, "fro", 2):
+        return x.square().sum(dims, keepdim=keepdim).sqrt()
+    if math.isinf(p):
+        return (amax if p > 0 else amin)(x.abs(), dims, keepdim)
+    return x.abs().pow(p).sum(dims, keepdim=keepdim).pow(1 / p)
+
+
+def std(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.var(*args, **kwargs).sqrt()
+
+
+def cosine_similarity(one: Tensor, other: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    norms = norm(one, 2, dim).clamp_min(eps) * norm(other, 2, dim).clamp_min(eps)
+    return (one * other).sum(dim) / norms
+
+
+def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    centered = x - x.mean(dims, keepdim=True)
+    return centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
+
+
+def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    normed = normed if weight is None else normed * weight
+    return normed if bias is None else normed + bias
+
+
+def _by_channel(x: Tensor, *given: Tensor | None) -> list[Any]:
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    return [None if each is None else each.reshape(shape) for each in given]
+
+
+# -- the largest of several --------------------------------------------------------------------------------------------
+
+
+def amax(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return _folded(x, dim, keepdim, torch.maximum)
+
+
+def amin(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return _folded(x, dim, keepdim, torch.minimum)
+
+
+def largest(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+    """`torch.max` in its three forms."""
+    return _max_or_min(x, dim, keepdim, torch.maximum)
+
+
+def smallest(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+    """`torch.min` in its three forms."""
+    return _max_or_min(x, dim, keepdim, torch.minimum)
+
+
+def _max_or_min(x: Tensor, dim: Any, keepdim: bool, choose: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    if isinstance(dim, Tensor):
+        return choose(x, dim)
+    found = _folded(x, () if dim is None else dim, keepdim, choose)
+    return found if dim is None else (found, None)
+
+
+def _folded(x: Tensor, dim: Any, keepdim: bool, choose: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Returns the result of a choice among the entries along dimensions, two by two."""
+    dims = [dim] if isinstance(dim, int) else list(dim) or list(range(x.dim()))
+    for each in dims:
+        while (size := x.shape[each]) > 1:
+            middle = size // 2
+            chosen = choose(x.narrow(each, 0, middle), x.narrow(each, middle, middle))
+            x = chosen if size % 2 == 0 else torch.cat([chosen, x.narrow(each, size - 1, 1)], each)
+    return (
+        x if keepdim else x.reshape([size for at, size in enumerate(x.shape) if at not in {d % x.dim() for d in dims}])
+    )
+
+
+def max_pool(call: Call, *inputs: Tensor) -> Any:
+    """The rule of `max_pool1d` to `max_pool3d`: by their steps, where there are no gaps."""
+    has_gaps = call.argument(4, "dilation", 1) not in (1, (1,), (1, 1), (1, 1, 1)) or call.argument(
+        5, "ceil_mode", False
+    )
+    return path_average(call, *inputs) if has_gaps else by_steps(_max_pool)(call, *inputs)
+
+
+def _max_pool(x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *_: Any, **__: Any) -> Tensor:
+    given = (kernel_size, stride or kernel_size, padding)
+    count = max([len(each) for each in given if not isinstance(each, int)], default=x.dim() - 2)
+    sizes, steps, margins = ([each] * count if isinstance(each, int) else list(each) for each in given)
+    x = functional.pad(
+        x, [side for margin in reversed(margins) for side in (margin, margin)], value=torch.finfo(x.dtype).min
+    )
+    first = x.dim() - count
+    for at, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+        x = x.unfold(first + at, size, step)
+    return _folded(x, tuple(range(-count, 0)), False, torch.maximum)
+
+
+# -- others ------------------------------------------------------------------------------------------------------------
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    return x.clamp_min(0) + x.clamp_max(0) * (weight if weight.numel() == 1 else _by_channel(x, weight)[0])
+
+
+def cross_entropy(call: Call, *inputs: Tensor) -> Any:
+    """The rule of `cross_entropy`: the mean of log-probabilities, for targets that are numbers of classes."""
+    is_plain = len(inputs) == 1 and not call.argument(7, "label_smoothing", 0.0)
+    return by_steps(_cross_entropy)(call, *inputs) if is_plain else path_average(call, *inputs)
+
+
+def _cross_entropy(x: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    kwargs.pop("label_smoothing", None)
+    return functional.nll_loss(torch.log_softmax(x, 1 if x.dim() > 1 else 0), target, *args[:5], **kwargs)
+
+
+def softmin(x: Tensor, dim: int, *_: Any, **__: Any) -> Tensor:
+    return torch.softmax(-x, dim)

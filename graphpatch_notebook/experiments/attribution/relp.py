@@ -1,0 +1,95 @@
+"""The derivatives of RelP: relevance propagation by operation, from one run.
+
+Denominators of norms are constants. An activation is a multiple of its input. A product gives half to each factor. An
+activation that is written out (`0.5 * x * (1 + tanh(...))`) counts as one function of its *root*, the value that all of
+its steps are computed from elementwise: `Roots` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.components import operations
+from graphpatch_notebook.experiments.attribution.calls import Call, family_name
+
+ACTIVATIONS = operations.NONLINEARITIES - {"glu", "softmax", "pow", "square", "exp"}
+DENOMINATORS = frozenset({"rsqrt", "sqrt", "var", "std", "norm", "vector_norm"})
+
+
+def identity(call: Call, x: Tensor, *_: Tensor) -> Tensor:
+    """A multiple of the input: `(f(x) - f(0)) / x`, and the derivative where x is 0."""
+    corrupted, rest = call.corrupted[0], call.corrupted[1:]
+    zero = torch.zeros_like(corrupted, requires_grad=True)
+    at_zero = call(zero, *rest)
+    (derivative,) = torch.autograd.grad(at_zero.sum(), zero)
+    is_zero = corrupted.abs() < 1e-6
+    slope = (call(*call.corrupted) - at_zero).detach() / torch.where(is_zero, 1, corrupted)
+    return x * torch.where(is_zero, derivative, slope)
+
+
+def half(call: Call, *inputs: Tensor) -> Any:
+    """Half of the derivative, as a product shares it among its factors."""
+    return call(*inputs) / 2
+
+
+def by_first(call: Call, first: Tensor, second: Tensor) -> Any:
+    """A multiple of the first factor: the second is a function of it."""
+    return call(first, second.detach())
+
+
+def by_second(call: Call, first: Tensor, second: Tensor) -> Any:
+    """A multiple of the second factor: the first is a function of it."""
+    return call(first.detach(), second)
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What a value is an elementwise function of.
+
+    Attributes:
+        value: The value.
+        root: The tensor that it is a function of.
+        is_multiple: Whether it is a constant multiple of that.
+    """
+
+    value: Tensor
+    root: Tensor
+    is_multiple: bool
+
+
+class Roots:
+    """The roots of the values of a run."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Root] = {}
+
+    def of(self, value: Tensor) -> Root:
+        """Returns the root of a value: itself, unless it was computed elementwise from a single one."""
+        known = self._by_id.get(id(value))
+        return known if known is not None and known.value is value else Root(value, value, True)
+
+    def note(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+        """Notes the root of a result."""
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        name = family_name(function)
+        varying = [self.of(arg) for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+        if not varying or any(root.root is not varying[0].root for root in varying):
+            return
+        others = [arg for arg in args if isinstance(arg, Tensor) and not arg.requires_grad]
+        if any(other.numel() != 1 for other in others) or result.shape != varying[0].root.shape:
+            return
+        if name in ACTIVATIONS or name in ("pow", "square", "exp"):
+            is_multiple = False
+        elif name in operations.SCALINGS:
+            is_multiple = len(varying) == 1 and varying[0].is_multiple and varying[0].value is args[0]
+        elif name in operations.ADDITIONS or name in ("sub", "rsub", "neg"):
+            is_multiple = len(varying) == 2 and all(root.is_multiple for root in varying)
+        else:
+            return
+        self._by_id[id(result)] = Root(result, varying[0].root, is_multiple)

@@ -1,0 +1,155 @@
+"""The derivatives of the secant: means of the Jacobian between two runs, which explain the whole change of a result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.experiments.attribution.calls import Call, Surrogate
+
+
+def path_average(call: Call, *inputs: Tensor, points: int = 8) -> Any:
+    """The mean of the Jacobian on the straight line between the runs: exact for polynomials of degree `2 * points`."""
+    total: Any = None
+    for at, weight in _gauss(points):
+        result = call(*(_between(x, clean, at) for x, clean in zip(inputs, call.clean, strict=True)))
+        result = [weight * part for part in result] if isinstance(result, (tuple, list)) else weight * result
+        total = result if total is None else _sum(total, result)
+    return total
+
+
+def multilinear(call: Call, *inputs: Tensor) -> Any:
+    """The derivative at the mean of the two runs, which is exact for products of two inputs, and for squares.
+
+    For products of more inputs that differ, the mean of the derivatives at several points, which is exact as well.
+    """
+    return path_average(call, *inputs, points=max(1, (sum(call.differs) + 1) // 2))
+
+
+def quotient(call: Call, *inputs: Tensor) -> Tensor:
+    """The difference quotient of an elementwise function, and its derivative where the two runs coincide.
+
+    For several inputs that differ, the change is shared as by Shapley: an input changes before the others, or after.
+    """
+    different = [number for number, differs in enumerate(call.differs) if differs]
+    corrupted, clean = torch.broadcast_tensors(*call.corrupted), torch.broadcast_tensors(*call.clean)
+    terms = []
+    for number in different:
+        slopes = [
+            _slope(
+                call, number, [clean[other] if other in changed else corrupted[other] for other in range(len(clean))]
+            )
+            * weight
+            for changed, weight in _orders(different, number)
+        ]
+        terms.append(inputs[number] * torch.stack(slopes).sum(0) if len(slopes) > 1 else inputs[number] * slopes[0])
+    return sum(terms[1:], terms[0])
+
+
+def _slope(call: Call, number: int, inputs: list[Tensor]) -> Tensor:
+    """Returns the slope of an elementwise function between the two runs, as one input changes."""
+
+    def function(value: Tensor) -> Tensor:
+        result: Tensor = call(*inputs[:number], value, *inputs[number + 1 :])
+        return result
+
+    corrupted, clean = call.corrupted[number].expand_as(inputs[number]), call.clean[number].expand_as(inputs[number])
+    with torch.no_grad():
+        clean_result, corrupted_result = call.results or (function(clean), function(corrupted))
+    middle = _between(corrupted, clean, 0.5).detach().contiguous().requires_grad_()
+    (derivative,) = torch.autograd.grad(function(middle).sum(), middle)
+    run = torch.where(clean == corrupted, 0, clean - corrupted)
+    rise = torch.where(clean_result == corrupted_result, 0, clean_result - corrupted_result)
+    # The quotient of close values is mostly rounding, and cannot be told apart from the derivative.
+    size = torch.maximum(clean_result.abs(), corrupted_result.abs()) + torch.maximum(clean.abs(), corrupted.abs())
+    noise = 4 * torch.finfo(rise.dtype).eps * size
+    is_close = (run == 0) | ((derivative * run - rise).abs() <= noise)
+    return torch.where(is_close, derivative, rise / torch.where(is_close, 1, run))
+
+
+def _orders(different: Sequence[int], number: int) -> Iterator[tuple[set[int], float]]:
+    """Yields which other inputs have changed before this one, and the share of such orders."""
+    others = [other for other in different if other != number]
+    for mask in range(2 ** len(others)):
+        changed = {other for bit, other in enumerate(others) if mask >> bit & 1}
+        count = len(changed)
+        yield changed, math.factorial(count) * math.factorial(len(others) - count) / math.factorial(len(different))
+
+
+def softmax(call: Call, scores: Tensor) -> Tensor:
+    """Softmax's own Jacobian, taken at the logarithmic mean of the two results.
+
+    It explains the whole change, is indifferent to a shift of all scores, and stays within the bounds of the derivative
+    whatever the scores are. The quotients of exp and of the division conserve too, but with large scores they are
+    unrelated to the derivative.
+    """
+    dim = call.argument(1, "dim")
+    weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
+    scores = _finite(scores)
+    return weights * (scores - _weighted(scores, weights, dim))
+
+
+def log_softmax(call: Call, scores: Tensor) -> Tensor:
+    """The scores, less their mean under the logarithmic mean of the two patterns."""
+    dim = call.argument(1, "dim")
+    weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
+    return _finite(scores) - _weighted(_finite(scores), weights, dim)
+
+
+def logsumexp(call: Call, scores: Tensor) -> Tensor:
+    """The mean of the scores under the logarithmic mean of the two patterns."""
+    dim = call.argument(1, "dim")
+    weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
+    result = _weighted(_finite(scores), weights, dim)
+    return result if call.argument(2, "keepdim", False) else result.squeeze(dim)
+
+
+def _mean_pattern(clean: Tensor, corrupted: Tensor, dim: Any) -> Tensor:
+    """Returns `(p - q) / (log p - log q)` of the patterns of two tensors of scores."""
+    logs = [scores - scores.logsumexp(dim, keepdim=True) for scores in (clean, corrupted)]
+    apart = (logs[0] - logs[1]).abs()
+    ratio = torch.where(apart == 0, 1, -torch.expm1(-apart) / torch.where(apart == 0, 1, apart))
+    return (torch.maximum(*logs).exp() * ratio).nan_to_num(0.0)  # masked in both runs
+
+
+def _weighted(scores: Tensor, weights: Tensor, dim: Any) -> Tensor:
+    total = weights.sum(dim, keepdim=True)
+    return (weights * scores).sum(dim, keepdim=True) / torch.where(total == 0, 1, total)
+
+
+def _finite(scores: Tensor) -> Tensor:
+    return torch.where(torch.isinf(scores), 0, scores)
+
+
+def by_steps(steps: Callable[..., Any]) -> Surrogate:
+    """Returns the rule that takes a function apart: `steps` has its signature, and each step its own rule."""
+
+    def surrogate(call: Call, *inputs: Tensor) -> Any:
+        rules = call.rules.another()
+        with torch.no_grad(), rules.recording():
+            call.take(steps, *call.clean)
+        with rules.applied():
+            return call.take(steps, *inputs)
+
+    return surrogate
+
+
+def _between(x: Tensor, clean: Tensor, at: float) -> Tensor:
+    return x + at * torch.where(clean == x, 0, clean - x).detach()
+
+
+@cache
+def _gauss(points: int) -> list[tuple[float, float]]:
+    """Returns the points and weights of Gauss and Legendre between 0 and 1."""
+    at, weights = np.polynomial.legendre.leggauss(points)
+    return [(float(x + 1) / 2, float(w) / 2) for x, w in zip(at, weights, strict=True)]
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return [a + b for a, b in zip(one, other, strict=True)] if isinstance(one, list) else one + other

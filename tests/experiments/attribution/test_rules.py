@@ -1,0 +1,394 @@
+"""Derivative rules: values stay the same to the last bit, and the secant explains the change of each operation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.experiments import attribute
+from graphpatch_notebook.experiments.attribution.calls import is_weight
+from graphpatch_notebook.experiments.attribution.rules import register_rule, rules_of
+from graphpatch_notebook.experiments.attribution.secants import by_steps
+from tests.laws.captures import leaves_its_state_alone, some_cases
+from tests.zoo import Case, case_by_name, seed_all
+from tests.zoo.case import floats, tokens
+from tests.zoo.values import flatten
+
+
+def secant(function: Callable[..., Tensor], clean: list[Tensor], corrupted: list[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the gradients of the sum of a function, weighted, with the rules of the secant."""
+    rules = rules_of("secant")
+    with torch.no_grad(), rules.recording():
+        weighted(function(*clean))
+    inputs = [x.clone().requires_grad_() for x in corrupted]
+    with rules.applied():
+        result = weighted(function(*inputs))
+    assert rules.fallbacks == {}
+    found = torch.autograd.grad(result, inputs, allow_unused=True)
+    return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, inputs, strict=True))
+
+
+def weighted(value: Tensor) -> Tensor:
+    return (value * torch.arange(1, value.numel() + 1, dtype=value.dtype).cos().reshape(value.shape)).sum()
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# -- each operation explains its whole change --------------------------------------------------------------------------
+
+
+def softmax_by_hand(x: Tensor) -> Tensor:
+    powers = (x - x.max(-1, keepdim=True).values).exp()
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def layer_norm_by_hand(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+
+
+def rms_norm_by_hand(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def in_place(x: Tensor) -> Tensor:
+    y = x + 1
+    y.mul_(x).sigmoid_()
+    y *= x
+    y[..., 1:] *= x[..., 1:]
+    F.relu(y, inplace=True)
+    z = F.hardtanh(y * 2, -0.5, 0.5, True)
+    return z.add_(x).pow_(2)
+
+
+def attention_of(**options: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
+
+
+MASK = torch.ones(5, 5, dtype=torch.bool).tril(1)
+POINTWISE = {
+    "tanh": torch.tanh, "gelu": F.gelu, "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
+    "relu": F.relu, "abs": abs, "clamp": lambda x: x.clamp(-0.4, 0.6), "sin": Tensor.sin, "pow": lambda x: x**3,
+    "power": lambda x: 2**x, "reciprocal": lambda x: 1 / (x.square() + 1), "softplus": F.softplus,
+    "leaky": lambda x: torch.where(x > 9, x, F.leaky_relu(x)),
+    "prelu": lambda x: F.prelu(x, torch.full((4,), 0.2).to(x)),
+    "softmax": lambda x: x.softmax(-1), "softmax-wide": lambda x: (40 * x).softmax(-1),
+    "softmin": lambda x: F.softmin(x, -1),
+    "softmax-hand": softmax_by_hand, "log_softmax": lambda x: F.log_softmax(x, -1),
+    "lse": lambda x: x.logsumexp((0, -1)),
+    "layer_norm": lambda x: F.layer_norm(x, (6,)), "layer_norm-hand": layer_norm_by_hand,
+    "rms_norm": lambda x: F.rms_norm(x, (6,)), "rms_norm-hand": rms_norm_by_hand,
+    "group_norm": lambda x: F.group_norm(x, 2), "instance_norm": lambda x: F.instance_norm(x.transpose(1, 2)),
+    "batch_norm": lambda x: F.batch_norm(x.transpose(1, 2), None, None, training=True), "normalize": F.normalize,
+    "norm": lambda x: x.norm(dim=-1) + x.norm(p=1, dim=-1), "std": lambda x: x.std(-1),
+    "var": lambda x: torch.var(x, -1),
+    "max": lambda x: x.max(-1).values + x.amax(-1) + x.max(), "min": lambda x: x.min(1)[0] + x.amin(1),
+    "max_pool": lambda x: F.max_pool1d(x, 3, 2, 1), "max_pool2d": lambda x: F.max_pool2d(x[:, None], 2),
+    "avg_pool": lambda x: F.avg_pool1d(x, 2), "cumsum": lambda x: x.cumsum(-1) * x, "in-place": in_place, "glu": F.glu,
+    "cross_entropy": lambda x: F.cross_entropy(x[:, 0], torch.arange(x.shape[0])),
+    "mse": lambda x: F.mse_loss(x, x.flip(-1)), "einsum": lambda x: torch.einsum("bij,bkj->bik", x, x.sin()),
+    "cube": lambda x: torch.einsum("bij,bij,bij->bi", x, x.tanh(), x.cos()),
+}  # fmt: skip
+SEVERAL = {
+    "mul": torch.mul, "operator": lambda a, b: a * b - b / (a.square() + 1), "maximum": torch.maximum,
+    "bmm": lambda a, b: a.bmm(b.mT), "matmul": lambda a, b: a @ b.transpose(1, 2),
+    "addcmul": lambda a, b: a.addcmul(a, b),
+    "baddbmm": lambda a, b: torch.baddbmm(a @ a.mT, a, b.mT, beta=0.5, alpha=2), "lerp": lambda a, b: a.lerp(b, a),
+    "linear": lambda a, b: F.linear(a, b[0], b[0, :, 0]), "conv": lambda a, b: F.conv1d(a, b[:, :, :2]),
+    "atan2": lambda a, b: torch.atan2(a, b.square() + 1), "cosine": lambda a, b: F.cosine_similarity(a, b, -1),
+    "broadcast": lambda a, b: a / (b[:, :1].exp() + 1),
+}  # fmt: skip
+ATTENTION = {
+    "plain": attention_of(), "causal": attention_of(is_causal=True), "mask": attention_of(attn_mask=MASK),
+    "bias": attention_of(attn_mask=torch.zeros(5, 5).double().masked_fill(~MASK, -math.inf), scale=0.3),
+    "wide": attention_of(scale=30.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_functions_of_one_value(name: str) -> None:
+    explains(POINTWISE[name], [numbers(3, 4, 6, seed=1)], [numbers(3, 4, 6, seed=2)])
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_functions_of_several_values(name: str) -> None:
+    explains(
+        SEVERAL[name],
+        [numbers(4, 4, 4, seed=seed) for seed in (1, 2)],
+        [numbers(4, 4, 4, seed=seed) for seed in (3, 4)],
+    )
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_fused_attention(name: str) -> None:
+    explains(ATTENTION[name], *([numbers(2, 3, 5, 4, seed=9 * run + at) for at in range(3)] for run in (0, 1)))
+
+
+def test_attention_with_groups_of_queries() -> None:
+    clean, corrupted = (
+        [numbers(1, 4, 5, 4, seed=run), *(numbers(1, 2, 5, 4, seed=run + at) for at in (1, 2))] for run in (0, 5)
+    )
+    explains(attention_of(enable_gqa=True, is_causal=True), clean, corrupted)
+
+
+def explains(function: Callable[..., Tensor], clean: list[Tensor], corrupted: list[Tensor]) -> None:
+    change = weighted(function(*clean)) - weighted(function(*corrupted))
+    gradients = secant(function, clean, corrupted)
+    found = sum(((a - b) * gradient).sum() for a, b, gradient in zip(clean, corrupted, gradients, strict=True))
+    assert float(found) == pytest.approx(float(change), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in (*POINTWISE, *SEVERAL) if name != "in-place"])  # torch refuses it
+def test_where_the_runs_coincide_it_is_the_gradient(name: str) -> None:
+    function: Any = (POINTWISE | SEVERAL)[name]
+    inputs = [numbers(4, 4, 4 if name in SEVERAL else 6, seed=seed) for seed in ((1, 2) if name in SEVERAL else (1,))]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(weighted(function(*leaves)), leaves)
+    for mine, gradient in zip(secant(function, inputs, inputs), expected, strict=True):
+        torch.testing.assert_close(mine, gradient, rtol=1e-6, atol=1e-9)
+
+
+# -- formulas by hand --------------------------------------------------------------------------------------------------
+
+
+def test_softmax_is_its_jacobian_at_the_logarithmic_mean() -> None:
+    clean, corrupted = torch.tensor([[2.0, -1.0, 0.5]]).double(), torch.tensor([[0.0, 1.0, 0.3]]).double()
+    p, q = clean.softmax(-1)[0], corrupted.softmax(-1)[0]
+    mean = (p - q) / (p.log() - q.log())
+    jacobian = mean.diag() - torch.outer(mean, mean) / mean.sum()
+    (found,) = secant(lambda x: x.softmax(-1), [clean], [corrupted])
+    torch.testing.assert_close(found[0], torch.arange(1, 4).double().cos() @ jacobian)
+
+
+def test_large_scores_do_not_blow_derivatives_up() -> None:
+    """A quotient of exp over the sum conserves as well, but its weights are not those of any softmax."""
+    clean, corrupted = torch.tensor([[90.0, 0.0, 3.0, 1.0]]).double(), torch.tensor([[0.0, 80.0, 3.1, 1.0]]).double()
+    (found,) = secant(lambda x: x.softmax(-1), [clean], [corrupted])
+    assert float(found.abs().max()) < 0.05  # 1 / 90 at most for each row of the Jacobian, and not 1 / 4
+    assert float(found.sum()) == pytest.approx(0, abs=1e-12)  # indifferent to a shift of all scores
+    explains(lambda x: x.softmax(-1), [clean], [corrupted])
+
+
+def test_products_share_alike() -> None:
+    a, b, c, d = (numbers(3, seed=seed) for seed in range(4))
+    found = secant(torch.mul, [a, b], [c, d])
+    weights = torch.arange(1, 4).double().cos()
+    torch.testing.assert_close(found, (weights * (b + d) / 2, weights * (a + c) / 2))
+
+
+def test_close_values_have_the_derivative() -> None:
+    """In float32, the quotient of values that differ by one rounding is noise."""
+    corrupted = torch.linspace(-3, 3, 101)
+    clean = torch.nextafter(corrupted, torch.tensor(9.0))
+    rules = rules_of("secant")
+    with torch.no_grad(), rules.recording():
+        F.gelu(clean).sum()
+    x = corrupted.clone().requires_grad_()
+    with rules.applied():
+        result = F.gelu(x).sum()
+    (found,) = torch.autograd.grad(result, x)
+    y = corrupted.double().requires_grad_()
+    (expected,) = torch.autograd.grad(F.gelu(y).sum(), y)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_relp_by_hand() -> None:
+    x, gate = numbers(5, seed=1).requires_grad_(), numbers(5, seed=2).requires_grad_()
+    rules = rules_of("relp")
+    with rules.applied():
+        result = weighted(F.silu(gate) * x + F.layer_norm(x, (5,)) + 0.5 * x * (1 + torch.tanh(x + 0.1 * x**3)))
+    found = torch.autograd.grad(result, [x, gate])
+    weights, x, gate = torch.arange(1, 6).double().cos(), x.detach(), gate.detach()
+    scale = torch.rsqrt(x.var(unbiased=False) + 1e-5)
+    of_norm = scale * (weights - weights.mean())
+    of_gelu = weights * 0.5 * (1 + torch.tanh(x + 0.1 * x**3))
+    torch.testing.assert_close(found[0], weights * F.silu(gate) / 2 + of_norm + of_gelu)
+    torch.testing.assert_close(found[1], weights * x * torch.sigmoid(gate) / 2)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+REFUSED = {"awkward-checkpoint": "activation checkpointing", "awkward-inner-autograd": "computes derivatives itself"}
+NOT_RUN = {*REFUSED, "awkward-sparse", "awkward-checkpoint-reentrant", "llama-checkpointing-sdpa"}
+
+
+@some_cases(lambda case: case.grad and leaves_its_state_alone(case) and case.name not in NOT_RUN)
+@pytest.mark.parametrize("method", ["secant", "relp"])
+def test_values_stay_the_same_to_the_last_bit(case: Case, method: Any) -> None:
+    model = case.build()
+
+    def run() -> list[Any]:
+        seed_all(5)
+        return [value for _, value in flatten(case.example().run(model))]
+
+    expected, rules = run(), rules_of(method)
+    with rules.recording():
+        recorded = run()
+    with rules.applied():
+        found = run()
+    for mine, same, value in zip(found, recorded, expected, strict=True):
+        for other in (mine, same) if isinstance(value, Tensor) else ():
+            assert other.dtype == value.dtype
+            torch.testing.assert_close(other.detach(), value.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_whose_backward_is_their_own_are_refused(name: str) -> None:
+    case = case_by_name(name)
+    model, rules = case.build(), rules_of("relp")
+    with rules.applied(), pytest.raises(ExperimentError, match=REFUSED[name]):
+        case.example().run(model)
+
+
+class Odd(nn.Module):
+    """An encoder of torch, whose attention takes other ways with gradients than without, and fused products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.layer(self.embed(ids))
+        return result
+
+
+def a_logit(output: Any) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output.logits
+    return torch.log_softmax(logits[:, -1], -1)[:, 3].sum()
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> tuple[PatchableGraph, Tensor, Tensor]:
+    model = case_by_name("gpt2-sdpa").build()
+    clean = tokens(2, 6)
+    corrupted = clean.clone()
+    corrupted[:, 2] += 1
+    return PatchableGraph(model, clean), clean, corrupted
+
+
+def test_scores_of_each_cut_sum_to_the_change(gpt2: Any) -> None:
+    pg, clean, corrupted = gpt2
+    scores = attribute(pg, a_logit, clean, corrupted, method="secant")
+    conservation = scores.attrs["conservation"]
+    assert {"total", "layers[0].resid_pre", "layers[1].resid_mid", "layers[1].resid_post"} <= set(conservation)
+    assert max(conservation.values()) < 1e-5
+    assert scores.attrs["fallbacks"] == {}
+    resid = pg.components["layers[1].resid_mid"].path
+    assert float(scores.sel(path=resid)) == pytest.approx(scores.clean - scores.corrupted, rel=1e-4)
+    by_position = attribute(pg, a_logit, clean, corrupted, method="secant", paths=[resid], positions=True, max_bytes=1)
+    assert float(by_position.sum()) == pytest.approx(float(scores.sel(path=resid)), rel=1e-5)
+
+
+def test_values_inside_of_attention_have_scores(gpt2: Any) -> None:
+    pg, clean, corrupted = gpt2
+    paths = ["layers[1].attn.pattern", "layers[1].attn.scores", "layers[1].attn.v", "layers[1].attn.z"]
+    scores = attribute(pg, a_logit, clean, corrupted, method="secant", paths=paths)
+    pattern, before, value, z = (float(score) for score in scores.values.reshape(4, -1).sum(1))
+    assert not scores.isnull().any()
+    assert pattern + value == pytest.approx(z, rel=1e-4)  # a cut through the layer's attention
+    assert before == pytest.approx(pattern, rel=1e-4)
+
+
+def test_torch_attention_conserves() -> None:
+    clean, corrupted = torch.arange(10).reshape(2, 5), torch.arange(10).reshape(2, 5).flip(1)
+    scores = attribute(PatchableGraph(Odd().eval(), clean), a_logit, clean, corrupted, method="secant")
+    assert scores.attrs["conservation"]["total"] < 1e-4
+
+
+def test_one_sided_scores_sum_to_exact_patching(gpt2: Any) -> None:
+    pg, clean, corrupted = gpt2
+    model = case_by_name("gpt2-sdpa").build()
+    paths = ["layers[0].mlp_out", "layers[1].attn_out", "layers[1].attn.heads[*].z"]
+    scores = attribute(pg, a_logit, clean, corrupted, method="secant", one_sided=True, paths=paths, positions=True)
+    kept: dict[Any, Tensor] = {}
+
+    def patched(module: nn.Module) -> float:
+        def keep(_: Any, __: Any, output: Any) -> None:
+            kept[module] = output[0] if isinstance(output, tuple) else output
+
+        def restore(_: Any, __: Any, output: Any) -> Any:
+            return (kept[module], *output[1:]) if isinstance(output, tuple) else kept[module]
+
+        with torch.no_grad():
+            handle = module.register_forward_hook(keep)
+            model(clean)
+            handle.remove()
+            base = a_logit(model(corrupted))
+            handle = module.register_forward_hook(restore)
+            after = a_logit(model(corrupted))
+            handle.remove()
+        return float(after - base)
+
+    sums = scores.sum("position").to_series().to_dict()
+    blocks = model.transformer.h
+    assert sums["layers[0].mlp_out"] == pytest.approx(patched(blocks[0].mlp), rel=1e-3)
+    assert sums["layers[1].attn_out"] == pytest.approx(patched(blocks[1].attn), rel=1e-3)
+    heads = sum(score for name, score in sums.items() if ".z" in name)
+    assert heads == pytest.approx(patched(blocks[1].attn), rel=1e-3)
+    with pytest.raises(ExperimentError, match='give method="secant" and paths='):
+        attribute(pg, a_logit, clean, corrupted, one_sided=True)
+
+
+class Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+class WithCustom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Custom.apply(3 * x)  # type: ignore[no-untyped-call]
+        return result * 2
+
+
+def test_what_has_no_rule_is_named() -> None:
+    pg = PatchableGraph(WithCustom(), floats(2, 3))
+    with pytest.warns(ExperimentWarning, match=r"differ from the change of the metric by .*It may be: Custom"):
+        scores = attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method="secant")
+    assert "Custom" in scores.attrs["fallbacks"]
+
+
+def test_runs_that_take_other_steps_are_an_error() -> None:
+    case = case_by_name("mixtral-expert-loop-eager")
+    model = case.build()
+    clean, corrupted = tokens(1, 6), tokens(1, 6, seed=5)
+    with pytest.raises(ExperimentError, match=r"part at operation \d+: .* in the clean run, .* in the corrupted run"):
+        attribute(PatchableGraph(model, clean), a_logit, clean, corrupted, method="secant")
+
+
+def test_rules_of_ones_own() -> None:
+    def entropy(x: Tensor) -> Tensor:
+        return torch.special.entr(x)
+
+    clean, corrupted = numbers(5, seed=1).square() + 0.1, numbers(5, seed=2).square() + 0.1
+    rules = rules_of("secant")
+    with torch.no_grad(), rules.recording():
+        entropy(clean)
+    with rules.applied():
+        entropy(corrupted.requires_grad_())
+    assert "special_entr" in rules.fallbacks
+    register_rule(torch.special.entr, by_steps(lambda x: -x * x.log()))
+    explains(entropy, [clean], [corrupted.detach()])
+
+
+def test_weights_are_the_same_in_both_runs() -> None:
+    weight = nn.Parameter(torch.ones(4, 2))
+    with torch.no_grad():
+        assert is_weight(weight)
+        assert is_weight(weight.chunk(2)[1])
+        assert not is_weight(weight * 1)
