@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.browser.widget import Browser
 
+_COMPILES_ITSELF = (
+    "the model compiles a function while it runs, as flex_attention does, and torch.compile fails where the run is "
+    "observed; load the model with attn_implementation='sdpa' (or 'eager'), whose patterns can be patched"
+)
 _OWN = {"_module", "_captured", "_generation_config"}
 
 
@@ -105,6 +109,8 @@ class PatchableGraph(ModuleDelegate):
         except Exception as error:
             if not example_args and not example_kwargs:
                 add_note(error, "the model ran without inputs; give some: PatchableGraph(model, *example_inputs)")
+            elif type(error).__module__.startswith("torch._dynamo"):
+                add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.differing(SharedRandomState())
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ProbePatch, ReplacePatch
-from graphpatch_notebook.experiments import attribute
+from graphpatch_notebook.experiments import attribute, attribute_edges, circuit, circuit_patches
 from graphpatch_notebook.experiments.attribution.rules import Method
 from tests.benchmarks.models import GPT2_124M, GPT2_SMALL, Benchmarked
 from tests.benchmarks.ratios import median_times
@@ -46,6 +46,38 @@ def attribution(benchmarked: Benchmarked, length: int, quick: bool) -> Iterator[
     found, count = times["attribute"] / times["once"], attribute(pg, logit_difference, clean, other).size
     what = f"{benchmarked.name}, {length} tokens: scores of all {count:,} nodes / one forward and backward"
     yield row(what, f"{found:.2f}x of {1000 * times['once']:.1f} ms", "at most 4x", found <= 4)
+
+
+def edges(benchmarked: Benchmarked, length: int, quick: bool) -> Iterator[Row]:
+    """All edges between components, and a run as a circuit of all of them, next to a forward without gradients."""
+    model: nn.Module = benchmarked.build()
+    clean = benchmarked.inputs(length)
+    other = corrupted(clean).flip(1)
+    pg = PatchableGraph(model, clean)
+    scores = attribute_edges(pg, logit_difference, clean, other)
+    count = scores.attrs["edges"]
+    patches = circuit_patches(pg, circuit(pg, scores, count, prune=False), other)
+
+    @torch.no_grad()
+    def forward() -> None:
+        model(clean)
+
+    @torch.no_grad()
+    def run() -> None:
+        with pg.patch(patches):
+            pg(clean)
+
+    works = {
+        "gradient": (5.0, lambda: attribute_edges(pg, logit_difference, clean, other)),
+        "secant": (7.0, lambda: attribute_edges(pg, logit_difference, clean, other, method="secant")),
+        "a run as a circuit": (2.5, run),
+    }
+    rounds = benchmarked.rounds // 20 + 2 if quick else benchmarked.rounds // 3
+    times = median_times({"once": forward, **{name: work for name, (_, work) in works.items()}}, rounds)
+    for name, (bound, _) in works.items():
+        found = times[name] / times["once"]
+        what = f"{benchmarked.name}, {length} tokens, {count:,} edges: {name} / one forward"
+        yield row(what, f"{found:.2f}x of {1000 * times['once']:.1f} ms", f"at most {bound:g}x", found <= bound)
 
 
 def secant(benchmarked: Benchmarked, length: int, quick: bool) -> Iterator[Row]:
@@ -125,6 +157,7 @@ def swept(benchmarked: Benchmarked, bound: float, quick: bool, positions: int = 
 def sections(quick: bool) -> list[Iterator[Row]]:
     return [
         *(attribution(benchmarked, length, quick) for benchmarked in (GPT2_124M, GPT2_SMALL) for length in (16, 32)),
+        edges(GPT2_124M, 64, quick),
         secant(GPT2_124M, 64, quick),
         swept(GPT2_124M, 3.5, quick),
         swept(GPT2_SMALL, 8, quick),

@@ -512,6 +512,37 @@ def test_axes_say_whether_positions_come_first(
             assert axes[:2] == (("position", "batch") if build is NanoSequenceFirst else outside), part
 
 
+class DeepBlock(PlainBlock):
+    """An MLP that reads a mean of the states before the layers so far, weighted by attention at each position."""
+
+    def forward(self, stream: Tensor, earlier: Tensor) -> Tensor:
+        states = torch.cat([earlier, stream[:, :, None]], 2)
+        query = self.second.weight.expand(*stream.shape[:2], 1, WIDTH)
+        read = F.scaled_dot_product_attention(query, states, states).squeeze(2)
+        return stream + self.narrow(torch.relu(self.wide(self.first(read))))
+
+
+class Deep(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(DeepBlock() for _ in range(LAYERS))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        stream = self.words(input_ids)
+        earlier = stream[:, :, None]
+        for step in self.steps:
+            earlier, stream = torch.cat([earlier, stream[:, :, None]], 2), step(stream, earlier)
+        return self.guess(self.last(stream))
+
+
+def test_attention_to_earlier_layers_is_not_attention_to_positions() -> None:
+    torch.manual_seed(0)
+    components = PatchableGraph(Deep().eval(), **token_ids()).components.verify()
+    assert "layers[1].mlp_out" in components
+    assert not any("attn" in name for name in components)
+    assert {name: each.doubt for name, each in components.items() if each.doubt} == {}
+
+
 # -- controls ----------------------------------------------------------------------------------------------------------
 
 

@@ -235,3 +235,16 @@ def test_heads_that_transformers_packs_are_not_mistaken_for_others() -> None:
         else:
             assert installed.TRANSFORMERS < (5, 1)  # which packs none
             assert torch.equal(pg.generate(IDS, **settings), expected)
+
+
+def test_a_function_that_is_compiled_during_the_run_and_fails_is_answered_with_what_to_do() -> None:
+    """As flex_attention of transformers does, where dynamo meets the mode of a capture."""
+    from torch._dynamo.exc import Unsupported
+
+    class Compiling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise Unsupported("Attempted to call function marked as skipped")
+
+    with pytest.raises(Unsupported) as raised:
+        PatchableGraph(Compiling(), torch.ones(1))
+    assert any("attn_implementation='sdpa'" in note for note in raised.value.__notes__)

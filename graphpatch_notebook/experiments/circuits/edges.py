@@ -11,6 +11,7 @@ No component is run again, so the costs do not depend on the number of edges.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from graphpatch_notebook.experiments.attribution.gradient_runs import _number
 from graphpatch_notebook.experiments.attribution.rules import Method, check_method, rules_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
-from graphpatch_notebook.experiments.circuits.stream import Norm, Sum, Term, Writer, index_of, rows_of
+from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Term, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
@@ -231,11 +232,6 @@ class EdgeScores:
             for name in reader.names:
                 self.values[self.rows[name], senders] = 0.0
 
-    def block(self, receivers: Sequence[str], writer: Writer) -> Any:
-        """Returns the part of the array of some receivers and the senders of a writer: a view."""
-        first, column = self.rows[receivers[0]], self.columns[writer.names[0]]
-        return self.values[first : first + len(receivers), column : column + len(writer.names)]
-
     def add(self, other: EdgeScores, count: int) -> None:
         """Adds the scores of one of `count` batches."""
         self.values += other.values / count
@@ -337,7 +333,7 @@ class _Runs:
                     with torch.no_grad():
                         base, metric = self._run(self._batch.corrupted, {}, [], state)
                 found.corrupted = float(metric.detach())
-                deltas = Deltas(clean, base, self._max_bytes // 2)
+                deltas = Deltas(self._nodes, clean, base, self._max_bytes // 2)
                 deltas.check(self._nodes)
             back = _Backwards(self._method, clean, corrupted, deltas, found, self._max_bytes // 2, count)
             for _, readers in groupby(self._nodes.readers, key=lambda reader: id(reader.source)):
@@ -366,7 +362,7 @@ class _GradientRun:
         self._fraction = fraction
         self._probes = {path: ProbePatch() for path in reads}
         begins: dict[str, Patch[Any]] = {
-            path: CustomPatch(custom_op=lambda value, clean=clean: self._begin(value, clean), requires_clone=False)
+            path: CustomPatch(custom_op=functools.partial(self._begin, clean=clean), requires_clone=False)
             for path, clean in starts.items()
         }
         self.patches: dict[str, Patch[Any]] = {**begins, **self._probes}
@@ -399,29 +395,53 @@ class Deltas:
     """What senders write in the clean run, minus what they write in the corrupted one.
 
     Args:
+        nodes: The senders.
         clean: The clean run.
         corrupted: The corrupted run.
-        max_bytes: How much of it is kept; the rest is computed again when it is needed.
+        max_bytes: If the differences are larger, they are computed again when they are needed.
     """
 
-    def __init__(self, clean: Recorded, corrupted: Recorded, max_bytes: int) -> None:
+    def __init__(self, nodes: Nodes, clean: Recorded, corrupted: Recorded, max_bytes: int) -> None:
         self._clean = clean
         self._corrupted = corrupted
-        self._available = max_bytes
-        self._kept: dict[int, Tensor] = {}
+        self._columns: dict[int, slice] = {}
+        end = 0
+        for writer in nodes.writers:
+            start, end = end, end + len(writer.names)
+            self._columns[id(writer)] = slice(start, end)
+        first = self._written(nodes.writers[0])
+        shape = (end, *first.shape[1:])
+        fits = math.prod(shape) * first.element_size() <= max_bytes
+        self._kept = self._all(nodes, first.new_empty(shape)) if fits else None
+
+    def _all(self, nodes: Nodes, kept: Tensor) -> Tensor | None:
+        """Returns all differences in one tensor; `None` if they differ in shape, as in an encoder and a decoder."""
+        for writer in nodes.writers:
+            written = self._written(writer)
+            if written.shape[1:] != kept.shape[1:] or (written.dtype, written.device) != (kept.dtype, kept.device):
+                return None
+            kept[self._columns[id(writer)]] = written
+        return kept
 
     def of(self, writer: Writer) -> Tensor:
         """Returns the differences of a writer, of shape `(senders, rows, channels)`."""
-        kept = self._kept.get(id(writer))
-        if kept is not None:
-            return kept
-        difference = self._clean.values[writer.path] - self._corrupted.values[writer.path]
-        written = writer.written(difference)
-        size = written.numel() * written.element_size()
-        if size <= self._available:
-            self._available -= size
-            self._kept[id(writer)] = written
-        return written
+        return self._written(writer) if self._kept is None else self._kept[self._columns[id(writer)]]
+
+    def _written(self, writer: Writer) -> Tensor:
+        return writer.written(self._clean.values[writer.path] - self._corrupted.values[writer.path])
+
+    def together(self, writers: Sequence[Writer]) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the differences of writers: of those next to each other at once, each with their columns of scores."""
+        found: list[slice] = []
+        by_start = {self._columns[id(writer)].start: writer for writer in writers}
+        for start in sorted(by_start):
+            columns = self._columns[id(by_start[start])]
+            if found and self._kept is not None and found[-1].stop == start:
+                found[-1] = slice(found[-1].start, columns.stop)
+            else:
+                found.append(columns)
+        for columns in found:
+            yield columns, self.of(by_start[columns.start]) if self._kept is None else self._kept[columns]
 
     def check(self, nodes: Nodes) -> None:
         """Checks that the sums of the senders are what norms and receivers read.
@@ -435,7 +455,7 @@ class Deltas:
         def total(term: Term) -> Tensor:
             source = term.source
             if id(source) not in totals:
-                if isinstance(source, Norm):
+                if isinstance(source, NormOfSum):
                     one, other = (source.function(run.values[source.path]) for run in (self._clean, self._corrupted))
                     totals[id(source)] = rows_of(one - other)
                 else:
@@ -523,31 +543,37 @@ class _Backwards:
                 yield name, gradient[:, columns] @ weight[:, columns].T
 
     def _walk(self, names: Sequence[str], source: Sum, stacked: Tensor) -> None:
-        waiting: dict[int, tuple[Norm, Tensor]] = {}
+        waiting: dict[int, tuple[NormOfSum, Tensor]] = {}
         self._meet(names, source, stacked, waiting)
         while waiting:
             norm, gradient = waiting.pop(max(waiting))
             self._meet(names, norm.source, self._through(norm, gradient), waiting)
 
     def _meet(
-        self, names: Sequence[str], source: Sum, gradient: Tensor, waiting: dict[int, tuple[Norm, Tensor]]
+        self, names: Sequence[str], source: Sum, gradient: Tensor, waiting: dict[int, tuple[NormOfSum, Tensor]]
     ) -> None:
-        flat: Tensor | None = None
+        direct = []
         for term in source:
+            if isinstance(term.source, Writer) and not term.steps:
+                direct.append(term.source)
+                continue
             own = term.back(gradient)
-            if isinstance(term.source, Norm):
+            if isinstance(term.source, Writer):
+                self._add(names, [term.source], own)
+            else:
                 before = waiting.get(term.source.number)
                 waiting[term.source.number] = (term.source, own if before is None else before[1] + own)
-                continue
-            delta = self._deltas.of(term.source)
-            if own is gradient and flat is None:
-                flat = _wide(gradient).flatten(1)
-            left = flat if own is gradient and flat is not None else _wide(own).flatten(1)
-            scores = (left @ _wide(delta).flatten(1).T).detach().cpu().double().numpy() / self._count
-            for row, name in enumerate(names):
-                self._found.block([name], term.source)[:] += scores[row]
+        if direct:
+            self._add(names, direct, gradient)
 
-    def _through(self, norm: Norm, gradient: Tensor) -> Tensor:
+    def _add(self, names: Sequence[str], writers: Sequence[Writer], gradient: Tensor) -> None:
+        """Adds the scores of edges, from the gradients of what is written."""
+        rows = [self._found.rows[name] for name in names]
+        for columns, delta in self._deltas.together(writers):
+            scores = _wide(gradient).flatten(1) @ _wide(delta).flatten(1).T
+            self._found.values[rows, columns] += scores.detach().cpu().double().numpy() / self._count
+
+    def _through(self, norm: NormOfSum, gradient: Tensor) -> Tensor:
         """Returns gradients at what a norm reads, from those of its result."""
         rules = rules_of(self._method)
         if self._method == "secant":
@@ -557,7 +583,10 @@ class _Backwards:
         with rules.applied(), torch.enable_grad():
             result = norm.function(read)
         stacked = gradient.reshape(-1, *result.shape).to(result.dtype)
-        (found,) = torch.autograd.grad(result, read, stacked, is_grads_batched=True)
+        if len(stacked) == 1:
+            (found,) = torch.autograd.grad(result, read, stacked[0])
+        else:
+            (found,) = torch.autograd.grad(result, read, stacked, is_grads_batched=True)
         return found.reshape(gradient.shape)
 
 

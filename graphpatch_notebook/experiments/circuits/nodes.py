@@ -14,7 +14,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.stream import (
     LinearPaths,
     NoPathError,
-    Norm,
+    NormOfSum,
     Sum,
     Writer,
     boundary_path,
@@ -90,24 +90,23 @@ def nodes_of(root: Frame, *, heads: bool = True) -> Nodes:
     Raises:
         ExperimentError: The model has no layers with a residual stream that can be followed.
     """
-    findings = root.capture.findings
-    key = (nodes_of, heads)
-    if key not in findings:
-        findings[key] = _Finder(root, find(root), heads).found
-    found: Nodes = findings[key]
+    known: dict[bool, Nodes] = root.capture.findings.setdefault(nodes_of, {})
+    if heads not in known:
+        known[heads] = _Finder(root, find(root), heads).found
+    found = known[heads]
     if not found.readers or not found.writers:
-        where, why = next(iter((find(root).missing | found.skipped).items()), ("layers[*]", "nothing was found"))
+        where, why = next(iter({**find(root).missing, **found.skipped}.items()), ("layers[*]", "nothing was found"))
         raise ExperimentError(f"the model has no edges between components: {where}: {why}")
     return found
 
 
-def norms_in(source: Sum) -> list[Norm]:
+def norms_in(source: Sum) -> list[NormOfSum]:
     """Returns all norms that a sum passes through, in order of execution."""
-    found: dict[int, Norm] = {}
+    found: dict[int, NormOfSum] = {}
     waiting = [source]
     while waiting:
         for term in waiting.pop():
-            if isinstance(term.source, Norm) and term.source.number not in found:
+            if isinstance(term.source, NormOfSum) and term.source.number not in found:
                 found[term.source.number] = term.source
                 waiting.append(term.source.source)
     return [found[number] for number in sorted(found)]
@@ -264,7 +263,7 @@ class _Finder:
         """Checks that all outputs of the linear maps belong to queries, keys or values."""
         for node in {each.linear.node for each in found}:
             numbers = {int(n) for each in found if each.linear.node is node for n in each.heads.reshape(-1)}
-            if len(numbers) != node.spec.shape.numel() // max(1, _rows(Value(node))):
+            if len(numbers) != Value(node).shape[-1]:
                 raise NoPathError(f"{self._flow.path(Value(node))} has outputs that are not queries, keys or values")
 
     def _output_path(self, linear: Value) -> str:
@@ -404,11 +403,3 @@ def _at(value: Value) -> _Cut:
 
 def _prefix(stack: Stack) -> str:
     return f"{stack.name}." if stack.name else ""
-
-
-def _rows(value: Value) -> int:
-    shape = value.shape
-    size = 1
-    for each in shape[:-1]:
-        size *= each
-    return size

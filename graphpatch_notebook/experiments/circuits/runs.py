@@ -20,7 +20,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError, PatchValueError
 from graphpatch_notebook.experiments.circuits.circuit import Circuit
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, writers_in
-from graphpatch_notebook.experiments.circuits.stream import Norm, Sum, Writer, index_of, rows_of
+from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_unsharded
 from graphpatch_notebook.experiments.methods.reference_runs import record
@@ -195,7 +195,7 @@ class Stream:
             if isinstance(term.source, Writer) and not term.steps:
                 together.setdefault(0, []).append(term.source)
                 continue
-            if isinstance(term.source, Norm):
+            if isinstance(term.source, NormOfSum):
                 part = self._through(term.source, kept, written)
             else:
                 part = self._of_writers([term.source], kept, written)
@@ -217,17 +217,17 @@ class Stream:
         changes = torch.cat([written(writer) for writer in used])
         masks = np.concatenate([kept[id(writer)] for writer in used], axis=1)
         masked = torch.as_tensor(masks, dtype=changes.dtype, device=changes.device)
-        return (masked @ changes.flatten(1)).unflatten(1, changes.shape[1:])
+        return (masked @ changes.flatten(1)).reshape(len(masks), *changes.shape[1:])
 
-    def _through(self, norm: Norm, kept: Mapping[int, Any], written: Callable[[Writer], Tensor]) -> Tensor | None:
+    def _through(self, norm: NormOfSum, kept: Mapping[int, Any], written: Callable[[Writer], Tensor]) -> Tensor | None:
         change = self.changes(norm.source, kept, written)
         if change is None:
             return None
         read = self.values[norm.path]
         count = len(change)
         stacked = (rows_of(read) + change).reshape(count * len(read), *read.shape[1:])
-        before = norm.function(read)
-        return norm.function(stacked).reshape(change.shape) - rows_of(before)  # type: ignore[no-any-return]
+        after: Tensor = norm.function(stacked)
+        return after.reshape(change.shape) - rows_of(norm.function(read))
 
 
 @dataclass(eq=False)

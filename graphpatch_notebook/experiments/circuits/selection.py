@@ -202,7 +202,8 @@ def faithfulness(
     check_unsharded(pg, "faithfulness")
     xarray = extra("xarray", "a dataset of curves")
     batches = batches_of(pg, metric, clean, corrupted)
-    named = dict(scores) if isinstance(scores, Mapping) and not hasattr(scores, "dims") else {"scores": scores}
+    given: Any = scores  # an array is a mapping, too, as far as a type checker knows
+    named: dict[str, DataArray] = {"scores": given} if hasattr(given, "dims") else dict(given)
     first = next(iter(named.values()))
     nodes = nodes_like(pg, first.attrs["feeds"])
     candidates = int(np.isfinite(first.values).sum())
@@ -221,7 +222,8 @@ def faithfulness(
             for row, ranking in enumerate(rankings.values()):
                 for column, count in enumerate(counts):
                     kept = kept_edges(nodes, replace(empty, edges=tuple(ranking.first(count))))
-                    with pg.patch(runs.patches(kept)):
+                    patches: dict[Any, Any] = {**runs.patches(kept)}
+                    with pg.patch(patches):
                         values[row, column] += float(batch.metric(batch.clean.run(pg)))
     values, (high, low) = values / len(batches), ends / len(batches)
     if high == low:

@@ -1,7 +1,7 @@
 """The linear paths of a model: what a value is the sum of, as far as it is a sum.
 
 From a value that a component reads, additions, scalings by constants, and operations that only rearrange lead back to
-what other components added to the residual stream (`Writer`). Norms on the way are functions of such a sum (`Norm`).
+what other components added to the residual stream (`Writer`). A norm on the way is that of another sum (`NormOfSum`).
 What is found holds for any model whose operations are these, whatever its layers are called.
 """
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
-from graphpatch_notebook.components.chain import Norm as FoundNorm
-from graphpatch_notebook.components.chain import Trails
+from graphpatch_notebook.components.chain import Norm, Trails
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec
@@ -137,7 +136,7 @@ Step: TypeAlias = "Scaling | Move"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Norm:
+class NormOfSum:
     """A norm of a sum.
 
     Attributes:
@@ -159,7 +158,7 @@ class Norm:
 class Term:
     """A summand: what a component writes, or a norm of another sum, after some steps."""
 
-    source: Writer | Norm
+    source: Writer | NormOfSum
     steps: tuple[Step, ...] = ()
 
     def on(self, rows: Tensor) -> Tensor:
@@ -316,8 +315,8 @@ class LinearPaths:
             return None
         return _with(terms, Move(made, moving[0]))
 
-    def _of_norm(self, value: Value, norm: FoundNorm) -> Sum:
-        given, frame = norm.given, norm.frame
+    def _of_norm(self, value: Value, norm: Norm) -> Sum:
+        frame, given = norm.frame, norm.given
         call = frame.call
         assert call is not None
         refs = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Ref)]
@@ -356,7 +355,7 @@ class LinearPaths:
         if source.shape != value.shape:
             raise NoPathError(f"{self._flow.path(value)} changes the shape of the stream")
         terms = self._sum_of(source)
-        return (Term(Norm(value, self._flow.order[value.node], path, terms, function)),)
+        return (Term(NormOfSum(value, self._flow.order[value.node], path, terms, function)),)
 
     def _sum_of(self, value: Value) -> Sum:
         if value not in self._known:
