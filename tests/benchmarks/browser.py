@@ -36,7 +36,7 @@ with torch.no_grad():
     pg = PatchableGraph(GPT2_124M.build(), GPT2_124M.inputs())
 """
 SHOW = "browser = pg.browse()\nbrowser"
-SEARCHES = ("mlp", "op:mul", "layers_12", "q_proj", "shape:16", "/layers_1.*weight/", "nothing like this", "")
+SEARCHES = ("mlp", "op:mul", "layers_12", "q_proj", "shape:16", "layers_1*weight", "nothing like this", "")
 
 # A frame is painted when the first task after its animation callbacks runs.
 _PAINTED = """

@@ -35,7 +35,7 @@ QUERIES = (
     "op:mul",
     '"mlp" op:mul',
     "shape:16 -is:parameter",
-    r"/layers_1\d\.self_attn.*linear$/",
+    "layers_1*.self_attn*linear",
     "nothing like this",
 )
 MISSES = ("zzzz", "hiden", "op:zzzz", "self_attn.outputs")
