@@ -213,6 +213,8 @@ def _entries(root: Frame, target: Target, given: Any, problems: list[str]) -> li
     if found := _problems(target, patches):
         problems += found
         return []
+    if not patches:
+        return []  # an empty list means no patch here, as an empty patch map does anywhere
     if not any(map(_stands_alone, patches)):
         return [Entry(target, tuple(patches))]
     entries = [_entry(root, target, patch, problems) for patch in patches]
