@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.dimensions import CallInputs, fixed_sizes, shape_problem
+from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem, unpacked_shape
 from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
@@ -253,17 +253,13 @@ def _apply(
 def _heads_apart(target: Target, value: Tensor) -> Tensor:
     """Returns a value of an attention call with the heads in the dimension where they were captured.
 
-    In a decoding step with a mask, transformers (since 5.1) calls the fused kernel on the heads that share keys as if
-    these were positions, `(batch, key heads, heads of each, ...)`: a view of `(batch, heads, 1, ...)`.
+    In a decoding step with a mask, transformers (since 5.1) packs the heads that share keys.
     """
-    node, spec, shape = target.node, target.whole, value.shape
-    if not (node.is_inner or node.op in FUSED_ATTENTION) or not isinstance(spec, TensorSpec):
+    node = target.node
+    if not (node.is_inner or node.op in FUSED_ATTENTION):
         return value
-    if len(spec.shape) != 4 or len(shape) != 4 or shape[1] == spec.shape[1] or shape[1] * shape[2] != spec.shape[1]:
-        return value
-    sizes = fixed_sizes(target.frame, node, spec)
-    is_packed = sizes is not None and sizes[1] == spec.shape[1]
-    return value.reshape(shape[0], spec.shape[1], 1, shape[3]) if is_packed else value
+    shape = unpacked_shape(target.frame, node, target.whole, value.shape)
+    return value if shape is None else value.reshape(shape)
 
 
 def _packed(entry: Entry, value: Tensor, apart: Tensor, patched: Any) -> Any:
