@@ -299,9 +299,7 @@ class _Parts:
             for kind, layer in self.writes:
                 if kind == inner[0]:
                     self.inner[kind, layer] = component(pg, f"{self.start}layers[{layer}].{inner[1]}").name
-        self.norms = {
-            place: norm for place in self.inner if (norm := _norm_before(pg, self.writes[place])) is not None
-        }
+        self.norms = {place: norm for place in self.inner if (norm := _norm_before(pg, self.writes[place])) is not None}
 
     @property
     def names(self) -> list[str]:
