@@ -41,11 +41,11 @@ def normed(steps: Callable[..., Tensor]) -> Surrogate:
             return by_steps(steps)(call, *inputs)
 
         def standardized(x: Tensor, dims: tuple[int, ...], eps: float, *, center: bool = True) -> Tensor:
-            runs = (call.corrupted[0], call.clean[0])
-            middle = (runs[0] + runs[1]) / 2
+            runs = [call.corrupted[0], call.clean[0]]
             if center:
-                x, middle, *runs = (each - each.mean(dims, keepdim=True) for each in (x, middle, *runs))
+                x, *runs = (each - each.mean(dims, keepdim=True) for each in (x, *runs))
             one, other = (torch.rsqrt(run.square().mean(dims, keepdim=True) + eps) for run in runs)
+            middle = (runs[0] + runs[1]) / 2
             change = 2 * one * other / (one + other) * (x * (middle * other)).mean(dims, keepdim=True)
             return x * ((one + other) / 2) - middle * one * change
 
