@@ -132,6 +132,7 @@ _SECANT: dict[Any, Rule] = {
     **dict.fromkeys(("var", "var_mean", "mse_loss"), Rule(multilinear)),
     **dict.fromkeys(_APPROXIMATED.split(), Rule(path_average, is_exact=False)),
     **{name: Rule(by_steps(steps)) for name, steps in _COMPOSITES.items()},
+    **{name: Rule(composites.normed(_COMPOSITES[name])) for name in ("layer_norm", "rms_norm")},
     **dict.fromkeys(("softmax", "_safe_softmax", "_softmax"), Rule(softmax)),
     **dict.fromkeys(("log_softmax", "_log_softmax"), Rule(log_softmax)),
     **dict.fromkeys(("logsumexp", "special_logsumexp"), Rule(logsumexp)),
@@ -586,12 +587,12 @@ def rules_of(method: Method) -> DerivativeRules:
     return _BY_METHOD.get(method, DerivativeRules)()
 
 
-def check_method(method: Any) -> None:
+def check_method(method: Any, known: Sequence[str] = METHODS) -> None:
     """Checks the name of a method.
 
     Raises:
         ExperimentError: There is no such method.
     """
-    if method not in METHODS:
+    if method not in known:
         renamed = '; "attribution" is called "gradient" now' if method == "attribution" else ""
-        raise ExperimentError(f"method must be one of {', '.join(map(repr, METHODS))}, not {method!r}{renamed}")
+        raise ExperimentError(f"method must be one of {', '.join(map(repr, known))}, not {method!r}{renamed}")
