@@ -499,7 +499,8 @@ class PatchableGraph(ModuleDelegate):
         Args:
             patch_map: From node paths (strings or `NodePath` objects) to a patch or a list of patches. A path may be a
                 pattern, in which `*` is any text within a name, and `**` any text: `"h_*.mlp.output"`. What is a path
-                is never taken for a pattern, and patches on a path replace those on a pattern that matches it.
+                is never taken for a pattern, and patches on a path replace those on a pattern that matches it. An empty
+                list means no patch.
             strict: Whether a patch that never fires during a call is an error rather than a warning.
 
         Raises:

@@ -62,7 +62,8 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
                     problems += _problems_inside(text, inside[1].patches)
                     entries.append(Entry(inside[0], (inside[1],)))
                 continue
-        for target in targets if len(targets) == 1 else _several(targets, text, patches, patch_map, problems):
+        is_one = len(targets) == 1 and not is_pattern(text)
+        for target in targets if is_one else _several(targets, text, patches, patch_map, problems):
             entries += _entries(root, target, patches, problems)
     entries += _sources_of(nodes, entries, problems)
     if not problems:
@@ -162,7 +163,7 @@ def _several(
 ) -> Sequence[Target]:
     """Returns those of the values that a text means which have no patches of their own in the patch map."""
     own = set(map(str, patch_map))
-    found = [target for target in targets if target.text not in own]
+    found = [target for target in targets if target.text == text or target.text not in own]
     patches = given if isinstance(given, (list, tuple)) else [given]
     keeping = next((patch for patch in patches if isinstance(patch, Patch) and patch.only_keeps), None)
     if keeping is None or len(found) < 2:
@@ -213,6 +214,8 @@ def _entries(root: Frame, target: Target, given: Any, problems: list[str]) -> li
     if found := _problems(target, patches):
         problems += found
         return []
+    if not patches:
+        return []  # an empty list means no patch here, as an empty patch map does anywhere
     if not any(map(_stands_alone, patches)):
         return [Entry(target, tuple(patches))]
     entries = [_entry(root, target, patch, problems) for patch in patches]

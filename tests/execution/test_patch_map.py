@@ -68,6 +68,16 @@ def test_what_is_wrong_and_how_to_mend_it(pg: PatchableGraph, patch_map: Any, me
     assert message in str(refused(pg, patch_map))
 
 
+def test_an_empty_list_means_no_patch_as_an_empty_map_does(pg: PatchableGraph) -> None:
+    x = torch.ones(2, 3)
+    expected = pg(x)
+    with pg.patch({"x": [], "hidden": ()}):
+        assert torch.equal(pg(x)["hidden"], expected["hidden"])
+    with pg.patch({"h*": ZeroPatch(), "hidden": []}):  # a path of its own leaves it out of the pattern
+        assert torch.equal(pg(x)["hidden"], expected["hidden"])
+    assert "no node 'hiden'" in str(refused(pg, {"hiden": []}))
+
+
 def test_all_of_it_in_one_error(pg: PatchableGraph) -> None:
     text = str(refused(pg, {"nowhere": ZeroPatch(), "linear": ZeroPatch(), "x": ZeroPatch(slice=(0, 0, 0))}))
     assert text.startswith("3 problems in this patch map:\n  - no node 'nowhere'")

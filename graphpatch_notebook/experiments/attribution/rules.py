@@ -62,6 +62,7 @@ from graphpatch_notebook.experiments.attribution.secants import (
     quotient,
     softmax,
 )
+from graphpatch_notebook.torch_compat import base_of
 
 Method: TypeAlias = Literal["gradient", "integrated", "relp", "secant"]
 METHODS: tuple[Method, ...] = ("gradient", "integrated", "relp", "secant")
@@ -555,7 +556,8 @@ class _Replaced(torch.autograd.Function):
         if replaced.call.is_in_place:
             ctx.mark_dirty(inputs[0])
         if isinstance(result, Tensor):
-            return result
+            # A product may be a view of a fresh tensor. Torch refuses to write into views that a function returns.
+            return result if replaced.call.is_in_place or base_of(result) is None else result.detach()
         replaced.kind = type(result)
         ctx.mark_non_differentiable(*(part for part in result if not part.is_floating_point()))
         return tuple(result)
