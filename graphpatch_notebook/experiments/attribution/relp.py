@@ -86,11 +86,12 @@ class Roots:
         given = [part for arg in args for part in (arg if isinstance(arg, (tuple, list)) else [arg])]
         given = [part for part in given if isinstance(part, Tensor)]
         varying = [self.of(part) for part in given if self.varies(part)]
+        others = [part for part in given if not self.varies(part)]
+        self._of_weights.pop(id(result), None)  # a result of an operation in place is known already
         if not varying and any(part.requires_grad for part in given):
             self._of_weights[id(result)] = result
         if not varying or any(root.root is not varying[0].root for root in varying):
             return
-        others = [part for part in given if not self.varies(part)]
         if any(other.numel() != 1 for other in others) or result.shape != varying[0].root.shape:
             return
         if name in ACTIVATIONS or name in ("pow", "square", "exp"):
