@@ -22,7 +22,6 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
-from tests.experiments.hooked import attended
 from tests.zoo import case_by_name, installed
 from tests.zoo.case import tokens
 
@@ -179,7 +178,7 @@ def test_source_lines_lead_from_the_model_to_the_step() -> None:
     assert "modeling_gpt2" in files[0]
 
 
-@pytest.mark.parametrize(("family", "call"), [(FAMILIES[0], "padded"), (FAMILIES[0], "plain"), (FAMILIES[1], "plain")])
+@pytest.mark.parametrize(("family", "call"), [*itertools.product(FAMILIES[:2], CALLS)])
 @torch.no_grad()
 def test_generation_with_a_cache(family: Family, call: str) -> None:
     """Patterns of the prefill and of each decoding step, and a head that is zeroed in all of them."""
@@ -216,25 +215,42 @@ def test_calls_stay_fused_at_the_steps_that_no_patch_is_for() -> None:
 
 
 @torch.no_grad()
-def test_heads_that_transformers_packs_are_not_mistaken_for_others() -> None:
-    """A padded decoding step of grouped heads has them as rows: the name holds the patterns in another form there."""
-    fused, _ = FAMILIES[1].models()
+def test_heads_that_transformers_packs_are_where_the_names_say() -> None:
+    """A padded decoding step of grouped heads has them as rows, where each name still means its own head."""
+    fused, eager = FAMILIES[1].models()
     pg = PatchableGraph(fused, input_ids=IDS)
-    settings: dict[str, Any] = {"attention_mask": PADDING, "max_new_tokens": 3, "do_sample": False}
-    without_head = torch.ones(4, 1, 1).index_fill(0, torch.tensor(1), 0.0)
-    calls = itertools.cycle(range(fused.config.num_hidden_layers))
-    expected, given = attended(
-        lambda: fused.generate(IDS, **settings),
-        lambda value: value * without_head if next(calls) == 1 and value.shape[1] == 4 else value,
-    )
-    with pg.patch({FAMILIES[1].pattern: ZeroPatch(slice=(slice(None), 1))}):
-        if any(value.shape[1] != 4 for value in given):
-            problem = "dimension 1 does not follow the inputs' sizes, yet was 4 and is 2 now"
-            with pytest.raises(PatchShapeError, match=problem):
-                pg.generate(IDS, **settings)
-        else:
-            assert installed.TRANSFORMERS < (5, 1)  # which packs none
-            assert torch.equal(pg.generate(IDS, **settings), expected)
+    settings: dict[str, Any] = {"attention_mask": PADDING, "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    expected: list[Tensor] = []
+
+    def double(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        changed = args[0].clone()
+        expected.append(changed[..., WIDTH : 2 * WIDTH].clone())
+        changed[..., WIDTH : 2 * WIDTH] *= 2
+        return (changed, *args[1:])
+
+    attention = eager.get_submodule(FAMILIES[1].module)
+    with hooked(attention.o_proj.register_forward_pre_hook(double)):
+        tokens_of_eager = eager.generate(IDS, **settings)
+    z, scores, pattern = RecordPatch(), RecordPatch(), RecordPatch()
+    at = "layers[1].attn"
+    patches = {f"{at}.heads[1].z": [z, CustomPatch(lambda value: value * 2)], f"{at}.scores": scores}
+    with pg.patch({**patches, f"{at}.pattern": pattern}):
+        assert torch.equal(pg.generate(IDS, **settings), tokens_of_eager)
+    rows = PADDING.bool()
+    torch.testing.assert_close(z.activations[0][rows], expected[0][rows], **TOLERANCE)
+    for found, wanted in zip(z.activations[1:], expected[1:], strict=True):
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
+    lengths = [(7, 7), (1, 8), (1, 9), (1, 10)]
+    for before, after, sizes in zip(scores.activations, pattern.activations, lengths, strict=True):
+        assert before.shape == after.shape == (3, HEADS, *sizes)
+        torch.testing.assert_close(before.softmax(-1)[:, :, -1], after[:, :, -1])
+    with (
+        pg.patch({f"{at}.z": CustomPatch(lambda value: value[:, :1], any_shape=True, steps=1)}),
+        pytest.raises(PatchShapeError, match="packs heads that share keys at this step")
+        if installed.TRANSFORMERS >= (5, 1)  # earlier ones pack none
+        else pytest.raises(RuntimeError),
+    ):
+        pg.generate(IDS, **settings)
 
 
 def test_a_function_that_is_compiled_during_the_run_and_fails_is_answered_with_what_to_do() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem
+from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem, unpacked_shape
+from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
     GraphPatchError,
@@ -207,6 +208,8 @@ def value_at(entry: Entry, value: Any) -> Any:
     """
     for key in entry.target.dig:
         value = _child(value, key)
+    if isinstance(value, Tensor):
+        value = _heads_apart(entry.target, value)
     value = _part(entry, value)
     # The model writes into this tensor later: what was read must stay as it was.
     return value.clone() if entry.target.node.is_mutated_later and isinstance(value, Tensor) else value
@@ -238,10 +241,37 @@ def _apply(
     __tracebackhide__ = True
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.whole, TensorSpec) and value.shape != target.whole.shape:
+        apart = _heads_apart(target, value)
+        if apart is not value:
+            return _packed(entry, value, apart, _apply(entry, apart, steps, inputs, is_own=is_own))
         _check_shape(entry, value, inputs)
     if steps is not None and entry.restriction is not None and entry.restriction.positions is not None:
         return _patched(entry, value, steps.indices(entry, value))
     return _patched(entry, value, None, is_own=is_own)
+
+
+def _heads_apart(target: Target, value: Tensor) -> Tensor:
+    """Returns a value of an attention call with the heads in the dimension where they were captured.
+
+    In a decoding step with a mask, transformers (since 5.1) packs the heads that share keys.
+    """
+    node = target.node
+    if not (node.is_inner or node.op in FUSED_ATTENTION):
+        return value
+    shape = unpacked_shape(target.frame, node, target.whole, value.shape)
+    return value if shape is None else value.reshape(shape)
+
+
+def _packed(entry: Entry, value: Tensor, apart: Tensor, patched: Any) -> Any:
+    """Returns a patched value with the heads where `value` has them."""
+    if patched is apart:
+        return value
+    if not isinstance(patched, Tensor) or patched.shape != apart.shape:
+        raise PatchShapeError(
+            f"{entry.target.text!r}: the model packs heads that share keys at this step, and takes a value "
+            f"{_shown(apart)}; the patch made one {_shown(patched)}"
+        )
+    return patched.reshape(value.shape)
 
 
 def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:

@@ -353,7 +353,8 @@ def _warn_of_loss(pg: PatchableGraph, result: DataArray) -> None:
     shown = "; ".join(causes[:5]) or "operations that torch does not dispatch, or in-place changes of shared memory"
     warn(
         f"the scores of all roots differ from the change of the metric by {loss:.1%} of it: not every operation has a "
-        f"rule that explains its change. It may be: {shown}. register_rule adds rules",
+        f"rule that explains its change. It may be: {shown}. "
+        "graphpatch_notebook.experiments.attribution.rules.register_rule adds rules",
         ExperimentWarning,
         stacklevel=level_of_caller(),
     )

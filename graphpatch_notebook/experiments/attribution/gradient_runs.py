@@ -230,7 +230,7 @@ class AttributionRuns:
         with torch.no_grad(), rules.recording():
             output = self._output(clean, self._clean, state)
             with noted_metric(output):
-                self._found.clean = float(_number(self._metric(output)))
+                self._found.clean = float(metric_number(self._metric(output)))
         differences = Differences(clean, is_careful)
         run = GradientRun(differences, self._roots)
         metric = self._gradient_run(run, state, rules)
@@ -274,7 +274,7 @@ class AttributionRuns:
         while wanted:
             clean = CleanValues(wanted, self._copied, self._max_bytes)
             with torch.no_grad():
-                self._found.clean = float(_number(self._metric(self._output(clean, self._clean, state))))
+                self._found.clean = float(metric_number(self._metric(self._output(clean, self._clean, state))))
             self._found.problems |= clean.problems
             rewritten = {
                 path for path, values in clean.by_path.items() if not all(value.is_current for value in values)
@@ -291,9 +291,9 @@ class AttributionRuns:
         rules = rules_of(self._method)
         restored, cut = Restored(path, clean), Cut(path)
         with torch.no_grad(), rules.recording():
-            after = float(_number(self._metric(self._output(restored, self._corrupted, state))))
+            after = float(metric_number(self._metric(self._output(restored, self._corrupted, state))))
         with torch.enable_grad(), rules.applied():
-            metric = _number(self._metric(self._output(cut, self._corrupted, state)))
+            metric = metric_number(self._metric(self._output(cut, self._corrupted, state)))
         cut.is_over = True
         self._found.fallbacks |= rules.fallbacks
         self._found.corrupted = float(metric.detach())
@@ -325,13 +325,10 @@ class AttributionRuns:
 
     def _gradient_run(self, run: GradientRun, state: ModuleState, rules: DerivativeRules) -> Tensor:
         with torch.enable_grad(), rules.applied():
-            metric = _number(self._metric(self._output(run, self._corrupted, state)))
+            metric = metric_number(self._metric(self._output(run, self._corrupted, state)))
         run.finish()
         if run.edges and not metric.requires_grad:
-            raise ExperimentError(
-                "the metric has no gradient: it must compute a tensor from the output by operations that can be "
-                "differentiated, without argmax, .item(), .detach() or torch.no_grad()"
-            )
+            raise no_gradient()
         return metric
 
 
@@ -348,7 +345,20 @@ def _uneven(clean: int, corrupted: int) -> str | None:
     return f"it was computed {clean} times in the clean run, {corrupted} times in the corrupted run"
 
 
-def _number(value: Any) -> Tensor:
+def no_gradient() -> ExperimentError:
+    """Returns the error for a metric without a gradient."""
+    return ExperimentError(
+        "the metric has no gradient: it must compute a tensor from the output by operations that can be "
+        "differentiated, without argmax, .item(), .detach() or torch.no_grad()"
+    )
+
+
+def metric_number(value: Any) -> Tensor:
+    """Returns what a metric returned, as a tensor without dimensions.
+
+    Raises:
+        ExperimentError: It is not a single number that has a gradient.
+    """
     if value is None:
         raise ExperimentError("the metric returned None: is a return statement missing?")
     if not isinstance(value, Tensor):
@@ -887,7 +897,7 @@ def _by_part(
     """Returns the score of each part; `None` for values that differ between the runs, but have no gradient."""
     if not run.edges:
         return {}
-    gradients = _gradients(metric, run)
+    gradients = gradients_of(metric, run.edges)
     tensors: dict[Part, Tensor | None] = {}
     known: dict[Any, Tensor] = {}  # several names of one tensor often share one gradient
     for slot, kept in parts:
@@ -903,9 +913,14 @@ def _by_part(
     return _as_arrays(tensors)
 
 
-def _gradients(metric: Tensor, run: GradientRun) -> list[Tensor | None]:
+def gradients_of(metric: Tensor, values: Sequence[Tensor] | Sequence[GradientEdge]) -> list[Tensor | None]:
+    """Returns the gradient of the metric at each value; `None` where the metric does not depend on it.
+
+    Raises:
+        ExperimentError: It cannot be computed.
+    """
     try:
-        return list(torch.autograd.grad(metric, run.edges, allow_unused=True))
+        return list(torch.autograd.grad(metric, values, allow_unused=True))
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -586,12 +586,12 @@ def rules_of(method: Method) -> DerivativeRules:
     return _BY_METHOD.get(method, DerivativeRules)()
 
 
-def check_method(method: Any) -> None:
+def check_method(method: Any, known: Sequence[str] = METHODS) -> None:
     """Checks the name of a method.
 
     Raises:
         ExperimentError: There is no such method.
     """
-    if method not in METHODS:
+    if method not in known:
         renamed = '; "attribution" is called "gradient" now' if method == "attribution" else ""
-        raise ExperimentError(f"method must be one of {', '.join(map(repr, METHODS))}, not {method!r}{renamed}")
+        raise ExperimentError(f"method must be one of {', '.join(map(repr, known))}, not {method!r}{renamed}")

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.experiments.attribution.gradient_runs import _number
-from graphpatch_notebook.experiments.attribution.rules import Method, check_method, rules_of
+from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
+from graphpatch_notebook.experiments.attribution.rules import METHODS, Method, check_method, rules_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Term, Writer, index_of, rows_of
@@ -127,8 +127,7 @@ def attribute_edges(
     """
     check_graph(pg)
     check_unsharded(pg, "attribute_edges")
-    if method != "exact":
-        check_method(method)
+    check_method(method, (*METHODS, "exact"))
     if type(steps) is not int or steps < 1:
         raise ExperimentError(f"steps must be a positive integer, not {steps!r}")
     batches = batches_of(pg, metric, clean, corrupted)
@@ -203,7 +202,7 @@ def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> l
         inputs = inputs_of(one), inputs_of(other)
         for given in inputs:
             check_inputs(pg, given)
-        shapes = [{str(number): tensor for number, tensor in enumerate(given.tensors())} for given in inputs]
+        shapes = [{f"input {number}": tensor for number, tensor in enumerate(given.tensors())} for given in inputs]
         check_same_shapes(shapes[0], shapes[1])
         found.append(Batch(each, *inputs))
     return found
@@ -367,7 +366,7 @@ class _Runs:
                 merged.setdefault(path, []).append(patch)
         with self._pg.patch(merged, strict=True):
             output = inputs.run(self._pg)
-        metric = _number(self._batch.metric(output))
+        metric = metric_number(self._batch.metric(output))
         return Recorded({path: probe.activation.detach() for path, probe in probes.items()}), metric
 
 
@@ -394,17 +393,8 @@ class _GradientRun:
         values = {path: self._probes[path].activation for path in reads}
         wanted = {path: value for path, value in values.items() if value.requires_grad}
         if not metric.requires_grad or not wanted:
-            raise ExperimentError(
-                "the metric has no gradient: it must compute a tensor from the output by operations that can be "
-                "differentiated, without argmax, .item(), .detach() or torch.no_grad()"
-            )
-        try:
-            found = torch.autograd.grad(metric, list(wanted.values()), allow_unused=True)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise ExperimentError(f"the gradients of the metric cannot be computed: {error}") from error
-        return dict(zip(wanted, found, strict=True))
+            raise no_gradient()
+        return dict(zip(wanted, gradients_of(metric, list(wanted.values())), strict=True))
 
 
 class Deltas:

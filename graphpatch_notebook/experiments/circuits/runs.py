@@ -127,7 +127,7 @@ class CircuitRuns:
         run = record(pg, corrupted, base_paths(nodes), metric)
         run.warn_if_random(pg)
         self._nodes = nodes
-        self._stream = Stream(run.values)
+        self._stream = Stream(run.values, nodes.readers[-1])
         self.metric = float(run.measurement.values)
 
     @property
@@ -170,10 +170,12 @@ class Stream:
 
     Attributes:
         values: The values of the corrupted run, by path.
+        last: The last receivers of a run.
     """
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, values: Mapping[str, Tensor], last: Reader) -> None:
         self.values = values
+        self.last = last
         self._written: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def written(self, writer: Writer, now: Tensor) -> Tensor:
@@ -198,11 +200,10 @@ class Stream:
             kept: For each writer with senders that are kept, by its id, whether each receiver keeps each sender.
             written: Returns what the senders of a writer write, minus what they write in the corrupted run.
         """
-        found: Tensor | None = None
-        together: dict[int, list[Writer]] = {}
+        direct = [term.source for term in source if isinstance(term.source, Writer) and not term.steps]
+        found = self._of_writers(direct, kept, written)
         for term in source:
             if isinstance(term.source, Writer) and not term.steps:
-                together.setdefault(0, []).append(term.source)
                 continue
             if isinstance(term.source, NormOfSum):
                 part = self._through(term.source, kept, written)
@@ -210,10 +211,6 @@ class Stream:
                 part = self._of_writers([term.source], kept, written)
             if part is not None:
                 part = term.on(part)
-                found = part if found is None else found + part
-        for writers in together.values():
-            part = self._of_writers(writers, kept, written)
-            if part is not None:
                 found = part if found is None else found + part
         return found
 
@@ -285,7 +282,7 @@ class ReadPatch(Patch[Any]):
             for reader in self.readers:
                 for rows, columns in self._changes(reader):
                     rows_of(value)[:, columns] += rows
-            if any(not reader.names[0].startswith("layers") for reader in self.readers):
+            if self.stream.last in self.readers:
                 self.stream.forget()
         return value
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.edges import batches_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
@@ -19,6 +19,7 @@ from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, kept_edge
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_unsharded
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
@@ -71,6 +72,7 @@ def circuit(
     check_graph(pg)
     if type(edges) is not int or edges < 0:
         raise ExperimentError(f"edges must be a number of edges, not {edges!r}")
+    _check_scores(scores)
     nodes = nodes_like(pg, scores.attrs["feeds"])
     chosen = Ranking(nodes, scores, selection, absolute=absolute).first(edges)
     attrs = scores.attrs
@@ -83,7 +85,32 @@ def circuit(
         method=str(attrs["method"]),
         metric=str(attrs["metric"]),
     )
-    return found.without_dead_ends() if prune else found
+    if not prune:
+        return found
+    pruned = found.without_dead_ends()
+    if found.edges and not pruned.edges:
+        warn(
+            f"the circuit is empty: none of the {len(found.edges)} strongest edges is on a way from the embeddings to "
+            'the logits that consists of these edges; take more edges, or selection="greedy"',
+            ExperimentWarning,
+            stacklevel=level_of_caller(),
+        )
+    return pruned
+
+
+def _check_scores(scores: Any) -> None:
+    """Checks that scores are those of edges.
+
+    Raises:
+        ExperimentError: They are something else, or have lost their attributes.
+    """
+    if not hasattr(scores, "attrs"):
+        raise ExperimentError(f"scores must be from attribute_edges, not a {type(scores).__name__}")
+    if "feeds" not in scores.attrs:
+        raise ExperimentError(
+            "the scores are not those of edges: they have no attrs['feeds']. Take those of attribute_edges; arithmetic "
+            "keeps attributes under xarray.set_options(keep_attrs=True)"
+        )
 
 
 class Ranking:
@@ -203,7 +230,9 @@ def faithfulness(
     xarray = extra("xarray", "a dataset of curves")
     batches = batches_of(pg, metric, clean, corrupted)
     given: Any = scores  # an array is a mapping, too, as far as a type checker knows
-    named: dict[str, DataArray] = {"scores": given} if hasattr(given, "dims") else dict(given)
+    named: dict[str, DataArray] = dict(given) if isinstance(given, Mapping) else {"scores": given}
+    for each in named.values():
+        _check_scores(each)
     first = next(iter(named.values()))
     nodes = nodes_like(pg, first.attrs["feeds"])
     candidates = int(np.isfinite(first.values).sum())

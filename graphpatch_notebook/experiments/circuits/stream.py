@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
+from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.chain import Norm, Trails
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
@@ -44,14 +45,13 @@ class Writer:
         names: The names of the senders.
         value: What is added; for heads, the sum of what they write.
         path: The path of the value that is recorded: `value` itself, or what the linear map of the heads reads.
-        weight: The matrix of the heads, with a row for each input; `None` if there are none.
-        heads: The numbers of the inputs of each head, of shape `(heads, size)`.
+        projection: The linear map of the heads; `None` if one sender writes the value itself.
     """
 
     names: tuple[str, ...]
     value: Value
     path: str
-    projection: Any = None
+    projection: Projection | None = None
 
     def written(self, recorded: Tensor) -> Tensor:
         """Returns what each sender writes, of shape `(senders, rows, channels)`, from the recorded value."""

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import Component
+from graphpatch_notebook.components.chain import Norm
+from graphpatch_notebook.components.operations import SAME_VALUES
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
@@ -20,6 +23,7 @@ from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
+from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import Key, take
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -217,8 +221,9 @@ def direct_logit_attribution(
     """Returns what each part of the model adds to a logit directly: through the final norm and the unembedding only.
 
     The residual stream is the sum of what the embeddings and layers write to it. With the scale of the final norm held
-    at its value in this run, the logit is linear in the stream, and so a sum over these parts. All numbers of the
-    result add up to the logit; this is checked, and so are the norm, the sum and the unembedding.
+    at its value in this run, the logit is linear in the stream, and so a sum over these parts. A norm between heads or
+    neurons and the stream (Gemma 2) is held likewise. All numbers of the result add up to the logit; this is checked,
+    and so are the norms, the sum and the unembedding.
 
     Args:
         pg: The graph.
@@ -294,12 +299,25 @@ class _Parts:
             for kind, layer in self.writes:
                 if kind == inner[0]:
                     self.inner[kind, layer] = component(pg, f"{self.start}layers[{layer}].{inner[1]}").name
+        self.norms = {place: norm for place in self.inner if (norm := _norm_before(pg, self.writes[place])) is not None}
 
     @property
     def names(self) -> list[str]:
         """All values that are needed."""
         norm = [self.norm] if self.norm is not None else []
-        return [self.embed, *self.writes.values(), *self.inner.values(), self.end, *norm, self.unembedding]
+        before = [norm.given.path for norm in self.norms.values()]
+        return [self.embed, *self.writes.values(), *self.inner.values(), *before, self.end, *norm, self.unembedding]
+
+
+def _norm_before(pg: PatchableGraph, name: str) -> Norm | None:
+    """Returns the norm whose result a component is; `None` if it is not that of a norm."""
+    trails, value = pg.components.evidence.trails, pg.components.evidence.values[name]
+    while (norm := trails.norms.get(value)) is None:
+        moving = trails.flow.moving(value.node) if value.op in SAME_VALUES else []
+        if len(moving) != 1 or moving[0].shape != value.shape:
+            return None
+        value = moving[0]
+    return norm if norm.given.value.shape == value.shape else None
 
 
 class _Attribution:
@@ -317,7 +335,7 @@ class _Attribution:
             raise ExperimentError(f"the dimensions of the stream are {', '.join(axes)}, not batch, position, channel")
         self._positions = self._chosen(position)
         self._check_sum()
-        norm = _FinalNorm.of(pg, parts.norm, values, self._tolerance)
+        norm = self._final_norm(values)
         normed = self._end if parts.norm is None else self._values[parts.norm]
         direction, (self._logit, bias) = self._direction(target), self._linear_logit(normed, target)
         if minus is not None:
@@ -326,6 +344,15 @@ class _Attribution:
             self._logit, bias = self._logit - other_logit, bias - other_bias
         self._gradient = norm.gradient(self._at(self._end), self._at(normed), direction)
         self._constant = (norm.bias * direction).sum(-1) + bias
+
+    def _final_norm(self, values: Mapping[str, Tensor]) -> _LinearNorm:
+        name = self._parts.norm
+        if name is None:
+            return _LinearNorm("", None, torch.zeros(()), subtracts_mean=False)
+        target = resolve(captured(self._pg).root, name)
+        if target.node.kind != "output":
+            raise ExperimentError(f"the final norm, {target.path!r}, is not a module of its own")
+        return _LinearNorm.of(target.frame, values[name], self._tolerance)
 
     def _with_batch(self, name: str, value: Tensor) -> Tensor:
         """Returns a value with batch and positions apart, which some MLPs merge."""
@@ -439,23 +466,28 @@ class _Attribution:
         """Returns the contributions of the heads or neurons of a layer, and checks that they add up to its output."""
         weights, name = self._pg.weights[self._parts.stack], self._parts.inner[kind, layer]
         axes = self._pg.components[name].axes
-        out = self._values[self._parts.writes[kind, layer]]
+        written = self._values[self._parts.writes[kind, layer]]
+        out, gradient = written, self._gradient
+        if (norm := self._parts.norms.get((kind, layer))) is not None:
+            out = self._values[norm.given.path]
+            linear = _LinearNorm.of(norm.frame, out.to(self._dtype), self._tolerance)
+            gradient = linear.gradient(self._at(out), self._at(written), gradient)
         if self._parts.by == "head":
             own = arranged(self._values[name], axes, ["batch", "position", "head", "channel"])
             matrix = weights.W_O[layer].detach().double()
             total = torch.einsum("bphc,hcd->bpd", own, matrix)
-            shares = torch.einsum("bhc,hcd,bd->hb", self._at(own), matrix, self._gradient)
+            shares = torch.einsum("bhc,hcd,bd->hb", self._at(own), matrix, gradient)
         else:
             axes = ("batch", "position", *axes[1:]) if axes[0] == "token" else axes
             own = arranged(self._values[name], axes, ["batch", "position", "neuron"])
             matrix = weights.W_out[layer].detach().double()
             total = own @ matrix
-            shares = self._at(own).T * (matrix @ self._gradient.T)
+            shares = self._at(own).T * (matrix @ gradient.T)
         rest = out - total
         if not self._is_small(rest - rest[:1, :1], out):
             raise ExperimentError(
                 f"{self._parts.writes[kind, layer]!r} is not the sum over its {self._parts.by}s: there is something "
-                "else in between, such as a norm; use by='layer'"
+                "else in between; use by='layer'"
             )
         return shares
 
@@ -472,28 +504,24 @@ class _Attribution:
 
 
 @dataclass(frozen=True)
-class _FinalNorm:
-    """The final norm as a linear map: `scale * weight * (value - mean) + bias`, with the scale of the run.
+class _LinearNorm:
+    """A norm as a linear map: `scale * weight * (value - mean) + bias`, with the scale of the run.
 
     Attributes:
+        path: The path of the module.
         weight: The weight, up to a factor; `None` if there is no norm.
         bias: The bias.
         subtracts_mean: Whether the mean over channels is subtracted.
     """
 
+    path: str
     weight: Tensor | None
     bias: Tensor
     subtracts_mean: bool
 
     @classmethod
-    def of(cls, pg: PatchableGraph, name: str | None, values: Mapping[str, Tensor], tolerance: float) -> _FinalNorm:
-        """Finds weight and bias from what the norm returns for some vectors, and checks them on the run."""
-        if name is None:
-            return cls(None, torch.zeros(()), subtracts_mean=False)
-        like = values[name]
-        target = resolve(captured(pg).root, name)
-        if target.node.kind != "output":
-            raise ExperimentError(f"the final norm, {target.path!r}, is not a module of its own")
+    def of(cls, frame: Frame, like: Tensor, tolerance: float) -> _LinearNorm:
+        """Finds weight and bias from what the norm returns for some vectors of the size and dtype of `like`."""
         size = like.shape[-1]
         signs = torch.ones(size, dtype=like.dtype, device=like.device)
         signs[1::2] = -1
@@ -501,8 +529,9 @@ class _FinalNorm:
             signs[-3:] = torch.tensor([1, 1, -2])
         asked = torch.stack([torch.zeros_like(signs), signs, signs + 3])[None]
         with torch.no_grad():
-            zero, plain, shifted = target.frame.module(asked)[0].double()
-        return cls((plain - zero) / signs.double(), zero, bool((plain - shifted).abs().max() < tolerance))
+            zero, plain, shifted = frame.module(asked)[0].double()
+        path = format_path(frame.path)
+        return cls(path, (plain - zero) / signs.double(), zero, bool((plain - shifted).abs().max() < tolerance))
 
     def gradient(self, value: Tensor, normed: Tensor, direction: Tensor) -> Tensor:
         """Returns what to multiply parts of `value` with, for their contributions to `normed * direction`."""
@@ -512,6 +541,6 @@ class _FinalNorm:
         unscaled = centered * self.weight
         scale = ((normed - self.bias) * unscaled).sum(-1, keepdim=True) / unscaled.square().sum(-1, keepdim=True)
         if bool((normed - self.bias - scale * unscaled).abs().max() > 1e-2 * normed.abs().max()):
-            raise ExperimentError("the final norm of this model is neither a layer norm nor an RMS norm")
+            raise ExperimentError(f"the norm {self.path!r} is neither a layer norm nor an RMS norm")
         found = direction * self.weight * scale
         return found - found.mean(-1, keepdim=True) if self.subtracts_mean else found

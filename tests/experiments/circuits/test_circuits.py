@@ -443,6 +443,16 @@ def test_errors() -> None:
         circuit(other.pg, scores)
     with pytest.raises(ExperimentError, match="the scores lack nodes of the model"):
         circuit(it.pg, scores.isel(sender=[0, 1]))
+    bare = scores.copy()
+    bare.attrs = {}
+    with pytest.raises(ExperimentError, match=r"they have no attrs\['feeds'\]"):
+        faithfulness(it.pg, {"secant": bare}, it.metric, it.clean, it.corrupted)
+    with pytest.raises(ExperimentError, match="scores must be from attribute_edges, not a list"):
+        faithfulness(it.pg, [scores], it.metric, it.clean, it.corrupted)
+    with pytest.raises(ExperimentError, match="method must be one of .*'exact', not 'eap'"):
+        it.scores("eap")
+    with pytest.warns(ExperimentWarning, match="the circuit is empty: none of the 1 strongest edges"):
+        assert circuit(it.pg, scores, edges=1).edges == ()
     with pytest.raises(ExperimentError, match="the metric has no gradient"):
         attribute_edges(it.pg, lambda out: out.logits.detach().sum(), it.clean, it.corrupted)
     with pytest.raises(ExperimentError, match="the text is not a circuit"):

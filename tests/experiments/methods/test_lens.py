@@ -72,14 +72,10 @@ def test_contributions_add_up_to_the_logit(name: str, by: str) -> None:
     with torch.no_grad():
         logits = pg(given).logits.double()
     if name == "gemma2":
-        if by != "layer":
-            with pytest.raises(ExperimentError, match=f"not the sum over its {by}s.*use by='layer'"):
-                direct_logit_attribution(pg, given, target=1, by=by)
-            return
         cap = pg.config.final_logit_softcapping
         logits = torch.atanh(logits / cap) * cap
         with pytest.warns(ExperimentWarning, match="the logit before that"):
-            parts = direct_logit_attribution(pg, given, target=TOKENS, minus=1, position=[2, -1])
+            parts = direct_logit_attribution(pg, given, target=TOKENS, minus=1, by=by, position=[2, -1])
     else:
         parts = direct_logit_attribution(pg, given, target=TOKENS, minus=1, by=by, position=[2, -1])
     chosen = logits[[0, 1], [2, -1]]
@@ -128,6 +124,42 @@ def test_contributions_are_those_of_plain_torch() -> None:
             np.testing.assert_allclose(heads["mlp"][number], (out[:, -1] * direction).sum(-1), atol=1e-4)
         bias = (norm.bias * model.lm_head.weight[5]).sum()
         np.testing.assert_allclose(heads["bias"], bias.expand(2), atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*the logit before that")
+def test_contributions_behind_a_norm_are_those_of_plain_torch_with_its_scale_held() -> None:
+    pg, ids = captured_model("gemma2")
+    model, kept = pg._module, {}
+    layers, final = model.model.layers, model.model.norm
+    read = {"end": final}
+    for number, layer in enumerate(layers):
+        read |= {f"z{number}": layer.self_attn.o_proj, f"post{number}": layer.mlp.down_proj}
+        read |= {f"attn{number}": layer.post_attention_layernorm, f"mlp{number}": layer.post_feedforward_layernorm}
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, key=key: kept.update({key: args[0][:, -1].detach().double()}))
+        for key, module in read.items()
+    ]
+    model(ids)
+    for handle in handles:
+        handle.remove()
+
+    def held(norm: nn.Module, value: Tensor) -> Tensor:
+        return (1 + norm.weight.detach().double()) / (value.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+
+    direction = model.lm_head.weight[5].detach().double() * held(final, kept["end"])
+    heads = direct_logit_attribution(pg, ids, target=5, by="head")
+    neurons = direct_logit_attribution(pg, ids, target=5, by="neuron")
+    for number, layer in enumerate(layers):
+        before = direction * held(layer.post_attention_layernorm, kept[f"attn{number}"])
+        for head in range(4):
+            rows = slice(8 * head, 8 * head + 8)
+            written = kept[f"z{number}"][:, rows] @ layer.self_attn.o_proj.weight[:, rows].T.detach().double()
+            np.testing.assert_allclose(heads["attn"][number, head], (written * before).sum(-1), atol=1e-4)
+        before = direction * held(layer.post_feedforward_layernorm, kept[f"mlp{number}"])
+        each = kept[f"post{number}"] * (before @ layer.mlp.down_proj.weight.detach().double())
+        np.testing.assert_allclose(neurons["mlp"][number], each.T, atol=1e-4)
+    for part in (heads["attn_bias"], neurons["mlp_bias"]):
+        np.testing.assert_allclose(part, 0, atol=1e-4)
 
 
 def test_logits_that_are_not_such_sums_are_errors() -> None:
