@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.components.chain import Layer, Trails, lists
+from graphpatch_notebook.components.chain import Layer, Trails
 from graphpatch_notebook.components.flow import Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
@@ -49,7 +51,7 @@ def mlp_of(trails: Trails, write: Write, layer: Layer) -> Mlp:
     """Returns the parts of an MLP that writes to the stream."""
     missing: dict[str, str] = {}
     router, choice = _router(trails, write)
-    experts = _experts(trails, write, layer, choice) if choice is not None else {}
+    experts = _experts(trails, write, layer, choice, router) if choice is not None and router is not None else {}
     down = _last_linear_map(trails, write.value) if router is None else None
     post = pre = None
     if router is not None:
@@ -146,15 +148,27 @@ def _router(trails: Trails, write: Write) -> tuple[Value | None, Node | None]:
     return None, None
 
 
-def _experts(trails: Trails, write: Write, layer: Layer, choice: Node) -> dict[int, Frame]:
-    """Returns the experts that are modules of a list and ran, by their number in it."""
+def _experts(trails: Trails, write: Write, layer: Layer, choice: Node, router: Value) -> dict[int, Frame]:
+    """Returns the experts that are modules of a list or a dict and ran, by their number in it."""
     flow = trails.flow
     found: dict[int, Frame] = {}
     for frame in layer.frame.walk():
-        for _, members in lists(frame):
-            for member in members:
-                number = member.attribute_path.rpartition(".")[2]
-                is_part = any(place.value.node in write.inside for place in flow.outputs(member))
-                if is_part and number.isdigit() and flow.start(member) > flow.order[choice]:
-                    found.setdefault(int(number), member)
+        for call in frame.calls():
+            number, member = _number(frame, str(call.target), router.shape[-1]), call.frame
+            if number is None or flow.start(member) < flow.order[choice]:
+                continue
+            if any(place.value.node in write.inside for place in flow.outputs(member)):
+                found.setdefault(number, member)
     return dict(sorted(found.items()))
+
+
+def _number(frame: Frame, target: str, experts: int) -> int | None:
+    """Returns the number of a module in the list, or among the experts in the dict, that it is called from."""
+    above, _, name = target.rpartition(".")
+    if name.isdigit():
+        return int(name)
+    container = frame.module.get_submodule(above)
+    if not isinstance(container, torch.nn.ModuleDict) or name not in container:
+        return None
+    alike = [key for key, module in container.items() if type(module) is type(container[name])]
+    return alike.index(name) if len(alike) == experts else None

@@ -474,7 +474,7 @@ class _Finder:
             users = self._flow.users.get(value.node, [])
             for user in users:
                 if self._flow.is_linear_map(Value(user)):
-                    given = next(read for read in self._flow.moving(user) if read.node is value.node)
+                    given = next(read for read in self._flow.reads(user) if read.node is value.node)
                     return Value(user), given
             steps = [user for user in users if user.op in SAME_VALUES | VIEWS]
             if len(steps) != 1:

@@ -543,6 +543,32 @@ def test_attention_to_earlier_layers_is_not_attention_to_positions() -> None:
     assert {name: each.doubt for name, each in components.items() if each.doubt} == {}
 
 
+class BiasedBlock(PlainBlock):
+    """A layer that adds a bias in the shape of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, stream: Tensor) -> Tensor:
+        stream = super().forward(stream)
+        return stream + self.bias.expand_as(stream)
+
+
+class Biased(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(BiasedBlock() for _ in range(LAYERS))
+
+
+def test_a_bias_in_the_shape_of_the_stream_is_not_a_component() -> None:
+    torch.manual_seed(0)
+    model = Biased().eval()
+    components = PatchableGraph(model, **token_ids()).components
+    assert components["layers[1].mlp_out"].path == "steps_1.narrow.output"
+    assert not any("mlp2" in name for name in components)
+
+
 # -- controls ----------------------------------------------------------------------------------------------------------
 
 
@@ -620,3 +646,50 @@ def test_a_mixer_called_an_mlp_is_caught(plain: PatchableGraph) -> None:
     verdicts = prove(wrong, {name: each.path for name, each in components.items()}, plain.nodes, run)
     assert verdicts.doubts["layers[0].attn_out"] == "it moves values between positions, as a mixer does"
     assert verdicts.doubts["layers[0].mlp_out"] == "it does not move values between positions"
+
+
+class Experts(nn.Module):
+    """Experts in a list or a dict, which are called one by one; there may be other modules in it."""
+
+    def __init__(self, keys: list[str] | None) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        experts = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3)]
+        self.experts: Any = nn.ModuleList(experts)
+        if keys is not None:
+            self.experts = nn.ModuleDict({"dropout": nn.Dropout(0.0), **dict(zip(keys, experts, strict=True))})
+        self.keys = keys
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        out = torch.zeros_like(tokens)
+        for number in range(3):
+            rows, column = torch.where(chosen == number)
+            expert = self.experts[number if self.keys is None else self.keys[number]]
+            out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, column, None])
+        return x + out.view_as(x)
+
+
+@pytest.mark.parametrize("keys", [None, ["expert_0", "expert_1", "expert_2"], ["math", "law", "art"]])
+def test_experts_are_found_in_lists_and_in_dicts(keys: list[str] | None) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Experts(keys), Experts(keys)).eval(), torch.randn(2, 9, 8)
+    pg = PatchableGraph(model, x)
+    assert [name for name in pg.components if "experts" in name] == [
+        f"layers[{layer}].experts[{number}].out" for layer in range(2) for number in range(3)
+    ]
+    for number in range(3):
+        key = str(number) if keys is None else keys[number]
+        kept: list[Tensor] = []
+        handle = model.get_submodule(f"1.experts.{key}").register_forward_hook(
+            lambda _, __, out, kept=kept: kept.append(out)
+        )
+        model(x)
+        handle.remove()
+        probe = ProbePatch()
+        with pg.patch({f"layers[1].experts[{number}].out": probe}):
+            pg(x)
+        assert probe.activation is not None
+        assert torch.equal(probe.activation, kept[0])
+    assert pg.components.verify()["layers[1].experts[2].out"].proof == "expert rerun"

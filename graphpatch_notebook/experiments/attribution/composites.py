@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphpatch_notebook.capture import decomposition_of
-from graphpatch_notebook.experiments.attribution.calls import Call
+from graphpatch_notebook.experiments.attribution.calls import Call, Surrogate
 from graphpatch_notebook.experiments.attribution.secants import by_steps, path_average
 
 
@@ -32,6 +33,32 @@ def refused_attention(call: Call) -> bool:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
+def normed(steps: Callable[..., Tensor]) -> Surrogate:
+    """Returns the rule of `layer_norm` or `rms_norm`: what their steps come to if only `x` differs between the runs."""
+
+    def surrogate(call: Call, *inputs: Tensor) -> Any:
+        if any(call.differs[1:]):
+            return by_steps(steps)(call, *inputs)
+
+        def standardized(x: Tensor, dims: tuple[int, ...], eps: float, *, center: bool = True) -> Tensor:
+            runs = [call.corrupted[0], call.clean[0]]
+            if center:
+                x, *runs = (each - each.mean(dims, keepdim=True) for each in (x, *runs))
+            one, other = (torch.rsqrt(run.square().mean(dims, keepdim=True) + eps) for run in runs)
+            middle = (runs[0] + runs[1]) / 2
+            change = 2 * one * other / (one + other) * (x * (middle * other)).mean(dims, keepdim=True)
+            return x * ((one + other) / 2) - middle * one * change
+
+        return call.take(partial(steps, standardized=standardized), *inputs)
+
+    return surrogate
+
+
+def _standardized(x: Tensor, dims: tuple[int, ...], eps: float, *, center: bool = True) -> Tensor:
+    x = x - x.mean(dims, keepdim=True) if center else x
+    return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+
+
 def layer_norm(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -39,16 +66,21 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *_: Any,
+    standardized: Callable[..., Tensor] = _standardized,
 ) -> Tensor:
-    return _scaled(_standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps), weight, bias)
+    return _scaled(standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps), weight, bias)
 
 
 def rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    standardized: Callable[..., Tensor] = _standardized,
 ) -> Tensor:
-    dims = tuple(range(-len(tuple(normalized_shape)), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _scaled(x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps), weight, None)
+    return _scaled(standardized(x, tuple(range(-len(tuple(normalized_shape)), 0)), eps, center=False), weight, None)
 
 
 def group_norm(
@@ -114,11 +146,6 @@ def std(*args: Any, **kwargs: Any) -> Tensor:
 def cosine_similarity(one: Tensor, other: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     norms = norm(one, 2, dim).clamp_min(eps) * norm(other, 2, dim).clamp_min(eps)
     return (one * other).sum(dim) / norms
-
-
-def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    centered = x - x.mean(dims, keepdim=True)
-    return centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
 
 
 def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

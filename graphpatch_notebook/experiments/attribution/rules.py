@@ -132,6 +132,7 @@ _SECANT: dict[Any, Rule] = {
     **dict.fromkeys(("var", "var_mean", "mse_loss"), Rule(multilinear)),
     **dict.fromkeys(_APPROXIMATED.split(), Rule(path_average, is_exact=False)),
     **{name: Rule(by_steps(steps)) for name, steps in _COMPOSITES.items()},
+    **{name: Rule(composites.normed(_COMPOSITES[name])) for name in ("layer_norm", "rms_norm")},
     **dict.fromkeys(("softmax", "_safe_softmax", "_softmax"), Rule(softmax)),
     **dict.fromkeys(("log_softmax", "_log_softmax"), Rule(log_softmax)),
     **dict.fromkeys(("logsumexp", "special_logsumexp"), Rule(logsumexp)),

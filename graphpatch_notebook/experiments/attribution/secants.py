@@ -18,8 +18,13 @@ def path_average(call: Call, *inputs: Tensor, points: int = 8) -> Any:
     """The mean of the Jacobian on the straight line between the runs: exact for polynomials of degree `2 * points`."""
     total: Any = None
     for at, weight in _gauss(points):
-        result = call(*(_between(x, clean, at) for x, clean in zip(inputs, call.clean, strict=True)))
-        result = [weight * part for part in result] if isinstance(result, (tuple, list)) else weight * result
+        between = (
+            _between(x, clean, at) if differs else x
+            for x, clean, differs in zip(inputs, call.clean, call.differs, strict=True)
+        )
+        result = call(*between)
+        if points > 1:
+            result = [weight * part for part in result] if isinstance(result, (tuple, list)) else weight * result
         total = result if total is None else _sum(total, result)
     return total
 
@@ -60,17 +65,17 @@ def _slope(call: Call, number: int, inputs: list[Tensor]) -> Tensor:
         return result
 
     corrupted, clean = call.corrupted[number].expand_as(inputs[number]), call.clean[number].expand_as(inputs[number])
+    middle = _between(corrupted, clean, 0.5).contiguous().requires_grad_()
+    result = function(middle)
+    (derivative,) = torch.autograd.grad(result, middle, torch.ones_like(result))
     with torch.no_grad():
         clean_result, corrupted_result = call.results or (function(clean), function(corrupted))
-    middle = _between(corrupted, clean, 0.5).detach().contiguous().requires_grad_()
-    (derivative,) = torch.autograd.grad(function(middle).sum(), middle)
-    run = torch.where(clean == corrupted, 0, clean - corrupted)
-    rise = torch.where(clean_result == corrupted_result, 0, clean_result - corrupted_result)
-    # The quotient of close values is mostly rounding, and cannot be told apart from the derivative.
-    size = torch.maximum(clean_result.abs(), corrupted_result.abs()) + torch.maximum(clean.abs(), corrupted.abs())
-    noise = 4 * torch.finfo(rise.dtype).eps * size
-    is_close = (run == 0) | ((derivative * run - rise).abs() <= noise)
-    return torch.where(is_close, derivative, rise / torch.where(is_close, 1, run))
+        run, rise = _gap(clean, corrupted), _gap(clean_result, corrupted_result)
+        # The quotient of close values is mostly rounding, and cannot be told apart from the derivative.
+        size = torch.maximum(clean_result.abs(), corrupted_result.abs()) + corrupted.abs()
+        error = (derivative * run - rise).abs()
+        is_close = (error <= 4 * torch.finfo(rise.dtype).eps * size).logical_or_(run.bool().logical_not_())
+        return torch.where(is_close, derivative, rise / run)
 
 
 def _orders(different: Sequence[int], number: int) -> Iterator[tuple[set[int], float]]:
@@ -142,7 +147,15 @@ def by_steps(steps: Callable[..., Any]) -> Surrogate:
 
 
 def _between(x: Tensor, clean: Tensor, at: float) -> Tensor:
-    return x + at * torch.where(clean == x, 0, clean - x).detach()
+    return torch.add(x, _gap(clean, x.detach()), alpha=at)
+
+
+def _gap(clean: Tensor, corrupted: Tensor) -> Tensor:
+    """Returns the difference, which is 0 where both are the same infinity."""
+    gap = clean - corrupted
+    if gap.is_complex():
+        return torch.where(clean == corrupted, 0, gap)
+    return gap.nan_to_num_(0.0, math.inf, -math.inf)  # much faster than `where`
 
 
 @cache
