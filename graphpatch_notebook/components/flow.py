@@ -25,7 +25,7 @@ from graphpatch_notebook.capture.records import (
     map_leaves,
     refs_in,
 )
-from graphpatch_notebook.components.operations import LINEAR_MAPS
+from graphpatch_notebook.components.operations import LINEAR_MAPS, SHAPED_LIKE
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import (
     ContainerSpec,
@@ -195,12 +195,13 @@ class Flow:
         return map_leaves(given, argument)
 
     def reads(self, node: Node) -> list[Value]:
-        """Returns the tensors that an operation reads, in order."""
+        """Returns the tensors of which an operation reads the values, in order."""
         found = self._reads.get(node)
         if found is None:
             made = node.whole
             found = self._reads[node] = []
-            for given in (*made.args, *made.kwargs.values()):
+            every = (*made.args, *made.kwargs.values())
+            for given in every[:1] if node.op in SHAPED_LIKE else every:
                 kind = type(given)
                 if kind is not Ref and kind not in _CONTAINERS:
                     continue

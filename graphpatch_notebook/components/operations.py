@@ -62,6 +62,9 @@ MIXING = frozenset(
 CREATIONS = frozenset("empty new_empty empty_like zeros new_zeros zeros_like empty_strided".split())
 """Return tensors that the model fills later."""
 
+SHAPED_LIKE = frozenset("expand_as view_as reshape_as type_as".split())
+"""Return their first tensor; of the second they use the shape, or the dtype."""
+
 CHOICES = frozenset("topk argmax _topk sort max".split())
 """Choose among experts."""
 

@@ -159,9 +159,12 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
             f"the entries of its shape {shape} are chosen, or sorted, by values (tokens that are routed to an expert, "
             "say), so they are not at positions of the sequence, however many they are; choose a part with slice="
         )
-    if len(found) > 1:
-        along = sequence_dims(axes_of(root, target))
+    if len(found) > 1 or (given is None and found and found[0][0] == len(shape) - 1):
+        axes = axes_of(root, target)
+        along = sequence_dims(axes)
         found = [item for item in found if item[0] in along] or found
+        if given is None and "query" in axes and not any(dim in along for dim, _ in found):
+            raise ValueError(_only_keys(shape, sequence[0], kept, [dim for dim, _ in found]))
     if cut := [dim for dim, _ in found if dim not in target.whole_dims]:
         raise ValueError(
             f"{target.text!r} takes a part of dimension {cut[0]}, which has the positions; drop positions="
@@ -170,6 +173,14 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
         return found[0]
     encoder_length = None if of_encoder is None else of_encoder[0]
     raise ValueError(_unclear(shape, sequence[0], encoder_length, given, [dim for dim, _ in found]))
+
+
+def _only_keys(shape: tuple[int, ...], length: int, kept: list[int], dims: list[int]) -> str:
+    repair = f"position_dim={kept.index(dims[0])}" if dims[0] in kept else "slice="
+    return (
+        f"positions are those of queries, but no query of its shape {shape} is one of the example's sequence, {length} "
+        f"tokens: its keys are; if they are meant, use {repair}"
+    )
 
 
 def _unclear(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphpatch_notebook.components import Weights
 from graphpatch_notebook.components.names import is_component_name, parse_name
-from graphpatch_notebook.errors import ExperimentError, PatchValueError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, GraphError, PatchValueError, UnknownPathError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -84,6 +84,8 @@ class Recording(Mapping[str, Any]):
         return self._by_other_name(text) if probe is None else probe.activation
 
     def _by_other_name(self, text: str) -> Any:
+        if (results := self._results_named(text)) and len(results) == 1 and results[0] in self._probes:
+            return self._probes[results[0]].activation
         targets = self._targets_of(text)
         if len(targets) > 1:
             names = ", ".join(repr(target.text) for target in targets[:3])
@@ -104,6 +106,13 @@ class Recording(Mapping[str, Any]):
             for target in self._targets_of(name):
                 found.setdefault(target.path, []).append((name, target))
         return found
+
+    def _results_named(self, text: str) -> list[str]:
+        captured = self._captured()
+        try:
+            return [] if captured is None else list(results_of(captured, text))
+        except (UnknownPathError, GraphError):
+            return []
 
     def _targets_of(self, text: str) -> list[Target]:
         captured = self._captured()

@@ -543,6 +543,32 @@ def test_attention_to_earlier_layers_is_not_attention_to_positions() -> None:
     assert {name: each.doubt for name, each in components.items() if each.doubt} == {}
 
 
+class BiasedBlock(PlainBlock):
+    """A layer that adds a bias in the shape of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, stream: Tensor) -> Tensor:
+        stream = super().forward(stream)
+        return stream + self.bias.expand_as(stream)
+
+
+class Biased(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(BiasedBlock() for _ in range(LAYERS))
+
+
+def test_a_bias_in_the_shape_of_the_stream_is_not_a_component() -> None:
+    torch.manual_seed(0)
+    model = Biased().eval()
+    components = PatchableGraph(model, **token_ids()).components
+    assert components["layers[1].mlp_out"].path == "steps_1.narrow.output"
+    assert not any("mlp2" in name for name in components)
+
+
 # -- controls ----------------------------------------------------------------------------------------------------------
 
 

@@ -124,3 +124,40 @@ def test_results_of_heads_add_up_to_what_attention_writes(name: str) -> None:
     assert not is_constant(found["layers[1].attn_out"] - sum(found[each] for each in names[1:]), 32)
     torch.testing.assert_close(found[names[2]], found["layers[1].attn.heads[2].z"] @ pg.weights.W_O[1, 2])
     torch.testing.assert_close(last[names[2]].squeeze(1), found[names[2]][:, -1])
+    # A recording finds them by their other names, too.
+    assert found["layers[-1].attn.heads[-2].result"] is found[names[2]]
+    with pytest.raises(KeyError, match="was not recorded"):
+        found["layers[0].attn.heads[0].result"]
+
+
+class Decoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o, self.read = (nn.Linear(16, 16) for _ in range(5))
+
+    def forward(self, stream: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = (each(stream).unflatten(-1, (2, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        stream = stream + self.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return stream + torch.tanh(self.read(memory.mean(1, keepdim=True)))
+
+
+class FromQueries(nn.Module):
+    """A decoder whose stream begins with queries of its own, as in DETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 5, 16))
+        self.layers = nn.ModuleList(Decoding() for _ in range(2))
+
+    def forward(self, memory: Tensor) -> Tensor:
+        stream = self.queries
+        for layer in self.layers:
+            stream = layer(stream, memory)
+        return stream
+
+
+def test_a_stream_that_begins_with_weights_leaves_the_weights_of_later_layers() -> None:
+    torch.manual_seed(0)
+    model = FromQueries().eval()
+    weight = PatchableGraph(model, torch.randn(1, 7, 16)).weights.W_O[1]
+    torch.testing.assert_close(weight.flatten(0, 1), model.layers[1].o.weight.T)

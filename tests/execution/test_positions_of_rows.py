@@ -218,6 +218,52 @@ def test_what_cannot_be_is_an_error_on_entry(pg: PatchableGraph, patches: dict[s
         pytest.fail("entered")
 
 
+class Reader(nn.Module):
+    """Layers of a few states that attend to all tokens, as in Perceiver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.states = nn.Embedding(200, 8), nn.Parameter(torch.randn(1, 4, 8))
+        self.layers = nn.ModuleList(ReaderLayer() for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        tokens = self.embed(input_ids)
+        states = self.states.expand(len(input_ids), -1, -1)
+        for layer in self.layers:
+            states = layer(states, tokens)
+        return states
+
+
+class ReaderLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
+        q, k, v = (
+            each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (self.q(states), self.k(tokens), self.v(tokens))
+        )
+        pattern = (q @ k.transpose(-1, -2) / 2).softmax(-1)
+        return states + self.o((pattern @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("positions", [2, [[3], [5], [2]]])
+def test_positions_are_not_taken_from_keys_where_queries_are_not_tokens(positions: Any) -> None:
+    graph = PatchableGraph(Reader().eval(), INPUTS)
+    (name,) = graph.components.lookup("layers[1].cross_attn.pattern")
+    for path in (name.name, name.path):
+        with pytest.raises(PatchMapError, match="its keys are; if they are meant, use position_dim=3"):
+            graph.patch({path: ZeroPatch(positions=positions)}).__enter__()
+        whole, patched = RecordPatch(), RecordPatch()
+        chosen = ZeroPatch(positions=positions, position_dim=3)
+        with graph.patch({path: [whole, chosen, patched]}):
+            graph(INPUTS)
+        expected = whole.activations[0].clone()
+        for row, each in enumerate([positions] * 3 if isinstance(positions, int) else positions):
+            expected[row, ..., each] = 0
+        assert torch.equal(patched.activations[0], expected)
+
+
 def test_another_number_of_rows_is_an_error(pg: PatchableGraph) -> None:
     patches = {MLP: ZeroPatch(positions=[[3], [5]])}
     with pytest.raises(PatchValueError, match="positions has 2 rows, but"), pg.patch(patches):
