@@ -101,7 +101,8 @@ def attribute_edges(
     Returns:
         An array with the dimensions `receiver` and `sender`, and NaN where the model has no edge. Attributes: `clean`
         and `corrupted`, the metric of the two runs; `feeds`, for each receiver the senders that are computed from it;
-        `skipped`, why components or heads are not nodes; `edges`, the number of edges; `conservation`, the sum of the
+        `skipped`, why components or heads are not nodes (with a warning if whole components are missing); `edges`, the
+        number of edges; `conservation`, the sum of the
         scores into the last receiver, divided by `clean - corrupted`; `method`, `metric`, `steps`.
 
     Raises:
