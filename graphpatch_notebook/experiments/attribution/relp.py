@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components import operations
-from graphpatch_notebook.experiments.attribution.calls import Call, family_name
+from graphpatch_notebook.experiments.attribution.calls import Call, family_name, is_weight
 
 ACTIVATIONS = operations.NONLINEARITIES - {"glu", "softmax", "pow", "square", "exp"}
 DENOMINATORS = frozenset({"rsqrt", "sqrt", "var", "std", "norm", "vector_norm"})
@@ -67,6 +67,11 @@ class ElementwiseRoots:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Root] = {}
+        self._of_weights: dict[int, Tensor] = {}
+
+    def varies(self, value: Tensor) -> bool:
+        """Whether a value has a derivative, and is not computed from weights alone."""
+        return value.requires_grad and not is_weight(value) and self._of_weights.get(id(value)) is not value
 
     def of(self, value: Tensor) -> Root:
         """Returns the root of a value: itself, unless it was computed elementwise from a single one."""
@@ -74,14 +79,19 @@ class ElementwiseRoots:
         return known if known is not None and known.value is value else Root(value, value, True)
 
     def note(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Notes the root of a result."""
+        """Notes the root of a result, or that it is computed from weights alone."""
         if not isinstance(result, Tensor) or not result.requires_grad:
             return
         name = family_name(function)
-        varying = [self.of(arg) for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+        given = [part for arg in args for part in (arg if isinstance(arg, (tuple, list)) else [arg])]
+        given = [part for part in given if isinstance(part, Tensor)]
+        varying = [self.of(part) for part in given if self.varies(part)]
+        others = [part for part in given if not self.varies(part)]
+        self._of_weights.pop(id(result), None)  # a result of an operation in place is known already
+        if not varying and any(part.requires_grad for part in given):
+            self._of_weights[id(result)] = result
         if not varying or any(root.root is not varying[0].root for root in varying):
             return
-        others = [arg for arg in args if isinstance(arg, Tensor) and not arg.requires_grad]
         if any(other.numel() != 1 for other in others) or result.shape != varying[0].root.shape:
             return
         if name in ACTIVATIONS or name in ("pow", "square", "exp"):

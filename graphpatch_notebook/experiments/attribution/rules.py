@@ -329,9 +329,9 @@ class RelPRules(DerivativeRules):
         return _RELP.get(family_name(function))
 
     def clean_counterpart(self, call: Call) -> _Recorded:
-        call.differs = tuple(x.requires_grad for x in call.inputs)
+        call.differs = tuple(map(self._roots.varies, call.inputs))
         name = family_name(call.function)
-        roots = [self._roots.of(x) for x in call.inputs if x.requires_grad]
+        roots = [self._roots.of(x) for x in call.inputs if self._roots.varies(x)]
         if name in relp.ACTIVATIONS and roots and roots[0].root is not call.inputs[0]:
             call.differs = (False,)  # a step of an activation that is written out, the product of which has the rule
         if len(roots) == 2 and roots[0].root is roots[1].root and call.inputs[0] is not call.inputs[1]:
@@ -428,7 +428,7 @@ class _Recording(_Mode):
 
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
         result = func(*args, **kwargs)
-        self._rules.decide(func, args, result)
+        self._rules.decide(func, (*args, *kwargs.values()), result)
         return result
 
     def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
@@ -447,7 +447,7 @@ class _Applied(_Mode):
 
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
         result = func(*args, **kwargs)
-        self._rules.after(func, args, result, has_rule=has_rule)
+        self._rules.after(func, (*args, *kwargs.values()), result, has_rule=has_rule)
         return result
 
     def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
@@ -476,7 +476,7 @@ class _Applied(_Mode):
             replaced.result = self._writes.hold(result)
         if replaced.kind is not None:
             result = replaced.kind(result)
-        self._rules.after(func, args, result, has_rule=True)
+        self._rules.after(func, (*args, *kwargs.values()), result, has_rule=True)
         return result
 
 

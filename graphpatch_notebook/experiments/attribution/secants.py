@@ -139,6 +139,7 @@ def by_steps(steps: Callable[..., Any]) -> Surrogate:
         rules = call.rules.another()
         with torch.no_grad(), rules.recording():
             call.take(steps, *call.clean)
+        inputs = tuple(x if differs else x.detach() for x, differs in zip(inputs, call.differs, strict=True))
         with rules.applied():
             return call.take(steps, *inputs)
 

@@ -30,6 +30,7 @@ from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.measurements import measurement
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
@@ -102,8 +103,8 @@ def attribute_edges(
         An array with the dimensions `receiver` and `sender`, and NaN where the model has no edge. Attributes: `clean`
         and `corrupted`, the metric of the two runs; `feeds`, for each receiver the senders that are computed from it;
         `skipped`, why components or heads are not nodes (with a warning if whole components are missing); `edges`, the
-        number of edges; `conservation`, the sum of the
-        scores into the last receiver, divided by `clean - corrupted`; `method`, `metric`, `steps`.
+        number of edges; `conservation`, the sum of the scores into the last receiver, divided by `clean - corrupted`
+        (NaN if `"exact"` was not asked for all of them); `method`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, or the inputs differ
@@ -145,15 +146,14 @@ def attribute_edges(
     array = xarray.DataArray(
         total.values, {"receiver": nodes.receivers, "sender": nodes.senders}, ["receiver", "sender"], name="score"
     )
-    last = nodes.readers[-1].names[-1]
     change = total.clean - total.corrupted
     array.attrs = {
         "clean": total.clean,
         "corrupted": total.corrupted,
         "method": method,
         "metric": metric_name(batches[0].metric),
-        "edges": int(np.isfinite(total.values).sum()),
-        "conservation": float(array.sel(receiver=last).sum()) / change if change else float("nan"),
+        "edges": int(total.edges.sum()),
+        "conservation": float(total.values[-1, total.edges[-1]].sum()) / change if change else float("nan"),
         "feeds": {receiver: list(fed) for receiver, fed in nodes.feeds.items()},
         "skipped": dict(nodes.skipped),
         **({"steps": steps} if method == "integrated" else {}),
@@ -181,6 +181,19 @@ class Batch:
     metric: Callable[[Any], Any]
     clean: Inputs
     corrupted: Inputs
+
+    def number(self, output: Any) -> float:
+        """Returns the metric of an output.
+
+        Raises:
+            ExperimentError: It is not a single number.
+        """
+        found = measurement(self.metric(output)).values
+        if found.size != 1:
+            raise ExperimentError(
+                f"the metric returned {found.size} numbers: it must return a single number, such as its .mean()"
+            )
+        return float(found.reshape(()))
 
 
 def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> list[Batch]:
@@ -234,7 +247,7 @@ def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) 
 
 
 class EdgeScores:
-    """The scores of all edges, as an array; NaN where there is no edge."""
+    """The scores of all edges, as an array; NaN where there is no edge (`edges` is false there)."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
@@ -246,6 +259,7 @@ class EdgeScores:
             senders = [self.columns[name] for writer in writers_in(reader.source) for name in writer.names]
             for name in reader.names:
                 self.values[self.rows[name], senders] = 0.0
+        self.edges = ~np.isnan(self.values)
 
     def add(self, other: EdgeScores, count: int) -> None:
         """Adds the scores of one of `count` batches."""
@@ -259,9 +273,11 @@ def _exact_effects(
 ) -> EdgeScores:
     """Returns the true effects of the edges from `columns` to `rows`, in one run for each."""
     found = EdgeScores(nodes)
-    runs = CircuitRuns(pg, nodes, pair.corrupted)
-    clean = record(pg, pair.clean, [writer.path for writer in nodes.writers], pair.metric)
-    found.clean = float(clean.measurement.values)
+    found.values[found.edges] = np.nan
+    runs = CircuitRuns(pg, nodes, pair.corrupted, pair.number)
+    clean = record(pg, pair.clean, recorded_paths(nodes), pair.number)
+    found.clean, found.corrupted = float(clean.measurement.values), runs.metric
+    Deltas(nodes, Recorded(clean.values), Recorded(runs.values), 0).check(nodes)
     with torch.no_grad():
         changes = {
             id(writer): writer.written(clean.values[writer.path] - runs.values[writer.path]) for writer in nodes.writers
@@ -279,9 +295,8 @@ def _exact_effects(
                     batch=batch,
                     progress=False,
                 )
-                found.corrupted = float(swept.attrs["baseline"])
                 at = [found.columns[sender] for sender in senders]
-                found.values[found.rows[receiver], at] = swept.values - found.corrupted
+                found.values[found.rows[receiver], at] = swept.values - float(swept.attrs["baseline"])
     return found
 
 
@@ -457,6 +472,8 @@ class Deltas:
                 show as linear.
         """
         totals: dict[int, Tensor] = {}
+        # Of a stream in single precision, components may write in half.
+        coarsest = max(torch.finfo(value.dtype).eps for value in self._clean.values.values())
 
         def total(term: Summand) -> Tensor:
             source = term.source
@@ -475,7 +492,7 @@ class Deltas:
             for term in source:
                 found = found + total(term)
             scale = max(float(value.abs().max()) for value in (clean, corrupted))
-            tolerance = max(1e-3, 32 * torch.finfo(clean.dtype).eps) * scale
+            tolerance = max(1e-3, 32 * coarsest) * scale
             if not float((known - found).abs().max()) <= tolerance:
                 raise ExperimentError(
                     f"what components add to the residual stream does not explain {path!r}: it differs by "

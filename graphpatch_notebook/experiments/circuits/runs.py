@@ -115,11 +115,20 @@ def base_paths(nodes: Nodes) -> list[str]:
 
 
 class CircuitRuns:
-    """Makes the patches of circuits, relative to one run on the corrupted inputs."""
+    """Makes the patches of circuits, relative to one run on the corrupted inputs.
 
-    def __init__(self, pg: PatchableGraph, nodes: Nodes, corrupted: Inputs) -> None:
+    Attributes:
+        metric: The metric of that run; 0 if none is given.
+    """
+
+    def __init__(
+        self, pg: PatchableGraph, nodes: Nodes, corrupted: Inputs, metric: Callable[[Any], float] | None = None
+    ) -> None:
+        run = record(pg, corrupted, base_paths(nodes), metric)
+        run.warn_if_random(pg)
         self._nodes = nodes
-        self._stream = Stream(record(pg, corrupted, base_paths(nodes)).values, nodes.readers[-1])
+        self._stream = Stream(run.values, nodes.readers[-1])
+        self.metric = float(run.measurement.values)
 
     @property
     def values(self) -> Mapping[str, Tensor]:

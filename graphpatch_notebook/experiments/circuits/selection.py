@@ -236,7 +236,7 @@ def faithfulness(
     first = next(iter(named.values()))
     nodes = nodes_like(pg, first.attrs["feeds"])
     candidates = int(np.isfinite(first.values).sum())
-    if random is not None:
+    if random is not None and "random" not in named:
         drawn = np.random.default_rng(random).random(first.shape)
         named["random"] = first.copy(data=np.where(np.isnan(first.values), np.nan, drawn))
     rankings = {name: Ranking(nodes, each, selection, absolute=absolute) for name, each in named.items()}
@@ -246,14 +246,14 @@ def faithfulness(
     empty = Circuit((), nodes.feeds, candidates, math.nan, math.nan)
     with torch.no_grad():
         for batch in batches:
-            runs = CircuitRuns(pg, nodes, batch.corrupted)
-            ends += [float(batch.metric(given.run(pg))) for given in (batch.clean, batch.corrupted)]
+            runs = CircuitRuns(pg, nodes, batch.corrupted, batch.number)
+            ends += [batch.number(batch.clean.run(pg)), runs.metric]
             for row, ranking in enumerate(rankings.values()):
                 for column, count in enumerate(counts):
                     kept = kept_edges(nodes, replace(empty, edges=tuple(ranking.first(count))))
                     patches: dict[Any, Any] = {**runs.patches(kept)}
                     with pg.patch(patches):
-                        values[row, column] += float(batch.metric(batch.clean.run(pg)))
+                        values[row, column] += batch.number(batch.clean.run(pg))
     values, (high, low) = values / len(batches), ends / len(batches)
     if high == low:
         raise ExperimentError(f"the metric is {high:.6g} on both inputs, so there is no effect to keep")

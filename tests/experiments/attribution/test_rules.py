@@ -215,6 +215,24 @@ def test_relp_by_hand() -> None:
     torch.testing.assert_close(found[1], weights * x * torch.sigmoid(gate) / 2)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_relp_takes_what_is_computed_from_weights_for_constants(trained: bool) -> None:
+    """A weight is not a factor that gets half, whether it requires gradients or not, inside norms or beside them."""
+    x, rules = numbers(5, seed=1).requires_grad_(), rules_of("relp")
+    weight, bias = (nn.Parameter(numbers(5, seed=seed), requires_grad=trained) for seed in (2, 3))
+    with rules.applied():
+        written = 2 * bias
+        written.add_(x)
+        normed = F.layer_norm(x, (5,), weight, bias)
+        result = weighted(normed + x * (1.0 + weight.float()) + F.silu(input=x) * torch.stack([weight, bias]).sum(0))
+        result = result + weighted(written * x)
+    (found,) = torch.autograd.grad(result, x)
+    given, x, weight, bias = torch.arange(1, 6).double().cos(), x.detach(), weight.detach(), bias.detach()
+    of_norm = torch.rsqrt(x.var(unbiased=False) + 1e-5) * (given * weight - (given * weight).mean())
+    of_products = given * (1.0 + weight.float()) + given * torch.sigmoid(x) * (weight + bias)
+    torch.testing.assert_close(found, of_norm + of_products + given * (written.detach() + x) / 2)
+
+
 # -- models ------------------------------------------------------------------------------------------------------------
 
 REFUSED = {"awkward-checkpoint": "activation checkpointing", "awkward-inner-autograd": "computes derivatives itself"}
@@ -244,9 +262,10 @@ def test_values_stay_the_same_to_the_last_bit(case: Case, method: Any) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_whose_backward_is_their_own_are_refused(name: str) -> None:
     case = case_by_name(name)
-    model, rules = case.build(), rules_of("relp")
+    model, call, rules = case.build(), case.example(), rules_of("relp")
+    call.args[0].requires_grad_()
     with rules.applied(), pytest.raises(ExperimentError, match=REFUSED[name]):
-        case.example().run(model)
+        call.run(model)
 
 
 class Odd(nn.Module):

@@ -441,6 +441,27 @@ def test_faithfulness() -> None:
     assert curves.metric.sel(ranking="exact", size=10).item() == pytest.approx(metric)
 
 
+def test_exact_effects_of_parts() -> None:
+    """What was not asked for is not taken for zero: neither in the metric of the runs nor in sums."""
+    it = task("gpt2")
+    exact = it.scores("exact")
+    for sender, receiver in (("layers[0].mlp_out", "layers[1].mlp"), ("layers[1].mlp_out", "layers[0].mlp")):
+        part = it.scores("exact", senders=sender, receivers=receiver)
+        np.testing.assert_array_equal(part.values.item(), exact.sel(sender=sender, receiver=receiver).item())
+        assert (part.clean, part.corrupted, part.edges) == (exact.clean, exact.corrupted, exact.edges)
+        assert math.isnan(part.conservation)
+    logits = it.scores("exact", receivers="@logits")
+    assert logits.conservation == pytest.approx(logits.values.sum() / (exact.clean - exact.corrupted))
+
+
+def test_components_in_half_precision_add_to_a_stream_in_single_precision() -> None:
+    it = Task("gpt2")
+    it.model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = attribute_edges(it.pg, it.metric, it.clean, it.corrupted, method="secant")
+    assert scores.attrs["conservation"] == pytest.approx(1.0, abs=0.05)
+
+
 def test_errors() -> None:
     it, other = task("gpt2"), task("llama (grouped heads)")
     scores = it.scores("gradient")
@@ -469,6 +490,9 @@ def test_errors() -> None:
         circuit_patches(it.pg, wrong, it.corrupted)
     with pytest.raises(ExperimentError, match="must both be lists"):
         attribute_edges(it.pg, it.metric, [it.clean], it.corrupted)
+    for method in ("gradient", "exact"):
+        with pytest.raises(ExperimentError, match=r"it must return a single number, such as its .mean\(\)"):
+            attribute_edges(it.pg, lambda out: out.logits[:, -1, 0], it.clean, it.corrupted, method=method)
     pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(ExperimentError, match="the model has no edges between components"):
         attribute_edges(pg, torch.sum, torch.ones(1, 2), torch.zeros(1, 2))
@@ -477,7 +501,13 @@ def test_errors() -> None:
 def test_what_adds_up_in_training_mode_only_by_chance_is_an_error() -> None:
     """Dropout between a component and the stream is another one in each run."""
     it = Task("gpt2")
+    chosen = circuit(it.pg, it.scores("gradient"))
     pg = PatchableGraph(it.model.train(), **it.clean)
-    with pytest.raises(ExperimentError, match=r"does not explain .*Call pg.eval\(\)"):
+    problem, remark = r"does not explain .*Call pg.eval\(\)", r"draws random numbers .*call pg.eval\(\) first"
+    with pytest.raises(ExperimentError, match=problem):
         attribute_edges(pg, it.metric, it.clean, it.corrupted)
+    with pytest.raises(ExperimentError, match=problem), pytest.warns(ExperimentWarning, match=remark):
+        attribute_edges(pg, it.metric, it.clean, it.corrupted, method="exact")
+    with pytest.warns(ExperimentWarning, match=remark):
+        circuit_patches(pg, chosen, it.corrupted)
     assert math.isfinite(attribute_edges(it.pg.eval(), it.metric, it.clean, it.corrupted).attrs["conservation"])
