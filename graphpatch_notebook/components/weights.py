@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -70,7 +70,7 @@ class _Matrix:
 
     def whole(self) -> Tensor:
         """Returns the matrix with a row for each input, as a view if the model has it as one tensor."""
-        matrix = _held(self.flow, self.value)
+        matrix = held_tensor(self.flow, self.value)
         return matrix.T if self.is_output_first else matrix
 
     def of(self, head: int | None) -> Tensor:
@@ -291,8 +291,8 @@ class _Finder:
     def __init__(self, root: Frame, components: Components) -> None:
         self._root = root
         self._components = components
-        self._flow = Flow(root)
-        self._trails = Trails(self._flow)
+        self._trails: Trails = components.evidence.trails
+        self._flow = self._trails.flow
         self._known: dict[str, ComponentWeights] = {}
 
     def by_layer(self, prefix: str, name: str, count: int) -> ComponentWeights:
@@ -558,19 +558,32 @@ def _by_axes(numbers: Tensor, axes: tuple[str, ...], wanted: tuple[str, ...]) ->
     return found if found.ndim == len(wanted) else found[None]
 
 
-def _held(flow: Flow, value: Value) -> Tensor:
-    """Returns a tensor that the model holds, or a rearranged one."""
+def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAME_VALUES) -> Tensor:
+    """Returns a tensor that the model holds, or what some operations make of such tensors.
+
+    Args:
+        flow: The flow of values.
+        value: The tensor.
+        through: The names of these operations: by default, those that only rearrange.
+
+    Raises:
+        GraphError: It is computed in another way, or does not hold floating-point numbers.
+    """
     node = value.node
     if node.kind in HELD_KINDS:
         held: Any = functools.reduce(getattr, str(node.target).split("."), flow.frame_of[node].module)
         if not isinstance(held, Tensor) or not held.is_floating_point():
             raise GraphError(f"{flow.path(value)} is not a tensor of floating-point numbers (it may be quantized)")
         return held
-    reads = flow.reads(node)
-    if len(reads) == 1 and value.op in VIEWS | SAME_VALUES:
-        result: Tensor = node.whole.target(
-            *map_leaves(node.whole.args, lambda given: _held(flow, reads[0]) if isinstance(given, Ref) else given),
-            **node.whole.kwargs,
-        )
+
+    def argument(given: Any) -> Any:
+        read = flow.resolve(given.node, given.dig) if isinstance(given, Ref) else None
+        if read is None:
+            return given
+        return read.spec.value if isinstance(read.spec, ScalarSpec) else held_tensor(flow, read, through)
+
+    if flow.reads(node) and value.op in through and not node.is_in_place:
+        args, kwargs = (map_leaves(each, argument) for each in (node.whole.args, node.whole.kwargs))
+        result: Tensor = node.whole.target(*args, **kwargs)
         return result
     raise GraphError(f"{flow.path(value)} is computed from weights, and not one of them")

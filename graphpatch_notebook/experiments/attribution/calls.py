@@ -153,7 +153,7 @@ def is_in_place(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 class Held:
-    """A tensor as it is now: `Writes` copies it before the model writes into it."""
+    """A tensor as it is now: `HeldTensors` copies it before the model writes into it."""
 
     __slots__ = ("tensor",)
 
@@ -161,7 +161,7 @@ class Held:
         self.tensor = tensor.detach()
 
 
-class Writes:
+class HeldTensors:
     """The tensors that are held, by their storage, so that they can be copied before the model writes into them."""
 
     def __init__(self) -> None:

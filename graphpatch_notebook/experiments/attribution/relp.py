@@ -2,7 +2,7 @@
 
 Denominators of norms are constants. An activation is a multiple of its input. A product gives half to each factor. An
 activation that is written out (`0.5 * x * (1 + tanh(...))`) counts as one function of its *root*, the value that all of
-its steps are computed from elementwise: `Roots` finds it.
+its steps are computed from elementwise: `ElementwiseRoots` finds it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Root:
     is_multiple: bool
 
 
-class Roots:
+class ElementwiseRoots:
     """The roots of the values of a run."""
 
     def __init__(self) -> None:

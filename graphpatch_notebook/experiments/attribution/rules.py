@@ -46,9 +46,9 @@ from graphpatch_notebook.experiments.attribution import composites, relp
 from graphpatch_notebook.experiments.attribution.calls import (
     Call,
     Held,
+    HeldTensors,
     Rule,
     Surrogate,
-    Writes,
     family_name,
     has_memory,
     is_weight,
@@ -315,7 +315,7 @@ class RelPRules(DerivativeRules):
 
     def __init__(self) -> None:
         super().__init__()
-        self._roots = relp.Roots()
+        self._roots = relp.ElementwiseRoots()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -325,7 +325,7 @@ class RelPRules(DerivativeRules):
                 yield
         finally:
             self.is_open = False
-            self._roots = relp.Roots()
+            self._roots = relp.ElementwiseRoots()
 
     def rule_for(self, function: Callable[..., Any]) -> Rule | None:
         return _RELP.get(family_name(function))
@@ -388,7 +388,7 @@ class _Mode(TorchFunctionMode):
     def __init__(self, rules: Any) -> None:
         super().__init__()
         self._rules = rules
-        self._writes = Writes()
+        self._writes = HeldTensors()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
 from graphpatch_notebook.experiments.attribution.rules import METHODS, Method, check_method, rules_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
-from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Term, Writer, index_of, rows_of
+from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.engine.measurements import measurement
 from graphpatch_notebook.experiments.extras import extra
@@ -47,6 +47,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch
 from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -132,6 +133,7 @@ def attribute_edges(
         raise ExperimentError(f"steps must be a positive integer, not {steps!r}")
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads)
+    _warn_of_skipped(nodes)
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
     total = EdgeScores(nodes)
@@ -157,6 +159,19 @@ def attribute_edges(
         **({"steps": steps} if method == "integrated" else {}),
     }
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
+
+
+def _warn_of_skipped(nodes: Nodes) -> None:
+    """Warns if whole components are missing: the scores are then those of a part of the model."""
+    missing = {name: why for name, why in nodes.skipped.items() if "heads[*]" not in name}
+    if missing:
+        name, why = next(iter(missing.items()))
+        warn(
+            f"edges of {len(missing)} components cannot be followed, and have no scores: {name}: {why}"
+            f"{', ...' if len(missing) > 1 else ''} (see the attribute 'skipped')",
+            ExperimentWarning,
+            stacklevel=level_of_caller(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,7 +475,7 @@ class Deltas:
         # Of a stream in single precision, components may write in half.
         coarsest = max(torch.finfo(value.dtype).eps for value in self._clean.values.values())
 
-        def total(term: Term) -> Tensor:
+        def total(term: Summand) -> Tensor:
             source = term.source
             if id(source) not in totals:
                 if isinstance(source, NormOfSum):

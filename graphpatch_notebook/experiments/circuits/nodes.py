@@ -236,7 +236,7 @@ class _Finder:
             self._check_covered(each.write.value, each.write.inside, lambda node, _: node in linears)
             self._check_outputs(list(found.values()))
             sources = {letter: self._paths.of(self._flow.moving(each.linear.node)[0]) for letter, each in found.items()}
-        except (NoWeightError, NoPathError, ExperimentError, ValueError) as error:
+        except (NoWeightError, ExperimentError, ValueError) as error:
             return str(error)
         for letter, made in found.items():
             heads = made.heads if made.are_separate else made.heads.reshape(1, -1)

@@ -7,7 +7,6 @@ What is found holds for any model whose operations are these, whatever its layer
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,9 @@ from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.chain import Norm, Trails
 from graphpatch_notebook.components.flow import Flow, Value
-from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
+from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
+from graphpatch_notebook.components.weights import held_tensor
+from graphpatch_notebook.errors import ExperimentError, GraphError
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec
 
 _IN_ORDER = frozenset(
@@ -30,11 +31,12 @@ _IN_ORDER = frozenset(
 _MOVES = frozenset("transpose permute swapaxes swapdims movedim moveaxis roll flip".split())
 _ALTERED = frozenset("where clamp clip masked_fill nan_to_num".split())
 _DIVISIONS = frozenset("div truediv itruediv div_".split())
+_OF_CONSTANTS = VIEWS | SAME_VALUES | ADDITIONS | SCALINGS | NONLINEARITIES | {"sub", "rsub", "neg"}
 _MOST = 20_000
 
 
-class NoPathError(Exception):
-    """There is a path between two components, but not a linear one, for this reason (caught inside the package)."""
+class NoPathError(ExperimentError):
+    """There is a path between two components, but not a linear one, for this reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +78,7 @@ class Scaling:
     def on(self, rows: Tensor) -> Tensor:
         """Returns rows times the constants; their shape is `(..., rows, channels)`."""
         for factor in self.factors:
-            rows = rows * (factor if not isinstance(factor, Value) else _row_of(held(self.flow, factor)))
+            rows = rows * (factor if not isinstance(factor, Value) else _row_of(_constant(self.flow, factor)))
         return rows
 
     def back(self, gradients: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class Division(Scaling):
 
     def on(self, rows: Tensor) -> Tensor:
         for factor in self.factors:
-            rows = rows / (factor if not isinstance(factor, Value) else _row_of(held(self.flow, factor)))
+            rows = rows / (factor if not isinstance(factor, Value) else _row_of(_constant(self.flow, factor)))
         return rows
 
 
@@ -155,7 +157,7 @@ class NormOfSum:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Term:
+class Summand:
     """A summand: what a component writes, or a norm of another sum, after some steps."""
 
     source: Writer | NormOfSum
@@ -174,7 +176,7 @@ class Term:
         return gradients
 
 
-Sum: TypeAlias = "tuple[Term, ...]"
+Sum: TypeAlias = "tuple[Summand, ...]"
 
 
 class LinearPaths:
@@ -246,7 +248,7 @@ class LinearPaths:
 
     def _made(self, value: Value) -> Sum:
         if (writer := self._writers.get(value)) is not None:
-            return (Term(writer),)
+            return (Summand(writer),)
         if not self.depends(value):
             return ()
         if (norm := self._trails.norms.get(value)) is not None:
@@ -295,7 +297,7 @@ class LinearPaths:
                 continue
             if isinstance(known, Value) and isinstance(known.spec, ScalarSpec):
                 known = known.spec.value
-            if isinstance(known, Value) and (not self._flow.is_held(known) or not _is_row(known)):
+            if isinstance(known, Value) and not (_is_row(known) and _is_constant(self._flow, known)):
                 return None
             if not isinstance(known, (int, float, Value)):
                 return None
@@ -343,7 +345,7 @@ class LinearPaths:
                 return rows
             if known is None or isinstance(known.spec, (ScalarSpec, ContainerSpec)):
                 raise NoPathError(f"an argument of {self._flow.path(value)} depends on sizes")
-            return held(self._flow, known)
+            return _constant(self._flow, known)
 
         def function(rows: Tensor) -> Any:
             args, kwargs = (map_leaves(each, lambda g: argument(g, rows)) for each in (made.args, made.kwargs))
@@ -355,7 +357,7 @@ class LinearPaths:
         if source.shape != value.shape:
             raise NoPathError(f"{self._flow.path(value)} changes the shape of the stream")
         terms = self._sum_of(source)
-        return (Term(NormOfSum(value, self._flow.order[value.node], path, terms, function)),)
+        return (Summand(NormOfSum(value, self._flow.order[value.node], path, terms, function)),)
 
     def _sum_of(self, value: Value) -> Sum:
         if value not in self._known:
@@ -369,7 +371,7 @@ def _call_of(frame: Frame) -> tuple[Any, Any]:
 
 
 def _with(terms: Sum, step: Step) -> Sum:
-    return tuple(Term(term.source, (*term.steps, step)) for term in terms)
+    return tuple(Summand(term.source, (*term.steps, step)) for term in terms)
 
 
 def _is_same(value: Value) -> bool:
@@ -387,19 +389,16 @@ def _row_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1) if tensor.numel() > 1 else tensor.reshape(())
 
 
-def held(flow: Flow, value: Value) -> Tensor:
-    """Returns a tensor that the model holds.
+def _constant(flow: Flow, value: Value) -> Tensor:
+    """Returns a tensor that the model holds, or computes from such tensors."""
+    return held_tensor(flow, value, _OF_CONSTANTS)
 
-    Raises:
-        NoPathError: It is computed from such tensors.
-    """
-    node = value.node
-    if node.kind not in ("parameter", "buffer", "attribute"):
-        raise NoPathError(f"{flow.path(value)} is computed from weights, and not one of them")
-    found: Any = functools.reduce(getattr, str(node.target).split("."), flow.frame_of[node].module)
-    if not isinstance(found, Tensor):
-        raise NoPathError(f"{flow.path(value)} is not a tensor")
-    return found
+
+def _is_constant(flow: Flow, value: Value) -> bool:
+    try:
+        return flow.is_held(value) and _constant(flow, value) is not None
+    except GraphError:
+        return False
 
 
 def boundary_path(flow: Flow, value: Value) -> str:

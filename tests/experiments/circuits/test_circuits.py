@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -147,6 +148,33 @@ def test_laws(name: str) -> None:
     patched = it.logits(it.clean, patches=circuit_patches(it.pg, whole, it.corrupted))
     torch.testing.assert_close(patched, clean, rtol=1e-5, atol=1e-5)  # some norms compute in single precision
     assert torch.equal(it.logits(it.clean, patches=circuit_patches(it.pg, empty, it.corrupted)), corrupted)
+
+
+class ScaledBlock(nn.Module):
+    """A block that multiplies the stream by what it computes from a weight."""
+
+    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.gamma = nn.Parameter(torch.rand(8))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale(self.gamma) + self.mlp(x)
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_the_stream_is_scaled_by_what_is_computed_from_weights(is_followed: bool) -> None:
+    torch.manual_seed(0)
+    blocks = [ScaledBlock((lambda g: (1 + g).view(1, 1, -1)) if is_followed else (lambda g: g.cumsum(0)))] * 3
+    model = nn.Sequential(nn.Embedding(10, 8), *blocks, nn.LayerNorm(8), nn.Linear(8, 10)).double()
+    tokens = torch.arange(6)[None]
+    pg = PatchableGraph(model, tokens)
+    message = r"edges of 3 components .*layers\[2\].mlp: .*mul.* is not linear in the stream, \.\.\."
+    with nullcontext() if is_followed else pytest.warns(ExperimentWarning, match=message):
+        scores = attribute_edges(pg, lambda out: out[0, -1, 3], tokens, tokens + 3, method="secant")
+    if is_followed:
+        assert (scores.attrs["edges"], scores.attrs["conservation"]) == (10, pytest.approx(1.0))
 
 
 PATHS = {
