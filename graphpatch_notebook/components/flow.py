@@ -7,7 +7,7 @@ module returned, down to the operation that computed it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,28 @@ from graphpatch_notebook.capture.records import (
     Ref,
     Structure,
     at_keys,
+    map_leaves,
     refs_in,
 )
 from graphpatch_notebook.components.operations import LINEAR_MAPS, SHAPED_LIKE
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.values import ContainerSpec, Key, TensorSpec, UnknownSpec, ValueSpec, key_text, leaves, spec_at
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    Key,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    key_text,
+    leaves,
+    spec_at,
+)
 
 _CONTAINERS = (tuple, list, dict, slice)
+
+
+class UnknownValueError(Exception):
+    """A value is not known; the text has its path (caught inside the package)."""
 
 
 class Value(NamedTuple):
@@ -161,6 +176,23 @@ class Flow:
             if not isinstance(found, Ref):
                 return None
             node, keys = found.node, found.dig
+
+    def arguments(self, given: Any, of: Callable[[Value], Any]) -> Any:
+        """Returns recorded arguments: numbers as they were, and what `of` returns for every other value.
+
+        Raises:
+            UnknownValueError: An argument is not one value.
+        """
+
+        def argument(each: Any) -> Any:
+            if not isinstance(each, Ref):
+                return each
+            value = self.resolve(each.node, each.dig)
+            if value is None:
+                raise UnknownValueError(f"the value of {each.node.name!r} is not one value")
+            return value.spec.value if isinstance(value.spec, ScalarSpec) else of(value)
+
+        return map_leaves(given, argument)
 
     def reads(self, node: Node) -> list[Value]:
         """Returns the tensors of which an operation reads the values, in order."""

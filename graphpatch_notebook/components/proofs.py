@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.custom_graphs import run_custom
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
+from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components.attention import Attention, Part, Parts
 from graphpatch_notebook.components.chain import Layer, Norm, Stack, Step, Trails
 from graphpatch_notebook.components.closeness import (
@@ -29,14 +29,13 @@ from graphpatch_notebook.components.closeness import (
     rounding,
 )
 from graphpatch_notebook.components.ends import End, Start
-from graphpatch_notebook.components.flow import Place, Value
+from graphpatch_notebook.components.flow import Place, UnknownValueError, Value
 from graphpatch_notebook.components.mlp import Mlp
 from graphpatch_notebook.components.noise import NoiseRuns, Run, floats, keeping, noise
 from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.regions import region
 from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.patches.kinds import AddPatch
-from graphpatch_notebook.values import ScalarSpec
 
 _SUM = "residual sum recomputed"
 _HEAD_COUNTS = (
@@ -110,10 +109,6 @@ def prove(evidence: Evidence, paths: Mapping[str, str], known: Collection[str], 
     return _Prover(evidence, paths, known, run).verdicts
 
 
-class _UnknownError(Exception):
-    """A value was not recorded; the text has its path (caught in this file)."""
-
-
 class _Prover:
     def __init__(self, evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: Run) -> None:
         self._trails = evidence.trails
@@ -158,7 +153,7 @@ class _Prover:
     def _at(self, path: str) -> Tensor:
         value = self._values.get(path)
         if not isinstance(value, Tensor):
-            raise _UnknownError(f"the value at {path!r} cannot be recorded")
+            raise UnknownValueError(f"the value at {path!r} cannot be recorded")
         return value
 
     def _value(self, value: Value) -> Tensor:
@@ -175,7 +170,7 @@ class _Prover:
             assert node.position is not None
             result = result[node.position]
         if not isinstance(result, Tensor):
-            raise _UnknownError(f"{node.op} does not return a tensor")
+            raise UnknownValueError(f"{node.op} does not return a tensor")
         return result
 
     def _called(self, frame: Frame, returned: Place) -> Tensor | None:
@@ -193,17 +188,7 @@ class _Prover:
         return tensors[places.index(returned)] if len(tensors) == len(places) else next(iter(tensors), None)
 
     def _arguments(self, given: Any) -> Any:
-        return map_leaves(given, self._argument)
-
-    def _argument(self, given: Any) -> Any:
-        if not isinstance(given, Ref):
-            return given
-        value = self._flow.resolve(given.node, given.dig)
-        if value is None:
-            raise _UnknownError(f"the value of {given.node.name!r} is not one value")
-        if isinstance(value.spec, ScalarSpec):
-            return value.spec.value
-        return self._value(value).clone()
+        return self._flow.arguments(given, lambda value: self._value(value).clone())
 
     def _values_of(self, node: Node) -> list[Value]:
         """Returns the values that `_computed` needs."""
@@ -214,7 +199,7 @@ class _Prover:
         names = [name for name in names if name in self._paths]
         try:
             problem = check()
-        except _UnknownError as unknown:
+        except UnknownValueError as unknown:
             problem = str(unknown)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
             problem = f"{proof}: {type(error).__name__}: {' '.join(str(error).split())[:100]}"

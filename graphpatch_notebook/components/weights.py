@@ -19,7 +19,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, map_leaves
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
-from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.paths import nearest, parse_path
@@ -495,7 +495,10 @@ class _Rearranged:
 
     def value(self, value: Value) -> Tensor:
         """Returns the numbers that are where the value is."""
-        result = self._at(value)
+        try:
+            result = self._at(value)
+        except UnknownValueError as unknown:
+            raise NoWeightError(str(unknown)) from None
         if not isinstance(result, Tensor) or result.shape != value.shape:
             raise NoWeightError(f"the operations before {self._flow.path(value)} do more than rearrange")
         return result
@@ -515,23 +518,15 @@ class _Rearranged:
         if (norm := self._trails.norms.get(value)) is not None:
             return self._at(norm.given.value)
         if value.op in VIEWS:
-            result = node.whole.target(
-                *map_leaves(node.whole.args, self._argument), **map_leaves(node.whole.kwargs, self._argument)
-            )
+            args, kwargs = flow.arguments((node.whole.args, node.whole.kwargs), self._argument)
+            result = node.whole.target(*args, **kwargs)
             return result if node.position is None else result[node.position]
         moving = [read for read in flow.moving(node) if read.size == value.size] if node.kind == "op" else []
         if value.op in SAME_VALUES | SCALINGS | ADDITIONS | NORMS and len(moving) == 1:
             return self._at(moving[0]).reshape(value.shape)
         raise NoWeightError(f"{flow.path(value)} ({value.op or node.kind}) does more than rearrange")
 
-    def _argument(self, given: Any) -> Any:
-        if not isinstance(given, Ref):
-            return given
-        value = self._flow.resolve(given.node, given.dig)
-        if value is None:
-            raise NoWeightError(f"an argument of {given.node} is not one value")
-        if isinstance(value.spec, ScalarSpec):
-            return value.spec.value
+    def _argument(self, value: Value) -> Any:
         if not isinstance(value.spec, TensorSpec):
             return tuple(_plain(value.spec))
         # In the run, a tensor may have been laid out so that any view of it was one.

@@ -107,7 +107,8 @@ def attribute(
         heads: The number of attention heads: returns a score for each head. The heads must be separate in the values at
             `paths` (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
         max_bytes: The memory limit for recorded values and their gradients. If it is exceeded, nodes are scored in
-            several groups with runs of their own. The scores do not change.
+            several groups with runs of their own. The scores do not change. It does not count what a backward pass
+            keeps, nor what `"secant"` keeps of the clean run, which is about as much again.
 
     Returns:
         An array with the dimension `path` (`layer` and `head` for components, such as `layers[*].attn.heads[*].z`), and

@@ -391,18 +391,18 @@ def test_runs_that_take_other_steps_are_an_error() -> None:
 
 
 def test_rules_of_ones_own() -> None:
-    def entropy(x: Tensor) -> Tensor:
-        return torch.special.entr(x)
+    def normal(x: Tensor) -> Tensor:  # not the function of the guide, whose example may have run in this process
+        return torch.special.ndtr(x)
 
     clean, corrupted = numbers(5, seed=1).square() + 0.1, numbers(5, seed=2).square() + 0.1
     rules = rules_of("secant")
     with torch.no_grad(), rules.recording():
-        entropy(clean)
+        normal(clean)
     with rules.applied():
-        entropy(corrupted.requires_grad_())
-    assert "special_entr" in rules.fallbacks
-    register_rule(torch.special.entr, by_steps(lambda x: -x * x.log()))
-    explains(entropy, [clean], [corrupted.detach()])
+        normal(corrupted.requires_grad_())
+    assert "special_ndtr" in rules.fallbacks
+    register_rule(torch.special.ndtr, by_steps(lambda x: (1 + torch.erf(x / 2**0.5)) / 2))
+    explains(normal, [clean], [corrupted.detach()])
 
 
 def test_weights_are_the_same_in_both_runs() -> None:
