@@ -200,6 +200,7 @@ class Parts:
     output: Value | None
 
 
+_PLAIN = ("Tensor", "Parameter")
 _FUSED = "attention is one fused call that cannot be opened"
 _FUSED_GRAPH = (
     "attention is one fused call in this graph; it is opened in a PatchableGraph of the model, and apart in the graphs "
@@ -223,11 +224,20 @@ def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> P
     found.pop("dot", None)
     for name in ("scores", "pattern"):
         if name not in found:
-            missing[name] = _FUSED_GRAPH if flow.frame_of[attention.z.node].has_own_graph else _FUSED
+            missing[name] = _why_fused(flow, attention)
     for name in ("q", "k", "v", "z"):
         if name not in found:
             missing.setdefault(name, "the dimensions of the products of attention are not known")
     return Parts(found, missing, operands, _output_map(flow, attention))
+
+
+def _why_fused(flow: Flow, attention: Attention) -> str:
+    """Returns why there are no values inside a call of attention."""
+    if flow.frame_of[attention.z.node].has_own_graph:
+        return _FUSED_GRAPH
+    specs = [read.spec for read in flow.reads(attention.z.node)]
+    kind = next((s.type_name for s in specs if isinstance(s, TensorSpec) and s.type_name not in _PLAIN), None)
+    return _FUSED if kind is None else f"{_FUSED}: its arguments are {kind}s, and only plain tensors can be"
 
 
 def is_sequence_first(trails: Trails, inside: frozenset[Node], own: tuple[Attention, ...], stream: Value) -> bool:

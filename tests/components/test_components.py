@@ -693,3 +693,24 @@ def test_experts_are_found_in_lists_and_in_dicts(keys: list[str] | None) -> None
         assert probe.activation is not None
         assert torch.equal(probe.activation, kept[0])
     assert pg.components.verify()["layers[1].experts[2].out"].proof == "expert rerun"
+
+
+class Marked(Tensor):
+    """A tensor of another kind, as `DTensor` is one."""
+
+
+class FusedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.given(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_attention_of_other_kinds_of_tensors_is_not_opened_for_that_reason() -> None:
+    pg = PatchableGraph(nn.Sequential(FusedAttention(), FusedAttention()), torch.randn(2, 5, 8).as_subclass(Marked))
+    assert "layers[0].attn.z" in pg.components
+    why = pg.components.missing["layers[0].attn.pattern"]
+    assert why.endswith("cannot be opened: its arguments are Markeds, and only plain tensors can be")

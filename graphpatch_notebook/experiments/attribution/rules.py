@@ -304,7 +304,9 @@ class SecantRules(DerivativeRules):
         )
 
 
-_CONSTANT = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"})
+_CONSTANT = frozenset(
+    "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty".split()
+)
 _TRANSPARENT = ("View", "Alias", "Clone", "AccumulateGrad", "_Replaced", "CopyBackwards", "CopySlices", "AsStrided")
 
 

@@ -102,9 +102,9 @@ def attribute_edges(
     Returns:
         An array with the dimensions `receiver` and `sender`, and NaN where the model has no edge. Attributes: `clean`
         and `corrupted`, the metric of the two runs; `feeds`, for each receiver the senders that are computed from it;
-        `skipped`, why components or heads are not nodes; `edges`, the number of edges; `conservation`, the sum of the
-        scores into the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them);
-        `method`, `metric`, `steps`.
+        `skipped`, why components or heads are not nodes (with a warning if whole components are missing); `edges`, the
+        number of edges; `conservation`, the sum of the scores into the last receiver, divided by `clean - corrupted`
+        (NaN if `"exact"` was not asked for all of them); `method`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, or the inputs differ

@@ -411,3 +411,14 @@ def test_weights_are_the_same_in_both_runs() -> None:
         assert is_weight(weight)
         assert is_weight(weight.chunk(2)[1])
         assert not is_weight(weight * 1)
+
+
+def test_constants_that_a_model_makes_are_not_fallbacks() -> None:
+    """The mask of attention that is run step by step is a new tensor, made from a value with a gradient."""
+    x, rules = numbers(4, seed=1), rules_of("secant")
+    with rules.recording():
+        (2 * x + x.new_zeros(4)).sum()
+    x.requires_grad_()
+    with rules.applied():
+        (2 * x + x.new_zeros(4)).sum()
+    assert rules.fallbacks == {}
