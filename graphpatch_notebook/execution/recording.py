@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import memory_of
 from graphpatch_notebook.components import Weights
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ExperimentError, GraphError, PatchValueError, UnknownPathError
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.context import PatchContext
+from graphpatch_notebook.execution.context import PatchContext, innermost
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped
@@ -214,6 +215,22 @@ def results_of(captured: CapturedModel, text: str) -> dict[str, _Result]:
     return found
 
 
+def _check_weights(captured: CapturedModel, paths: Mapping[str, _Result | None]) -> None:
+    """Raises an error if the weight that a result is computed with is patched."""
+    weights = {memory_of(result.weight): name for name, result in paths.items() if result is not None}
+    context = innermost(captured)
+    for entry in context.plan.entries if weights and context is not None else ():
+        node = entry.target.node
+        if node.kind != "parameter" or all(patch.observes_only for patch in entry.patches):
+            continue
+        held = functools.reduce(getattr, str(node.target).split("."), entry.target.frame.module)
+        if (name := weights.get(memory_of(held))) is not None:
+            raise GraphError(
+                f"{name} is computed with the weight {entry.target.text}, which is patched: record "
+                f"{name.removesuffix('result')}z, and multiply it with the patched weight"
+            )
+
+
 def record(
     captured: CapturedModel,
     run: Callable[[], Any],
@@ -248,6 +265,7 @@ def record(
         patches.setdefault(path if result is None else result.z, []).append(probe)
     waiting.update(probes.values())
     with PatchContext(captured, patches):
+        _check_weights(captured, paths)
         run()
     fired = {path: probe for path, probe in probes.items() if probe not in waiting}
     return Recording(fired, captured, is_whole=positions is None)

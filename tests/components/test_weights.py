@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import GraphError, PatchableGraph, ProbePatch
+from graphpatch_notebook import GraphError, PatchableGraph, ProbePatch, ZeroPatch
 from tests.components.families import MODELS, captured_model
 
 
@@ -128,6 +128,18 @@ def test_results_of_heads_add_up_to_what_attention_writes(name: str) -> None:
     assert found["layers[-1].attn.heads[-2].result"] is found[names[2]]
     with pytest.raises(KeyError, match="was not recorded"):
         found["layers[0].attn.heads[0].result"]
+
+
+def test_a_result_is_refused_while_its_weight_is_patched() -> None:
+    pg, given = captured_model("gpt2")
+    weight, probe = "transformer.h_1.attn.c_proj.weight", ProbePatch()
+    with pg.patch({weight: ZeroPatch()}):
+        with pytest.raises(GraphError, match=r"heads\[2\]\.result is computed with .*c_proj.weight, which is patched"):
+            pg.record("layers[1].attn.heads[2].result", given)
+        pg.record("layers[0].attn.heads[2].result", given)
+    with pg.patch({weight: probe}):
+        pg.record("layers[1].attn.heads[2].result", given, stop_at_last=False)
+    assert probe.activation is not None
 
 
 class Decoding(nn.Module):
