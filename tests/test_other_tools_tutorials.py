@@ -157,6 +157,9 @@ def test_steps_of_the_main_demo_equal_hooks(names: Callable[[str], dict[str, Any
     for layer, pattern in enumerate(patterns):
         close(page["cache"][f"layers[{layer}].attn.pattern"].detach(), pattern)
         close(page["scores"].sel(layer=layer), pattern[0][:, [5, 6, 7, 8], [2, 3, 4, 5]].mean(-1))
+    close(page["first"].detach(), patterns[0])
+    by_position = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+    close(page["by_position"].detach(), by_position)
     close(page["loss"].detach(), model(ids, labels=ids).loss)
     with hooked((blocks[0].attn.c_attn, written(head(3, PARTS["v"]), 0))):
         close(page["ablated_loss"].detach(), model(ids, labels=ids).loss)
@@ -174,15 +177,12 @@ def test_steps_of_the_main_demo_equal_hooks(names: Callable[[str], dict[str, Any
     for layer, number in np.ndindex(2, HEADS):
         attention = blocks[layer].attn
         value = attention.c_attn.weight[head(number, PARTS["v"])]
-        token_by_token = (
-            model.transformer.wte.weight
-            @ value
-            @ attention.c_proj.weight[SIZE * number : SIZE * number + SIZE]
-            @ model.lm_head.weight.T
-        )
-        eigenvalues = torch.linalg.eigvals(token_by_token.double())
-        score = eigenvalues.sum().real / eigenvalues.abs().sum()
-        close(page["copying"][layer, number].detach(), score, 1e-3)
+        in_stream = value @ attention.c_proj.weight[SIZE * number : SIZE * number + SIZE]
+        token_by_token = model.transformer.wte.weight @ in_stream @ model.lm_head.weight.T
+        for name, matrix in (("in_stream", in_stream), ("copying", token_by_token)):
+            eigenvalues = torch.linalg.eigvals(matrix.double())
+            score = eigenvalues.sum().real / eigenvalues.abs().sum()
+            close(page[name][layer, number].detach(), score, 1e-3)
 
 
 def test_steps_of_the_attribution_patching_demo_equal_hooks(names: Callable[[str], dict[str, Any]]) -> None:
@@ -269,6 +269,10 @@ def test_steps_of_nnsights_tutorials_equal_hooks(names: Callable[[str], dict[str
     close(page["hidden"].detach(), at_clean["resid_post", 1])
     close(page["logits"].detach(), logits)
     close(page["early"].detach(), at_clean["mlp_out", 0])
+    close(page["inside"].detach().transpose(1, 2).flatten(2), at_clean["z", 0])
+    changed_part = at_clean["mlp_out", 0].clone()
+    changed_part[..., 0] = 0
+    close(page["after"].detach(), changed_part)
     with hooked((blocks[0], written(everything, at_clean["resid_post", 0] + page["noise"]))):
         close(page["noisy"].detach(), model(clean).logits)
     with hooked((blocks[0], written(everything, page["noise"]))):
