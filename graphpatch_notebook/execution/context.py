@@ -23,7 +23,6 @@ from graphpatch_notebook.errors import (
     CheckpointWarning,
     GraphError,
     GraphPatchError,
-    GraphPatchWarning,
     PatchNotFiredWarning,
 )
 from graphpatch_notebook.execution.captured_model import CapturedModel
@@ -288,14 +287,7 @@ def _to_hook(plan: RunPlan) -> list[Module]:
 
 def leave(context: ActiveContext) -> None:
     """Takes a context back, and warns of a backward pass that will not see its patches."""
-    has_inner = context.own and innermost(context.captured) is not context
     context.let_go()
-    if has_inner:
-        warn_each_time(
-            "a patch context was left before one that was entered after it: until that is left too, its calls keep the "
-            "patches of both; leave contexts in the reverse order, as nested `with` blocks do",
-            GraphPatchWarning,
-        )
     outer = innermost(context.captured)
     if outer is not None:
         outer.calls.is_used |= context.calls.is_used

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphpatch_notebook import AddPatch, PatchableGraph, PatchNotFiredError, ProbePatch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.errors import GraphPatchError, GraphPatchWarning
+from graphpatch_notebook.errors import GraphPatchError
 from tests.experiments.hooked import GPT2_OUTPUT
 from tests.zoo import case_by_name
 
@@ -193,18 +193,6 @@ def test_the_same_context_object_entered_again_in_a_task_of_the_first_time(pg: P
     inside, after = copied.run(again)
     assert torch.equal(inside, expected)
     assert torch.equal(after, plain)
-
-
-def test_a_context_that_is_left_before_an_inner_one_warns(pg: PatchableGraph) -> None:
-    outer, inner = pg.patch({"mul": ZeroPatch()}), pg.patch({"last.bias": ZeroPatch()})
-    outer.__enter__()
-    inner.__enter__()
-    both = pg(X)
-    with pytest.warns(GraphPatchWarning, match="left before one that was entered after it"):
-        outer.__exit__(None, None, None)
-    assert torch.equal(pg(X), both)
-    inner.__exit__(None, None, None)
-    assert torch.equal(pg(X), pg._module(X))
 
 
 def test_a_call_that_outlives_the_block_is_an_error(pg: PatchableGraph) -> None:

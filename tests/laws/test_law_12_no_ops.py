@@ -130,6 +130,8 @@ def test_what_selects_nothing_does_nothing_where_that_is_said(case: Case) -> Non
     rng = capture.random("allowed")
     patches: dict[str, list[Patch[Any]]] = {}
     for meta in some_nodes(capture, 5, *VALUES, *HELD):
+        if meta.opens is not None:  # inside a fused call: a patch there changes rounding
+            continue
         allowed = [fields for fields in empty_selections(tuple(meta.shape or ())) if "positions" not in fields]
         patches[meta.path] = [some_patch(rng, **fields, allow_empty=True) for fields in rng.sample(allowed, 4)]
     with without_recomputing(case):

@@ -477,12 +477,13 @@ def test_threads_give_the_same(pg: PatchableGraph) -> None:
 
 def test_where_it_cannot_be_told_the_dimension_is_given_by_path() -> None:
     model = gpt2()
+    model.set_attn_implementation("eager")
     pg = PatchableGraph(model, CLEAN)
-    paths = ["transformer.h_0.attn.pattern", PATH]
-    with pytest.raises(ExperimentError, match="pattern': several dimensions of its shape .* position_dim=2 or 3"):
+    paths = ["transformer.h_0.attn.matmul", PATH]
+    with pytest.raises(ExperimentError, match="matmul': several dimensions of its shape .* position_dim=2 or 3"):
         causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC, progress=False)
-    given = {pg.graph.transformer.h_0.attn.pattern: 2}
+    given = {pg.graph.transformer.h_0.attn.matmul: 2}
     found = causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC, progress=False, batch=None, position_dim=given)
     expected = traced_by_hand(model, ["transformer.h.0"], CLEAN, CORRUPTED, METRIC)
-    np.testing.assert_allclose(found.values[1], expected[0], atol=2e-5, rtol=0)  # opened attention has other last bits
+    np.testing.assert_allclose(found.values[1], expected[0], atol=2e-5, rtol=0)
     assert np.ptp(found.values[0]) > 1e-3
