@@ -15,7 +15,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionResults, AttributionRuns, KeptDims
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked, same_values
-from graphpatch_notebook.experiments.attribution.rules import Method, check_method
+from graphpatch_notebook.experiments.attribution.rules import Method, check_method, midpoints
 from graphpatch_notebook.experiments.attribution.scored_nodes import (
     PositionAxis,
     ScoredNode,
@@ -30,6 +30,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_metric,
     check_same_shapes,
     check_unsharded,
+    checked_bytes,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
 from graphpatch_notebook.experiments.methods.heads import head_layout
@@ -148,7 +149,8 @@ def attribute(
     check_graph(pg)
     check_unsharded(pg, "attribute")
     check_metric(metric)
-    fractions = _fractions(method, steps)
+    check_method(method)
+    fractions = midpoints(steps) if method == "integrated" else [0.0]
     if one_sided and (method != "secant" or paths is None):
         raise ExperimentError('one_sided=True takes two runs for each value: give method="secant" and paths=')
     given = (inputs_of(clean), inputs_of(corrupted))
@@ -173,7 +175,7 @@ def attribute(
         kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
     nodes = wanted if one_sided else selected.nodes
-    runs = AttributionRuns(pg, metric, *given, nodes, kept, fractions, _bytes(max_bytes), method, one_sided)
+    runs = AttributionRuns(pg, metric, *given, nodes, kept, fractions, checked_bytes(max_bytes), method, one_sided)
     found = runs.run()
     found.problems |= selected.skipped
     result = _data_array(xarray, selected.places, found, axis, heads, metric)
@@ -245,22 +247,6 @@ def _tensors(root: Frame, inputs: Inputs) -> dict[str, Tensor]:
     for parameter in root.parameters:
         collect(parameter.name, given_input(root.parameters, parameter.name, inputs.args, inputs.kwargs))
     return found
-
-
-def _fractions(method: str, steps: int) -> list[float]:
-    check_method(method)
-    if method != "integrated":
-        return [0.0]
-    if type(steps) is not int or steps < 1:
-        raise ExperimentError(f"steps must be a positive integer, not {steps!r}")
-    # Midpoints of equal parts: the error falls with the square of their number.
-    return [(step + 0.5) / steps for step in range(steps)]
-
-
-def _bytes(max_bytes: Any) -> int:
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, (int, float)) or not max_bytes > 0:
-        raise ExperimentError(f"max_bytes must be a number of bytes, such as 2**30, not {max_bytes!r}")
-    return int(min(max_bytes, 2**62))
 
 
 def _with_heads(

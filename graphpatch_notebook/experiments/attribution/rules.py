@@ -517,8 +517,8 @@ class _ReplacedCall:
                 f"the model computes derivatives itself, in which method={_method_of(call.rules)!r} would change "
                 'values: use method="gradient"'
             )
-        call.clean = tuple(_wide(held.tensor) for held in self.recorded.inputs)
-        call.corrupted = tuple(_wide(held.tensor) for held in self.held)
+        call.clean = tuple(widened(held.tensor) for held in self.recorded.inputs)
+        call.corrupted = tuple(widened(held.tensor) for held in self.held)
         if self.recorded.result is not None and self.result is not None:
             results = (self.recorded.result.tensor, self.result.tensor)
             if sum(call.differs) == 1 and results[0].element_size() >= 4:  # of half precision, they are too coarse
@@ -544,7 +544,8 @@ class _ReplacedCall:
         ]
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
+    """Returns a tensor in single precision if it has half, as sums over many products need it."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
@@ -598,3 +599,16 @@ def check_method(method: Any, known: Sequence[str] = METHODS) -> None:
     if method not in known:
         renamed = '; "attribution" is called "gradient" now' if method == "attribution" else ""
         raise ExperimentError(f"method must be one of {', '.join(map(repr, known))}, not {method!r}{renamed}")
+
+
+def midpoints(steps: int) -> list[float]:
+    """Returns the points between two runs, from 0 to 1, at which integrated gradients are taken.
+
+    They are the midpoints of equal parts: the error falls with the square of their number.
+
+    Raises:
+        ExperimentError: `steps` is not a positive integer.
+    """
+    if type(steps) is not int or steps < 1:
+        raise ExperimentError(f"steps must be a positive integer, not {steps!r}")
+    return [(step + 0.5) / steps for step in range(steps)]

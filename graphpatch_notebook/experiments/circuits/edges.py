@@ -25,7 +25,14 @@ from torch import Tensor
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
-from graphpatch_notebook.experiments.attribution.rules import METHODS, Method, check_method, rules_of
+from graphpatch_notebook.experiments.attribution.rules import (
+    METHODS,
+    Method,
+    check_method,
+    midpoints,
+    rules_of,
+    widened,
+)
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
@@ -38,6 +45,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_metric,
     check_same_shapes,
     check_unsharded,
+    checked_bytes,
 )
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
@@ -129,8 +137,8 @@ def attribute_edges(
     check_graph(pg)
     check_unsharded(pg, "attribute_edges")
     check_method(method, (*METHODS, "exact"))
-    if type(steps) is not int or steps < 1:
-        raise ExperimentError(f"steps must be a positive integer, not {steps!r}")
+    points, limit = midpoints(steps), checked_bytes(max_bytes)
+    fractions = points if method == "integrated" else [0.0]
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads)
     _warn_of_skipped(nodes)
@@ -141,7 +149,7 @@ def attribute_edges(
         if method == "exact":
             found = _exact_effects(pg, nodes, pair, batch, rows, columns)
         else:
-            found = _Runs(pg, nodes, pair, method, steps, int(max_bytes)).scores()
+            found = _Runs(pg, nodes, pair, method, fractions, limit).scores()
         total.add(found, len(batches))
     array = xarray.DataArray(
         total.values, {"receiver": nodes.receivers, "sender": nodes.senders}, ["receiver", "sender"], name="score"
@@ -325,13 +333,19 @@ class _Runs:
     """The runs on one pair of inputs, and the scores."""
 
     def __init__(
-        self, pg: PatchableGraph, nodes: Nodes, batch: Batch, method: Method, steps: int, max_bytes: int
+        self,
+        pg: PatchableGraph,
+        nodes: Nodes,
+        batch: Batch,
+        method: Method,
+        fractions: Sequence[float],
+        max_bytes: int,
     ) -> None:
         self._pg = pg
         self._nodes = nodes
         self._batch = batch
         self._method = method
-        self._steps = steps
+        self._fractions = fractions
         self._max_bytes = max_bytes
 
     def scores(self) -> EdgeScores:
@@ -347,10 +361,8 @@ class _Runs:
         with rules.recording(), torch.no_grad():
             clean, metric = self._run(self._batch.clean, {}, [], state)
         found.clean = float(metric)
-        count = self._steps if self._method == "integrated" else 1
         deltas: Deltas | None = None
-        for step in range(count):
-            fraction = (step + 0.5) / count if self._method == "integrated" else 0.0
+        for fraction in self._fractions:
             starts = {path: clean.values[path] if fraction else None for path in self._nodes.starts}
             with rules.applied(), torch.enable_grad():
                 reads = list(dict.fromkeys(path for reader in self._nodes.readers for path in reader.paths))
@@ -365,7 +377,7 @@ class _Runs:
                 found.corrupted = float(metric.detach())
                 deltas = Deltas(self._nodes, clean, base, self._max_bytes // 2)
                 deltas.check(self._nodes)
-            back = _Backwards(self._method, clean, corrupted, deltas, found, self._max_bytes // 2, count)
+            back = _Backwards(self._method, clean, corrupted, deltas, found, self._max_bytes // 2, len(self._fractions))
             for _, readers in groupby(self._nodes.readers, key=lambda reader: id(reader.source)):
                 back.score(list(readers), gradients)
         return found
@@ -593,7 +605,7 @@ class _Backwards:
         """Adds the scores of edges, from the gradients of what is written."""
         rows = [self._found.rows[name] for name in names]
         for columns, delta in self._deltas.together(writers):
-            scores = _wide(gradient).flatten(1) @ _wide(delta).flatten(1).T
+            scores = widened(gradient).flatten(1) @ widened(delta).flatten(1).T
             self._found.values[rows, columns] += scores.detach().cpu().double().numpy() / self._count
 
     def _through(self, norm: NormOfSum, gradient: Tensor) -> Tensor:
@@ -611,8 +623,3 @@ class _Backwards:
         else:
             (found,) = torch.autograd.grad(result, read, stacked, is_grads_batched=True)
         return found.reshape(gradient.shape)
-
-
-def _wide(value: Tensor) -> Tensor:
-    """Returns a value in single precision, if it has half: sums over many products need it."""
-    return value.float() if value.element_size() < 4 else value

@@ -258,3 +258,14 @@ def check_same_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tenso
                 f"{path!r} has shape {tuple(value.shape)} on the clean inputs and {tuple(corrupted[path].shape)} "
                 "on the corrupted inputs; give inputs of the same shapes (pad the shorter ones)"
             )
+
+
+def checked_bytes(max_bytes: Any) -> int:
+    """Returns a limit for memory as an integer.
+
+    Raises:
+        ExperimentError: It is not a positive number.
+    """
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, (int, float)) or not max_bytes > 0:
+        raise ExperimentError(f"max_bytes must be a number of bytes, such as 2**30, not {max_bytes!r}")
+    return int(min(max_bytes, 2**62))
