@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.utils.checkpoint
@@ -183,8 +183,11 @@ class DerivativeRules:
     attention that patches open.
 
     Attributes:
+        method: The name of the method that has rules of its own.
         fallbacks: Why a function does not explain the whole change of its result, by its name.
     """
+
+    method: ClassVar[str] = ""
 
     def __init__(self) -> None:
         self.fallbacks: dict[str, str] = {}
@@ -220,6 +223,8 @@ class DerivativeRules:
 class SecantRules(DerivativeRules):
     """Rules that take each derivative from two runs."""
 
+    method: ClassVar[str] = "secant"
+
     def __init__(self) -> None:
         super().__init__()
         self._tape: list[_Recorded] = []
@@ -237,12 +242,10 @@ class SecantRules(DerivativeRules):
     @contextmanager
     def applied(self) -> Iterator[None]:
         self._at = self._decided = 0
-        self.is_open = True
         try:
             with _Applied(self):
                 yield
         finally:
-            self.is_open = False
             self._seen.clear()
         if self._at != len(self._tape):
             raise ExperimentError(self._parted(self._tape[self._at], None))
@@ -313,18 +316,18 @@ _TRANSPARENT = ("View", "Alias", "Clone", "AccumulateGrad", "_Replaced", "CopyBa
 class RelPRules(DerivativeRules):
     """Rules that take each derivative from the corrupted run alone."""
 
+    method: ClassVar[str] = "relp"
+
     def __init__(self) -> None:
         super().__init__()
         self._roots = relp.ElementwiseRoots()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        self.is_open = True
         try:
             with _Applied(self):
                 yield
         finally:
-            self.is_open = False
             self._roots = relp.ElementwiseRoots()
 
     def rule_for(self, function: Callable[..., Any]) -> Rule | None:
@@ -447,6 +450,14 @@ class _Recording(_Mode):
 class _Applied(_Mode):
     """Replaces the derivatives of calls."""
 
+    def __enter__(self) -> Any:
+        self._rules.is_open = True
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._rules.is_open = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
         result = func(*args, **kwargs)
         self._rules.after(func, (*args, *kwargs.values()), result, has_rule=has_rule)
@@ -514,7 +525,7 @@ class _ReplacedCall:
         call = self.call
         if call.rules.is_open:
             raise ExperimentError(
-                f"the model computes derivatives itself, in which method={_method_of(call.rules)!r} would change "
+                f"the model computes derivatives itself, in which method={call.rules.method!r} would change "
                 'values: use method="gradient"'
             )
         call.clean = tuple(widened(held.tensor) for held in self.recorded.inputs)
@@ -573,11 +584,7 @@ class _Replaced(torch.autograd.Function):
         return (None, None, *ctx.replaced.products(ctx.needs_input_grad[2:], gradients))
 
 
-_BY_METHOD: dict[str, type[DerivativeRules]] = {"secant": SecantRules, "relp": RelPRules}
-
-
-def _method_of(rules: DerivativeRules) -> str:
-    return next(name for name, kind in _BY_METHOD.items() if type(rules) is kind)
+_BY_METHOD: dict[str, type[DerivativeRules]] = {kind.method: kind for kind in (SecantRules, RelPRules)}
 
 
 def rules_of(method: Method) -> DerivativeRules:
