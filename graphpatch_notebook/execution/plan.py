@@ -387,10 +387,9 @@ def make_plan(
     for graph in own_graphs:
         if graph.frame.custom_graph is not None:
             custom.setdefault(id(graph.frame.module), FramePlan(graph.frame, override=OverrideGraph(graph)))
-    with_patched_inputs, with_other_boundaries, sees_ops = [], [], False
+    with_patched_inputs: list[Module] = []
+    with_other_boundaries: list[Module] = []
     for plan in listed:
-        if plan.sites is not None:
-            sees_ops = True
         if (plan.inputs or plan.output or plan.probed_inputs) and takes_hooks(plan.frame.module):
             (with_patched_inputs if plan.inputs else with_other_boundaries).append(plan.frame.module)
     return RunPlan(
@@ -404,7 +403,7 @@ def make_plan(
         with_patched_inputs,
         with_other_boundaries,
         [entry for entry in entries if entry.restriction is not None],
-        sees_ops,
+        any(plan.sites is not None for plan in listed),
     )
 
 
