@@ -68,6 +68,15 @@ class PatchContext:
         self._known: tuple[Snapshot, RunPlan] | None = None
 
     @classmethod
+    def of_entries(
+        cls, captured: CapturedModel, patch_map: Mapping[Any, Any], entries: Sequence[Entry]
+    ) -> PatchContext:
+        """Returns a context for a patch map whose entries are known."""
+        context = cls(captured, patch_map)
+        context._known = Snapshot(patch_map), captured.plan(entries)
+        return context
+
+    @classmethod
     def of_one_call(cls, captured: CapturedModel) -> PatchContext:
         """Returns a context for a call outside of any block, with the permanent patches and edited graphs only."""
         context = cls(captured, {})
