@@ -174,10 +174,15 @@ class Readouts:
         if stream not in _PARTS:
             raise ExperimentError(f"stream must be one of {', '.join(map(repr, STREAMS))}, not {stream!r}")
         names = {layer: f"{self._start}layers[{layer}].{_PARTS[stream]}" for layer in layers}
-        found = {layer: name for layer, name in names.items() if name in self._pg.components}
-        if not found:
+        if not self.has(stream):
             component(self._pg, names[0])  # raises an error with the reason
+        found = {layer: name for layer, name in names.items() if name in self._pg.components}
         return list(found.values()), list(found)
+
+    def has(self, stream: str) -> bool:
+        """Whether the model has a stream: some layers may lack it."""
+        parts = (f"{self._start}layers[{layer}].{_PARTS.get(stream)}" for layer in range(self._count))
+        return stream == "residual" or any(part in self._pg.components for part in parts)
 
     def read(self, stream: str, patches: Mapping[str, Sequence[Patch[Any]]] | None = None) -> ReadStates:
         """Returns what the states of a stream say, without or with patches.

@@ -1,0 +1,277 @@
+"""The lens view: what each layer says at each position, as a heatmap of layers and positions.
+
+`Readouts` (experiments/methods/readouts.py) computes the numbers; js/src/views/lens_view.ts draws them.
+"""
+
+from __future__ import annotations
+
+import html
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import traitlets
+
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.methods.readouts import STREAMS, ReadStates, Readouts
+from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
+from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.display.tokens import token_text
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.computed import ComputedView, Work
+from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches.kinds import Patch
+
+_TOP = 10
+_MOST_SENT = 700_000
+"""About how many bytes are sent at most, before they are compressed."""
+
+
+@dataclass(frozen=True)
+class LensContext(RequestContext):
+    """The objects that requests of a lens view read and change.
+
+    Attributes:
+        follow: Shows a stream, or only the patches as they are now, and returns the status of that.
+    """
+
+    follow: Callable[[str | None], Answer] = lambda _: ({}, [])
+
+
+class LensView(ComputedView):
+    """What each layer says at each position. `show_lens` returns it.
+
+    Args:
+        graph: The graph.
+        session: The session of the graph.
+        workspace: The user's variables.
+        inputs: The inputs of the model.
+        streams: The streams that are shown.
+        target: The token whose probability is shown; see `Readouts`.
+        row: The row of the batch.
+        stack: The stack of layers.
+        tokenizer: Turns tokens into text; `None`: they are numbers.
+        positions: The text of each position; `None`: they are numbers.
+
+    Attributes:
+        stream: The stream that is shown.
+    """
+
+    lens = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    cells = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
+    stream = traitlets.Unicode().tag(sync=True)
+
+    VIEW: ClassVar[str] = "lens"
+    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, "lens", "cells")
+    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
+        **ComputedView.IS_OF_FRONT_END,
+        "stream": lambda value: isinstance(value, str),
+    }
+    HANDLERS: ClassVar[Handlers] = {
+        **HANDLERS,
+        "lens": lambda context, payload: context.follow(payload.text_or_none("stream")),
+    }
+
+    def __init__(
+        self,
+        graph: PatchableGraph,
+        session: Session,
+        workspace: Workspace,
+        model_id: str,
+        inputs: Inputs,
+        *,
+        streams: Sequence[str] = ("residual",),
+        target: int | Sequence[int] | None = None,
+        row: int = 0,
+        stack: str = "",
+        tokenizer: Any = None,
+        positions: Sequence[str] | None = None,
+    ) -> None:
+        self._readouts = Readouts(graph, inputs, target=target, top=_TOP, row=row, stack=stack)
+        self._tokenizer, self._positions = tokenizer, positions
+        self._has_target = target is not None
+        self._streams = [*dict.fromkeys(streams)]
+        self._available = [stream for stream in STREAMS if self._readouts.has(stream)]
+        self._clean: dict[str, ReadStates] = {}
+        self._patched: dict[str, ReadStates] = {}
+        self._chosen: list[int] = []
+        super().__init__(graph, session, workspace, model_id)
+        self.stream = self._streams[0]
+
+    def show_stream(self, stream: str) -> None:
+        """Shows a stream: one of `residual`, `attention` and `mlp`. It is computed if it was not shown before.
+
+        Raises:
+            ExperimentError: The model does not have it.
+        """
+        self._readouts.names(stream)
+        if stream not in self._streams:
+            self._streams.append(stream)
+            self.update()
+        self.stream = stream
+
+    # -- the numbers ---------------------------------------------------------------------------------------------------
+
+    def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
+        readouts, streams = self._readouts, [*self._streams]
+
+        def work() -> Callable[[], None]:
+            clean = {stream: readouts.read(stream) for stream in streams}
+            patched = {stream: readouts.read(stream, patches) for stream in streams} if patches else {}
+
+            def keep() -> None:
+                self._clean, self._patched, self._chosen = clean, patched, [*chosen]
+
+            return keep
+
+        return work
+
+    def _made_context(self, workspace: Workspace) -> LensContext:
+        shared = self._shared
+        return LensContext(self._session, workspace, shared.runs, shared.typed, shared.written, self._shown)
+
+    def _shown(self, stream: str | None) -> Answer:
+        is_new = stream is not None and stream not in self._streams
+        if stream is not None and is_new:
+            self._readouts.names(stream)
+            self._streams.append(stream)
+        return self._follow(is_changed=is_new)
+
+    def _problem(self, name: str, value: Any) -> str | None:
+        if name == "stream" and value not in self._streams:
+            return f"stream must be one that is shown ({', '.join(self._streams)}); show_stream shows another"
+        return super()._problem(name, value)
+
+    @traitlets.validate("stream")
+    def _checked_stream(self, proposal: Any) -> Any:
+        return self._checked(proposal)
+
+    # -- values of traits ----------------------------------------------------------------------------------------------
+
+    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
+        match name:
+            case "lens":
+                return self._state()
+            case "cells":
+                return self._packed()
+            case _:
+                return super()._value_of_trait(name, graph)
+
+    @property
+    def _runs(self) -> list[dict[str, ReadStates]]:
+        return [self._clean, *([self._patched] if self._patched else [])]
+
+    @property
+    def _top(self) -> int:
+        """How many of the probable tokens are sent: fewer for large models and long inputs."""
+        cells = sum(len(read.readouts) for run in self._runs for read in run.values()) * len(self._readouts.target)
+        return max(1, min(self._clean[self._streams[0]].readouts[0].tokens.shape[1], _MOST_SENT // (8 * cells) - 1))
+
+    @property
+    def _vocabulary(self) -> list[int]:
+        """All tokens that are shown."""
+        shown = [
+            readout.tokens[:, : self._top] for run in self._runs for read in run.values() for readout in read.readouts
+        ]
+        return [
+            int(token)
+            for token in np.unique(np.concatenate([np.ravel(tokens) for tokens in (*shown, self._readouts.target)]))
+        ]
+
+    def _text(self, token: int) -> str:
+        return str(token) if self._tokenizer is None else token_text(self._tokenizer, token)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns the `Lens` of the front end."""
+        place = {token: number for number, token in enumerate(self._vocabulary)}
+        return {
+            "streams": [
+                {"name": stream, "rows": [*map(_row, read.names, read.layers)]} for stream, read in self._clean.items()
+            ],
+            "available": self._available,
+            "positions": None if self._positions is None else [*self._positions],
+            "vocabulary": [self._text(token) for token in place],
+            "tokens": [*place],
+            "target": [place[token] for token in self._readouts.target],
+            "has_target": self._has_target,
+            "top": self._top,
+            "runs": len(self._runs),
+            "patches": self._chosen if self._patched else [],
+            "version": self._computed_for,
+            "remarks": [*dict.fromkeys(remark for read in self._patched.values() for remark in read.remarks)],
+        }
+
+    def _packed(self) -> bytes:
+        """Returns the numbers: for each run and stream those of all rows, as `readCells` in lens_data.ts reads them."""
+        vocabulary, top = np.array(self._vocabulary), self._top
+        parts: list[bytes] = []
+        for read in (read for run in self._runs for read in run.values()):
+            of_rows = read.readouts
+            tokens = np.stack([np.searchsorted(vocabulary, row.tokens[:, :top]) for row in of_rows])
+            parts.append(tokens.astype("<u4").tobytes())
+            parts.append(np.stack([row.probabilities[:, :top] for row in of_rows]).astype("<f4").tobytes())
+            parts.append(np.stack([row.target for row in of_rows]).astype("<f4").tobytes())
+            parts.append(np.stack([row.rank for row in of_rows]).astype("<u4").tobytes())
+        return zlib.compress(b"".join(parts), 6)
+
+    # -- display -------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        rows, positions = len(self._clean[self.stream].names), len(self._readouts.target)
+        patches = f", with {len(self._chosen)} patches" if self._patched else ""
+        return f"<LensView of {self._session.origin.graph}, {self.stream}, {rows} x {positions}{patches}>"
+
+    def _static_html(self) -> str | None:
+        parts = [f'<div class="gp-static gp-static-{html.escape(self._own_id)}">']
+        stream = self.stream or self._streams[0]
+        for run, what in zip(self._runs, ("", " with the patches"), strict=False):
+            title = f"Logit lens of {self._session.origin.graph}, {stream}{what}"
+            most = MOST_BYTES // len(self._runs)
+            parts += _table(run[stream], self._readouts.target, self._text, self._positions, title, most)
+        return "\n".join([*parts, "</div>"])
+
+
+def _row(name: str, layer: int | None) -> dict[str, Any]:
+    return {"name": name, "layer": layer, "label": "embed" if layer is None else str(layer)}
+
+
+def _table(
+    read: ReadStates,
+    target: Sequence[int],
+    text: Callable[[int], str],
+    positions: Sequence[str] | None,
+    title: str,
+    most: int,
+) -> Iterator[str]:
+    """Yields a table of the last positions, as many as fit: the most probable token of each cell."""
+    order = range(len(read.names) - 1, -1, -1)
+    labels = [*map(str, range(len(target)))] if positions is None else [*positions]
+    columns: list[list[str]] = []
+    length = 0
+    for position in reversed(range(len(target))):
+        cells = [
+            _cell(read.readouts[row].tokens[position, 0], read.readouts[row].probabilities[position, 0], text)
+            for row in order
+        ]
+        length += sum(map(len, cells)) + len(labels[position])
+        if columns and length > most:
+            break
+        columns.insert(0, [f"<th>{escaped(labels[position])}</th>", *cells])
+    note = "" if len(columns) == len(target) else f", the last {len(columns)} of {len(target)} positions"
+    yield f"<p><strong>{escaped(title)}</strong> (the most probable token of each cell{note}; for the live one, run the cell)</p>"
+    heads = [
+        "<th>layer / position</th>",
+        *(f"<th>{_row(read.names[row], read.layers[row])['label']}</th>" for row in order),
+    ]
+    yield "<table>"
+    for number, head in enumerate(heads):
+        yield f"<tr>{head}{''.join(column[number] for column in columns)}</tr>"
+    yield "</table>"
+
+
+def _cell(token: Any, probability: Any, text: Callable[[int], str]) -> str:
+    return f"<td><code>{escaped(text(int(token)))}</code> {100 * float(probability):.0f}%</td>"
