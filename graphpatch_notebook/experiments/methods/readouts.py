@@ -113,7 +113,7 @@ class Readouts:
         >>> readouts = Readouts(PatchableGraph(model, ids), Inputs((ids,)), target=3)
         >>> read = readouts.read("residual")
         >>> read.names
-        ['layers[0].resid_pre', 'layers[1].resid_pre', 'layers[1].resid_post']
+        ['layers[0].resid_pre', 'layers[0].resid_post', 'layers[1].resid_post']
         >>> final = model(ids).logits[0].softmax(-1)
         >>> bool(np.allclose(read.readouts[-1].target, final[:, 3].detach()))
         True
@@ -170,7 +170,7 @@ class Readouts:
         """
         layers = range(self._count)
         if stream == "residual":
-            return [component(self._pg, n).name for n in stream_states(self._start, self._count)], [None, *layers]
+            return [self._state_after(layer) for layer in range(-1, self._count)], [None, *layers]
         if stream not in _PARTS:
             raise ExperimentError(f"stream must be one of {', '.join(map(repr, STREAMS))}, not {stream!r}")
         names = {layer: f"{self._start}layers[{layer}].{_PARTS[stream]}" for layer in layers}
@@ -178,6 +178,11 @@ class Readouts:
             component(self._pg, names[0])  # raises an error with the reason
         found = {layer: name for layer, name in names.items() if name in self._pg.components}
         return list(found.values()), list(found)
+
+    def _state_after(self, layer: int) -> str:
+        """Returns the state of the stream after a layer; after the embeddings for -1."""
+        after = f"{self._start}layers[{layer}].resid_post"
+        return after if after in self._pg.components else stream_states(self._start, self._count)[layer + 1]
 
     def has(self, stream: str) -> bool:
         """Whether the model has a stream: some layers may lack it."""

@@ -26,8 +26,8 @@ Work: TypeAlias = "Callable[[], Callable[[], None]]"
 class ComputedView(LinkedView):
     """A view whose numbers are computed by runs of the model.
 
-    A subclass defines `_work`, `COMPUTED`, and a request that calls `_follow`. Runs start at the first such request after the
-    patches have changed, in a thread of their own; traits are set in the thread of requests.
+    A subclass defines `_work`, `COMPUTED`, and a request that calls `_follow`. Runs start at the first such request
+    after the patches have changed, in a thread of their own; traits are set in the thread of requests.
 
     Args:
         graph: The graph.
@@ -83,6 +83,7 @@ class ComputedView(LinkedView):
 
     def _made(self, session: Session) -> Work:
         """Returns what computes the numbers, with the patches and their values as they are now."""
+        self._computed_for = session.chosen.version
         resolved = session.resolve(self._user.namespace)
         patches = {
             path: changing
@@ -91,7 +92,6 @@ class ComputedView(LinkedView):
         }
         observing = {one.number for one, _ in resolved.observing}
         chosen = [one.number for one in session.chosen.enabled if one.number not in observing]
-        self._computed_for = session.chosen.version
         work = self._work(patches, chosen)
         model = captured(session.graph).module
 

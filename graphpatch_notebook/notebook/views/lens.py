@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import html
+import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +15,18 @@ from typing import Any, ClassVar
 import numpy as np
 import traitlets
 
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.methods.readouts import STREAMS, ReadStates, Readouts
+from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates
 from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from graphpatch_notebook.notebook.display.labels import escaped
-from graphpatch_notebook.notebook.display.tokens import token_text
+from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
+from graphpatch_notebook.notebook.run.model_calls import inputs_for_run
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
-from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch
 
@@ -42,6 +46,93 @@ class LensContext(RequestContext):
     follow: Callable[[str | None], Answer] = lambda _: ({}, [])
 
 
+@dataclass(frozen=True)
+class LensOptions:
+    """What a lens view shows.
+
+    Attributes:
+        target: The token whose probability is shown: its number or text, one for all positions, or one for each;
+            `None` for the most probable next token of each position in the model's output.
+        stream: `"residual"`, `"attention"` or `"mlp"`, or several of them; the first is shown first.
+        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`), or the text of each position; `None`
+            for the tokenizer that was given to the browser.
+        row: The row of the batch.
+        stack: The stack of layers, if the model has several.
+    """
+
+    target: int | str | Sequence[int | str] | None = None
+    stream: str | Sequence[str] = "residual"
+    tokens: Any = None
+    row: int = 0
+    stack: str = ""
+
+
+def lens_of(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    inputs: Inputs | None,
+    options: LensOptions,
+    *,
+    typed: str | None = None,
+) -> LensView:
+    """Returns a new lens view of a graph.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        inputs: The inputs of the model; `None`: those of *Run*.
+        options: What it shows.
+        typed: The inputs as Python code.
+
+    Raises:
+        ExperimentError: The layers or logits of the model are not known, or an option does not fit.
+        SessionError: There are no inputs, or a patch context is active.
+        TypeError: The tokenizer is not valid.
+    """
+    is_texts = isinstance(options.tokens, Sequence) and all(isinstance(text, str) for text in options.tokens)
+    given = None if options.tokens is None or is_texts else options.tokens
+    session, shared = session_for_view(graph, workspace, tokenizer=given)
+    if inputs is None:
+        found = inputs_for_run(session, workspace.namespace, typed or shared.typed(), shared.runs.inputs)
+        inputs = Inputs(*found.copy())
+    tokenizer = shared.runs.tokenizer
+    target = _target_of(options.target, tokenizer)
+    readouts = Readouts(graph, inputs, target=target, top=_TOP, row=options.row, stack=options.stack)
+    size = len(readouts.target)
+    if is_texts:
+        if len(options.tokens) != size:
+            raise ExperimentError(f"tokens has {len(options.tokens)} texts for {size} positions")
+        positions: Sequence[str] | None = options.tokens
+    else:
+        positions = _texts_of_inputs(graph, inputs, options.row, tokenizer, size)
+    return LensView(graph, session, workspace, readouts, options, tokenizer, positions)
+
+
+def _target_of(target: Any, tokenizer: Any) -> Any:
+    """Returns the target with numbers instead of texts.
+
+    Raises:
+        ExperimentError: A text is not one token, or there is no tokenizer.
+    """
+    if target is None or isinstance(target, int):
+        return target
+    if isinstance(target, str):
+        if not callable(getattr(tokenizer, "encode", None)):
+            raise ExperimentError(f"target={target!r} needs tokens=, a tokenizer with encode; or give its number")
+        found = list(tokenizer.encode(target, add_special_tokens=False))
+        if len(found) != 1:
+            raise ExperimentError(f"target {target!r} is {len(found)} tokens: {found}; give one of them")
+        return int(found[0])
+    return [_target_of(one, tokenizer) for one in target]
+
+
+def _texts_of_inputs(graph: PatchableGraph, inputs: Inputs, row: int, tokenizer: Any, size: int) -> list[str] | None:
+    batch = TokenInputs.of(graph, inputs.args, inputs.kwargs).batch
+    if batch is None or tokenizer is None or len(batch[row]) != size:
+        return None
+    return [token_text(tokenizer, token) for token in batch[row]]
+
+
 class LensView(ComputedView):
     """What each layer says at each position. `show_lens` returns it.
 
@@ -49,11 +140,8 @@ class LensView(ComputedView):
         graph: The graph.
         session: The session of the graph.
         workspace: The user's variables.
-        inputs: The inputs of the model.
-        streams: The streams that are shown.
-        target: The token whose probability is shown; see `Readouts`.
-        row: The row of the batch.
-        stack: The stack of layers.
+        readouts: What states say.
+        options: What it shows.
         tokenizer: Turns tokens into text; `None`: they are numbers.
         positions: The text of each position; `None`: they are numbers.
 
@@ -66,7 +154,8 @@ class LensView(ComputedView):
     stream = traitlets.Unicode().tag(sync=True)
 
     VIEW: ClassVar[str] = "lens"
-    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, "lens", "cells")
+    COMPUTED: ClassVar[tuple[str, ...]] = ("lens", "cells")
+    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
     IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
         **ComputedView.IS_OF_FRONT_END,
         "stream": lambda value: isinstance(value, str),
@@ -81,25 +170,19 @@ class LensView(ComputedView):
         graph: PatchableGraph,
         session: Session,
         workspace: Workspace,
-        model_id: str,
-        inputs: Inputs,
-        *,
-        streams: Sequence[str] = ("residual",),
-        target: int | Sequence[int] | None = None,
-        row: int = 0,
-        stack: str = "",
-        tokenizer: Any = None,
-        positions: Sequence[str] | None = None,
+        readouts: Readouts,
+        options: LensOptions,
+        tokenizer: Any,
+        positions: Sequence[str] | None,
     ) -> None:
-        self._readouts = Readouts(graph, inputs, target=target, top=_TOP, row=row, stack=stack)
-        self._tokenizer, self._positions = tokenizer, positions
-        self._has_target = target is not None
-        self._streams = [*dict.fromkeys(streams)]
-        self._available = [stream for stream in STREAMS if self._readouts.has(stream)]
+        self._readouts, self._tokenizer, self._positions = readouts, tokenizer, positions
+        self._has_target = options.target is not None
+        self._streams = [*dict.fromkeys([options.stream] if isinstance(options.stream, str) else options.stream)]
+        self._available = [stream for stream in STREAMS if readouts.has(stream)]
         self._clean: dict[str, ReadStates] = {}
         self._patched: dict[str, ReadStates] = {}
         self._chosen: list[int] = []
-        super().__init__(graph, session, workspace, model_id)
+        super().__init__(graph, session, workspace, uuid.uuid4().hex)
         self.stream = self._streams[0]
 
     def show_stream(self, stream: str) -> None:
@@ -168,19 +251,16 @@ class LensView(ComputedView):
     @property
     def _top(self) -> int:
         """How many of the probable tokens are sent: fewer for large models and long inputs."""
+        computed = self._clean[self._streams[0]].readouts[0].tokens.shape[1]
         cells = sum(len(read.readouts) for run in self._runs for read in run.values()) * len(self._readouts.target)
-        return max(1, min(self._clean[self._streams[0]].readouts[0].tokens.shape[1], _MOST_SENT // (8 * cells) - 1))
+        return max(1, min(int(computed), _MOST_SENT // (8 * cells) - 1))
 
     @property
     def _vocabulary(self) -> list[int]:
         """All tokens that are shown."""
-        shown = [
-            readout.tokens[:, : self._top] for run in self._runs for read in run.values() for readout in read.readouts
-        ]
-        return [
-            int(token)
-            for token in np.unique(np.concatenate([np.ravel(tokens) for tokens in (*shown, self._readouts.target)]))
-        ]
+        shown = [row.tokens[:, : self._top] for run in self._runs for read in run.values() for row in read.readouts]
+        found = np.concatenate([np.array(self._readouts.target), *(tokens.ravel() for tokens in shown)])
+        return [int(token) for token in np.unique(found)]
 
     def _text(self, token: int) -> str:
         return str(token) if self._tokenizer is None else token_text(self._tokenizer, token)
@@ -262,7 +342,8 @@ def _table(
             break
         columns.insert(0, [f"<th>{escaped(labels[position])}</th>", *cells])
     note = "" if len(columns) == len(target) else f", the last {len(columns)} of {len(target)} positions"
-    yield f"<p><strong>{escaped(title)}</strong> (the most probable token of each cell{note}; for the live one, run the cell)</p>"
+    what = f"the most probable token of each cell{note}; for the live one, run the cell"
+    yield f"<p><strong>{escaped(title)}</strong> ({what})</p>"
     heads = [
         "<th>layer / position</th>",
         *(f"<th>{_row(read.names[row], read.layers[row])['label']}</th>" for row in order),

@@ -72,6 +72,7 @@ class LensView implements Part {
       view,
       () => view.model.get("lens").version,
       () => view.kernel.ask("lens", { stream: null }),
+      (isFailed) => this.figures.classList.toggle("gp-dimmed", isFailed),
     );
     this.streams.addEventListener("change", () => this.chooseStream(this.streams.value));
     this.colours.addEventListener("change", () => this.draw());
@@ -217,7 +218,10 @@ class LensView implements Part {
       constant: null,
     };
     const title = this.lens.runs > 1 ? `Logit lens, ${RUNS[kind].toLowerCase()}` : "Logit lens";
-    return new HeatmapFigure(heatmap, [new DataView(values.buffer)], { title, result: this.options(kind, values, run) });
+    return new HeatmapFigure(heatmap, [new DataView(values.buffer)], {
+      title,
+      result: this.options(kind, values, run),
+    });
   }
 
   private options(kind: Comparison, values: Float32Array, run: Readouts): ResultOptions {
@@ -363,11 +367,6 @@ class LensView implements Part {
     const lines = tokens.map((token, place) => line(token, found?.probabilities[cell * top + place] ?? 0, rank));
     if (!tokens.includes(wanted)) lines.push(line(wanted, found?.target[cell] ?? 0, rank));
     const caption = this.runs.length > 1 ? (RUNS[run === 0 ? "clean" : "patched"] ?? "") : "Most probable tokens";
-    return element(
-      "table",
-      { class: "gp-lens-list" },
-      element("caption", {}, caption),
-      element("tbody", {}, ...lines),
-    );
+    return element("table", { class: "gp-lens-list" }, element("caption", {}, caption), element("tbody", {}, ...lines));
   }
 }

@@ -1,7 +1,7 @@
 /** Asks the kernel for new numbers when the patches have changed, and says how that goes. */
 import { wordsOf } from "../kernel/kernel";
 import { Poller, type Reported } from "../kernel/polling";
-import type { ComputedTraits, JobStatus } from "../kernel/protocol";
+import type { JobStatus, LinkedTraits } from "../kernel/protocol";
 import { element } from "../page/dom";
 import type { Linked, Part } from "../view";
 
@@ -16,11 +16,13 @@ export interface Updates extends Part {
 /**
  * @param shownVersion The version of the patches that the numbers are for.
  * @param ask Asks for numbers for the patches as they are now; may be asked again until they are there.
+ * @param onFailed Called with whether the numbers that are shown are out of date since the run failed.
  */
-export function makeUpdates<T extends ComputedTraits>(
+export function makeUpdates<T extends LinkedTraits>(
   view: Linked<T>,
   shownVersion: () => number,
   ask: () => Promise<Reported<JobStatus>>,
+  onFailed: (isFailed: boolean) => void,
 ): Updates {
   const words = element("span", {});
   const spinner = element("span", { class: "gp-spinner", "aria-hidden": "true" });
@@ -30,6 +32,7 @@ export function makeUpdates<T extends ComputedTraits>(
     spinner.hidden = state !== "running";
     line.classList.toggle("gp-error", state === "failed");
     line.hidden = text === "";
+    onFailed(state === "failed");
   };
   const poller = new Poller<JobStatus>(ask, {
     onStatus: ({ result }) => {
