@@ -25,7 +25,7 @@ def patches_of(session: Session, act: str, items: list[Item], value: str | None,
     Args:
         session: The session of the graph.
         act: One of `ACTS`. `mean` replaces by the mean of the same value over the batch and the positions (of a
-            pattern, over the batch), `other_run` by the value in another run, `steer` adds, and `probe` keeps the value.
+            pattern, over the batch), `other_run` by the value in another run, `steer` adds, `probe` keeps the value.
         items: The items.
         value: For `other_run`, the inputs of the other run as Python; for `steer`, what is added; else `None`.
         taken: Names of variables that `probe` must not fill.
