@@ -16,7 +16,7 @@ import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
 import { makeToolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
 import { makeTree } from "./tree/tree_view";
-import type { Model, View } from "./view";
+import type { Model, Part, View } from "./view";
 import { makeLensView } from "./views/lens_view";
 import { link } from "./views/linked_view";
 import { joinSelection } from "./views/tree_selection";
@@ -128,8 +128,8 @@ function isOfLens(model: AnyModel): model is LensModel {
 
 async function fillLens(root: HTMLElement, model: LensModel, onRemove: (undo: Undo) => void): Promise<void> {
   const linked = link(root, model, onRemove);
-  const view = await makeLensView(linked, (error) => showFailure(root, error));
-  root.append(linked.notices.element, view.element);
+  const show = (part: Part) => root.append(linked.notices.element, part.element);
+  await makeLensView(linked, show, (error) => showFailure(root, error));
   onRemove(watchErrors(import.meta.url, (message) => linked.notices.error(message)));
   onRemove(hideStaticTree(model.get("about").model_id, root));
 }

@@ -18,6 +18,7 @@ import traitlets
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates
+from graphpatch_notebook.experiments.plotting.labels import tick_text
 from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
@@ -329,7 +330,10 @@ def _table(
 ) -> Iterator[str]:
     """Yields a table of the last positions, as many as fit: the most probable token of each cell."""
     order = range(len(read.names) - 1, -1, -1)
-    labels = [*map(str, range(len(target)))] if positions is None else [*positions]
+    if positions is None:
+        labels = [*map(str, range(len(target)))]
+    else:
+        labels = [tick_text(text, is_token=True) for text in positions]
     columns: list[list[str]] = []
     length = 0
     for position in reversed(range(len(target))):
@@ -355,4 +359,6 @@ def _table(
 
 
 def _cell(token: Any, probability: Any, text: Callable[[int], str]) -> str:
-    return f"<td><code>{escaped(text(int(token)))}</code> {100 * float(probability):.0f}%</td>"
+    return (
+        f"<td><code>{escaped(tick_text(text(int(token)), is_token=True))}</code> {100 * float(probability):.0f}%</td>"
+    )

@@ -50,6 +50,8 @@ export interface ResultOptions {
   choose(row: number, column: number, isMore: boolean): void;
   /** What is written in a cell; without it, nothing is. */
   cellText?(row: number, column: number): string;
+  /** How much room there is for all cells with text, in CSS pixels. */
+  room?: number;
   /** The value of a cell in words, instead of the number. */
   valueText?(row: number, column: number): string;
   /** The ends of the scale in words, instead of the numbers. */
@@ -70,7 +72,7 @@ const LARGE_CELL = 36;
 /** The longest side of a canvas, in device pixels: browsers draw no larger ones. */
 const LONGEST = 8192;
 /** How large cells are in which something is written, in CSS pixels. */
-const TEXT_CELL: CellSize = { width: 58, height: 22 };
+const TEXT_CELL = { narrow: 40, wide: 90, height: 22 };
 const FONT_SIZE = 11;
 /** How wide cells of a result get for labels that then need not lie on their side, in CSS pixels. */
 const WIDE_CELL = 56;
@@ -243,10 +245,8 @@ export class HeatmapFigure {
     const { isSmall, result } = this.options;
     const fitting = cellSize(this.plane, result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX, this.ratio);
     if (result?.cellText) {
-      return {
-        width: Math.max(fitting.width, Math.ceil(TEXT_CELL.width * this.ratio)),
-        height: Math.ceil(TEXT_CELL.height * this.ratio),
-      };
+      const wide = Math.max(Math.min((result.room ?? 0) / this.plane.columns, TEXT_CELL.wide), TEXT_CELL.narrow);
+      return { width: Math.floor(wide * this.ratio), height: Math.ceil(TEXT_CELL.height * this.ratio) };
     }
     if (!result?.columnLabels) return fitting;
     const wide = widest(result.columnLabels) + LABEL_GAP;

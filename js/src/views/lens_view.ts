@@ -24,16 +24,26 @@ const STREAMS: Record<string, string> = { residual: "residual stream", attention
 const NO_KERNEL = "This stream was not computed before the kernel stopped.";
 
 type Comparison = "clean" | "patched" | "difference";
+const KINDS: readonly Comparison[] = ["clean", "patched", "difference"];
 const RUNS: Record<Comparison, string> = {
   clean: "Without the patches",
   patched: "With the patches",
   difference: "Difference: with − without",
 };
 
+/** In CSS pixels: of a view that is not in the page yet; of the details; between figures; beside cells; of a cell. */
+const [DEFAULT_WIDTH, DETAILS, GAP, BESIDE, LEAST] = [1000, 280, 20, 56, 40];
+
 let views = 0;
 
-export async function makeLensView(view: Linked<LensTraits>, onError: (error: unknown) => void): Promise<Part> {
+/** `place`: puts the view into the page, before it is drawn: how large cells are depends on the room. */
+export async function makeLensView(
+  view: Linked<LensTraits>,
+  place: (part: Part) => void,
+  onError: (error: unknown) => void,
+): Promise<void> {
   const lens = new LensView(view);
+  place(lens);
   let round = 0;
   const show = async () => {
     round += 1;
@@ -46,7 +56,6 @@ export async function makeLensView(view: Linked<LensTraits>, onError: (error: un
   view.model.on("change:cells", again);
   view.onRemove(() => view.model.off("change:cells", again));
   await show();
-  return lens;
 }
 
 class LensView implements Part {
@@ -85,12 +94,11 @@ class LensView implements Part {
       this.updates.element,
     );
     const actions = makeActions(view, { pathOf: (item) => this.pathOf(item) });
-    const body = element("div", { class: "gp-lens-body" }, this.figures, this.details);
     this.element = element(
       "section",
       { class: "gp-result gp-lens", "aria-label": "Logit lens" },
       bar,
-      body,
+      this.figures,
       this.remarks,
       actions.element,
       makePatchStrip(view).element,
@@ -183,13 +191,14 @@ class LensView implements Part {
       void this.chooseStream(wanted);
       return;
     }
-    const kinds: Comparison[] = this.lens.runs > 1 ? ["clean", "patched", "difference"] : ["clean"];
+    const kinds = this.lens.runs > 1 ? KINDS : KINDS.slice(0, 1);
+    this.drawn = []; // a figure that is made points at nothing
     this.drawn = kinds.map((kind) => this.figure(kind));
     const sections = this.drawn.map(({ element: figure }, place) => {
       const heading = this.lens.runs > 1 && element("h4", { class: "gp-lens-run" }, RUNS[kinds[place] ?? "clean"]);
       return element("div", { class: "gp-lens-figure" }, heading, figure);
     });
-    this.figures.replaceChildren(...sections);
+    this.figures.replaceChildren(...sections, this.details);
     this.follow();
   }
 
@@ -241,11 +250,19 @@ class LensView implements Part {
       columnLabels: { texts: columnLabels, whole: (column) => this.where(column) },
       describe: (row, column) => `layer ${rowLabels[row]}, ${this.where(column)}`,
       choose: (row, column, isMore) => this.view.selection.click(this.item(row, column), isMore),
+      room: this.room,
       cellText: (row, column) => this.token(run.tokens[this.index(row, column) * this.lens.top] ?? 0),
       valueText: (row, column) => this.reading(kind, row, column),
       ...(isRank && !isDifference ? { endText: (value) => `rank ${formatNumber(Math.round(10 ** -value - 1))}` } : {}),
-      point: (cell) => this.point(cell),
+      point: (cell) => this.point(KINDS.indexOf(kind), cell),
     };
+  }
+
+  /** For the cells of a figure. What it is compared with lies beside it, if both fit: the other run, or the details. */
+  private get room(): number {
+    const whole = this.element.clientWidth || DEFAULT_WIDTH;
+    const part = (this.lens.runs > 1 ? (whole - GAP) / 2 : whole - GAP - DETAILS) - BESIDE;
+    return part >= this.lens.target.length * LEAST ? part : whole - BESIDE;
   }
 
   private scale(isDifference: boolean, values: Float32Array): Scale {
@@ -324,7 +341,8 @@ class LensView implements Part {
     return item.position === null ? item.name : `${item.name}[:, ${item.position}]`;
   }
 
-  private point(cell: Cell | null): void {
+  private point(kind: number, cell: Cell | null): void {
+    for (const [place, figure] of this.drawn.entries()) if (place !== kind) figure.preview(cell);
     if (this.pointed?.[0] === cell?.[0] && this.pointed?.[1] === cell?.[1]) return;
     this.pointed = cell;
     this.explain();
@@ -358,7 +376,12 @@ class LensView implements Part {
       return element(
         "tr",
         isTarget ? { class: "gp-lens-target" } : {},
-        element("td", {}, element("code", {}, visibleToken(vocabulary[token] ?? "")), isTarget ? rank : ""),
+        element(
+          "td",
+          {},
+          element("code", {}, visibleToken(vocabulary[token] ?? "")),
+          isTarget && element("span", { class: "gp-muted" }, rank),
+        ),
         element("td", { class: "gp-number" }, bar, formatPercent(probability)),
       );
     };
