@@ -131,7 +131,8 @@ test("with patches, the runs and their difference are shown; axe finds nothing",
   expect(text()).toContain("a patch had no effect");
   const colour = el.querySelectorAll("select")[1] as HTMLSelectElement;
   await userEvent.selectOptions(colour, "rank");
-  await userEvent.hover(canvases()[0] as HTMLCanvasElement, at(difference, 0, 0));
+  const [first] = canvases() as [HTMLCanvasElement];
+  await userEvent.hover(first, at(first, 0, 0));
   expect(el.querySelector(".gp-readout")?.textContent).toContain("rank 18");
   expect(el.querySelector(".gp-legend")?.textContent).toContain("rank 18");
   const { violations } = await axe.run(el, { resultTypes: ["violations"] });
