@@ -308,6 +308,26 @@ def version_of(value: Any) -> int | None:
         return None
 
 
+def copied_with_storage(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor | None:
+    """Returns what `copy.deepcopy(tensor, memo)` does for a plain tensor that is all of its storage, in less time.
+
+    `copy.deepcopy` keeps the storages that it has copied in `memo["torch"]`, by `UntypedStorage._cdata`, so that copies
+    of views share memory as the views do: torch 2.4 to 2.13. Tested by: tests/checks/test_model_state.py.
+
+    Returns:
+        The copy; `None` for any other tensor, and for one that shares its storage with a tensor copied before.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    storage = tensor.untyped_storage()
+    storages: dict[int, Any] = memo.setdefault("torch", {})  # type: ignore[call-overload]
+    if tensor.device.type == "meta" or storage.nbytes() != tensor.nbytes or storage._cdata in storages:
+        return None
+    copied = tensor.detach().clone()
+    storages[storage._cdata] = copied.untyped_storage()
+    return copied
+
+
 def base_of(value: torch.Tensor) -> torch.Tensor | None:
     """Returns the tensor that a tensor is a view of, if it is one.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -65,6 +65,15 @@ class PatchContext:
         self._patch_map = patch_map
         self.is_strict = is_strict
         self._known: tuple[Snapshot, RunPlan] | None = None
+
+    @classmethod
+    def of_entries(
+        cls, captured: CapturedModel, patch_map: Mapping[Any, Any], entries: Sequence[Entry]
+    ) -> PatchContext:
+        """Returns a context for a patch map whose entries are known."""
+        context = cls(captured, patch_map)
+        context._known = Snapshot(patch_map), captured.plan(entries)
+        return context
 
     @classmethod
     def of_one_call(cls, captured: CapturedModel) -> PatchContext:
