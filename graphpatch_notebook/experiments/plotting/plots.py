@@ -248,6 +248,7 @@ def show_heatmap(
     rows: str | None = None,
     origin: str | None = None,
     title: str | None = None,
+    pg: PatchableGraph | None = None,
     **options: Any,
 ) -> ResultHeatmap:
     """Returns an interactive heatmap of a result for the notebook, with tooltips, zoom and selection.
@@ -263,6 +264,8 @@ def show_heatmap(
         rows: The vertical dimension.
         origin: Whether the first row is the `"lower"` or the `"upper"` one.
         title: The title.
+        pg: The graph that the result is of: cells then are a part of the selection of its views. A click selects the
+            path, layer, head and position of the cell in all of them, and what is selected there is marked.
         **options: `center`, `limits`, `labels`, `relative_to`.
 
     Raises:
@@ -279,7 +282,11 @@ def show_heatmap(
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 
     grid = grid_of(result, DisplayOptions(**options), tokens=tokens, rows=rows)
-    return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
+    if pg is None:
+        return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
+    from graphpatch_notebook.notebook.views.result_view import LinkedHeatmap
+
+    return LinkedHeatmap(grid, title, is_upward=is_upward(grid, origin), graph=pg)
 
 
 def show_circuit(circuit: Circuit) -> CircuitView:

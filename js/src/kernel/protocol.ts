@@ -213,6 +213,18 @@ export interface HeatmapTraits {
   values: DataView;
   /** The selected cell, counted from the top left one; set by the front end. */
   cell: [row: number, column: number] | null;
+  /** Of a heatmap that takes part in the selection of a graph: as in `LinkedTraits`, and what its cells select. */
+  group?: string;
+  selection?: Item[];
+  cell_items?: CellItems;
+}
+
+/** What each row and column selects; `null`: nothing. A cell is both. */
+export interface CellItems {
+  rows: Item[] | null;
+  columns: Item[] | null;
+  /** Whether a layer and a head together are the output of that head. */
+  is_of_heads: boolean;
 }
 
 /** A result with two dimensions, in the order in which it is seen: the top row first. */
