@@ -144,6 +144,44 @@ export interface LensRow {
   label: string;
 }
 
+/** The traits of a generation view, which `show_generation` shows. */
+export interface GenerationTraits extends LinkedTraits {
+  generation: Generation;
+  /** Deflated numbers: see `readGeneration` in generation_data.ts. */
+  numbers: DataView;
+}
+
+export type Score = "log_probability" | "entropy" | "given";
+
+/** Generated tokens: a line without patches, one with them if there are any, and branches. */
+export interface Generation {
+  /** The texts of the prompt; empty if they are not known. */
+  prompt: string[];
+  /** The texts of all tokens that are shown. */
+  vocabulary: string[];
+  /** Their numbers. */
+  tokens: number[];
+  /** How many probable tokens each step has. */
+  top: number;
+  lines: GenerationLine[];
+  /** What the colours are at first. */
+  score: Score;
+  /** Whether numbers were given, for the first line. */
+  has_given: boolean;
+  /** The version of the patches that the numbers are for. */
+  version: number;
+  remarks: string[];
+}
+
+export interface GenerationLine {
+  name: string;
+  steps: number;
+  /** The number of the branch; `null` for the lines that are none. */
+  branch: number | null;
+  /** The step in which the branch has another token. */
+  start: number;
+}
+
 /** The traits of the widget of `show_circuit`, which has `front_end` besides, and nothing else of the above. */
 export interface CircuitTraits {
   circuit: CircuitPicture;
@@ -545,6 +583,11 @@ export interface Requests {
   activation_interrupt: { payload: { id: number }; result: ActivationStatus };
   /** Numbers of a lens view for the patches as they are now, and for another stream; asked again until they are there. */
   lens: { payload: { stream: string | null }; result: JobStatus };
+  /** Tokens for the patches as they are now; `line`, `step` and `token` of a new branch; the number of one to remove. */
+  generation: {
+    payload: { line: number | null; step: number | null; token: number | null; remove: number | null };
+    result: JobStatus;
+  };
   /** The view was closed: the kernel drops the value. */
   activation_close: { payload: { id: number }; result: Record<string, never> };
   /** `inputs`: as for `run`. */
