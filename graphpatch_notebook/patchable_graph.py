@@ -44,6 +44,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.sharded import sharding_of, with_whole_records
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +114,10 @@ class PatchableGraph(ModuleDelegate):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.differing(SharedRandomState())
+        root_frame = with_whole_records(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
+        if (sharding := sharding_of(root_frame)) is not None:
+            self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
@@ -718,6 +722,8 @@ class PatchableGraph(ModuleDelegate):
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
         context = innermost(self._captured)
+        if (sharding := sharding_of(self._captured.root)) is not None:
+            sharding.check_call(function, () if context is None else context.plan.entries)
         if context is not None:
             return call_patched(context, function, args, kwargs)
         if not self._captured.has_patched_calls:

@@ -34,6 +34,7 @@ LAYERS = [
     "checks",
     "components",
     "inspection",
+    "sharded",
     "graphs",
     "serialization",  # knows records and graphs only: `PatchableGraph.save` and `load` call it
     "execution",

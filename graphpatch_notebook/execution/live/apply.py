@@ -27,6 +27,7 @@ from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, RunStopped, WritingPatch
 from graphpatch_notebook.patches.slices import index_problem, index_text, selection_problem
+from graphpatch_notebook.sharded import Placement
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 from graphpatch_notebook.warning_places import warn
@@ -209,6 +210,7 @@ def value_at(entry: Entry, value: Any) -> Any:
     for key in entry.target.dig:
         value = _child(value, key)
     if isinstance(value, Tensor):
+        value = value if entry.placement is None else entry.placement.whole(value)
         value = _heads_apart(entry.target, value)
     value = _part(entry, value)
     # The model writes into this tensor later: what was read must stay as it was.
@@ -239,11 +241,31 @@ def _apply(
     entry: Entry, value: Any, steps: GenerationSteps | None, inputs: CallInputs | None, *, is_own: bool = False
 ) -> Any:
     __tracebackhide__ = True
+    if entry.placement is not None and isinstance(value, Tensor):
+        return _apply_to_whole(entry, entry.placement, value, steps)
+    return _apply_plain(entry, value, steps, inputs, is_own=is_own)
+
+
+def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: GenerationSteps | None) -> Any:
+    """Returns what this process holds of a value, after patches on the whole of it."""
+    __tracebackhide__ = True
+    whole = placement.whole(value)
+    given, gradient = placement.opened(whole) if torch.is_grad_enabled() and whole is value else (whole, None)
+    patched = _apply_plain(entry, given, steps, None)
+    if patched is given and not any(_is_read_with_gradient(patch, entry.target, given) for patch in entry.patches):
+        return value
+    return placement.local(patched if gradient is None else placement.closed(patched, gradient), value)
+
+
+def _apply_plain(
+    entry: Entry, value: Any, steps: GenerationSteps | None, inputs: CallInputs | None, *, is_own: bool = False
+) -> Any:
+    __tracebackhide__ = True
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.whole, TensorSpec) and value.shape != target.whole.shape:
         apart = _heads_apart(target, value)
         if apart is not value:
-            return _packed(entry, value, apart, _apply(entry, apart, steps, inputs, is_own=is_own))
+            return _packed(entry, value, apart, _apply_plain(entry, apart, steps, inputs, is_own=is_own))
         _check_shape(entry, value, inputs)
     if steps is not None and entry.restriction is not None and entry.restriction.positions is not None:
         return _patched(entry, value, steps.indices(entry, value))
