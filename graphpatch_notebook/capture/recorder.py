@@ -28,8 +28,8 @@ from graphpatch_notebook.capture.inputs import bind, input_parameters, signature
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.bytecode import Assigned
 from graphpatch_notebook.capture.naming.call_sites import SiteTable, invoke
-from graphpatch_notebook.capture.observers import declared_forward
 from graphpatch_notebook.capture.naming.names import name_nodes
+from graphpatch_notebook.capture.observers import declared_forward
 from graphpatch_notebook.capture.quantization.packed_weights import packing_of
 from graphpatch_notebook.capture.records import (
     CallNode,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.naming.call_sites import is_parallel_code
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.torch_compat import is_fully_sharded
 
 _DISTRIBUTED = "DTensor"

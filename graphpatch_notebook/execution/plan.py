@@ -63,7 +63,12 @@ class Entry:
         # Probes are the most common patches, on many nodes at once: they take a short way.
         node, spec, patches = self.target.node, self.target.whole, self.patches
         self.is_special = node.is_in_place or node.position is not None
-        if self.restriction is not None or self.is_source or self.placement is not None or not isinstance(spec, TensorSpec):
+        if (
+            self.restriction is not None
+            or self.is_source
+            or self.placement is not None
+            or not isinstance(spec, TensorSpec)
+        ):
             return
         if self.target.dig or self.target.index or node.is_mutated_later or not declares(patches[0], "only_keeps"):
             return

@@ -73,7 +73,10 @@ class Placement:
         if is_distributed(value):
             placements = value.placements  # type: ignore[attr-defined]
             again = kinds.DTensor.from_local(
-                whole, value.device_mesh, [kinds.Replicate()] * len(placements), run_check=False  # type: ignore[attr-defined]
+                whole,
+                value.device_mesh,
+                [kinds.Replicate()] * len(placements),
+                run_check=False,  # type: ignore[attr-defined]
             )
             return again if any(each.is_partial() for each in placements) else again.redistribute(placements=placements)
         if self.dim is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Capture, Frame, Node
-from graphpatch_notebook.checks.meta_runs import MetaRunError, input_shapes, nodes_by_key, node_key, recorded_on_meta
+from graphpatch_notebook.checks.meta_runs import MetaRunError, input_shapes, node_key, nodes_by_key, recorded_on_meta
 from graphpatch_notebook.checks.sharding import distributed_tensors, is_distributed, is_sharded, runs_shards
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
@@ -103,6 +103,8 @@ class Sharding:
                 self._leaves[id(node)] = frame.output_node
             elif node.kind == "op" and (other is None or other.op != node.op):
                 self._refused[id(node)] = "the processes do not compute this value"
+            elif node.is_view_filled_later or node.op in _UNFILLED:
+                self._refused[id(node)] = "this is memory that the model fills in later"
             elif other is not None:
                 node.is_mutated_later |= other.is_mutated_later
 
@@ -208,8 +210,7 @@ class Sharding:
             is_leaf = type(frame.module).forward in _LEAVES
             inside = [*frame.nodes, *(() if frame.parent is None else frame.parent.nodes)]
             for node in inside:
-                reads = any(ref.node.kind in HELD_KINDS for ref in node.sources)
-                is_direct = node is frame.output_node if is_leaf else node in frame.nodes and reads
+                is_direct = node is frame.output_node if is_leaf else node in frame.nodes and _reads_weight(node)
                 for key, placement in self._placements.items():
                     if key[0] != id(node) or not isinstance(placement, Placement) or placement.dim is None:
                         continue
@@ -224,6 +225,7 @@ class Sharding:
 
 
 _NOT_SEEN = "a run on the example inputs did not show how it is distributed"
+_UNFILLED = ("empty", "new_empty", "empty_like")
 _PACKED = "it is made of weights that are packed into one, whose parts are not in order"
 
 
@@ -235,6 +237,12 @@ def _mesh_of(model: Module) -> Any:
 
     device = next((tensor.device.type for tensor in model.parameters()), "cpu")
     return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def _reads_weight(node: Node) -> bool:
+    """Whether a value is computed from a tensor of the module, as it is or transposed."""
+    made = [each for ref in node.sources for each in (ref.node, *(inner.node for inner in ref.node.sources))]
+    return any(each.kind in HELD_KINDS for each in made)
 
 
 def _packed_sizes(module: Module) -> dict[int, int]:

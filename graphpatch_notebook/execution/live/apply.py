@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.records import HELD_KINDS
 from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem, unpacked_shape
 from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import (
@@ -250,9 +251,12 @@ def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: Ge
     """Returns what this process holds of a value, after patches on the whole of it."""
     __tracebackhide__ = True
     whole = placement.whole(value)
-    given, gradient = placement.opened(whole) if torch.is_grad_enabled() and whole is value else (whole, None)
+    is_held, observes = entry.target.node.kind in HELD_KINDS, all(patch.observes_only for patch in entry.patches)
+    needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
+    given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
     patched = _apply_plain(entry, given, steps, None)
-    if patched is given and not any(_is_read_with_gradient(patch, entry.target, given) for patch in entry.patches):
+    reads = not is_held and any(_is_read_with_gradient(patch, entry.target, given) for patch in entry.patches)
+    if patched is given and not reads:
         return value
     return placement.local(patched if gradient is None else placement.closed(patched, gradient), value)
 

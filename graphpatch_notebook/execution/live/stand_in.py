@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import Packing, held_by
 from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.torch_compat import EagerCode
 
@@ -34,6 +35,11 @@ def holding_tensors(module: Module, replacements: dict[str, Tensor]) -> Iterator
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for path, new in replacements.items():
+            if new.requires_grad and not is_distributed(new):
+                raise PatchValueError(
+                    f"{path!r} of this {type(module).__name__} cannot be patched with gradients: those of the weight "
+                    "itself are summed over the processes; patch it under torch.no_grad(), or patch the output"
+                )
             above, _, name = path.rpartition(".")
             holder = module.get_submodule(above)
             for held in (holder._parameters, holder._buffers, holder.__dict__):
