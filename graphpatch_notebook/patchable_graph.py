@@ -307,6 +307,7 @@ class PatchableGraph(ModuleDelegate):
             >>> print(pg.verify(torch.ones(5, 2)))
             1 frame: 1 equal
         """
+        self._refuse_sharded()
         report = verify(self._graph_module, args, kwargs)
         return dataclasses.replace(report, permanent=self._captured.permanent_paths)
 
@@ -329,7 +330,15 @@ class PatchableGraph(ModuleDelegate):
         """
         return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
 
+    def _refuse_sharded(self) -> None:
+        if sharding_of(self._captured.root) is not None:
+            raise GraphError(
+                "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
+                "the PatchableGraph of the model in one process (on the meta device, say)"
+            )
+
     def _refuse_patches(self) -> None:
+        self._refuse_sharded()
         if self._captured.permanent:
             raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
         if innermost(self._captured) is not None:
@@ -375,6 +384,7 @@ class PatchableGraph(ModuleDelegate):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
         """
+        self._refuse_sharded()
         given: Any = (args, kwargs or {})
         if not isinstance(given[0], (tuple, list)) or not isinstance(given[1], Mapping):
             raise TypeError(
@@ -428,6 +438,7 @@ class PatchableGraph(ModuleDelegate):
         """
         from graphpatch_notebook import serialization
 
+        self._refuse_sharded()
         if self._captured.permanent:
             raise SerializationError(
                 "a graph with permanent patches is saved in two files: save the graph that edit() was called on, and "
@@ -764,6 +775,7 @@ class PatchableGraph(ModuleDelegate):
             setattr(self._module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
+        self._refuse_sharded()
         result = memo[id(self)] = self._around(copy.deepcopy(self._captured, memo))
         result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"], memo)
         return result

@@ -145,8 +145,8 @@ class Sharding:
         Raises:
             ShardedCallError: They do not.
         """
-        name = getattr(function, "__name__", "forward")
-        if self._is_measured and not hasattr(Module, name):
+        name = "forward" if isinstance(function, Module) else getattr(function, "__name__", "")
+        if self._is_measured and (name == "forward" or not hasattr(Module, name)):
             patches = [(entry.target.text, patch) for entry in entries for patch in entry.patches]
             self.agreement.check(name, patches)
 

@@ -255,8 +255,10 @@ def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: Ge
     needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
     given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
     patched = _apply_plain(entry, given, steps, None)
-    reads = not is_held and any(_is_read_with_gradient(patch, entry.target, given) for patch in entry.patches)
-    if patched is given and not reads:
+    # What a patch keeps of the whole value only has a gradient if the model goes on with it.
+    has_uses = torch.is_grad_enabled() and not is_held and isinstance(given, Tensor) and given.requires_grad
+    keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
+    if patched is given and not (has_uses and keeps):
         return value
     return placement.local(patched if gradient is None else placement.closed(patched, gradient), value)
 
