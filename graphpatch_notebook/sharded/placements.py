@@ -41,6 +41,10 @@ class Placement:
     def __str__(self) -> str:
         return "replicated" if self.dim is None else f"split along dimension {self.dim}"
 
+    def size_here(self, dim: int) -> int | None:
+        """Returns how many entries of a dimension this process holds; `None` if it holds all of them."""
+        return self.sizes[self.mesh.get_local_rank()] if dim == self.dim else None
+
     def whole(self, value: Tensor) -> Tensor:
         """Returns the whole value, from what this process holds of it; the same object if that is all of it.
 

@@ -210,9 +210,10 @@ def value_at(entry: Entry, value: Any) -> Any:
     """
     for key in entry.target.dig:
         value = _child(value, key)
-    if isinstance(value, Tensor):
-        value = value if entry.placement is None else entry.placement.whole(value)
+    if isinstance(value, Tensor) and entry.placement is None:
         value = _heads_apart(entry.target, value)
+    elif isinstance(value, Tensor) and entry.placement is not None:
+        value = entry.placement.whole(_heads_apart(entry.target, value, entry.placement.size_here(1)))
     value = _part(entry, value)
     # The model writes into this tensor later: what was read must stay as it was.
     return value.clone() if entry.target.node.is_mutated_later and isinstance(value, Tensor) else value
@@ -250,6 +251,8 @@ def _apply(
 def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: GenerationSteps | None) -> Any:
     """Returns what this process holds of a value, after patches on the whole of it."""
     __tracebackhide__ = True
+    if (apart := _heads_apart(entry.target, value, placement.size_here(1))) is not value:
+        return _packed(entry, value, apart, _apply_to_whole(entry, placement, apart, steps))
     whole = placement.whole(value)
     is_held, observes = entry.target.node.kind in HELD_KINDS, all(patch.observes_only for patch in entry.patches)
     needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
@@ -278,7 +281,7 @@ def _apply_plain(
     return _patched(entry, value, None, is_own=is_own)
 
 
-def _heads_apart(target: Target, value: Tensor) -> Tensor:
+def _heads_apart(target: Target, value: Tensor, here: int | None = None) -> Tensor:
     """Returns a value of an attention call with the heads in the dimension where they were captured.
 
     In a decoding step with a mask, transformers (since 5.1) packs the heads that share keys.
@@ -286,7 +289,7 @@ def _heads_apart(target: Target, value: Tensor) -> Tensor:
     node = target.node
     if not (node.is_inner or node.op in FUSED_ATTENTION):
         return value
-    shape = unpacked_shape(target.frame, node, target.whole, value.shape)
+    shape = unpacked_shape(target.frame, node, target.whole, value.shape, here)
     return value if shape is None else value.reshape(shape)
 
 
