@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture import capture
+from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import ModuleState, SharedRandomState, copied
@@ -120,6 +120,43 @@ class PatchableGraph(ModuleDelegate):
             self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
+
+    @classmethod
+    def from_config(
+        cls, config: Any, *example_args: Any, model_class: type[Module] | None = None, **example_kwargs: Any
+    ) -> PatchableGraph:
+        """Returns a `PatchableGraph` of a model of transformers without weights: names, shapes and code, to browse.
+
+        The model takes no memory: its parameters are on the meta device. A session of patches that is written here
+        can be loaded where the weights are. To run the model, load weights into it with
+        `pg.load_state_dict(weights, assign=True)`; until then, calls of the model raise an error.
+
+        Args:
+            config: A config of transformers, or the name or the folder of one.
+            *example_args: Example inputs, positional. They need no particular values.
+            model_class: The class of the model. Default: the class that the config names, else that of a causal
+                language model.
+            **example_kwargs: Example inputs, by keyword; `extraction_options` as for `PatchableGraph`.
+
+        Raises:
+            OSError: There is no such config, or it cannot be downloaded.
+            CaptureError: The model computes with the values of its weights in Python.
+
+        Example:
+            >>> import torch
+            >>> from transformers import GPT2Config
+            >>> config = GPT2Config(n_layer=96, n_embd=12288, n_head=96)
+            >>> pg = PatchableGraph.from_config(config, input_ids=torch.arange(5)[None])
+            >>> pg.nodes["layers[95].attn.pattern"].shape
+            torch.Size([1, 96, 5, 5])
+        """
+        import transformers
+
+        if not isinstance(config, transformers.PretrainedConfig):
+            config = transformers.AutoConfig.from_pretrained(config)
+        kind = model_class or getattr(transformers, (config.architectures or [""])[0], None)
+        build = functools.partial(kind or transformers.AutoModelForCausalLM.from_config, config)
+        return cls(built_without_weights(build, config.dtype).eval(), *example_args, **example_kwargs)
 
     @classmethod
     def _of(cls, module: Module, root_frame: Frame, options: ExtractionOptions) -> PatchableGraph:
@@ -308,6 +345,7 @@ class PatchableGraph(ModuleDelegate):
             1 frame: 1 equal
         """
         self._refuse_sharded()
+        self._captured.check_weights()
         report = verify(self._graph_module, args, kwargs)
         return dataclasses.replace(report, permanent=self._captured.permanent_paths)
 
@@ -339,6 +377,7 @@ class PatchableGraph(ModuleDelegate):
 
     def _refuse_patches(self) -> None:
         self._refuse_sharded()
+        self._captured.check_weights()
         if self._captured.permanent:
             raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
         if innermost(self._captured) is not None:
@@ -390,6 +429,7 @@ class PatchableGraph(ModuleDelegate):
             raise TypeError(
                 "to_fx takes inputs as a tuple, and those by name as a dict: pg.to_fx((x,), {'mask': mask})"
             )
+        self._captured.check_weights()
         context = innermost(self._captured)
         plan = context.plan if context is not None else self._captured.permanent_plan
         entries = plan.entries if plan is not None else ()
@@ -439,6 +479,7 @@ class PatchableGraph(ModuleDelegate):
         from graphpatch_notebook import serialization
 
         self._refuse_sharded()
+        self._captured.check_weights()
         if self._captured.permanent:
             raise SerializationError(
                 "a graph with permanent patches is saved in two files: save the graph that edit() was called on, and "
@@ -732,6 +773,7 @@ class PatchableGraph(ModuleDelegate):
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
+        self._captured.check_weights()
         context = innermost(self._captured)
         if (sharding := sharding_of(self._captured.root)) is not None:
             sharding.check_call(function, () if context is None else context.plan.entries)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -23,14 +24,25 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.data_loops import (
     PART_FUNCTIONS,
+    SIZED_BY_VALUES,
     data_loop_of,
     data_loops,
+    is_call_sized_by_values,
     is_sized_by_values,
     part_count_by_values,
 )
 from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
 from graphpatch_notebook.capture.doubts import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk, reachable_modules
+from graphpatch_notebook.capture.meta_device import (
+    META,
+    OnMeta,
+    WithoutWeights,
+    built_without_weights,
+    has_values,
+    parameter_without_values,
+    result_of_size,
+)
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.call_sites import is_own
 from graphpatch_notebook.capture.observers import Swaps, ThreadState, apply_observer, observer, visible_apply
@@ -46,14 +58,18 @@ from graphpatch_notebook.torch_compat import EagerCode, is_compiled
 from graphpatch_notebook.values import rebuilt_sequence
 
 __all__ = [
+    "META",
     "PART_FUNCTIONS",
+    "SIZED_BY_VALUES",
     "Doubt",
     "Frame",
     "FrameCount",
+    "OnMeta",
     "OpPlace",
     "Packing",
     "Reason",
     "Recorder",
+    "built_without_weights",
     "call_sites",
     "capture",
     "chosen_decompositions",
@@ -61,13 +77,17 @@ __all__ = [
     "data_loops",
     "decomposition_of",
     "frame_count",
+    "has_values",
     "held_by",
+    "is_call_sized_by_values",
     "is_own",
     "is_sized_by_values",
     "listed_doubts",
     "packing_of",
+    "parameter_without_values",
     "part_count_by_values",
     "record",
+    "result_of_size",
 ]
 
 
@@ -84,7 +104,14 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     __tracebackhide__ = True
     options.check()
     recorder = Recorder(module, options)
-    root = record(recorder, args, kwargs)
+    with WithoutWeights() if parameter_without_values(module) else nullcontext() as without_weights:
+        root = record(recorder, args, kwargs)
+    if without_weights is not None and without_weights.guessed:
+        message = (
+            f"the model reads values that depend on its weights, which are on the meta device "
+            f"({', '.join(without_weights.guessed)}): it was captured as if they were 0, with masks that select all"
+        )
+        warnings.warn(CompilationWarning(message), stacklevel=4)
     root.capture.options = options
     _report_failures(recorder)
     _report_unopened(recorder)

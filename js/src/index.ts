@@ -2,11 +2,9 @@
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
 import { makeActivation } from "./details/activation_view";
 import { makePopup } from "./details/popup";
-import { connect } from "./kernel/kernel";
 import type { CircuitTraits, HeatmapTraits } from "./kernel/protocol";
 import { showFailure, watchErrors } from "./page/boundary";
 import { copyText, element } from "./page/dom";
-import { makeNotices } from "./page/notices";
 import { followTheme } from "./page/theme";
 import { makeEditor } from "./patches/editor";
 import { tryEdit } from "./patches/edits";
@@ -19,6 +17,8 @@ import { makeToolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
 import { makeTree } from "./tree/tree_view";
 import type { Model, View } from "./view";
+import { link } from "./views/linked_view";
+import { joinSelection } from "./views/tree_selection";
 
 type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
@@ -64,15 +64,11 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
 
 /** Puts the parts into `root`. */
 function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (undo: Undo) => void): void {
-  const kernel = connect(model, onRemove);
-  const notices = makeNotices(kernel, onRemove);
+  const linked = link(root, model, onRemove);
+  const { notices } = linked;
   const view: View = {
-    root,
-    model,
+    ...linked,
     skeleton,
-    kernel,
-    notices,
-    onRemove,
     reveal: (row) => {
       state.reveal(row);
       tree.show(row);
@@ -97,6 +93,7 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
   const parts = [circuit, toolbar, notices, tree, popup, editor, makePatchList(view), makeRunPanel(view)];
   root.append(...parts.map((part) => part.element));
   watchKeys(view, toolbar);
+  joinSelection(view, state);
   onRemove(watchErrors(import.meta.url, (message) => notices.error(message)));
   onRemove(hideStaticTree(model.get("about").model_id, root));
   tree.show(state.active);

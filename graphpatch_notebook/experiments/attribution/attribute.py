@@ -13,6 +13,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.experiments.attribution.choices import Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionResults, AttributionRuns, KeptDims
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked, same_values
 from graphpatch_notebook.experiments.attribution.rules import Method, check_method, midpoints
@@ -54,6 +55,7 @@ def attribute(
     method: Method = "gradient",
     steps: int = 8,
     one_sided: bool = False,
+    routing: Routing = "free",
     paths: Iterable[str | NodePath] | None = None,
     positions: Positions | Rows = None,
     position_dim: int | Mapping[str, int] | None = None,
@@ -96,6 +98,9 @@ def attribute(
         one_sided: For `"secant"` with `paths`: compares the corrupted run, for each value, with the same run in which
             this value alone is the clean one, and not with the clean run. The scores of all heads and positions of a
             value then sum to the exact effect of patching all of it. It takes two runs for each value.
+        routing: Whether the model chooses freely in the corrupted run, or `"frozen"`: what it chooses by values in the
+            clean run (the experts of a token, by `topk`, `sort`, `argmax` or `max`), it chooses in the corrupted run,
+            too. Scores then explain the difference between the clean run and that run, without changes of experts.
         paths: The nodes to score. By default, all nodes with floating-point tensors.
         positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
             or a slice. Negative numbers count from the end. With two dimensions, `(batch, columns)`, each row of the
@@ -107,18 +112,18 @@ def attribute(
         heads: The number of attention heads: returns a score for each head. The heads must be separate in the values at
             `paths` (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
         max_bytes: The memory limit for recorded values and their gradients. If it is exceeded, nodes are scored in
-            several groups with runs of their own. The scores do not change. It does not count what a backward pass
-            keeps, nor what `"secant"` keeps of the clean run, which is about as much again.
+            several groups with runs of their own. The scores do not change. What `"secant"` keeps of the clean run
+            counts too, but each group keeps all of that: values may take half of the limit in any case. What a backward
+            pass keeps does not count.
 
     Returns:
         An array with the dimension `path` (`layer` and `head` for components, such as `layers[*].attn.heads[*].z`), and
         `head` and `position` if requested. Nodes without a score are NaN: the
         attribute `skipped` is a dict from path to reason. Other attributes: `clean` and `corrupted`, the metric of the
-        two runs; `method`; `steps`; `fallbacks`, why an operation keeps its own derivative, by name; for `"secant"`,
-        `conservation`, how far the scores of each cut are from the change of the metric, relative to it; `roots`, the
-        nodes at which the runs begin to differ; `same_values`, a dict from
-        the names of one value to the name that represents them; `remarks`. Parameters score 0, since they are equal in
-        both runs.
+        two runs; `method`; `routing`; `steps`; `fallbacks`, why an operation keeps its own derivative, by name; for
+        `"secant"`, `conservation`, how far the scores of each cut are from the change of the metric, relative to it;
+        `roots`, the nodes at which the runs begin to differ; `same_values`, a dict from the names of one value to the
+        name that represents them; `remarks`. Parameters score 0, since they are equal in both runs.
 
     Raises:
         UnknownPathError: A path does not exist. Raised before the model runs.
@@ -173,11 +178,12 @@ def attribute(
         kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
     nodes = wanted if one_sided else selected.nodes
-    runs = AttributionRuns(pg, metric, *given, nodes, kept, fractions, checked_bytes(max_bytes), method, one_sided)
+    limit = checked_bytes(max_bytes)
+    runs = AttributionRuns(pg, metric, *given, nodes, kept, fractions, limit, method, routing, one_sided)
     found = runs.run()
     found.problems |= selected.skipped
     result = _data_array(xarray, selected.places, found, axis, heads, metric)
-    result.attrs |= {"method": method, **({"steps": steps} if method == "integrated" else {})}
+    result.attrs |= {"method": method, "routing": routing, **({"steps": steps} if method == "integrated" else {})}
     result.attrs["same_values"] = same_values(pg, wanted)
     if method == "secant":
         result.attrs["conservation"] = _conservation(pg, found)
@@ -338,7 +344,7 @@ def _warn_of_loss(pg: PatchableGraph, result: DataArray) -> None:
     shown = "; ".join(causes[:5]) or "operations that torch does not dispatch, or in-place changes of shared memory"
     warn(
         f"the scores of all roots differ from the change of the metric by {loss:.1%} of it: not every operation has a "
-        f"rule that explains its change. It may be: {shown}. "
+        f"rule that explains its change. It may be: {shown}. routing='frozen' holds choices of experts; "
         "graphpatch_notebook.experiments.attribution.rules.register_rule adds rules",
         ExperimentWarning,
         stacklevel=level_of_caller(),

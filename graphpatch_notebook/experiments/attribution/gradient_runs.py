@@ -35,6 +35,7 @@ from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, Stru
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
 from graphpatch_notebook.execution import PatchContext
+from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.rules import DerivativeRules, Method, rules_of
 from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode, Scores
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -130,6 +131,7 @@ class AttributionRuns:
         fractions: The points between the corrupted run (0) and the clean run (1) at which gradients are taken.
         max_bytes: The memory limit for recorded values and their gradients.
         method: The derivative rules of both runs.
+        routing: Whether the corrupted runs make the choices of the clean run.
         is_one_sided: Whether each value is compared with the corrupted run in which it alone is restored.
     """
 
@@ -144,6 +146,7 @@ class AttributionRuns:
         fractions: Sequence[float],
         max_bytes: int,
         method: Method,
+        routing: Routing,
         is_one_sided: bool = False,
     ) -> None:
         self._pg = pg
@@ -155,6 +158,7 @@ class AttributionRuns:
         self._fractions = fractions
         self._max_bytes = max_bytes
         self._method = method
+        self._choices = Choices(routing)
         self._is_one_sided = is_one_sided
         self._current = CurrentListener()
         self._roots = Roots()
@@ -231,6 +235,7 @@ class AttributionRuns:
             output = self._output(clean, self._clean, state)
             with noted_metric(output):
                 self._found.clean = float(metric_number(self._metric(output)))
+        clean.shrink(max(self._max_bytes - rules.recorded_bytes, self._max_bytes // 2))
         differences = Differences(clean, is_careful)
         run = GradientRun(differences, self._roots)
         metric = self._gradient_run(run, state, rules)
@@ -321,7 +326,8 @@ class AttributionRuns:
         state.restore()  # all runs have the same random numbers and buffers
         fresh = inputs.fresh()
         self._current.listener = listener
-        return self._pg(*fresh.args, **fresh.kwargs)
+        with self._choices.recorded() if inputs is self._clean else self._choices.held():
+            return self._pg(*fresh.args, **fresh.kwargs)
 
     def _gradient_run(self, run: GradientRun, state: ModuleState, rules: DerivativeRules) -> Tensor:
         with torch.enable_grad(), rules.applied():
@@ -439,7 +445,7 @@ class CleanValues:
         known = self._by_id.get(id(value))
         if known is not None and known.tensor is value and known.is_current:
             return known
-        cost = value.numel() * max(value.element_size(), 4) * 2
+        cost = _cost(value)
         if cost > self._available and self._by_id:
             return None
         self._available -= cost
@@ -452,10 +458,28 @@ class CleanValues:
         self._by_id[id(kept.tensor)] = kept
         return kept
 
+    def shrink(self, max_bytes: int) -> None:
+        """Leaves the values that exceed a lower limit to another group."""
+        kept: dict[int, CleanValue] = {}
+        for path, values in list(self.by_path.items()):
+            new = {id(value.tensor): value for value in values if id(value.tensor) not in kept}
+            max_bytes -= sum(_cost(value.tensor) for value in new.values())
+            if max_bytes < 0 and new and kept:
+                self.left.add(path)
+                del self.by_path[path]
+            else:
+                kept |= new
+        self._by_id = kept
+
     def release(self) -> None:
         """Frees all values."""
         self.by_path.clear()
         self._by_id.clear()
+
+
+def _cost(value: Tensor) -> int:
+    """Returns how many bytes a value and its gradient take."""
+    return value.numel() * max(value.element_size(), 4) * 2
 
 
 Occurrence: TypeAlias = "tuple[str, int]"
