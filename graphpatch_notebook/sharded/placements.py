@@ -136,7 +136,7 @@ class _Close(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradient: _Gradient) -> Tensor:
         ctx.gradient = gradient
-        return value.view_as(value)
+        return value.clone()  # the model may write into it, which autograd refuses for views
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

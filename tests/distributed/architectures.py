@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphpatch_notebook import PatchableGraph
 from tests.architectures.building import NotSmall, case_of
@@ -41,11 +41,7 @@ def examine(
     """
     case = case_of(architecture)
     model = case.build().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():  # biases of zero would hide what is done with them
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    disturb(model)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         call = case.example()
@@ -78,9 +74,15 @@ def _compared(
     return compare(*graphs, run, most=most, most_gradients=most_gradients)
 
 
+def disturb(model: nn.Module) -> None:
+    """Makes weights random that are all zeros or ones: these would hide what is done with them."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
 def named(names: tuple[str, ...]) -> list[Architecture]:
     """The causal architectures of these model types."""
     return [each for each in with_plan() if each.model_type in names]
-
-
-__all__ = ["SIX", "Path", "examine", "named", "with_plan"]

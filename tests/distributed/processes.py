@@ -68,6 +68,7 @@ def _work(
     rank: int, count: int, store: str, seconds: float, sender: Connection, function: Callable[..., Any], args: Any
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}  # transformers reads these
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=seconds)
     try:
