@@ -34,7 +34,9 @@ class Agreement:
         self.group: Any = dist.new_group(backend="gloo", timeout=_LIMIT)
         self.patience = 5.0
         self._calls = 0
-        self._store = dist.PrefixStore("graphpatch_notebook", default_store())
+        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+            "graphpatch_notebook", default_store()
+        )
 
     def check(self, what: str, patches: Sequence[tuple[str, Any]]) -> None:
         """Returns once all processes have called this with the same arguments.

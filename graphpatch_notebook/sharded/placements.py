@@ -75,13 +75,9 @@ class Placement:
         if not isinstance(whole, Tensor) and (self.dim is not None or is_distributed(value)):
             raise PatchValueError(f"{self.path!r} is distributed over processes: a patch must return a tensor for it")
         if is_distributed(value):
-            placements = value.placements  # type: ignore[attr-defined]
-            again = kinds.DTensor.from_local(
-                whole,
-                value.device_mesh,
-                [kinds.Replicate()] * len(placements),
-                run_check=False,  # type: ignore[attr-defined]
-            )
+            distributed: Any = value
+            mesh, placements = distributed.device_mesh, distributed.placements
+            again = kinds.DTensor.from_local(whole, mesh, [kinds.Replicate()] * len(placements), run_check=False)
             return again if any(each.is_partial() for each in placements) else again.redistribute(placements=placements)
         if self.dim is None:
             return whole
@@ -104,12 +100,13 @@ class Placement:
         upstream goes the sum on the first process, and zero on the others.
         """
         gradient = _Gradient(self.mesh)
-        return _Open.apply(value, gradient) if value.requires_grad else value, gradient
+        return (_Open.apply(value, gradient) if value.requires_grad else value), gradient  # type: ignore[no-untyped-call]
 
     @staticmethod
     def closed(whole: Any, gradient: _Gradient) -> Any:
         """Returns what the patches made of a value that was `opened`."""
-        return _Close.apply(whole, gradient) if isinstance(whole, Tensor) and whole.requires_grad else whole
+        needs_gradient = isinstance(whole, Tensor) and whole.requires_grad
+        return _Close.apply(whole, gradient) if needs_gradient else whole  # type: ignore[no-untyped-call]
 
 
 class _Gradient:

@@ -247,11 +247,11 @@ def _reads_weight(node: Node) -> bool:
 
 def _packed_sizes(module: Module) -> dict[int, int]:
     """Returns the sizes of the packed dimensions of the weights of a module, with the factors."""
-    held = [tensor for tensor in module._parameters.values() if is_distributed(tensor)]
+    held: list[Any] = [tensor for tensor in module._parameters.values() if is_distributed(tensor)]
     return {
         tensor.shape[placement.dim]: factor
         for tensor in held
-        for placement in tensor.placements  # type: ignore[union-attr]
+        for placement in tensor.placements
         if (factor := split_factor(placement)) > 1
     }
 

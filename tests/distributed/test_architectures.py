@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from graphpatch_notebook.experiments import attribute, causal_trace
 from tests.distributed import ranks
 from tests.distributed.architectures import SIX, disturb, examine, named
 from tests.distributed.processes import run_on_ranks
+from tests.test_docs import BLOCK, ROOT
 
 pytestmark = pytest.mark.skipif(
     not (ranks.is_possible and hasattr(transformers, "distributed")), reason="this transformers shards in another way"
@@ -59,18 +62,33 @@ def test_many_forwards(tmp_path: Path) -> None:
         vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config).eval()
     disturb(model)
     model.save_pretrained(tmp_path)
-    for wrong in run_on_ranks(2, wrong_results, str(tmp_path), seconds=120):
-        assert wrong == []
+    (first, printed), (second, nothing) = run_on_ranks(2, wrong_results, str(tmp_path), seconds=120)
+    assert first == second == []
+    plain = PatchableGraph(model, IDS[:1])
+    with torch.no_grad(), plain.patch({"layers[0].attn.heads[3].z": ZeroPatch()}):
+        assert printed == f"{plain(IDS[:1]).logits[0, -1].topk(3).indices.tolist()}\n"
+    assert nothing == ""
 
 
 def metric(output: Any) -> Tensor:
     return output.logits[:, -1, 7].mean()  # type: ignore[no-any-return]
 
 
-def wrong_results(folder: str) -> list[str]:
+def printed_by_the_guide(folder: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the script of the guide prints on this rank."""
+    (source, *_) = BLOCK.findall((ROOT / "docs" / "guides" / "sharded.md").read_text("utf8"))[0]
+    monkeypatch.setattr("sys.argv", ["patch_sharded.py", folder])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(source, "patch_sharded.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def wrong_results(folder: str) -> tuple[list[str], str]:
+    """What is not as in one process, and what the script of the guide prints."""
     kind = transformers.LlamaForCausalLM
     plain = PatchableGraph(kind.from_pretrained(folder).eval(), IDS)
     sharded = PatchableGraph(kind.from_pretrained(folder, tp_plan="auto").eval(), IDS)
@@ -87,7 +105,8 @@ def wrong_results(folder: str) -> list[str]:
             wrong.append(name)
     wrong += [name for name, run in EXPERIMENTS.items() if not _are_close(run(plain), run(sharded))]
     wrong += [] if torch.allclose(plain.weights.W_Q[1, 2], sharded.weights.W_Q[1, 2]) else ["weights"]
-    return wrong
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return wrong, printed_by_the_guide(folder, monkeypatch)
 
 
 EXPERIMENTS: dict[str, Callable[[PatchableGraph], Any]] = {

@@ -259,7 +259,7 @@ def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: Ge
     given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
     patched = _apply_plain(entry, given, steps, None)
     # What a patch keeps of the whole value only has a gradient if the model goes on with it.
-    has_uses = torch.is_grad_enabled() and not is_held and isinstance(given, Tensor) and given.requires_grad
+    has_uses = torch.is_grad_enabled() and not is_held and given.requires_grad
     keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
     if patched is given and not (has_uses and keeps):
         return value

@@ -42,7 +42,8 @@ def holding_tensors(module: Module, replacements: dict[str, Tensor]) -> Iterator
                 )
             above, _, name = path.rpartition(".")
             holder = module.get_submodule(above)
-            for held in (holder._parameters, holder._buffers, holder.__dict__):
+            places: tuple[dict[str, Any], ...] = (holder._parameters, holder._buffers, holder.__dict__)
+            for held in places:
                 if held.get(name) is not None:
                     before.append((held, name, held[name]))
                     held[name] = new
