@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from graphpatch_notebook.capture.naming.call_sites import is_parallel_code
+from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.torch_compat import is_fully_sharded
 
@@ -64,7 +64,7 @@ def is_parallel_machinery(function: Callable[..., Any] | None) -> bool:
     """Whether a hook, or a forward of an instance, is what splits and joins the values of a sharded model."""
     code = getattr(function, "__code__", None)
     named = str(getattr(function, "__module__", "")).startswith(_MACHINERY)
-    return named or (code is not None and is_parallel_code(code))
+    return named or (code is not None and call_sites.is_parallel_code(code))
 
 
 def runs_shards(module: Module) -> bool:
