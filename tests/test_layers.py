@@ -54,6 +54,7 @@ LAYERS = [
     "notebook/session",
     "notebook/export",
     "notebook/run",
+    "notebook/views",
     "notebook/browser",
     "notebook/magics",
     "notebook/completion",
