@@ -47,6 +47,7 @@ LAYERS = [
     "experiments/methods",
     "experiments/attribution",
     "experiments/circuits",
+    "experiments/datasets",
     "experiments/plotting",
     "experiments",
     "notebook/display",
