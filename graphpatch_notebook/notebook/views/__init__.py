@@ -1,4 +1,4 @@
-"""The views of a graph, which share one selection: attention, lens, generation, and the tree browser (`notebook/browser`).
+"""The views of a graph, which share one selection: attention, lens, generation; also the tree in `notebook/browser`.
 
 `linked` is the base class of the views, and `computed` that of views whose numbers are computed by runs; `opening` has
 what a new view starts with. `selection` is what is selected in them, and `actions` makes patches of it. `requests`

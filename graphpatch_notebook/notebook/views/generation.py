@@ -18,6 +18,7 @@ import traitlets
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, SessionError
+from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.plotting.labels import tick_text
 from graphpatch_notebook.notebook.display.labels import escaped
@@ -48,6 +49,7 @@ class Continuation:
         entropy: The entropy of the distribution of each step, in nats.
         top: The most probable tokens of each step, of shape (step, top).
         probabilities: Their probabilities.
+        size: The size of the vocabulary.
     """
 
     tokens: list[int]
@@ -55,6 +57,7 @@ class Continuation:
     entropy: Numbers
     top: np.ndarray[Any, np.dtype[np.int64]]
     probabilities: Numbers
+    size: int
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,9 @@ class Generator:
     def prompt(self) -> list[int]:
         """The tokens of the prompt; empty if they are not known."""
         ids = self._inputs.kwargs.get("input_ids", next(iter(self._inputs.args), None))
-        is_ids = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
-        return [int(token) for token in ids[0]] if is_ids else []
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+            return []
+        return [int(token) for token in ids[0]]
 
     def run(self, patches: Mapping[str, Sequence[Patch[Any]]], forced: Sequence[int] = ()) -> Continuation:
         """Returns the continuation; the first tokens are those that are given.
@@ -120,7 +124,8 @@ class Generator:
         options: dict[str, Any] = {**_GREEDY, **fresh.kwargs, "max_new_tokens": self._count}
         if forced:
             options["logits_processor"] = [*options.get("logits_processor", ()), _Forced(forced)]
-        with torch.no_grad(), self._graph.patch(dict(patches)):
+        given: PatchMap = {**patches}
+        with torch.no_grad(), self._graph.patch(given):
             output = self._graph.generate(*fresh.args, **options)
         logits = torch.stack([step[0] for step in output.logits]).float()
         tokens = output.sequences[0, -len(logits) :]
@@ -132,6 +137,7 @@ class Generator:
             -(logs.exp() * logs.clamp_min(-1e30)).sum(-1).double().cpu().numpy(),
             top.indices.cpu().numpy(),
             top.values.exp().double().cpu().numpy(),
+            logs.shape[-1],
         )
 
 
@@ -272,8 +278,7 @@ class GenerationView(ComputedView):
 
     @property
     def _vocabulary_size(self) -> int:
-        logits = captured(self.graph).module.get_output_embeddings()
-        return int(logits.weight.shape[0]) if logits is not None else 2**31
+        return self._shown_lines.continuations[0].size
 
     # -- the numbers ---------------------------------------------------------------------------------------------------
 

@@ -385,8 +385,8 @@ export type Edit =
   | { action: "remove"; numbers: number[] }
   /** Trusts the file that this patch is from. */
   | { action: "trust"; number: number }
-  /** Adds a patch for each of the selected items. `value`: what was typed, for the acts that need it. */
-  | { action: "act"; act: Act; items: Item[]; value: string | null }
+  /** Adds a patch for each of the selected items. `value`: what was typed, for the acts that need it; `steps`: as in a patch. */
+  | { action: "act"; act: Act; items: Item[]; value: string | null; steps: string | null }
   | { action: "clear" | "undo" | "redo" };
 
 /** What can be done with a selection. */

@@ -1,5 +1,5 @@
 /** The generation view: tokens as text, coloured by a score of each step; branches at a token; patches of steps. */
-import type { Generation, GenerationTraits, PatchFields, Score } from "../kernel/protocol";
+import type { Act, Generation, GenerationTraits, Score } from "../kernel/protocol";
 import { element, icon, replaceChildren, setAttribute } from "../page/dom";
 import { formatNumber, formatPercent } from "../page/numbers";
 import { visibleToken } from "../page/visible";
@@ -16,11 +16,11 @@ const SCORES: Record<Score, string> = {
   entropy: "entropy (nats)",
   given: "given score",
 };
-/** The kinds of patches of the form, and whether a value is typed for them. */
-const KINDS: readonly [kind: string, text: string, example: string | null][] = [
+/** The actions of the form, and an example of what is typed for them. */
+const ACTS: readonly [act: Act, text: string, example: string | null][] = [
   ["zero", "Zero", null],
-  ["add", "Add", "4.0 * direction"],
-  ["replace", "Replace by", "0.0"],
+  ["mean", "Mean", null],
+  ["steer", "Steer by", "4.0 * direction"],
 ];
 
 let views = 0;
@@ -305,28 +305,28 @@ class StepForm implements Part {
   private readonly words = element("span", { class: "gp-muted" });
   private readonly path = field("Value to patch", "layers[0].mlp_out");
   private readonly value = field("Value, as Python", "");
-  private readonly kind = element("select", { class: "gp-field", "aria-label": "Kind of patch" });
+  private readonly act = element("select", { class: "gp-field", "aria-label": "What the patch does" });
   private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Patch these steps");
   private steps: number[] = [];
 
   constructor(private readonly view: Linked<GenerationTraits>) {
-    this.kind.append(...KINDS.map(([value, text]) => element("option", { value }, text)));
+    this.act.append(...ACTS.map(([value, text]) => element("option", { value }, text)));
     this.element = element(
       "form",
       { class: "gp-action-form gp-generation-form" },
       this.words,
-      this.kind,
+      this.act,
       this.path,
       this.value,
       this.apply,
     );
-    this.kind.addEventListener("change", () => this.showKind());
+    this.act.addEventListener("change", () => this.showAct());
     this.element.addEventListener("submit", (event) => {
       event.preventDefault();
       void this.add();
     });
     view.onRemove(view.kernel.onState(() => this.show(this.steps)));
-    this.showKind();
+    this.showAct();
     this.show([]);
   }
 
@@ -338,27 +338,19 @@ class StepForm implements Part {
     this.words.textContent = steps.length === 0 ? "Select tokens to patch their steps." : `Steps ${steps.join(", ")}:`;
   }
 
-  private showKind(): void {
-    const example = KINDS.find(([kind]) => kind === this.kind.value)?.[2] ?? null;
+  private showAct(): void {
+    const example = ACTS.find(([act]) => act === this.act.value)?.[2] ?? null;
     this.value.hidden = example === null;
     this.value.placeholder = example ?? "";
   }
 
   private async add(): Promise<void> {
     if (this.path.value.trim() === "") return this.path.focus();
-    const patch: PatchFields = {
-      path: this.path.value.trim(),
-      kind: this.kind.value,
-      slice: null,
-      value: this.value.hidden ? null : this.value.value,
-      name: null,
-      steps: this.steps.join(", "),
-      positions: null,
-      position_dim: null,
-      any_shape: false,
-      allow_empty: false,
-    };
-    await tryEdit(this.view, () => ({ action: "add", patch }), `patched ${patch.path} in steps ${patch.steps}`);
+    const item = itemOf(this.path.value.trim());
+    const steps = this.steps.join(", ");
+    const value = this.value.hidden ? null : this.value.value;
+    const said = `patched ${item.name} in steps ${steps}`;
+    await tryEdit(this.view, () => ({ action: "act", act: this.act.value as Act, items: [item], value, steps }), said);
   }
 }
 

@@ -95,10 +95,10 @@ test("selected tokens are positions, also those that are selected elsewhere, and
   expect(tokens.map((token) => token.getAttribute("aria-pressed"))).toEqual(["false", "true", "true"]);
   await userEvent.click(el.querySelector(".gp-generation-form .gp-primary") as HTMLButtonElement);
   await vi.waitFor(() => expect(sent("edit")).toHaveLength(1));
-  const patch = { path: "layers[1].mlp_out", kind: "zero", steps: "1, 2", slice: null, value: null };
-  expect(sent("edit")[0]).toMatchObject({ payload: { edit: { action: "add", patch } } });
+  const edit = { action: "act", act: "zero", items: [itemOf("layers[1].mlp_out")], value: null, steps: "1, 2" };
+  expect(sent("edit")[0]).toMatchObject({ payload: { edit } });
   const kind = el.querySelector(".gp-generation-form select") as HTMLSelectElement;
-  await userEvent.selectOptions(kind, "add");
+  await userEvent.selectOptions(kind, "steer");
   expect(el.querySelector<HTMLInputElement>("[aria-label='Value, as Python']")?.hidden).toBe(false);
   const { violations } = await axe.run(el, { resultTypes: ["violations"] });
   expect(violations).toEqual([]);

@@ -19,6 +19,7 @@ from graphpatch_notebook.experiments import show_generation
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.views.generation import GenerationView
+from graphpatch_notebook.notebook.views.selection import item_of
 from tests.components.families import captured_model
 
 STEPS = 6
@@ -147,6 +148,16 @@ def test_requests_of_the_front_end(view: GenerationView) -> None:
     assert "error" in ask(remove=4)
     ask(remove=0)
     assert len(view.generation["lines"]) == 1
+
+
+def test_an_action_on_steps_is_a_patch_of_these_steps(view: GenerationView) -> None:
+    answers: list[Any] = []
+    view.send = lambda content, buffers=None: answers.append(content)  # type: ignore[method-assign]
+    edit = {"action": "act", "act": "zero", "items": [item_of("layers[0].mlp_out")], "value": None, "steps": "1, 3"}
+    view._answer({"id": 1, "request": "edit", "payload": {"based_on": view._session.chosen.version, "edit": edit}})
+    assert "result" in answers[-1]
+    (patch,) = view._session.chosen.patches
+    assert (patch.kind, patch.steps) == ("zero", "1, 3")
 
 
 def test_what_cannot_be_shown_is_an_error(llama: tuple[PatchableGraph, Tensor], view: GenerationView) -> None:
