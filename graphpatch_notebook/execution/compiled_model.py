@@ -23,6 +23,15 @@ class CompiledModel:
 
     Attributes:
         graph: The graphs that were compiled, with the patches in them.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph, ReplacePatch
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2))
+        >>> patch = ReplacePatch(value=2.0, slice=0)
+        >>> compiled = pg.compile({"output": patch}, torch.ones(2), backend="eager")
+        >>> patch.value = 3.0
+        >>> compiled(torch.ones(2))
+        tensor([3., 1.])
     """
 
     def __init__(self, graph: fx.GraphModule, patches: CompiledPatches, backend: Any, mode: str | None) -> None:
