@@ -39,6 +39,7 @@ from graphpatch_notebook.experiments.plotting.plots import (
     plot_heatmap,
     plot_scores,
     save_figure,
+    show_attention,
     show_circuit,
     show_heatmap,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "plot_scores",
     "save_figure",
     "save_result",
+    "show_attention",
     "show_circuit",
     "show_heatmap",
     "sweep",

@@ -1,0 +1,430 @@
+"""The attention view: the patterns of all heads of a model, without and with the chosen patches.
+
+`show_attention` -> `patterns.RecordedPatterns` (in a run of the model) -> traits `attention` and `cells`
+front end        -> requests: `attend` runs the model with the patches, `head` returns a pattern that was not sent
+
+The front end is js/src/views/attention_view.ts. A page without scripts shows a picture of the heads.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import struct
+import uuid
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import traitlets
+from torch import Tensor
+
+from graphpatch_notebook.components import find
+from graphpatch_notebook.errors import GraphError, SessionError
+from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
+from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
+from graphpatch_notebook.notebook.run.runs import SharedRuns
+from graphpatch_notebook.notebook.session.origin import written_arguments
+from graphpatch_notebook.notebook.session.session import Session, session_of
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.linked import LinkedView
+from graphpatch_notebook.notebook.views.patterns import (
+    AttentionLayer,
+    LayerPatterns,
+    RecordedPatterns,
+    attention_layers,
+    packed,
+    pooled,
+)
+from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+
+MEAN = -1
+"""The row that is the mean over the batch."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The texts beside the patterns.
+
+    Attributes:
+        queries: Of each row of the batch, the texts of its tokens; of the decoder, if there is one.
+        keys: The same of the encoder; empty without one.
+    """
+
+    queries: list[list[str]]
+    keys: list[list[str]]
+
+    @classmethod
+    def of(cls, graph: PatchableGraph, inputs: RunInputs, texts: Any, tokenizer: Any) -> Tokens:
+        """Returns the texts of the tokens in the inputs, or those that were given."""
+        if texts is not None:
+            rows = [[*texts]] if all(isinstance(text, str) for text in texts) else [[*row] for row in texts]
+            return cls(rows, [])
+        found = TokenInputs.of(graph, inputs.args, inputs.kwargs)
+        encoder = inputs.kwargs.get("input_ids", inputs.args[0] if inputs.args else None)
+        has_decoder = found.ids is None or not _is_ids(encoder) or encoder[0].tolist() != found.ids
+        queries = found.batch or ([found.ids] if found.ids is not None else [])
+        keys = encoder.tolist() if has_decoder and _is_ids(encoder) else []
+        return cls(_texts(queries, tokenizer), _texts(keys, tokenizer))
+
+    def labels(self, count: int, row: int, *, is_encoder: bool) -> list[str]:
+        """Returns a label for each of `count` positions: its token, or its number.
+
+        Args:
+            count: The number of positions.
+            row: The row of the batch, or `MEAN`: then a token is a label if all rows have it.
+            is_encoder: Whether these are positions of the encoder.
+        """
+        rows = [one for one in (self.keys if is_encoder and self.keys else self.queries) if len(one) == count]
+        if not rows:
+            return [str(position) for position in range(count)]
+        if row != MEAN:
+            return rows[min(row, len(rows) - 1)]
+        return [
+            texts[0] if len({*texts}) == 1 else str(position) for position, texts in enumerate(zip(*rows, strict=True))
+        ]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() and value.numel() > 0
+
+
+def _texts(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
+    return [[token_text(tokenizer, token) for token in row] for row in rows] if tokenizer is not None else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionContext(RequestContext):
+    """The objects that requests of the attention view read and change.
+
+    Attributes:
+        start: Starts a run with the chosen patches, and returns its number.
+        finish: Called with the number of a run that is done.
+        head: Returns the pattern of a head, and its scale.
+    """
+
+    start: Callable[[], int]
+    finish: Callable[[int], None]
+    head: Callable[[int, str, int, int], tuple[bytes, float]]
+
+
+def _attend(context: AttentionContext, _: Payload) -> Answer:
+    return context.runs.status(context.start())
+
+
+def _attend_status(context: AttentionContext, payload: Payload) -> Answer:
+    number = payload.number("id")
+    found = context.runs.status(number)
+    if found[0]["state"] == "done":
+        context.finish(number)
+    return found
+
+
+def _head(context: AttentionContext, payload: Payload) -> Answer:
+    place = payload.number("version"), payload.text("run"), payload.number("layer"), payload.number("head")
+    cells, scale = context.head(*place)
+    return {"scale": scale}, [cells]
+
+
+class AttentionView(LinkedView):
+    """An interactive view of attention patterns, which `show_attention` returns.
+
+    In a notebook, it displays as a widget, with a picture that replaces it where scripts cannot run. The chosen patches
+    of the graph have their effect: the view shows the patterns without and with them.
+
+    Attributes:
+        row: The row of the batch that is shown; -1 for the mean over the batch.
+        selection: What is selected, in all views of the graph.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from graphpatch_notebook.experiments import show_attention
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(5)[None])
+        >>> view = show_attention(pg)
+        >>> view
+        <AttentionView of pg: 4 heads in 2 layers, 5 x 5>
+        >>> view.close()
+    """
+
+    attention = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    cells = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
+    row: Any = traitlets.Int().tag(sync=True)
+
+    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
+        **LinkedView.IS_OF_FRONT_END,
+        "row": lambda value: type(value) is int,
+    }
+    HANDLERS: ClassVar[Handlers] = {**HANDLERS, "attend": _attend, "attend_status": _attend_status, "head": _head}
+    VIEW: ClassVar[str] = "attention"
+
+    def __init__(
+        self,
+        graph: PatchableGraph,
+        session: Session,
+        workspace: Workspace,
+        layers: list[AttentionLayer],
+        inputs: RunInputs,
+        tokens: Tokens,
+    ) -> None:
+        self._layers = layers
+        self._inputs = inputs
+        self._tokens = tokens
+        self._version = 0
+        self._started: dict[int, tuple[int, list[RecordedPatterns]]] = {}
+        self._clean: list[LayerPatterns] = []
+        self._patched: list[LayerPatterns] | None = None
+        self._patches_shown = -1
+        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+        self.refresh()
+
+    def _made_context(self, workspace: Workspace) -> AttentionContext:
+        shared = self._shared
+        return AttentionContext(
+            self._session,
+            workspace,
+            shared.runs,
+            shared.typed,
+            shared.written,
+            start=self._start,
+            finish=self._finish,
+            head=self._head,
+        )
+
+    def refresh(self) -> None:
+        """Runs the model again, without and with the chosen patches, and shows the patterns.
+
+        Raises:
+            GraphError: The run failed.
+            SessionError: A value of a patch cannot be evaluated. Nothing ran.
+        """
+        self._clean = []
+        runs, number = self._shared.runs, self._start()
+        try:
+            runs.wait(number)
+        except KeyboardInterrupt:
+            runs.interrupt(number)
+            raise
+        status, _ = runs.status(number)
+        if status["state"] != "done":
+            raise GraphError(f"the model failed on these inputs: {status['error']}")
+        self._finish(number)
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> int:
+        """Starts a run with the chosen patches; the first one also runs without them."""
+        session, chosen = self._session, self._session.chosen
+        maps = [] if self._clean else [{}]
+        if chosen.enabled:
+            maps.append(session.resolve(self._request_context.workspace.namespace, chosen).patch_map)
+        recorded = [RecordedPatterns(self._layers) for _ in maps]
+        calls = [one.added_to(patch_map) for one, patch_map in zip(recorded, maps, strict=True)]
+        number = self._shared.runs.start_calls(self._inputs, calls)
+        self._started = {number: (chosen.version, recorded)}  # an earlier run is not shown any more
+        return number
+
+    def _finish(self, number: int) -> None:
+        """Shows the patterns of a run."""
+        version, recorded = self._started.pop(number, (-1, []))
+        if version < 0:
+            return
+        found = [one.found() for one in recorded]
+        if not self._clean:
+            self._clean = found.pop(0)
+        self._patched = found[0] if found else None
+        self._patches_shown = version
+        self._version += 1
+        self.renew("attention", "cells")
+
+    def _head(self, version: int, run: str, layer: int, head: int) -> tuple[bytes, float]:
+        found = {"clean": self._clean, "patched": self._patched}.get(run)
+        if version != self._version or found is None:
+            raise SessionError("the patterns have changed meanwhile; look again")
+        if not 0 <= layer < len(found) or not 0 <= head < found[layer].cells.cells.shape[1]:
+            raise SessionError(f"there is no head {head} in layer {layer} of this view")
+        cells, place = found[layer].cells, self._place
+        return cells.cells[place, head].contiguous().numpy().tobytes(), float(cells.scales[place, head])
+
+    # -- traits --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _count(self) -> int:
+        """How many rows the batch has."""
+        rows = self._clean[0].cells.cells.shape[0] if self._clean else 1
+        return rows - 1 if rows > 1 else rows
+
+    @property
+    def _place(self) -> int:
+        """The place of the row in what is kept, which begins with the mean if there are several rows."""
+        row = max(MEAN, min(int(self.row), self._count - 1))
+        return row + 1 if self._count > 1 else 0
+
+    @traitlets.validate("row")
+    def _validated(self, proposal: Any) -> Any:
+        return self._checked(proposal)
+
+    def _problem(self, name: str, value: Any) -> str | None:
+        if name == "row" and not (MEAN if self._count > 1 else 0) <= value < self._count:
+            return f"there is no row {value}: the batch has {self._count}"
+        return super()._problem(name, value)
+
+    @traitlets.observe("row")
+    def _show_row(self, _: Any) -> None:
+        self._version += 1
+        self.renew("attention", "cells")
+
+    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
+        if name in ("attention", "cells"):
+            runs = [self._clean, *([self._patched] if self._patched is not None else [])]
+            found = packed(runs, self._place)
+            return found.data if name == "cells" else self._described(found.shapes, is_whole=found.is_whole)
+        return super()._value_of_trait(name, graph)
+
+    def _described(self, shapes: list[list[int]], *, is_whole: bool) -> dict[str, Any]:
+        """Returns the `Attention` of the front end."""
+        texts: list[list[str]] = []
+
+        def place_of(labels: list[str]) -> int:
+            if labels not in texts:
+                texts.append(labels)
+            return texts.index(labels)
+
+        row = self.row if self._count > 1 else 0
+        layers = []
+        for layer, patterns, shape in zip(self._layers, self._clean, shapes, strict=True):
+            heads, queries, keys = patterns.cells.cells.shape[1:]
+            is_encoder = "encoder" in layer.stack
+            layers.append(
+                {
+                    "name": layer.name,
+                    "title": f"{layer.stack + ' ' if layer.stack else ''}{layer.layer}{' cross' if layer.is_cross else ''}",
+                    "layer": layer.layer,
+                    "heads": heads,
+                    "value_heads": 0 if patterns.lengths is None else patterns.lengths.cells.shape[1],
+                    "full": [queries, keys],
+                    "shape": shape,
+                    "queries": place_of(self._tokens.labels(queries, row, is_encoder=is_encoder)),
+                    "keys": place_of(self._tokens.labels(keys, row, is_encoder=is_encoder or layer.is_cross)),
+                }
+            )
+        return {
+            "version": self._version,
+            "patches": self._patches_shown,
+            "runs": ["clean"] if self._patched is None else ["clean", "patched"],
+            "rows": self._count,
+            "call": f"{self._session.origin.graph}({self._inputs.text})",
+            "is_whole": is_whole,
+            "layers": layers,
+            "tokens": texts,
+        }
+
+    # -- display -------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        heads = sum(one.cells.cells.shape[1] for one in self._clean)
+        queries, keys = self._clean[0].cells.cells.shape[2:]
+        name = self._session.origin.graph
+        layers = f"{len(self._layers)} layer{'s' * (len(self._layers) != 1)}"
+        return f"<AttentionView of {name}: {heads} heads in {layers}, {queries} x {keys}>"
+
+    def _static_html(self) -> str | None:
+        with suppress(SessionError):
+            name = self._session.origin.graph
+            shown = self._patched or self._clean
+            picture = base64.b64encode(picture_of([one.cells.cells[self._place] for one in shown])).decode()
+            labels = self._tokens.labels(shown[0].cells.cells.shape[2], self.row, is_encoder=False)
+            heads = sum(one.cells.cells.shape[1] for one in shown)
+            patched = " with the chosen patches" if self._patched is not None else ""
+            return (
+                f'<div class="gp-static gp-static-{html.escape(self._own_id)}">\n'
+                f"<p><strong>Attention of {escaped(name)}: {heads} heads in {len(shown)} layers{patched}</strong> "
+                "(a picture; for the live one, run the cell)</p>\n"
+                f'<img alt="Attention patterns, a row of heads for each layer, the first layer at the top" '
+                f'src="data:image/png;base64,{picture}">\n'
+                f"<details><summary>{len(labels)} tokens</summary>\n<p>{escaped(' '.join(labels))}</p>\n</details>\n</div>"
+            )
+        return None
+
+
+_SIDE, _GAP = 32, 3
+_VIRIDIS = (
+    (68, 1, 84),
+    (71, 44, 122),
+    (59, 81, 139),
+    (44, 113, 142),
+    (33, 144, 141),
+    (39, 173, 129),
+    (92, 200, 99),
+    (170, 220, 50),
+    (253, 231, 37),
+)
+"""Every 32nd color of viridis, as in js/src/plots/plane.ts."""
+
+
+def picture_of(layers: Sequence[Tensor]) -> bytes:
+    """Returns a PNG with a row of heads for each layer.
+
+    Args:
+        layers: Of each layer, the cells of its heads as bytes: (head, query, key).
+
+    Example:
+        >>> import torch
+        >>> picture_of([torch.zeros(2, 4, 4, dtype=torch.uint8)])[1:4]
+        b'PNG'
+    """
+    step = _SIDE + _GAP
+    image = torch.full((len(layers) * step, max(len(cells) for cells in layers) * step), 255, dtype=torch.uint8)
+    for number, cells in enumerate(layers):
+        small = pooled(cells, _SIDE)
+        repeats = [max(1, _SIDE // size) for size in small.shape[1:]]
+        large = small.repeat_interleave(repeats[0], 1).repeat_interleave(repeats[1], 2)
+        for head, one in enumerate(large):
+            # The last color is that of the gaps.
+            image[number * step :, head * step :][: one.shape[0], : one.shape[1]] = one.clamp_max(254)
+    stops = torch.tensor(_VIRIDIS, dtype=torch.float32)
+    places = torch.linspace(0, len(stops) - 1, 255)
+    low = places.floor().long().clamp_max(len(stops) - 2)
+    colors = torch.lerp(stops[low], stops[low + 1], (places - low)[:, None]).round().to(torch.uint8)
+    palette = torch.cat([colors, torch.tensor([[255, 255, 255]], dtype=torch.uint8)])
+    rows = torch.cat([torch.zeros(image.shape[0], 1, dtype=torch.uint8), image], 1)
+    header = struct.pack(">IIBBBBB", image.shape[1], image.shape[0], 8, 3, 0, 0, 0)
+    parts = [("IHDR", header), ("PLTE", palette.numpy().tobytes()), ("IDAT", zlib.compress(rows.numpy().tobytes(), 9))]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in [*parts, ("IEND", b"")])
+
+
+def _chunk(name: str, data: bytes) -> bytes:
+    body = name.encode() + data
+    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+
+def attention_view(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tokens: Any = None,
+    tokenizer: Any = None,
+    layers: Sequence[int] | None = None,
+) -> AttentionView:
+    """Returns the view of `show_attention`."""
+    session = session_of(graph)
+    names = [name for name, other in workspace.graphs().items() if other is graph]
+    if names:  # sets the variable names of the graph and the model in the session
+        workspace.named(session.origin.graph if session.origin.graph in names else names[0])
+    found = attention_layers(find(captured(graph).root), layers)
+    if args or kwargs:
+        text = written_arguments(args, kwargs or {}, workspace.namespace) or "..."
+        inputs = RunInputs(args, kwargs or {}, text)
+    else:
+        inputs = inputs_for_run(session, workspace.namespace, None, None)
+    tokenizer = tokenizer if tokenizer is not None else SharedRuns.of(session, workspace).runs.tokenizer
+    return AttentionView(graph, session, workspace, found, inputs, Tokens.of(graph, inputs, tokens, tokenizer))
