@@ -12,8 +12,11 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import numbered
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.browser.widget import Browser
+    from graphpatch_notebook.notebook.views.linked import LinkedView
 
 
 def browser_of(
@@ -25,6 +28,7 @@ def browser_of(
     typed: str | None = None,
     tokenizer: Any = None,
     circuit: Circuit | None = None,
+    views: Iterable[str] = (),
 ) -> Browser:
     """Returns a new browser of a graph. All browsers of a graph share the chosen patches and the runs.
 
@@ -36,11 +40,13 @@ def browser_of(
         typed: The arguments of a call as Python code, evaluated for each run.
         tokenizer: Turns tokens into text.
         circuit: Shown above the tree.
+        views: The names of views that are shown above the tree, such as "attention".
 
     Raises:
         UnknownPathError: The path does not exist; the message lists the nearest paths.
         TypeError: The tokenizer is not valid.
-        GraphError: The front end is not built.
+        ValueError: There is not a view of such a name.
+        GraphError: The front end is not built, or a view does not have anything to show.
     """
     from graphpatch_notebook.notebook.browser.widget import Browser
     from graphpatch_notebook.notebook.run.runs import SharedRuns
@@ -55,9 +61,19 @@ def browser_of(
         session.origin = replace(session.origin, graph=free)
     shared = SharedRuns.of(session, workspace)
     shared.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
-    browser = Browser(graph, session, workspace, path)
+    shown = [_view(name, graph, workspace) for name in ([views] if isinstance(views, str) else views)]
+    browser = Browser(graph, session, workspace, path, shown)
     browser.set_circuit(circuit)
     return browser
+
+
+def _view(name: str, graph: PatchableGraph, workspace: Workspace) -> LinkedView:
+    from graphpatch_notebook.notebook.views.attention import attention_view
+
+    known = {"attention": attention_view}
+    if name not in known:
+        raise ValueError(f"there is no view {name!r}; views are {', '.join(map(repr, known))}")
+    return known[name](graph, workspace)
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

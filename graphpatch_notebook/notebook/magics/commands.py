@@ -48,6 +48,13 @@ _LOOKING = [
     Command("wrap", "NAME = MODEL(ARGS)", "captures a model on example inputs", wrapping.wrap),
     Command("use", "NAME", "selects the graph that commands apply to", wrapping.use),
     Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "shows the tree; a click patches a node", views.show),
+    Command(
+        "attention",
+        "[--tokenizer NAME] [--inputs ARGS]",
+        "shows attention patterns; a click selects a head",
+        views.attention,
+        "Running",
+    ),
     Command("ls", "[PATH]", "lists the contents of a graph", views.ls, "Listing"),
     Command("find", "[QUERY]", "finds nodes: mul, op:linear, shape:8192, h_*.mlp", views.find, "Searching"),
     Command("code", "PATH", "shows the code of a graph or a node", views.code, "Building code"),
@@ -249,6 +256,13 @@ holds a graph already, its chosen patches are carried over.
         ("use pg", "use small"),
     ),
     "show": (_PLACE + _BROWSER, ("show", "show h_0.mlp", "show --tokenizer tokenizer")),
+    "attention": (
+        """
+--tokenizer NAME  the variable of a tokenizer: positions have their tokens
+--inputs ARGS     inputs instead of the example inputs: "ids, attention_mask=mask"
+""",
+        ("attention", "attention --tokenizer tokenizer"),
+    ),
     "ls": (_PLACE, ("ls", "ls h_0.attn")),
     "find": (_QUERY, ("find mlp op:linear -is:patched", "find shape:[1,*,768] is:output")),
     "code": (_PLACE, ("code h_0.mlp", "code h_0.mlp.mul")),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, GraphError, SessionError, UnknownPathError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.browser.widget import Browser
     from graphpatch_notebook.notebook.display.tables import Table
     from graphpatch_notebook.notebook.search.search import FoundNodes
+    from graphpatch_notebook.notebook.views.attention import AttentionView
 
 
 def status(workspace: Workspace) -> Table[ChosenPatch]:
@@ -105,6 +106,33 @@ def show(workspace: Workspace, text: str) -> Browser:
     options, path = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
     active = workspace.current()
     place = location_of(_place(workspace, path))
+    tokenizer, typed = _of_runs(workspace, active, options)
+    try:
+        return browser_of(active.graph, workspace, place.path, typed=typed, tokenizer=tokenizer)
+    except (GraphError, TypeError) as problem:
+        raise SessionError(str(problem)) from None
+
+
+def attention(workspace: Workspace, text: str) -> AttentionView:
+    """Returns the attention view of the active graph."""
+    from graphpatch_notebook.notebook.run.runs import SharedRuns
+    from graphpatch_notebook.notebook.views.attention import attention_view
+
+    options, rest = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
+    refuse_arguments(rest, "attention")
+    active = workspace.current()
+    tokenizer, typed = _of_runs(workspace, active, options)
+    shared = SharedRuns.of(active.session, workspace)
+    if typed is not None:
+        shared.use(typed=typed)
+    try:
+        return attention_view(active.graph, workspace, tokenizer=tokenizer)
+    except GraphError as problem:
+        raise SessionError(str(problem)) from None
+
+
+def _of_runs(workspace: Workspace, active: ActiveGraph, options: Mapping[str, str]) -> tuple[Any, str | None]:
+    """Returns the tokenizer and the inputs that options name."""
     tokenizer = None
     if (name := options.get("--tokenizer")) is not None:
         if name not in workspace.namespace:
@@ -112,10 +140,7 @@ def show(workspace: Workspace, text: str) -> Browser:
         tokenizer = workspace.namespace[name]
     if (typed := options.get("--inputs")) is not None:
         replace(active.session.origin, arguments=typed)  # raises an error if they are not valid
-    try:
-        return browser_of(active.graph, workspace, place.path, typed=typed, tokenizer=tokenizer)
-    except (GraphError, TypeError) as problem:
-        raise SessionError(str(problem)) from None
+    return tokenizer, typed
 
 
 def _without_note(text: str) -> str:

@@ -79,7 +79,7 @@ class StartedJob:
             "id": self.id,
             "state": state,
             "seconds": self.job.seconds,
-            "fraction": 1.0 if state == "done" else self.count.done / self.count.total or None,
+            "fraction": 1.0 if state == "done" else self.count.done / max(self.count.total, 1) or None,
             "error": self.job.error if state == "failed" else None,
             self.shows: getattr(result, self.shows, None),
         }

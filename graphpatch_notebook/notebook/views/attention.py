@@ -26,7 +26,7 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import GraphError, SessionError
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
-from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
+from graphpatch_notebook.notebook.run.model_calls import PatchMap, RunInputs, inputs_for_run
 from graphpatch_notebook.notebook.run.runs import SharedRuns
 from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session, session_of
@@ -66,10 +66,9 @@ class Tokens:
             rows = [[*texts]] if all(isinstance(text, str) for text in texts) else [[*row] for row in texts]
             return cls(rows, [])
         found = TokenInputs.of(graph, inputs.args, inputs.kwargs)
-        encoder = inputs.kwargs.get("input_ids", inputs.args[0] if inputs.args else None)
-        has_decoder = found.ids is None or not _is_ids(encoder) or encoder[0].tolist() != found.ids
+        first: Any = inputs.kwargs.get("input_ids", inputs.args[0] if inputs.args else None)
         queries = found.batch or ([found.ids] if found.ids is not None else [])
-        keys = encoder.tolist() if has_decoder and _is_ids(encoder) else []
+        keys = first.tolist() if _is_ids(first) and first[0].tolist() != found.ids else []
         return cls(_texts(queries, tokenizer), _texts(keys, tokenizer))
 
     def labels(self, count: int, row: int, *, is_encoder: bool) -> list[str]:
@@ -222,7 +221,7 @@ class AttentionView(LinkedView):
     def _start(self) -> int:
         """Starts a run with the chosen patches; the first one also runs without them."""
         session, chosen = self._session, self._session.chosen
-        maps = [] if self._clean else [{}]
+        maps: list[PatchMap] = [] if self._clean else [{}]
         if chosen.enabled:
             maps.append(session.resolve(self._request_context.workspace.namespace, chosen).patch_map)
         recorded = [RecordedPatterns(self._layers) for _ in maps]
@@ -305,7 +304,7 @@ class AttentionView(LinkedView):
             layers.append(
                 {
                     "name": layer.name,
-                    "title": f"{layer.stack + ' ' if layer.stack else ''}{layer.layer}{' cross' if layer.is_cross else ''}",
+                    "title": layer.title,
                     "layer": layer.layer,
                     "heads": heads,
                     "value_heads": 0 if patterns.lengths is None else patterns.lengths.cells.shape[1],
@@ -349,7 +348,8 @@ class AttentionView(LinkedView):
                 "(a picture; for the live one, run the cell)</p>\n"
                 f'<img alt="Attention patterns, a row of heads for each layer, the first layer at the top" '
                 f'src="data:image/png;base64,{picture}">\n'
-                f"<details><summary>{len(labels)} tokens</summary>\n<p>{escaped(' '.join(labels))}</p>\n</details>\n</div>"
+                f"<details><summary>{len(labels)} tokens</summary>\n<p>{escaped(' '.join(labels))}</p>\n"
+                "</details>\n</div>"
             )
         return None
 
@@ -417,6 +417,7 @@ def attention_view(
 ) -> AttentionView:
     """Returns the view of `show_attention`."""
     session = session_of(graph)
+    shared = SharedRuns.of(session, workspace)
     names = [name for name, other in workspace.graphs().items() if other is graph]
     if names:  # sets the variable names of the graph and the model in the session
         workspace.named(session.origin.graph if session.origin.graph in names else names[0])
@@ -425,6 +426,6 @@ def attention_view(
         text = written_arguments(args, kwargs or {}, workspace.namespace) or "..."
         inputs = RunInputs(args, kwargs or {}, text)
     else:
-        inputs = inputs_for_run(session, workspace.namespace, None, None)
-    tokenizer = tokenizer if tokenizer is not None else SharedRuns.of(session, workspace).runs.tokenizer
+        inputs = inputs_for_run(session, workspace.namespace, shared.typed(), shared.runs.inputs)
+    tokenizer = tokenizer if tokenizer is not None else shared.runs.tokenizer
     return AttentionView(graph, session, workspace, found, inputs, Tokens.of(graph, inputs, tokens, tokenizer))

@@ -1,11 +1,11 @@
-"""Attention patterns of a run: quantized as they are computed, averaged over the batch, and packed for the front end."""
+"""Attention patterns of a run: quantized as they are computed, averaged over the batch, packed for the front end."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class AttentionLayer:
     def is_cross(self) -> bool:
         """Whether the keys are those of another sequence."""
         return self.name.endswith("cross_attn")
+
+    @property
+    def title(self) -> str:
+        """The number of the layer, with the name of its stack if there are several."""
+        return " ".join(filter(None, (self.stack, str(self.layer), "cross" if self.is_cross else "")))
 
 
 def attention_layers(components: Components, layers: Sequence[int] | None = None) -> list[AttentionLayer]:
@@ -190,9 +195,9 @@ class RecordedPatterns:
             for one in layers
         ]
 
-    def added_to(self, patch_map: Mapping[str, Sequence[Patch[object]]]) -> dict[str, list[Patch[object]]]:
+    def added_to(self, patch_map: Mapping[str, Sequence[Patch[Any]]]) -> dict[str, list[Patch[Any]]]:
         """Returns a patch map with these patches after the others."""
-        found: dict[str, list[Patch[object]]] = {path: [*patches] for path, patches in patch_map.items()}
+        found: dict[str, list[Patch[Any]]] = {path: [*patches] for path, patches in patch_map.items()}
         for layer, pattern, values in self._patches:
             found.setdefault(f"{layer.name}.pattern", []).append(pattern)
             if values is not None:

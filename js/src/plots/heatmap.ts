@@ -14,6 +14,7 @@ import {
   MISSING,
   MISSING_STRIPE,
   type Plane,
+  type Rgb,
   readPlane,
   type Scale,
   type Summary,
@@ -45,8 +46,14 @@ export interface ResultOptions {
   columnLabels: AxisLabels | null;
   /** Where a cell lies, in words. */
   describe(row: number, column: number): string;
-  /** Called when the user selects a cell. */
-  choose(row: number, column: number): void;
+  /** Called when the user selects a cell. `isMore`: with Shift. */
+  choose(row: number, column: number, isMore: boolean): void;
+  /** Called when the user points at a cell; `null`: at none any more. */
+  point?(cell: [row: number, column: number] | null): void;
+  /** The color of a cell that several values make, instead of that on the scale; with its legend. */
+  mixed?: { colour(index: number): Rgb; legend: HTMLElement };
+  /** About how large the cells get together. */
+  box?: CellSize;
 }
 
 const BOX: CellSize = { width: 420, height: 320 };
@@ -80,7 +87,12 @@ function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, ce
 }
 
 /** Each value as a block of exactly `cell` device pixels. */
-export function drawPlane(canvas: HTMLCanvasElement, plane: Plane, scale: Scale, cell: CellSize): void {
+export function drawPlane(
+  canvas: HTMLCanvasElement,
+  plane: Plane,
+  colourAt: (value: number, index: number) => Rgb | null,
+  cell: CellSize,
+): void {
   canvas.width = plane.columns * cell.width;
   canvas.height = plane.rows * cell.height;
   const context = canvas.getContext("2d");
@@ -91,7 +103,7 @@ export function drawPlane(canvas: HTMLCanvasElement, plane: Plane, scale: Scale,
   const pixels = new ImageData(plane.columns, plane.rows);
   const missing: number[] = [];
   plane.values.forEach((value, index) => {
-    const rgb = colourOf(value, scale);
+    const rgb = colourAt(value, index);
     if (rgb === null) missing.push(index);
     else pixels.data.set(rgb, 4 * index);
     pixels.data[4 * index + 3] = 255;
@@ -139,7 +151,6 @@ function tokenLabels(tokens: string[] | null | undefined, count: number): AxisLa
 
 export class HeatmapFigure {
   readonly element: HTMLElement;
-  private readonly plane: Plane;
   private readonly summary: Summary;
   private readonly fitting: CellSize;
   private readonly frame: HeatmapFrame;
@@ -157,10 +168,9 @@ export class HeatmapFigure {
 
   constructor(
     private readonly heatmap: Heatmap,
-    buffers: readonly DataView[],
+    private readonly plane: Plane,
     private readonly options: PlotOptions,
   ) {
-    this.plane = readPlane(heatmap, buffers);
     this.summary = summarise(this.plane);
     this.isCut = this.summary.cut !== null;
     const { result } = options;
@@ -201,7 +211,7 @@ export class HeatmapFigure {
 
   private fittingCell(): CellSize {
     const { isSmall, result } = this.options;
-    const fitting = cellSize(this.plane, result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX, this.ratio);
+    const fitting = cellSize(this.plane, result?.box ?? (result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX), this.ratio);
     if (!result?.columnLabels) return fitting;
     const wide = widest(result.columnLabels) + LABEL_GAP;
     const isRoom = wide <= WIDE_CELL && wide * this.plane.columns <= RESULT_BOX.width;
@@ -250,7 +260,9 @@ export class HeatmapFigure {
   private draw(): void {
     const given = this.options.result?.scale;
     const scale = given ?? (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
-    drawPlane(this.canvas, this.plane, scale, this.cell);
+    const mixed = this.options.result?.mixed;
+    const colourAt = (value: number, index: number) => mixed?.colour(index) ?? colourOf(value, scale);
+    drawPlane(this.canvas, this.plane, colourAt, this.cell);
     this.legend.replaceChildren(...this.legendParts(scale));
   }
 
@@ -262,6 +274,7 @@ export class HeatmapFigure {
     const end = (value: number, isCut: boolean, sign: string) =>
       element("span", { class: "gp-number" }, `${isCut ? `${sign} ` : ""}${formatNumber(value, 3)}`);
     const { result } = this.options;
+    if (result?.mixed) return [result.mixed.legend];
     if (result !== undefined) {
       const { minimum, maximum } = this.summary; // of float32 numbers
       const ends = [
@@ -306,7 +319,7 @@ export class HeatmapFigure {
     this.canvas.addEventListener("pointermove", point);
     this.canvas.addEventListener("click", (event) => {
       point(event);
-      this.options.result?.choose(this.row, this.column);
+      this.options.result?.choose(this.row, this.column, event.shiftKey);
     });
     this.canvas.addEventListener("pointerleave", () => this.rest());
     this.canvas.addEventListener("blur", () => this.rest());
@@ -332,7 +345,7 @@ export class HeatmapFigure {
     event.preventDefault();
     event.stopPropagation();
     if (target === undefined) {
-      if (!this.cursor.hidden) this.options.result?.choose(this.row, this.column);
+      if (!this.cursor.hidden) this.options.result?.choose(this.row, this.column, event.shiftKey);
       return;
     }
     this.readout.setAttribute("aria-live", "polite");
@@ -355,6 +368,7 @@ export class HeatmapFigure {
     this.row = Math.min(Math.max(row, 0), rows - 1);
     this.column = Math.min(Math.max(column, 0), columns - 1);
     this.cursor.hidden = false;
+    this.options.result?.point?.([this.row, this.column]);
     this.place(this.cursor, this.row, this.column);
     const { full } = this.heatmap;
     const where = this.describe(full);
@@ -378,6 +392,7 @@ export class HeatmapFigure {
 
   /** The text shown while the pointer is not on a value. */
   private rest(): void {
+    if (!this.cursor.hidden) this.options.result?.point?.(null);
     this.cursor.hidden = true;
     const { slice, full } = this.heatmap;
     this.readout.removeAttribute("aria-live");
@@ -389,5 +404,5 @@ export class HeatmapFigure {
 }
 
 export function makeHeatmap(heatmap: Heatmap, buffers: readonly DataView[], options: PlotOptions): HTMLElement {
-  return new HeatmapFigure(heatmap, buffers, options).element;
+  return new HeatmapFigure(heatmap, readPlane(heatmap, buffers), options).element;
 }
