@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -28,8 +28,6 @@ from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
 from graphpatch_notebook.notebook.run.model_calls import (
     CallCount,
     ModelCalls,
-    PatchMap,
-    RunInputs,
     Separate,
     given_arguments,
     in_words,
@@ -54,15 +52,14 @@ class StartedJob:
         id: The number that requests refer to.
         job: The job.
         count: The number of finished calls of the model.
-        shows: The attribute of the result that its status has: the report of a run, or the view of an activation; of
-            the calls of a view, nothing.
+        shows: The attribute of the result that its status has: the report of a run, or the view of an activation.
         key: Identifies the value, if the job is for an activation.
     """
 
     id: int
     job: Job[Any]
     count: CallCount
-    shows: Literal["report", "view", "calls"] = "report"
+    shows: Literal["report", "view"] = "report"
     key: Hashable = None
 
     def forget_value(self) -> None:
@@ -79,7 +76,7 @@ class StartedJob:
             "id": self.id,
             "state": state,
             "seconds": self.job.seconds,
-            "fraction": 1.0 if state == "done" else self.count.done / max(self.count.total, 1) or None,
+            "fraction": 1.0 if state == "done" else self.count.done / self.count.total or None,
             "error": self.job.error if state == "failed" else None,
             self.shows: getattr(result, self.shows, None),
         }
@@ -267,28 +264,6 @@ class Runs:
         remark = f"the next tokens are those of the first row of {inputs.rows}" if is_one_of_many and inputs else None
         return found, [] if remark is None else [remark]
 
-    # -- calls of views ------------------------------------------------------------------------------------------------
-
-    def start_calls(self, inputs: RunInputs, patch_maps: Sequence[PatchMap]) -> int:
-        """Starts calls of the model for a view, whose patches keep what it shows; returns their number.
-
-        They begin when the previous job has finished.
-
-        Args:
-            inputs: The inputs of each call.
-            patch_maps: The patches of each call.
-        """
-        count = CallCount(len(patch_maps))
-        calls = ModelCalls(self._session.graph, inputs, patch_maps, self._current_settings(), count, lambda *_: None)
-        with self._lock:
-            before = self._latest
-
-            def make(job: Job[None]) -> None:
-                _wait_for(job, before)
-                calls.run(job)
-
-            return self._note(StartedJob(next(self._numbers), Job(make, in_words), count, "calls"))
-
     # -- activations ---------------------------------------------------------------------------------------------------
 
     def start_activation(self, path: str, plane: str | None, is_patched: bool, inputs: str | None) -> int:
@@ -371,15 +346,13 @@ class Runs:
         return self._settings
 
     def _check_idle(self, replaces_activation: bool = False) -> Job[Any] | None:
-        """Returns the previous job, which may have been interrupted and not have finished yet, or is one of a view.
+        """Returns the previous job, which may have been interrupted and not have finished yet.
 
         Raises:
             SessionError: The previous job is running.
         """
         latest = self._latest
         if latest is None or latest.state != "running" or latest.is_interrupted:
-            return latest
-        if any(work.job is latest and work.shows == "calls" for work in self._started.values()):
             return latest
         if replaces_activation and any(work.job is latest and work.shows == "view" for work in self._started.values()):
             latest.interrupt()
@@ -412,7 +385,7 @@ def _forget(reference: weakref.ref[Runs]) -> None:
 
 
 def _wait_for(job: Job[Any], before: Job[Any] | None) -> None:
-    """Waits until the previous job has restored the model."""
+    """Waits until the previous job, which was interrupted, has restored the model."""
 
     def wait() -> None:
         while before is not None and before.state == "running":

@@ -1,7 +1,7 @@
 """The attention view: the patterns of all heads of a model, without and with the chosen patches.
 
 `show_attention` -> `patterns.RecordedPatterns` (in a run of the model) -> traits `attention` and `cells`
-front end        -> requests: `attend` runs the model with the patches, `head` returns a pattern that was not sent
+front end        -> requests: `attend` runs the model with the patches, `head` returns a whole pattern
 
 The front end is js/src/views/attention_view.ts. A page without scripts shows a picture of the heads.
 """
@@ -12,6 +12,7 @@ import base64
 import html
 import struct
 import uuid
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,15 +24,15 @@ import traitlets
 from torch import Tensor
 
 from graphpatch_notebook.components import find
-from graphpatch_notebook.errors import GraphError, SessionError
+from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
-from graphpatch_notebook.notebook.run.model_calls import PatchMap, RunInputs, inputs_for_run
-from graphpatch_notebook.notebook.run.runs import SharedRuns
+from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
 from graphpatch_notebook.notebook.session.origin import written_arguments
-from graphpatch_notebook.notebook.session.session import Session, session_of
+from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.linked import LinkedView
+from graphpatch_notebook.notebook.views.computed import ComputedView, Work
+from graphpatch_notebook.notebook.views.opening import session_for_view
 from graphpatch_notebook.notebook.views.patterns import (
     AttentionLayer,
     LayerPatterns,
@@ -42,6 +43,7 @@ from graphpatch_notebook.notebook.views.patterns import (
 )
 from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import Patch
 
 MEAN = -1
 """The row that is the mean over the batch."""
@@ -102,26 +104,12 @@ class AttentionContext(RequestContext):
     """The objects that requests of the attention view read and change.
 
     Attributes:
-        start: Starts a run with the chosen patches, and returns its number.
-        finish: Called with the number of a run that is done.
+        follow: Shows the patterns for the patches as they are now, and returns the status of that.
         head: Returns the pattern of a head, and its scale.
     """
 
-    start: Callable[[], int]
-    finish: Callable[[int], None]
+    follow: Callable[[], Answer]
     head: Callable[[int, str, int, int], tuple[bytes, float]]
-
-
-def _attend(context: AttentionContext, _: Payload) -> Answer:
-    return context.runs.status(context.start())
-
-
-def _attend_status(context: AttentionContext, payload: Payload) -> Answer:
-    number = payload.number("id")
-    found = context.runs.status(number)
-    if found[0]["state"] == "done":
-        context.finish(number)
-    return found
 
 
 def _head(context: AttentionContext, payload: Payload) -> Answer:
@@ -130,7 +118,7 @@ def _head(context: AttentionContext, payload: Payload) -> Answer:
     return {"scale": scale}, [cells]
 
 
-class AttentionView(LinkedView):
+class AttentionView(ComputedView):
     """An interactive view of attention patterns, which `show_attention` returns.
 
     In a notebook, it displays as a widget, with a picture that replaces it where scripts cannot run. The chosen patches
@@ -158,11 +146,13 @@ class AttentionView(LinkedView):
     row: Any = traitlets.Int().tag(sync=True)
 
     IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
-        **LinkedView.IS_OF_FRONT_END,
+        **ComputedView.IS_OF_FRONT_END,
         "row": lambda value: type(value) is int,
     }
-    HANDLERS: ClassVar[Handlers] = {**HANDLERS, "attend": _attend, "attend_status": _attend_status, "head": _head}
+    HANDLERS: ClassVar[Handlers] = {**HANDLERS, "attend": lambda context, _: context.follow(), "head": _head}
     VIEW: ClassVar[str] = "attention"
+    COMPUTED: ClassVar[tuple[str, ...]] = ("attention", "cells")
+    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
 
     def __init__(
         self,
@@ -173,75 +163,52 @@ class AttentionView(LinkedView):
         inputs: RunInputs,
         tokens: Tokens,
     ) -> None:
-        self._layers = layers
-        self._inputs = inputs
-        self._tokens = tokens
+        self._graph = weakref.ref(graph)
+        self._layers, self._inputs, self._tokens = layers, inputs, tokens
         self._version = 0
-        self._started: dict[int, tuple[int, list[RecordedPatterns]]] = {}
         self._clean: list[LayerPatterns] = []
         self._patched: list[LayerPatterns] | None = None
-        self._patches_shown = -1
         super().__init__(graph, session, workspace, uuid.uuid4().hex)
-        self.refresh()
 
     def _made_context(self, workspace: Workspace) -> AttentionContext:
         shared = self._shared
-        return AttentionContext(
-            self._session,
-            workspace,
-            shared.runs,
-            shared.typed,
-            shared.written,
-            start=self._start,
-            finish=self._finish,
-            head=self._head,
-        )
-
-    def refresh(self) -> None:
-        """Runs the model again, without and with the chosen patches, and shows the patterns.
-
-        Raises:
-            GraphError: The run failed.
-            SessionError: A value of a patch cannot be evaluated. Nothing ran.
-        """
-        self._clean = []
-        runs, number = self._shared.runs, self._start()
-        try:
-            runs.wait(number)
-        except KeyboardInterrupt:
-            runs.interrupt(number)
-            raise
-        status, _ = runs.status(number)
-        if status["state"] != "done":
-            raise GraphError(f"the model failed on these inputs: {status['error']}")
-        self._finish(number)
+        common = (self._session, workspace, shared.runs, shared.typed, shared.written)
+        return AttentionContext(*common, follow=self._follow, head=self._head)
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> int:
-        """Starts a run with the chosen patches; the first one also runs without them."""
-        session, chosen = self._session, self._session.chosen
-        maps: list[PatchMap] = [] if self._clean else [{}]
-        if chosen.enabled:
-            maps.append(session.resolve(self._request_context.workspace.namespace, chosen).patch_map)
-        recorded = [RecordedPatterns(self._layers) for _ in maps]
-        calls = [one.added_to(patch_map) for one, patch_map in zip(recorded, maps, strict=True)]
-        number = self._shared.runs.start_calls(self._inputs, calls)
-        self._started = {number: (chosen.version, recorded)}  # an earlier run is not shown any more
-        return number
+    def refresh(self) -> None:
+        """Runs the model again, without and with the chosen patches: after its weights have changed.
 
-    def _finish(self, number: int) -> None:
-        """Shows the patterns of a run."""
-        version, recorded = self._started.pop(number, (-1, []))
-        if version < 0:
-            return
-        found = [one.found() for one in recorded]
-        if not self._clean:
-            self._clean = found.pop(0)
-        self._patched = found[0] if found else None
-        self._patches_shown = version
-        self._version += 1
-        self.renew("attention", "cells")
+        Raises:
+            SessionError: The run failed, or a value of a patch cannot be evaluated.
+        """
+        self._clean = []
+        self.update()
+
+    def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
+        graph, known = self._graph(), self._clean
+        maps = [*([] if known else [{}]), *([patches] if patches else [])]
+
+        def work() -> Callable[[], None]:
+            assert graph is not None  # the session has checked that it is there
+            found = [self._patterns(graph, patch_map) for patch_map in maps]
+
+            def keep() -> None:
+                self._clean = known or found[0]
+                self._patched = found[-1] if patches else None
+                self._version += 1
+
+            return keep
+
+        return work
+
+    def _patterns(self, graph: PatchableGraph, patches: dict[str, list[Patch[Any]]]) -> list[LayerPatterns]:
+        recorded = RecordedPatterns(self._layers)
+        args, kwargs = self._inputs.copy()
+        with torch.no_grad(), graph.patch(recorded.added_to(patches)):
+            graph(*args, **kwargs)
+        return recorded.found()
 
     def _head(self, version: int, run: str, layer: int, head: int) -> tuple[bytes, float]:
         found = {"clean": self._clean, "patched": self._patched}.get(run)
@@ -316,7 +283,7 @@ class AttentionView(LinkedView):
             )
         return {
             "version": self._version,
-            "patches": self._patches_shown,
+            "patches": self._computed_for,
             "runs": ["clean"] if self._patched is None else ["clean", "patched"],
             "rows": self._count,
             "call": f"{self._session.origin.graph}({self._inputs.text})",
@@ -405,27 +372,38 @@ def _chunk(name: str, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
 
 
-def attention_view(
+def attention_of(
     graph: PatchableGraph,
     workspace: Workspace,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     *,
     tokens: Any = None,
+    typed: str | None = None,
     tokenizer: Any = None,
     layers: Sequence[int] | None = None,
 ) -> AttentionView:
-    """Returns the view of `show_attention`."""
-    session = session_of(graph)
-    shared = SharedRuns.of(session, workspace)
-    names = [name for name, other in workspace.graphs().items() if other is graph]
-    if names:  # sets the variable names of the graph and the model in the session
-        workspace.named(session.origin.graph if session.origin.graph in names else names[0])
+    """Returns a new attention view of a graph.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        inputs: The positional and keyword arguments of the model; `None`: those of *Run*.
+        tokens: The texts of the tokens, of each row of the batch, or a tokenizer.
+        typed: The inputs as Python code.
+        tokenizer: A tokenizer.
+        layers: The numbers of the layers to show; `None` for all.
+
+    Raises:
+        GraphError: No attention patterns were found in the model.
+        SessionError: There are no inputs, or a patch context is active.
+        TypeError: The tokenizer is not valid.
+    """
+    is_texts = isinstance(tokens, Sequence)
+    session, shared = session_for_view(graph, workspace, tokenizer=tokenizer if is_texts else (tokens or tokenizer))
     found = attention_layers(find(captured(graph).root), layers)
-    if args or kwargs:
-        text = written_arguments(args, kwargs or {}, workspace.namespace) or "..."
-        inputs = RunInputs(args, kwargs or {}, text)
+    if inputs is None:
+        given = inputs_for_run(session, workspace.namespace, typed or shared.typed(), shared.runs.inputs)
     else:
-        inputs = inputs_for_run(session, workspace.namespace, shared.typed(), shared.runs.inputs)
-    tokenizer = tokenizer if tokenizer is not None else shared.runs.tokenizer
-    return AttentionView(graph, session, workspace, found, inputs, Tokens.of(graph, inputs, tokens, tokenizer))
+        given = RunInputs(*inputs, written_arguments(*inputs, workspace.namespace) or "...")
+    texts = Tokens.of(graph, given, tokens if is_texts else None, shared.runs.tokenizer)
+    return AttentionView(graph, session, workspace, found, given, texts)

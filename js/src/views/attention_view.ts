@@ -3,8 +3,7 @@
  * at is previewed; a click selects it, in all views of the graph. When the patches change, the kernel is asked to run
  * the model with them, and the patterns without and with them are side by side.
  */
-import { Poller } from "../kernel/polling";
-import type { AttentionLayer, AttentionRun, AttentionTraits, Item, JobStatus } from "../kernel/protocol";
+import type { AttentionLayer, AttentionRun, AttentionTraits, Item } from "../kernel/protocol";
 import { element, replaceChildren, setAttribute } from "../page/dom";
 import { visibleToken } from "../page/visible";
 import { HeatmapFigure, type ResultOptions } from "../plots/heatmap";
@@ -16,6 +15,7 @@ import { link, makePatchStrip } from "./linked_view";
 import { itemOf } from "./selection";
 import { Thumbnails } from "./thumbnails";
 import { TokenStrips } from "./token_strips";
+import { makeUpdates } from "./updates";
 
 const MODES: readonly { mode: Mode; name: string; title: string }[] = [
   { mode: "pattern", name: "Pattern", title: "The weights of attention" },
@@ -32,7 +32,6 @@ const HUES: readonly Rgb[] = [
   [86, 180, 233],
 ];
 const NEEDS_KERNEL = "Only a smaller picture of this head is here; its weights need the kernel.";
-const WAIT = 120;
 const WIDE = 900;
 
 export function makeAttentionView(
@@ -61,9 +60,7 @@ class AttentionView {
   private readonly status = element("p", { class: "gp-note", role: "status" });
   private readonly side: HTMLElement;
   private figures: HeatmapFigure[] = [];
-  private waiting: ReturnType<typeof setTimeout> | undefined;
   private loads = 0;
-  private readonly poller: Poller<JobStatus>;
 
   constructor(private readonly view: Linked<AttentionTraits> & { notices: { element: HTMLElement } }) {
     const { kernel, model, notices } = view;
@@ -82,10 +79,12 @@ class AttentionView {
       },
       choose: (position) => this.chooseToken(position),
     });
-    this.poller = new Poller((id) => kernel.ask("attend_status", { id }), {
-      onStatus: ({ result }) => this.showStatus(result),
-      onError: (error) => this.say(error.message),
-    });
+    const updates = makeUpdates(
+      view,
+      () => model.get("attention").patches,
+      () => kernel.ask("attend", {}),
+      (isFailed) => this.large.classList.toggle("gp-dimmed", isFailed),
+    );
     const common = element("input", { type: "checkbox" });
     common.addEventListener("change", () => {
       this.isCommonScale = common.checked;
@@ -108,6 +107,7 @@ class AttentionView {
       head,
       actions.element,
       makePatchStrip(view).element,
+      updates.element,
       this.status,
       element("div", { class: "gp-attention-body" }, this.thumbnails.element, this.side),
     );
@@ -118,10 +118,8 @@ class AttentionView {
   private listen(model: Model<AttentionTraits>): void {
     const { view } = this;
     const changed = () => void this.load();
-    const patched = () => this.askSoon();
     model.on("change:attention", changed);
     model.on("change:cells", changed);
-    model.on("change:session", patched);
     let width = view.root.clientWidth;
     const observer = new ResizeObserver(() => {
       if (view.root.clientWidth === width) return;
@@ -132,10 +130,7 @@ class AttentionView {
     view.onRemove(() => {
       model.off("change:attention", changed);
       model.off("change:cells", changed);
-      model.off("change:session", patched);
       observer.disconnect();
-      clearTimeout(this.waiting);
-      this.poller.stop();
     });
     view.onRemove(
       view.selection.onChange(() => {
@@ -158,27 +153,9 @@ class AttentionView {
     if (this.mode === "difference" && !patterns.has("patched")) this.mode = "pattern";
     this.showControls(patterns);
     this.draw();
-    this.askSoon();
   }
 
   // -- the kernel ------------------------------------------------------------------------------------------------------
-
-  /** Asks for a run with the patches if others are chosen than those that are shown. */
-  private askSoon(): void {
-    clearTimeout(this.waiting);
-    this.waiting = setTimeout(() => {
-      const { kernel, model } = this.view;
-      if (model.get("session").version === model.get("attention").patches || kernel.state === "lost") return;
-      this.say("The model runs with the patches …");
-      this.poller.follow(kernel.ask("attend", {}));
-    }, WAIT);
-  }
-
-  private showStatus({ state, error }: JobStatus): void {
-    if (state === "done") this.say("");
-    if (state === "failed") this.say(`The run with the patches failed: ${error ?? ""}`);
-    if (state === "interrupted") this.say("The run with the patches was interrupted.");
-  }
 
   private say(text: string): void {
     this.status.textContent = text;
@@ -489,15 +466,14 @@ class AttentionView {
     });
   }
 
-  /** Marks the weight that is selected. */
+  /** Marks the weight that is selected, or the query. */
   private showCell(): void {
     const last = this.view.selection.items.at(-1);
     const [place] = this.shown().slice(-1);
-    const isThis = place && last?.name === this.headItem(place, {}, "pattern").name;
     const isWhole = place && this.patterns?.pattern(place, this.lastRun, this.mode).isWhole;
-    const cell =
-      isThis && isWhole && last.position !== null && last.key !== null ? ([last.position, last.key] as const) : null;
-    for (const figure of this.figures) figure.show(cell === null ? null : [...cell]);
+    const row = place && isWhole ? within(last?.position ?? null, this.layer(place).full[0]) : null;
+    const isWeight = place && last?.name === this.headItem(place, {}, "pattern").name;
+    for (const figure of this.figures) figure.show(row === null ? [] : [[row, isWeight ? (last?.key ?? null) : null]]);
   }
 }
 

@@ -146,8 +146,8 @@ class Front:
         end = time.monotonic() + 30
         while status["state"] == "running" and time.monotonic() < end:
             time.sleep(0.01)
-            status = self.ask("attend_status", id=status["id"])
-        assert self.ask("attend_status", id=status["id"])["state"] == "done"
+            status = self.ask("attend")
+        assert status["state"] == "done"
 
 
 def test_patches_have_their_effect_beside_the_clean_patterns() -> None:
@@ -219,7 +219,7 @@ class Words:
 def test_positions_have_their_tokens() -> None:
     model, inputs = MODELS["bart"]
     pg = PatchableGraph(model, **inputs)
-    with contextlib.closing(show_attention(pg, tokenizer=Words())) as view:
+    with contextlib.closing(show_attention(pg, tokens=Words())) as view:
         about = view.attention
         texts = [(about["tokens"][one["queries"]], about["tokens"][one["keys"]]) for one in about["layers"]]
     encoder, decoder = ([f"t{int(token)}" for token in inputs[name][0]] for name in ("input_ids", "decoder_input_ids"))
@@ -245,6 +245,6 @@ def test_the_magic_the_browser_and_pages_without_scripts(shell: Shell) -> None:
     browser = pg.browse(views=("attention",))
     browser.select("layers[1].attn.heads[3].z")
     assert [one["head"] for one in browser.views[0].selection] == [3] == [one["head"] for one in view.selection]
-    with pytest.raises(ValueError, match="there is no view 'lens_'; views are 'attention'"):
+    with pytest.raises(ValueError, match="there is no view 'lens_'; views are 'attention' and 'lens'"):
         pg.browse(views=("lens_",))
     assert patches_of(session_of(pg), "zero", view.selection, None, set())[0].path == "layers[1].attn.heads[3].z"
