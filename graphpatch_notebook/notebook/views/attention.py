@@ -206,7 +206,7 @@ class AttentionView(ComputedView):
     def _patterns(self, graph: PatchableGraph, patches: dict[str, list[Patch[Any]]]) -> list[LayerPatterns]:
         recorded = RecordedPatterns(self._layers)
         args, kwargs = self._inputs.copy()
-        with torch.no_grad(), graph.patch(recorded.added_to(patches)):
+        with torch.no_grad(), graph.patch(dict(recorded.added_to(patches).items())):
             graph(*args, **kwargs)
         return recorded.found()
 
