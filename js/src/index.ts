@@ -2,7 +2,14 @@
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
 import { makeActivation } from "./details/activation_view";
 import { makePopup } from "./details/popup";
-import type { CircuitTraits, GenerationTraits, HeatmapTraits, LensTraits, LinkedTraits } from "./kernel/protocol";
+import type {
+  AttentionTraits,
+  CircuitTraits,
+  GenerationTraits,
+  HeatmapTraits,
+  LensTraits,
+  LinkedTraits,
+} from "./kernel/protocol";
 import { showFailure, watchErrors } from "./page/boundary";
 import { copyText, element } from "./page/dom";
 import { followTheme } from "./page/theme";
@@ -17,6 +24,7 @@ import { makeToolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
 import { makeTree } from "./tree/tree_view";
 import type { Linked, Model, Part, View } from "./view";
+import { makeAttentionView } from "./views/attention_view";
 import { makeGenerationView } from "./views/generation_view";
 import { makeLensView } from "./views/lens_view";
 import { link } from "./views/linked_view";
@@ -26,8 +34,9 @@ type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
 type CircuitModel = Model<CircuitTraits>;
 type LensModel = Model<LensTraits>;
+type AttentionModel = Model<AttentionTraits>;
 type GenerationModel = Model<GenerationTraits>;
-type AnyModel = Model | HeatmapModel | CircuitModel | LensModel | GenerationModel;
+type AnyModel = Model | HeatmapModel | CircuitModel | LensModel | AttentionModel | GenerationModel;
 
 /** Shows the model in `el`. Returns a function that removes the view. */
 async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Promise<Undo> {
@@ -50,6 +59,7 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
       if (isOfLens(model)) return await fillLinked(root, model, makeLensView, onRemove);
       if (isOfGeneration(model)) return await fillLinked(root, model, makeGenerationView, onRemove);
       if (isOfHeatmap(model)) return fillHeatmap(root, model, (undo) => undos.push(undo));
+      if (isOfAttention(model)) return fillAttention(root, model, (undo) => undos.push(undo));
       if (isOfCircuit(model)) return fillCircuit(root, model, (undo) => undos.push(undo));
       const skeleton = await decodeSkeleton(model.get("skeleton"));
       if (shown === current) fill(root, model, skeleton, (undo) => undos.push(undo));
@@ -124,6 +134,15 @@ function isOfHeatmap(model: AnyModel): model is HeatmapModel {
 function fillHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Undo) => void): void {
   root.append(makeResultHeatmap(model, onRemove));
   onRemove(hideStaticTree(model.get("heatmap").model_id, root));
+}
+
+function isOfAttention(model: AnyModel): model is AttentionModel {
+  return (model as AttentionModel).get("about")?.view === "attention";
+}
+
+function fillAttention(root: HTMLElement, model: AttentionModel, onRemove: (undo: () => void) => void): void {
+  root.append(makeAttentionView(root, model, onRemove));
+  onRemove(hideStaticTree(model.get("about").model_id, root));
 }
 
 function isOfLens(model: AnyModel): model is LensModel {

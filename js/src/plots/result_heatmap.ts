@@ -8,6 +8,7 @@ import type { Model } from "../view";
 import { Selection } from "../views/selection";
 import { HeatmapFigure, type Place, type ResultOptions } from "./heatmap";
 import type { AxisLabels } from "./heatmap_frame";
+import { readPlane } from "./plane";
 
 /** `position 5 (␣the)`, `path transformer.h_3.mlp.output`. */
 function describeSide({ name, values, tokens }: ResultSide, index: number): string {
@@ -73,7 +74,8 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     describe: (row, column) => describeCell(result, row, column),
     choose,
   };
-  const figure = new HeatmapFigure(asHeatmap(result), [values], {
+  const heatmap = asHeatmap(result);
+  const figure = new HeatmapFigure(heatmap, readPlane(heatmap, [values]), {
     title: title ?? result.name,
     result: options,
   });
