@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture import capture
+from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import ModuleState, SharedRandomState, copied
@@ -118,6 +118,43 @@ class PatchableGraph(ModuleDelegate):
             postprocess(self._graph_module, options.postprocessing_function)
 
     @classmethod
+    def from_config(
+        cls, config: Any, *example_args: Any, model_class: type[Module] | None = None, **example_kwargs: Any
+    ) -> PatchableGraph:
+        """Returns a `PatchableGraph` of a model of transformers without weights: names, shapes and code, to browse.
+
+        The model takes no memory: its parameters are on the meta device. A session of patches that is written here
+        can be loaded where the weights are. To run the model, load weights into it with
+        `pg.load_state_dict(weights, assign=True)`; until then, calls of the model raise an error.
+
+        Args:
+            config: A config of transformers, or the name or the folder of one.
+            *example_args: Example inputs, positional. They need no particular values.
+            model_class: The class of the model. Default: the class that the config names, else that of a causal
+                language model.
+            **example_kwargs: Example inputs, by keyword; `extraction_options` as for `PatchableGraph`.
+
+        Raises:
+            OSError: There is no such config, or it cannot be downloaded.
+            CaptureError: The model computes with the values of its weights in Python.
+
+        Example:
+            >>> import torch
+            >>> from transformers import GPT2Config
+            >>> config = GPT2Config(n_layer=96, n_embd=12288, n_head=96)
+            >>> pg = PatchableGraph.from_config(config, input_ids=torch.arange(5)[None])
+            >>> pg.nodes["layers[95].attn.pattern"].shape
+            torch.Size([1, 96, 5, 5])
+        """
+        import transformers
+
+        if not isinstance(config, transformers.PretrainedConfig):
+            config = transformers.AutoConfig.from_pretrained(config)
+        kind = model_class or getattr(transformers, (config.architectures or [""])[0], None)
+        build = functools.partial(kind or transformers.AutoModelForCausalLM.from_config, config)
+        return cls(built_without_weights(build, config.dtype).eval(), *example_args, **example_kwargs)
+
+    @classmethod
     def _of(cls, module: Module, root_frame: Frame, options: ExtractionOptions) -> PatchableGraph:
         """Returns a `PatchableGraph` over existing records, without a run of `module`."""
         return cls._around(CapturedModel(module, root_frame, options))
@@ -217,7 +254,8 @@ class PatchableGraph(ModuleDelegate):
             ├─relu: Tensor(2)
             └─output: Tensor(2)
         """
-        from graphpatch_notebook.notebook.browser.browsing import browser_of, workspace_of_user
+        from graphpatch_notebook.notebook.browser.browsing import browser_of
+        from graphpatch_notebook.notebook.views.opening import workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
         return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit)
@@ -303,6 +341,7 @@ class PatchableGraph(ModuleDelegate):
             >>> print(pg.verify(torch.ones(5, 2)))
             1 frame: 1 equal
         """
+        self._captured.check_weights()
         report = verify(self._graph_module, args, kwargs)
         return dataclasses.replace(report, permanent=self._captured.permanent_paths)
 
@@ -326,6 +365,7 @@ class PatchableGraph(ModuleDelegate):
         return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
 
     def _refuse_patches(self) -> None:
+        self._captured.check_weights()
         if self._captured.permanent:
             raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
         if innermost(self._captured) is not None:
@@ -376,6 +416,7 @@ class PatchableGraph(ModuleDelegate):
             raise TypeError(
                 "to_fx takes inputs as a tuple, and those by name as a dict: pg.to_fx((x,), {'mask': mask})"
             )
+        self._captured.check_weights()
         context = innermost(self._captured)
         plan = context.plan if context is not None else self._captured.permanent_plan
         entries = plan.entries if plan is not None else ()
@@ -424,6 +465,7 @@ class PatchableGraph(ModuleDelegate):
         """
         from graphpatch_notebook import serialization
 
+        self._captured.check_weights()
         if self._captured.permanent:
             raise SerializationError(
                 "a graph with permanent patches is saved in two files: save the graph that edit() was called on, and "
@@ -717,6 +759,7 @@ class PatchableGraph(ModuleDelegate):
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
+        self._captured.check_weights()
         context = innermost(self._captured)
         if context is not None:
             return call_patched(context, function, args, kwargs)

@@ -53,6 +53,7 @@ LAYERS = [
     "notebook/session",
     "notebook/export",
     "notebook/run",
+    "notebook/views",
     "notebook/browser",
     "notebook/magics",
     "notebook/completion",

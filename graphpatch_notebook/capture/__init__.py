@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import operator
 import warnings
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,14 +25,25 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.data_loops import (
     PART_FUNCTIONS,
+    SIZED_BY_VALUES,
     data_loop_of,
     data_loops,
+    is_call_sized_by_values,
     is_sized_by_values,
     part_count_by_values,
 )
 from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
 from graphpatch_notebook.capture.doubts import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk, reachable_modules
+from graphpatch_notebook.capture.meta_device import (
+    META,
+    OnMeta,
+    WithoutWeights,
+    built_without_weights,
+    has_values,
+    parameter_without_values,
+    result_of_size,
+)
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.call_sites import is_own
 from graphpatch_notebook.capture.observers import Swaps, ThreadState, apply_observer, observer, visible_apply
@@ -42,18 +55,22 @@ from graphpatch_notebook.errors import CaptureError, CompilationWarning, Decompo
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import EagerCode, is_compiled
+from graphpatch_notebook.torch_compat import EagerCode, is_any_compiled
 from graphpatch_notebook.values import rebuilt_sequence
 
 __all__ = [
+    "META",
     "PART_FUNCTIONS",
+    "SIZED_BY_VALUES",
     "Doubt",
     "Frame",
     "FrameCount",
+    "OnMeta",
     "OpPlace",
     "Packing",
     "Reason",
     "Recorder",
+    "built_without_weights",
     "call_sites",
     "capture",
     "chosen_decompositions",
@@ -61,13 +78,17 @@ __all__ = [
     "data_loops",
     "decomposition_of",
     "frame_count",
+    "has_values",
     "held_by",
+    "is_call_sized_by_values",
     "is_own",
     "is_sized_by_values",
     "listed_doubts",
     "packing_of",
+    "parameter_without_values",
     "part_count_by_values",
     "record",
+    "result_of_size",
 ]
 
 
@@ -84,7 +105,14 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     __tracebackhide__ = True
     options.check()
     recorder = Recorder(module, options)
-    root = record(recorder, args, kwargs)
+    with WithoutWeights() if parameter_without_values(module) else nullcontext() as without_weights:
+        root = record(recorder, args, kwargs)
+    if without_weights is not None and without_weights.guessed:
+        message = (
+            f"the model reads values that depend on its weights, which are on the meta device "
+            f"({', '.join(without_weights.guessed)}): it was captured as if they were 0, with masks that select all"
+        )
+        warnings.warn(CompilationWarning(message), stacklevel=4)
     root.capture.options = options
     _report_failures(recorder)
     _report_unopened(recorder)
@@ -97,7 +125,7 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     __tracebackhide__ = True
     module = recorder.root_module
     modules = reachable_modules(module)
-    has_compiled = any(map(is_compiled, modules))
+    has_compiled = is_any_compiled(modules)
     if has_compiled and not EagerCode.is_possible:
         raise CaptureError(EagerCode.reason)
     swaps, eager = Swaps(), EagerCode()
@@ -106,13 +134,15 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if recorder.has_kept_values():
             _settle(module, recorder)
 
-    with afterwards(ThreadState().restore, swaps.let_go, eager.let_go, settle):
+    hide_apply = partial(visible_apply.let_go, recorder)
+    with afterwards(ThreadState().restore, hide_apply, swaps.let_go, eager.let_go, settle):
         swaps.hold(modules)
         observer.set(recorder)
         apply_observer.set(recorder)
         if has_compiled:
             eager.hold()
-        with visible_apply(), recorder:
+        visible_apply.hold(recorder)
+        with recorder:
             module(*args, **kwargs)
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")

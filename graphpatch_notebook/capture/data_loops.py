@@ -6,11 +6,13 @@ import ast
 import functools
 import linecache
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphpatch_notebook.capture.functions import SIZE_READS
-from graphpatch_notebook.capture.records import CallNode, Frame, Node, Site, SourceLine, line_at, refs_in
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Site, SourceLine, line_at, map_leaves, refs_in
 from graphpatch_notebook.values import ContainerSpec, TensorSpec
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -142,7 +144,11 @@ def _last_line(part: ast.expr | ast.stmt) -> int:
 PART_FUNCTIONS = frozenset({"unbind", "split", "chunk", "tensor_split"})
 """Functions that give the parts of a tensor; a loop over a tensor is one over what `unbind` gives."""
 
-_SIZED_BY_VALUES = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"})
+SIZED_BY_VALUES = frozenset(
+    {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "bincount"}
+)
+TRUTHS = (torch.bool, torch.uint8)
+"""The dtypes of masks: as an index, such a tensor selects the entries where it is true."""
 
 
 def part_count_by_values(node: Node) -> int | None:
@@ -173,12 +179,20 @@ def comes_of_values(node: Node) -> bool:
 
 def is_sized_by_values(node: Node) -> bool:
     """Whether the function called at `node` gives as many entries as the values of its arguments say."""
-    if node.op in _SIZED_BY_VALUES or (node.op == "where" and len(node.args) == 1):
+    if node.op in SIZED_BY_VALUES or (node.op == "where" and len(node.args) == 1):
         return True
     if node.op != "getitem":
         return False
     indices = (found.node.spec for found in list(refs_in(node.args))[1:])
-    return any(isinstance(index, TensorSpec) and index.dtype in _BOOLS for index in indices)
+    return any(isinstance(index, TensorSpec) and index.dtype in TRUTHS for index in indices)
 
 
-_BOOLS = (torch.bool, torch.uint8)
+def is_call_sized_by_values(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the values of `args` decide how many entries the result of a function has, going by its (raw) name."""
+    if name == "__getitem__":
+        found: list[Any] = []
+        map_leaves(args[1], found.append)
+        return any(isinstance(each, Tensor) and each.dtype in TRUTHS for each in found)
+    if name == "where":
+        return len(args) == 1
+    return name in SIZED_BY_VALUES or (name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor))

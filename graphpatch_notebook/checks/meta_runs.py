@@ -11,7 +11,7 @@ import functools
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -20,21 +20,29 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture import OpPlace, Recorder, is_sized_by_values, packing_of, record
-from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
+from graphpatch_notebook.capture import (
+    META,
+    OnMeta,
+    OpPlace,
+    Recorder,
+    has_values,
+    is_sized_by_values,
+    packing_of,
+    record,
+    result_of_size,
+)
+from graphpatch_notebook.capture.functions import VALUE_READS
 from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.observers import innermost_forward
-from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead, map_leaves
+from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead
 from graphpatch_notebook.checks.sharding import communicates
 from graphpatch_notebook.options import ExtractionOptions
-from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
 
 InputShapes: TypeAlias = "Sequence[Sequence[int]]"
 """The shapes of the tensors among the inputs of the root, in order, and then the whole numbers among them."""
 
-META = torch.device("meta")
 _MOST = 4
 """How many times as many ops as the capture a run may have: loops over a sequence have more of them when it is long."""
 
@@ -99,7 +107,7 @@ def _run(root: Frame, shapes: InputShapes, more_entries: int, more: int, flipped
             lambda _, spec: torch.empty(tuple(next(tensors)), dtype=spec.dtype, device=META),
             lambda spec: next(numbers)[0] if _is_size(spec) else not spec.value if spec is flipped else spec.value,
         )
-        with _OnMeta(specs[0].device if specs else torch.device("cpu")):
+        with OnMeta(specs[0].device if specs else torch.device("cpu")):
             return record(_MetaRecorder(model, root, more_entries, more), args, kwargs)
 
 
@@ -164,71 +172,6 @@ def _is_machinery(hook: Callable[..., Any]) -> bool:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-class _OnMeta(TorchFunctionMode):
-    """Keeps tensors without values on the meta device, and reports `device` as their device to the model.
-
-    What the model makes of plain numbers is made as ever: a table, say, that it keeps somewhere for the next run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name, kwargs = raw_name(func), {key: value for key, value in (kwargs or {}).items() if key != "generator"}
-        if _has_values((args, kwargs)):
-            return func(*args, **kwargs)
-        if name == "device":
-            return self._device
-        if name in ("is_cuda", "is_meta"):
-            return name == "is_cuda" and self._device.type == "cuda"
-        if name in ("cpu", "cuda"):
-            return args[0]
-        if name in ("__getitem__", "__setitem__"):
-            args = (args[0], map_leaves(args[1], _any_index), *args[2:])
-        args, kwargs = map_leaves(args, _moved), map_leaves(kwargs, _moved)
-        if name == "to":
-            args = tuple(META if isinstance(each, str) else each for each in args)
-        if isinstance(kwargs.get("device"), str):
-            kwargs["device"] = META
-        if name in ("grouped_mm", "_grouped_mm"):  # on meta it supports one dtype only: torch 2.9 to 2.13
-            wide = args[0].dtype
-            args = tuple(each.bfloat16() if isinstance(each, Tensor) else each for each in args)
-            return func(*args, **kwargs).to(wide)
-        return func(*args, **kwargs)
-
-
-def _has_values(arguments: Any) -> bool:
-    """Whether all tensors among some arguments have values."""
-    with without_torch_functions():
-        return not any(isinstance(each, Tensor) and each.is_meta for each in _leaves(arguments))
-
-
-def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(value, found.append)
-    return found
-
-
-def _moved(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return META
-    if not isinstance(value, Tensor) or value.is_meta:
-        return value
-    return torch.empty_like(value, device=META) if value.dim() else value.item()
-
-
-def _any_index(value: Any) -> Any:
-    """Which entry is taken does not matter for the shape."""
-    is_number = isinstance(value, Tensor) and value.is_meta and value.dim() == 0 and value.dtype not in _TRUTHS
-    return 0 if is_number else value
-
-
-_TRUTHS = (torch.bool, torch.uint8)
-
-
 class _MetaRecorder(Recorder):
     """Records a run in which the values that go into Python are those of the capture."""
 
@@ -248,14 +191,14 @@ class _MetaRecorder(Recorder):
         self._left -= 1
         if self._left < 0:
             raise MetaRunError("the model does far more at these sizes")
-        if name in VALUE_READS and not _has_values(args):
+        if name in VALUE_READS and not has_values(args):
             read = self._captured(place, _reads_by_key)
             if read is None or read.value is None:
                 raise MetaRunError(f"the model reads a value into Python ({name})")
             return read.value + self._more if type(read.value) is int else read.value
         node = self._captured(place, _by_key)
-        if node is not None and is_sized_by_values(node) and not _has_values(args):
-            return _sized(func, name, args, kwargs, _count(node) + self._more_entries)
+        if node is not None and is_sized_by_values(node) and not has_values(args):
+            return result_of_size(func, name, args, kwargs, _count(node) + self._more_entries)
         return func(*args, **kwargs)
 
     def _captured(self, place: OpPlace, by_key: Callable[[Frame], dict[Any, Any]]) -> Any:
@@ -294,29 +237,6 @@ def _count(node: Node) -> int:
     if node.op == "getitem" and isinstance(node.args[1], tuple):
         place = next(n for n, index in enumerate(node.args[1]) if index is not None and not isinstance(index, slice))
     return spec.shape[min(place, len(spec.shape) - 1)]
-
-
-def _sized(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> Any:
-    """Returns a result of `count` entries, for a function with a result size that depends on values."""
-
-    def entries(*more: int) -> Tensor:
-        return torch.empty((count, *more), dtype=torch.long, device=META)
-
-    if name == "__getitem__":
-        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-        is_mask = [isinstance(index, Tensor) and index.dtype in _TRUTHS for index in indices]
-        given = [(entries(),) * i.dim() if mask else (i,) for i, mask in zip(indices, is_mask, strict=True)]
-        return func(args[0], tuple(index for part in given for index in part))
-    of = args[0] if args else kwargs["input"]
-    if name == "where" or (name == "nonzero" and kwargs.get("as_tuple")):
-        return (entries(),) * of.dim()
-    if name in ("nonzero", "argwhere"):
-        return entries(of.dim())
-    if name == "bincount":
-        return entries()
-    if name in ("masked_select", "unique", "unique_consecutive") and len(args) <= 2 and not kwargs:
-        return entries().to(of.dtype)
-    raise MetaRunError(f"the result of {name} is sized by values")
 
 
 # -- which node is which -----------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from typing import Any, TypeAlias
 
 from torch.nn import Module
 
+from graphpatch_notebook.capture import parameter_without_values
 from graphpatch_notebook.capture.custom_graphs import REASON, CalledModules
 from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.errors import GraphError, UnknownPathError
 from graphpatch_notebook.execution.patch_map import entries_of, targets_of
 from graphpatch_notebook.execution.plan import Callers, Entry, RunPlan, make_plan
 from graphpatch_notebook.execution.reports import warn_of_data_loops
@@ -61,6 +62,7 @@ class CapturedModel:
         self.drawn = drawn
         self.unstored = dict(unstored or {})
         self.permanent = tuple(permanent)
+        self._lacks_weights = bool(parameter_without_values(module))
         self._outside = threading.local()
         self._hierarchy: GraphModule | None = None
         self._derived: _Derived | None = None
@@ -116,6 +118,23 @@ class CapturedModel:
             unstored=self.unstored,
             permanent=permanent,
         )
+
+    def check_weights(self) -> None:
+        """Raises an error if the model cannot run, since its weights are on the meta device.
+
+        Raises:
+            GraphError: They are.
+        """
+        __tracebackhide__ = True
+        if self._lacks_weights:
+            name = parameter_without_values(self.module)
+            if name:
+                raise GraphError(
+                    f"the model has no weights: the parameter {name!r} is on the meta device. Names, shapes and code "
+                    "can be inspected, and patches chosen; to run the model, load its weights first: "
+                    "pg.load_state_dict(weights, assign=True)"
+                )
+            self._lacks_weights = False
 
     # -- graphs --------------------------------------------------------------------------------------------------------
 
@@ -214,8 +233,10 @@ class CapturedModel:
     @property
     def permanent_plan(self) -> RunPlan | None:
         """The plan of runs with the permanent patches only; `None` if there are none."""
+        if not self.permanent:
+            return None
         derived = self._current()
-        if self.permanent and derived.permanent is None:
+        if derived.permanent is None:
             derived.permanent = derived.plan([entry for each in self.permanent for entry in self.entries_of(each)])
         return derived.permanent
 
@@ -225,7 +246,8 @@ class CapturedModel:
 
     def _current(self) -> _Derived:
         """Returns the values derived from the current records."""
-        self.update_called_modules()
+        if self._called is not None:
+            self.update_called_modules()
         derived = self._derived
         if derived is None or derived.edits != self.edits:
             graphs = own_graphs(self.hierarchy) if self.runs_own_graphs else ()

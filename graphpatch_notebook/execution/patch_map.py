@@ -39,7 +39,7 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
         UnknownPathError, PatchMapError: One error with all that is wrong.
     """
     __tracebackhide__ = True
-    if not isinstance(patch_map, Mapping):
+    if type(patch_map) is not dict and not isinstance(patch_map, Mapping):
         raise PatchMapError(f"a patch map is a dict from paths to patches, not {type(patch_map).__name__}")
     root = nodes.root
     problems: list[str] = []
@@ -247,14 +247,15 @@ def _check_fields(kind: type[Patch[Any]]) -> None:
 
 
 def _problems(target: Target, patches: Any) -> list[str]:
-    shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None
+    spec = target.whole if target.component is None else target.spec
+    shape = spec.shape if isinstance(spec, TensorSpec) else None
     return _problems_of(target.text, patches, lambda patch: _problem(target, patch, None if patch.any_shape else shape))
 
 
 def _problems_of(path: str, patches: Any, problem_of: Callable[[Patch[Any]], str | None]) -> list[str]:
     if isinstance(patches, type) and issubclass(patches, Patch):
         patches = [patches]
-    if not isinstance(patches, Sequence) or isinstance(patches, (str, bytes)):
+    if not isinstance(patches, (list, tuple, Sequence)) or isinstance(patches, (str, bytes)):
         return [f"{path!r}: give a patch or a list of patches, not {type(patches).__name__}{_meant(patches)}"]
     found = []
     for patch in patches:

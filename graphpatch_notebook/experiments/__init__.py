@@ -12,8 +12,8 @@
 
 A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
 `KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap`, `plot_heads` and `plot_scores` draw
-them, `save_figure` saves a plot, `show_heatmap` and `show_circuit` display a result in a notebook, and `save_result`
-and `load_result` write and read files.
+them, `save_figure` saves a plot, and `save_result` and `load_result` write and read files. In a notebook,
+`show_heatmap` and `show_circuit` display a result, and `show_lens` what each layer of a model says.
 
 The functions in `methods` make one patch map for each cell. `engine` runs the cells, and `executors` distributes them.
 `attribution` and `circuits` run the model with gradients instead. `metrics` has the metrics, `results` makes and stores
@@ -41,6 +41,7 @@ from graphpatch_notebook.experiments.plotting.plots import (
     save_figure,
     show_circuit,
     show_heatmap,
+    show_lens,
 )
 from graphpatch_notebook.experiments.results.files import load_result, save_result
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -77,6 +78,7 @@ __all__ = [
     "save_result",
     "show_circuit",
     "show_heatmap",
+    "show_lens",
     "sweep",
     "top_scores",
 ]

@@ -244,7 +244,8 @@ class WritingPatch(_SlicedPatch):
     def op(self, original_output: Any) -> Any:
         index = self.slice
         if isinstance(original_output, Tensor):
-            self._check_taken(index, original_output)
+            if index is not None:
+                self._check_taken(index, original_output)
             self._write(original_output, ... if index is None else index)
             return original_output
         if isinstance(original_output, (bool, int, float, complex)):
@@ -262,7 +263,8 @@ class WritingPatch(_SlicedPatch):
         )
 
     def problem(self, shape: torch.Size | None) -> str | None:
-        if (problem := index_problem(self.slice, shape)) is not None:
+        index = self.slice
+        if index is not None and (problem := index_problem(index, shape)) is not None:
             return problem
         value = getattr(self, "value", 0)
         if not isinstance(value, (Tensor, bool, int, float, complex)):

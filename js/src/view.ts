@@ -9,15 +9,17 @@
  *     ├── patches/   the editor of a patch, the list of chosen patches              editor.ts, edits.ts, patch_list.ts
  *     ├── runs/      the inputs of a run, its progress and its report               run_panel.ts, run_report.ts
  *     ├── plots/     heatmaps and histograms; the heatmap of a sweep's results      plots.ts, result_heatmap.ts
+ *     ├── views/     the selection that all views share, what can be done with it   selection.ts, actions.ts
  *     ├── circuits/  the picture of a circuit, alone or above the tree              circuit_figure.ts, circuit_views.ts
  *     └── page/      elements, floating panels, notices, theme, formatted text      dom.ts, notices.ts
  *
  * From a click to a patch: a row calls `View.editPatch`, `patches/editor.ts` sends what is typed as a `check` request,
- * and `patches/edits.ts` sends the finished patch as an `edit` request. `notebook/browser/request_handlers.py` answers both.
+ * and `patches/edits.ts` sends the finished patch as an `edit` request. `notebook/views/requests.py` answers both.
  */
 
-import type { RequestError, RequestName, Requests, Traits } from "./kernel/protocol";
+import type { LinkedTraits, RequestError, RequestName, Requests, Traits } from "./kernel/protocol";
 import type { Skeleton } from "./tree/skeleton";
+import type { Selection } from "./views/selection";
 
 /** The model as anywidget gives it, with types: that of the tree, or another widget's. */
 export interface Model<T = Traits> {
@@ -53,6 +55,8 @@ export interface Kernel {
   readonly state: KernelState;
   /** Why it is lost, in words, with what to do; empty before. */
   readonly why?: string;
+  /** Whether there was none from the start: in a saved notebook or page. */
+  readonly isSaved?: boolean;
   /**
    * Rejects with `RequestFailed`; never hangs once the kernel is known to be lost.
    * `isQuiet`: nobody waits for the answer, so that the kernel is not called busy for want of it.
@@ -73,16 +77,21 @@ export interface Notices {
 /** What the editor is opened for: a row (or a component of its value, by name), or a patch that is chosen. */
 export type PatchTarget = { row: number; component?: string } | { number: number };
 
-/** What every part gets. */
-export interface View {
+/** What the parts of every view of a graph get. */
+export interface Linked<T extends LinkedTraits = LinkedTraits> {
   /** `.gp-root`. */
   readonly root: HTMLElement;
-  readonly model: Model;
-  readonly skeleton: Skeleton;
+  readonly model: Model<T>;
   readonly kernel: Kernel;
   readonly notices: Notices;
+  readonly selection: Selection;
   /** Runs when the view is taken away. Every listener, timer and observer of a part goes through it. */
   onRemove(undo: () => void): void;
+}
+
+/** What every part of the tree browser gets. */
+export interface View extends Linked<Traits> {
+  readonly skeleton: Skeleton;
 
   /** Opens what is above a row, scrolls to it and makes it the selected one. */
   reveal(row: number): void;

@@ -13,6 +13,7 @@ import {
 } from "../src/kernel/protocol";
 import { Skeleton } from "../src/tree/skeleton";
 import type { Kernel, Model, Notices, View } from "../src/view";
+import { Selection } from "../src/views/selection";
 import patchKinds from "./fixtures/patch_kinds.json";
 
 type Listener = (...args: never[]) => void;
@@ -197,6 +198,7 @@ function addLinear(tree: ColumnsBuilder, name: string, module: string, from: num
 }
 
 export const ABOUT: About = {
+  view: "tree",
   name: "pg",
   module: "TinyLM",
   nodes: 100,
@@ -216,6 +218,8 @@ export function traits(changes: Partial<Traits> = {}): Traits {
     skeleton: new DataView(new ArrayBuffer(0)),
     about: ABOUT,
     session: { version: 0, patches: [], can_undo: false, can_redo: false },
+    group: "one",
+    selection: [],
     expanded: null,
     selected: 0,
     query: "",
@@ -264,12 +268,14 @@ export class FakeView implements View {
     clear: () => this.errors.splice(0),
   };
   private readonly undos: (() => void)[] = [];
+  readonly selection: Selection;
 
   constructor(
     readonly model: FakeModel = new FakeModel(traits()),
     readonly skeleton: Skeleton = new Skeleton(transformer()),
     readonly kernel: FakeKernel = new FakeKernel(),
   ) {
+    this.selection = new Selection(model, (undo) => this.undos.push(undo));
     this.root.className = "gp-root";
     document.body.append(this.root);
     this.undos.push(() => this.root.remove());

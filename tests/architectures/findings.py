@@ -97,7 +97,7 @@ def try_laws(case: Case, finding: Finding) -> None:
     if changed:
         finding.notes.append(f"a run changes the model ({changed}): laws on copies only")
     tolerance = 1e-4 if _has_fast_paths(case.build()) else 0.0
-    refusal = _refuses_backward(case)
+    refusal = refuses_backward(case)
     if refusal:
         finding.notes.append(f"cannot be backpropagated, without the package either: {refusal}")
     case = dataclasses.replace(case, mutates_state=changed is not None, tolerance=tolerance, grad=refusal is None)
@@ -110,7 +110,8 @@ def try_laws(case: Case, finding: Finding) -> None:
     finding.laws = len(laws)
 
 
-def _refuses_backward(case: Case) -> str | None:
+def refuses_backward(case: Case) -> str | None:
+    """Returns why a loss of a case cannot be backpropagated, or `None`."""
     loss = scalar_loss(run(case.build(), case.example()))
     try:
         if loss is not None:

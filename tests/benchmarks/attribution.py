@@ -15,12 +15,15 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from graphpatch_notebook import PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import attribute, attribute_edges, faithfulness
 from tests.benchmarks.attribution_tasks import EXAMPLES, TASKS, Pairs, load
 
 METHODS = ("gradient", "integrated", "relp", "secant")
+ONE_SIDED, MEAN = "secant, one-sided", "gradient + secant"
+DIRECTIONS = ("clean into corrupted", "mean of both directions")
 KINDS = {
     "residual": "layers[*].resid_pre",
     "attention": "layers[*].attn_out",
@@ -32,20 +35,20 @@ SEED = 77
 
 
 @torch.no_grad()
-def exact_effects(pg: PatchableGraph, pairs: Pairs, names: Sequence[str]) -> np.ndarray:
-    """Returns what restoring the clean value of each name does, (name, pair, position); NaN where both runs agree."""
-    clean, corrupted = (dict(pg.record(list(names), input_ids=tokens)) for tokens in (pairs.clean, pairs.corrupted))
-    before = pairs.differences(pg(input_ids=pairs.corrupted).logits)
-    rows, positions = pairs.clean.shape
+def exact_effects(pg: PatchableGraph, pairs: Pairs, source: Tensor, into: Tensor, names: Sequence[str]) -> np.ndarray:
+    """Returns what each value of one run does in the other, (name, pair, position); NaN where both runs agree."""
+    given, own = (dict(pg.record(list(names), input_ids=tokens)) for tokens in (source, into))
+    before = pairs.differences(pg(input_ids=into).logits)
+    rows, positions = into.shape
     effects = np.full((len(names), rows, positions), np.nan)
     for number, name in enumerate(names):
-        differs = (clean[name] != corrupted[name]).reshape(rows, positions, -1).any(-1)
+        differs = (given[name] != own[name]).reshape(rows, positions, -1).any(-1)
         for position in range(positions):
             if not differs[:, position].any():
                 continue
             at = (slice(None), position)
-            with pg.patch({name: ReplacePatch(value=clean[name][at], slice=at)}):
-                after = pairs.differences(pg(input_ids=pairs.corrupted).logits)
+            with pg.patch({name: ReplacePatch(value=given[name][at], slice=at)}):
+                after = pairs.differences(pg(input_ids=into).logits)
             found = torch.where(differs[:, position], after - before, torch.nan)
             effects[number, :, position] = found.numpy()
     return effects
@@ -54,10 +57,11 @@ def exact_effects(pg: PatchableGraph, pairs: Pairs, names: Sequence[str]) -> np.
 def estimated_effects(pg: PatchableGraph, pairs: Pairs, names: Sequence[str], method: str) -> np.ndarray:
     """Returns the scores of a method, for each pair alone, (name, pair, position)."""
     found = []
+    options = {"method": "secant", "one_sided": True} if method == ONE_SIDED else {"method": method}
     for row in range(len(pairs.clean)):
         one = pairs[row : row + 1]
         clean, corrupted = {"input_ids": one.clean}, {"input_ids": one.corrupted}
-        scores = attribute(pg, one.metric, clean, corrupted, method=method, paths=list(names), positions=True)
+        scores = attribute(pg, one.metric, clean, corrupted, paths=list(names), positions=True, **options)
         found.append(scores.transpose("path", "position").values)
     return np.stack(found, axis=1)
 
@@ -67,17 +71,22 @@ def pearson(estimate: np.ndarray, truth: np.ndarray) -> float:
     return float(np.corrcoef(estimate[known], truth[known])[0, 1])
 
 
-def node_table(pg: PatchableGraph, pairs: Pairs) -> dict[str, list[float]]:
-    """Returns the correlation with patching by method, for each kind of node."""
+def node_tables(pg: PatchableGraph, pairs: Pairs) -> list[dict[str, list[float]]]:
+    """Returns the correlation with patching by method, for each kind of node: a table for each of `DIRECTIONS`."""
     by_kind = {kind: [one.name for one in pg.components.lookup(pattern)] for kind, pattern in KINDS.items()}
     names = [name for kind in by_kind.values() for name in kind]
-    truth = exact_effects(pg, pairs, names)
+    there = exact_effects(pg, pairs, pairs.clean, pairs.corrupted, names)
+    back = -exact_effects(pg, pairs, pairs.corrupted, pairs.clean, names)
+    estimates = {method: estimated_effects(pg, pairs, names, method) for method in (*METHODS, ONE_SIDED)}
+    estimates[MEAN] = (estimates["gradient"] + estimates["secant"]) / 2
     places = {kind: [names.index(name) for name in group] for kind, group in by_kind.items()}
-    table = {}
-    for method in METHODS:
-        estimate = estimated_effects(pg, pairs, names, method)
-        table[method] = [pearson(estimate[rows], truth[rows]) for rows in places.values()]
-    return table
+    return [
+        {
+            method: [pearson(estimate[rows], truth[rows]) for rows in places.values()]
+            for method, estimate in (*estimates.items(), ("the other direction", back))
+        }
+        for truth in (there, (there + back) / 2)
+    ]
 
 
 def edge_table(pg: PatchableGraph, pairs: Pairs) -> dict[str, list[float]]:
@@ -109,7 +118,7 @@ def printed(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequen
 
 def summary(tables: Sequence[dict[str, list[float]]]) -> Iterable[tuple[str, str]]:
     """Yields each method with the mean and the worst correlation over the tasks, for each kind of node."""
-    for method in METHODS:
+    for method in tables[0]:
         numbers = np.array([table[method] for table in tables])
         yield (
             method,
@@ -125,20 +134,22 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=100)
-    nodes = []
+    nodes: list[list[dict[str, list[float]]]] = []
     for name in options.tasks:
         began = time.perf_counter()
         task, model = load(name, options.models)
         pairs = task.pairs(options.pairs, torch.Generator().manual_seed(SEED))
         pg = PatchableGraph(model, input_ids=pairs.clean)
-        nodes.append(node_table(pg, pairs))
-        console.print(printed(f"{name}: Pearson with patching", ["method", *KINDS], nodes[-1].items()))
+        nodes.append(node_tables(pg, pairs))
+        for direction, found in zip(DIRECTIONS, nodes[-1], strict=True):
+            console.print(printed(f"{name}: Pearson with patching, {direction}", ["method", *KINDS], found.items()))
         columns = ["ranking", "Pearson with patching", f"edges for {FAITHFUL}", "of"]
         console.print(printed(f"{name}: edges", columns, edge_table(pg, pairs).items()))
         console.print(f"{time.perf_counter() - began:.0f} s\n")
-    console.print(f"mean [worst] over {len(nodes)} tasks: {', '.join(KINDS)}", markup=False)
-    for method, text in summary(nodes):
-        console.print(f"{method:12}{text}", markup=False)
+    for direction, tables in zip(DIRECTIONS, zip(*nodes, strict=True), strict=True):
+        console.print(f"mean [worst] over {len(nodes)} tasks, {direction}: {', '.join(KINDS)}", markup=False)
+        for method, text in summary(tables):
+            console.print(f"{method:20}{text}", markup=False)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ from torch import Tensor
 from graphpatch_notebook import Patch, ZeroPatch
 from graphpatch_notebook.errors import ChosenPatchError, ExportError
 from graphpatch_notebook.notebook import PATCH_KINDS, PatchKind, PatchValue, register_patch_kind
-from graphpatch_notebook.notebook.browser.request_handlers import RequestContext, answer
-from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
 from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.requests import HANDLERS, RequestContext, answer
 from tests.notebook.shells import Shell
 
 FRONT_END = Path(__file__).parents[2] / "js" / "tests" / "fixtures" / "patch_kinds.json"
@@ -177,14 +176,14 @@ def test_one_without_a_hook_is_refused_as_a_hook(pg: Shell) -> None:
 def test_it_is_in_the_editor(pg: Shell) -> None:
     graph = pg.namespace["pg"]
     session, workspace = session_of(graph), Workspace(lambda: pg.namespace, print)
-    context = RequestContext(
-        session, workspace, lambda: skeleton_of(graph), Runs(session, lambda: pg.namespace, workspace.results)
-    )
+    context = RequestContext(session, workspace, Runs(session, lambda: pg.namespace, workspace.results))
     patch = {"path": "down.output", "kind": "scale", "value": None}
-    reply, _ = answer(context, {"id": 1, "request": "check", "payload": {"patch": patch, "number": None}})
+    reply, _ = answer(context, {"id": 1, "request": "check", "payload": {"patch": patch, "number": None}}, HANDLERS)
     assert reply["result"]["shape"] == [3, 2]
     edit = {"action": "add", "patch": {**patch, "value": "0.5"}}
-    answer(context, {"id": 2, "request": "edit", "payload": {"based_on": session.chosen.version, "edit": edit}})
+    answer(
+        context, {"id": 2, "request": "edit", "payload": {"based_on": session.chosen.version, "edit": edit}}, HANDLERS
+    )
     assert [str(one) for one in session.chosen.patches] == ["scale down.output 0.5"]
     browser = graph.browse()
     assert {

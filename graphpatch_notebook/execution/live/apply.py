@@ -60,11 +60,14 @@ class Applier:
         """Applies entries to a value that goes into a frame or out of it, where a mode of the run may be on."""
         __tracebackhide__ = True
         for entry in entries:
-            if self.is_observed(entry, value):
+            if entry.observed_shape is not None and self.is_observed(entry, value):
+                continue
+            if not self.is_under_mode:
+                value = self.apply(entry, value)
                 continue
             # A call site may call modules and ops (`for f in (self.linear, torch.tanh)`): the patches' own torch calls
             # must not be counted there.
-            with self.frames.inside_one_node() if self.is_under_mode else _NOTHING_TO_HIDE:
+            with self.frames.inside_one_node():
                 value = self.apply(entry, value)
         return value
 
@@ -103,7 +106,11 @@ class Applier:
         """Applies one entry and notes that it fired, or why it could not."""
         __tracebackhide__ = True
         try:
-            if entry.is_source:
+            if isinstance(value, Tensor) and value.shape == entry.plain_shape and not entry.sources:
+                patched = value
+                for patch in entry.patches:
+                    patched = _apply_patch(patch, entry.target, patched)
+            elif entry.is_source:
                 self.values[entry.target.text] = value_at(entry, value)
                 patched = value
             else:
@@ -439,7 +446,8 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         shown = value.clone() if target.node.is_mutated_later and isinstance(value, Tensor) else value
         patch.op(shown)
         return value
-    _check_kind(patch, target, value)
+    if not isinstance(value, Tensor) or not isinstance(target.whole, TensorSpec):
+        _check_kind(patch, target, value)
     given = value.clone() if patch.requires_clone and not is_own and isinstance(value, Tensor) else value
     try:
         return patch.op(given)

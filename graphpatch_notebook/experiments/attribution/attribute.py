@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,20 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionResults, AttributionRuns, KeptDims
+from graphpatch_notebook.experiments.attribution.choices import Routing
+from graphpatch_notebook.experiments.attribution.gradient_runs import (
+    AttributionResults,
+    AttributionRuns,
+    KeptDims,
+    WatchedRuns,
+)
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked, same_values
 from graphpatch_notebook.experiments.attribution.rules import Method, check_method, midpoints
 from graphpatch_notebook.experiments.attribution.scored_nodes import (
     PositionAxis,
     ScoredNode,
     ScoredPlace,
+    Selected,
     selected_nodes,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
@@ -36,6 +44,7 @@ from graphpatch_notebook.experiments.methods.causal_tracing import Noise
 from graphpatch_notebook.experiments.methods.heads import head_layout
 from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, Rows, by_problem, check_problems
 from graphpatch_notebook.experiments.results.arrays import metric_name, with_component_dims
+from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import TensorSpec, readable_children
@@ -55,6 +64,7 @@ def attribute(
     method: Method = "gradient",
     steps: int = 8,
     one_sided: bool = False,
+    routing: Routing = "free",
     paths: Iterable[str | NodePath] | None = None,
     positions: Positions | Rows = None,
     position_dim: int | Mapping[str, int] | None = None,
@@ -97,6 +107,9 @@ def attribute(
         one_sided: For `"secant"` with `paths`: compares the corrupted run, for each value, with the same run in which
             this value alone is the clean one, and not with the clean run. The scores of all heads and positions of a
             value then sum to the exact effect of patching all of it. It takes two runs for each value.
+        routing: Whether the model chooses freely in the corrupted run, or `"frozen"`: what it chooses by values in the
+            clean run (the experts of a token, by `topk`, `sort`, `argmax` or `max`), it chooses in the corrupted run,
+            too. Scores then explain the difference between the clean run and that run, without changes of experts.
         paths: The nodes to score. By default, all nodes with floating-point tensors.
         positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
             or a slice. Negative numbers count from the end. With two dimensions, `(batch, columns)`, each row of the
@@ -108,18 +121,18 @@ def attribute(
         heads: The number of attention heads: returns a score for each head. The heads must be separate in the values at
             `paths` (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
         max_bytes: The memory limit for recorded values and their gradients. If it is exceeded, nodes are scored in
-            several groups with runs of their own. The scores do not change. It does not count what a backward pass
-            keeps, nor what `"secant"` keeps of the clean run, which is about as much again.
+            several groups with runs of their own. The scores do not change. What `"secant"` keeps of the clean run
+            counts too, but each group keeps all of that: values may take half of the limit in any case. What a backward
+            pass keeps does not count.
 
     Returns:
         An array with the dimension `path` (`layer` and `head` for components, such as `layers[*].attn.heads[*].z`), and
         `head` and `position` if requested. Nodes without a score are NaN: the
         attribute `skipped` is a dict from path to reason. Other attributes: `clean` and `corrupted`, the metric of the
-        two runs; `method`; `steps`; `fallbacks`, why an operation keeps its own derivative, by name; for `"secant"`,
-        `conservation`, how far the scores of each cut are from the change of the metric, relative to it; `roots`, the
-        nodes at which the runs begin to differ; `same_values`, a dict from
-        the names of one value to the name that represents them; `remarks`. Parameters score 0, since they are equal in
-        both runs.
+        two runs; `method`; `routing`; `steps`; `fallbacks`, why an operation keeps its own derivative, by name; for
+        `"secant"`, `conservation`, how far the scores of each cut are from the change of the metric, relative to it;
+        `roots`, the nodes at which the runs begin to differ; `same_values`, a dict from the names of one value to the
+        name that represents them; `remarks`. Parameters score 0, since they are equal in both runs.
 
     Raises:
         UnknownPathError: A path does not exist. Raised before the model runs.
@@ -160,7 +173,8 @@ def attribute(
         check_inputs(pg, inputs)
     tensors = [_tensors(pg.nodes.root, inputs) for inputs in given]
     check_same_shapes(tensors[0], tensors[1])
-    selected = selected_nodes(pg.nodes, paths)
+    of_all = kept_for(pg.nodes, _AllNodes) if paths is None else None
+    selected = selected_nodes(pg.nodes, paths) if of_all is None else of_all.selected
     wanted = [node for node in selected.nodes if node.is_wanted]
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
     if axis is not None and paths is not None:
@@ -175,12 +189,14 @@ def attribute(
         kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
     nodes = wanted if one_sided else selected.nodes
-    runs = AttributionRuns(pg, metric, *given, nodes, kept, fractions, checked_bytes(max_bytes), method, one_sided)
-    found = runs.run()
+    limit = checked_bytes(max_bytes)
+    with _watched(pg, nodes, of_all) as watched:
+        runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, limit, method, routing, one_sided)
+        found = runs.run()
     found.problems |= selected.skipped
     result = _data_array(xarray, selected.places, found, axis, heads, metric)
-    result.attrs |= {"method": method, **({"steps": steps} if method == "integrated" else {})}
-    result.attrs["same_values"] = same_values(pg, wanted)
+    result.attrs |= {"method": method, "routing": routing, **({"steps": steps} if method == "integrated" else {})}
+    result.attrs["same_values"] = same_values(pg.nodes, wanted) if of_all is None else dict(of_all.same_values)
     if method == "secant":
         result.attrs["conservation"] = _conservation(pg, found)
         _warn_of_loss(pg, result)
@@ -189,6 +205,30 @@ def attribute(
         weights = {node.path for node in wanted if node.is_state}
         _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights})
     return result
+
+
+class _AllNodes:
+    """What is known about the nodes with floating-point tensors, before any run.
+
+    Attributes:
+        selected: The nodes.
+        same_values: The name that represents all names of one value, for each of these.
+        idle: Watched runs of all nodes that no attribution uses now.
+    """
+
+    def __init__(self, nodes: NodeMap) -> None:
+        self.selected: Selected = selected_nodes(nodes, None)
+        self.same_values = same_values(nodes, [node for node in self.selected.nodes if node.is_wanted])
+        self.idle: list[WatchedRuns] = []
+
+
+@contextmanager
+def _watched(pg: PatchableGraph, nodes: Sequence[ScoredNode], of_all: _AllNodes | None) -> Iterator[WatchedRuns]:
+    """Watches the runs of `pg`; what was made for all nodes is used again, by one attribution at a time."""
+    watched = of_all.idle.pop() if of_all is not None and of_all.idle else WatchedRuns(pg, nodes)
+    yield watched
+    if of_all is not None:
+        of_all.idle.append(watched)
 
 
 def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> Series[float]:
@@ -340,7 +380,7 @@ def _warn_of_loss(pg: PatchableGraph, result: DataArray) -> None:
     shown = "; ".join(causes[:5]) or "operations that torch does not dispatch, or in-place changes of shared memory"
     warn(
         f"the scores of all roots differ from the change of the metric by {loss:.1%} of it: not every operation has a "
-        f"rule that explains its change. It may be: {shown}. "
+        f"rule that explains its change. It may be: {shown}. routing='frozen' holds choices of experts; "
         "graphpatch_notebook.experiments.attribution.rules.register_rule adds rules",
         ExperimentWarning,
         stacklevel=level_of_caller(),

@@ -108,7 +108,6 @@ class Rule:
             own derivative is exact, and is used.
         keeps_result: Whether `Call.results` are of use.
         is_exact: Whether the derivative explains the whole change. If not, the function is named as a fallback.
-        is_constant: Whether the result is a constant, without a derivative.
         refusal: Whether the rule does not fit a call.
     """
 
@@ -116,7 +115,6 @@ class Rule:
     is_multilinear: bool = False
     keeps_result: bool = False
     is_exact: bool = True
-    is_constant: bool = False
     refusal: Callable[[Call], bool] | None = None
 
 
@@ -162,14 +160,22 @@ class Held:
 
 
 class HeldTensors:
-    """The tensors that are held, by their storage, so that they can be copied before the model writes into them."""
+    """The tensors that are held, by their storage, so that they can be copied before the model writes into them.
+
+    Attributes:
+        size: How many bytes they keep, without weights.
+    """
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[Held]] = {}
+        self.size = 0
 
     def hold(self, tensor: Tensor) -> Held:
-        held = Held(tensor)
-        self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(held)
+        held, storage = Held(tensor), tensor.untyped_storage()
+        known = self._by_storage.setdefault(storage.data_ptr(), [])
+        if not known and not is_weight(tensor):
+            self.size += storage.nbytes()
+        known.append(held)
         return held
 
     def before(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -179,6 +185,7 @@ class HeldTensors:
             if target is not None and has_memory(target):
                 for held in self._by_storage.pop(target.untyped_storage().data_ptr(), ()):
                     held.tensor = held.tensor.clone()
+                    self.size += held.tensor.nbytes
 
 
 def is_weight(value: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.experiments.attribution.calls import Call, family_name, is_weight
+from graphpatch_notebook.torch_compat import base_of
 
 ACTIVATIONS = operations.NONLINEARITIES - {"glu", "softmax", "pow", "square", "exp"}
 DENOMINATORS = frozenset({"rsqrt", "sqrt", "var", "std", "norm", "vector_norm"})
@@ -37,14 +38,19 @@ def half(call: Call, *inputs: Tensor) -> Any:
     return call(*inputs) / 2
 
 
+def constant(call: Call, *inputs: Tensor) -> Any:
+    """A constant. Its derivative is 0, and not missing: the steps before it have scores, too."""
+    return call(*(x.detach() for x in inputs)) + 0 * sum(x.sum() for x in inputs)
+
+
 def by_first(call: Call, first: Tensor, second: Tensor) -> Any:
-    """A multiple of the first factor: the second is a function of it."""
-    return call(first, second.detach())
+    """A multiple of the first factor: the second, a function of it, is constant."""
+    return call(first, second.detach() + 0 * second)
 
 
 def by_second(call: Call, first: Tensor, second: Tensor) -> Any:
-    """A multiple of the second factor: the first is a function of it."""
-    return call(first.detach(), second)
+    """A multiple of the second factor: the first, a function of it, is constant."""
+    return call(first.detach() + 0 * first, second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +73,12 @@ class ElementwiseRoots:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Root] = {}
-        self._of_weights: dict[int, Tensor] = {}
+        self._constants: dict[int, Tensor] = {}
 
     def varies(self, value: Tensor) -> bool:
-        """Whether a value has a derivative, and is not computed from weights alone."""
-        return value.requires_grad and not is_weight(value) and self._of_weights.get(id(value)) is not value
+        """Whether a value has a derivative, and is not computed from weights and constants alone."""
+        known = (self._constants.get(id(each)) is each for each in (value, base_of(value)) if each is not None)
+        return value.requires_grad and not is_weight(value) and not any(known)
 
     def of(self, value: Tensor) -> Root:
         """Returns the root of a value: itself, unless it was computed elementwise from a single one."""
@@ -79,7 +86,7 @@ class ElementwiseRoots:
         return known if known is not None and known.value is value else Root(value, value, True)
 
     def note(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Notes the root of a result, or that it is computed from weights alone."""
+        """Notes the root of a result, or that it is a constant."""
         if not isinstance(result, Tensor) or not result.requires_grad:
             return
         name = family_name(function)
@@ -87,9 +94,9 @@ class ElementwiseRoots:
         given = [part for part in given if isinstance(part, Tensor)]
         varying = [self.of(part) for part in given if self.varies(part)]
         others = [part for part in given if not self.varies(part)]
-        self._of_weights.pop(id(result), None)  # a result of an operation in place is known already
-        if not varying and any(part.requires_grad for part in given):
-            self._of_weights[id(result)] = result
+        self._constants.pop(id(result), None)  # a result of an operation in place is known already
+        if name in DENOMINATORS or (not varying and any(part.requires_grad for part in given)):
+            self._constants[id(result)] = result
         if not varying or any(root.root is not varying[0].root for root in varying):
             return
         if any(other.numel() != 1 for other in others) or result.shape != varying[0].root.shape:

@@ -143,7 +143,7 @@ _SECANT: dict[Any, Rule] = {
 _NORMS = ("layer_norm", "rms_norm", "group_norm", "instance_norm", "normalize")
 _RELP: dict[Any, Rule] = {
     **dict.fromkeys(relp.ACTIVATIONS, Rule(relp.identity)),
-    **dict.fromkeys(relp.DENOMINATORS, Rule(quotient, is_constant=True)),
+    **dict.fromkeys(relp.DENOMINATORS, Rule(relp.constant)),
     **dict.fromkeys(("mul", "multiply"), Rule(relp.half, is_multilinear=True)),
     **{name: Rule(by_steps(_COMPOSITES[name])) for name in _NORMS},
 }
@@ -185,12 +185,14 @@ class DerivativeRules:
     Attributes:
         method: The name of the method that has rules of its own.
         fallbacks: Why a function does not explain the whole change of its result, by its name.
+        recorded_bytes: How much memory the records of the clean run take.
     """
 
     method: ClassVar[str] = ""
 
     def __init__(self) -> None:
         self.fallbacks: dict[str, str] = {}
+        self.recorded_bytes = 0
         self.is_open = False
 
     def recording(self) -> AbstractContextManager[Any]:
@@ -236,8 +238,9 @@ class SecantRules(DerivativeRules):
     @contextmanager
     def recording(self) -> Iterator[None]:
         self._tape, self._decisions = [], []
-        with _Recording(self):
+        with _Recording(self) as mode:
             yield
+        self.recorded_bytes = mode.size
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -303,7 +306,8 @@ class SecantRules(DerivativeRules):
         return (
             f"the secant pairs the operations of the two runs, which part at operation {self._at + 1}: "
             f"{clean or 'nothing more'} in the clean run, {corrupted or 'nothing more'} in the corrupted run (mixtures "
-            'of experts do that); use method="gradient", or inputs for which the model takes the same steps'
+            'of experts do that); use routing="frozen" or method="gradient", or inputs for which the model takes the '
+            "same steps"
         )
 
 
@@ -431,6 +435,11 @@ def _fits(rule: Rule, call: Call) -> bool:
 class _Recording(_Mode):
     """Records the inputs of each call that has a rule."""
 
+    @property
+    def size(self) -> int:
+        """How many bytes the records take."""
+        return self._writes.size
+
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
         result = func(*args, **kwargs)
         self._rules.decide(func, (*args, *kwargs.values()), result)
@@ -470,10 +479,6 @@ class _Applied(_Mode):
         if not is_needed or (rule.is_multilinear and sum(call.differs) < 2):
             self._writes.before(func, args, kwargs)
             return self._plain(func, args, kwargs, has_rule=True)
-        if rule.is_constant:
-            self._writes.before(func, args, kwargs)
-            with torch.no_grad():
-                return func(*args, **kwargs)
         if _is_in_checkpoint():
             raise ExperimentError(
                 "the model computes values again in backward (activation checkpointing), where derivative rules cannot "

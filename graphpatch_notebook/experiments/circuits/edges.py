@@ -24,6 +24,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
+from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
 from graphpatch_notebook.experiments.attribution.rules import (
     METHODS,
@@ -69,6 +70,7 @@ def attribute_edges(
     *,
     method: Literal["gradient", "integrated", "relp", "secant", "exact"] = "gradient",
     steps: int = 5,
+    routing: Routing = "free",
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
     heads: bool = True,
@@ -88,7 +90,9 @@ def attribute_edges(
     `layers[4].mixer`, and `@logits`, the final norm. What cannot be separated is one receiver: `layers[4].attn.q`, or
     `layers[4].attn`.
 
-    All scores together cost a few forwards, however many edges there are. The model is left as it was.
+    All scores together cost a few forwards, however many edges there are. The model is left as it was. Active patches
+    apply to both runs; they come before what edges change, so that a patch on what a receiver reads does not take its
+    edges away.
 
     Args:
         pg: The graph.
@@ -101,6 +105,7 @@ def attribute_edges(
             change of the metric. `"integrated"` takes the mean of the gradients at `steps` points between the runs.
             `"exact"` runs the model once for each edge, and returns the true effects: for small models.
         steps: The number of points for `"integrated"`.
+        routing: `"frozen"` holds choices of experts, as for `attribute`; not for `"exact"`.
         senders: Names of senders, or patterns such as `layers[*].mlp_out`; all by default.
         receivers: Names of receivers, or patterns.
         heads: Whether heads of attention are nodes of their own.
@@ -112,7 +117,7 @@ def attribute_edges(
         and `corrupted`, the metric of the two runs; `feeds`, for each receiver the senders that are computed from it;
         `skipped`, why components or heads are not nodes (with a warning if whole components are missing); `edges`, the
         number of edges; `conservation`, the sum of the scores into the last receiver, divided by `clean - corrupted`
-        (NaN if `"exact"` was not asked for all of them); `method`, `metric`, `steps`.
+        (NaN if `"exact"` was not asked for all of them); `method`, `routing`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, or the inputs differ
@@ -137,7 +142,9 @@ def attribute_edges(
     check_graph(pg)
     check_unsharded(pg, "attribute_edges")
     check_method(method, (*METHODS, "exact"))
-    points, limit = midpoints(steps), checked_bytes(max_bytes)
+    if method == "exact" and routing != "free":
+        raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
+    points, limit, choices = midpoints(steps), checked_bytes(max_bytes), Choices(routing)
     fractions = points if method == "integrated" else [0.0]
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads)
@@ -149,7 +156,7 @@ def attribute_edges(
         if method == "exact":
             found = _exact_effects(pg, nodes, pair, batch, rows, columns)
         else:
-            found = _Runs(pg, nodes, pair, method, fractions, limit).scores()
+            found = _Runs(pg, nodes, pair, method, fractions, limit, choices).scores()
         total.add(found, len(batches))
     array = xarray.DataArray(
         total.values, {"receiver": nodes.receivers, "sender": nodes.senders}, ["receiver", "sender"], name="score"
@@ -159,6 +166,7 @@ def attribute_edges(
         "clean": total.clean,
         "corrupted": total.corrupted,
         "method": method,
+        "routing": routing,
         "metric": metric_name(batches[0].metric),
         "edges": int(total.edges.sum()),
         "conservation": float(total.values[-1, total.edges[-1]].sum()) / change if change else float("nan"),
@@ -340,11 +348,13 @@ class _Runs:
         method: Method,
         fractions: Sequence[float],
         max_bytes: int,
+        choices: Choices,
     ) -> None:
         self._pg = pg
         self._nodes = nodes
         self._batch = batch
         self._method = method
+        self._choices = choices
         self._fractions = fractions
         self._max_bytes = max_bytes
 
@@ -391,7 +401,8 @@ class _Runs:
         for listed in (patches, probes):
             for path, patch in listed.items():
                 merged.setdefault(path, []).append(patch)
-        with self._pg.patch(merged, strict=True):
+        choices = self._choices.recorded() if inputs is self._batch.clean else self._choices.held()
+        with self._pg.patch(merged, strict=True), choices:
             output = inputs.run(self._pg)
         metric = metric_number(self._batch.metric(output))
         return Recorded({path: probe.activation.detach() for path, probe in probes.items()}), metric

@@ -28,17 +28,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
+from graphpatch_notebook.capture import SIZED_BY_VALUES, is_call_sized_by_values
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS, raw_name, writes_in_place
 from graphpatch_notebook.execution.replay import PLAIN, FrameNode, FrameTree, all_modules, leaves_of, tensors_among
 from graphpatch_notebook.torch_compat import without_torch_functions
 
 # -- reads of values ---------------------------------------------------------------------------------------------------
 
-_SIZED_BY_VALUES = frozenset(
-    {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "bincount", "__iter__"}
-)
-_SIZED_BY_SOME = frozenset({"__getitem__", "where", "repeat_interleave"})
-_BOOLS = (torch.bool, torch.uint8)
+_SIZED_BY_SOME = frozenset({"__getitem__", "where", "repeat_interleave", "__iter__"})
 
 
 class ValueReads(TorchFunctionMode):
@@ -103,20 +100,11 @@ class ValueReads(TorchFunctionMode):
 def _may_hand_out_values(func: Any) -> bool:
     """Whether the function reads values for some arguments. Cached, since it runs for each call of torch."""
     name = raw_name(func)
-    return name in VALUE_READS or name in _SIZED_BY_VALUES or name in _SIZED_BY_SOME
+    return name in VALUE_READS or name in SIZED_BY_VALUES or name in _SIZED_BY_SOME
 
 
 def _hands_out_values(name: str, args: tuple[Any, ...]) -> bool:
-    return name in VALUE_READS or name in _SIZED_BY_VALUES or _is_sized_by_values(name, args)
-
-
-def _is_sized_by_values(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of the result depends on values."""
-    if name == "__getitem__":
-        return any(isinstance(leaf, Tensor) and leaf.dtype in _BOOLS for leaf in leaves_of(args[1]))
-    if name == "where":
-        return len(args) == 1
-    return name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor)
+    return name in VALUE_READS or name == "__iter__" or is_call_sized_by_values(name, args)
 
 
 # -- calls of torch ----------------------------------------------------------------------------------------------------

@@ -1,35 +1,34 @@
 """The widget of the tree browser in the kernel. Its front end is js/.
 
 front end  -- expanded, selected, query, shows_sizes -->  traits, validated
-front end  -- requests ---------------------------------->  `request_handlers.answer`
-session    -- each change ------------------------------>  trait `session`
+front end  -- requests ---------------------------------->  `request_handlers`, and those of all views
 """
 
 from __future__ import annotations
 
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets
 
-from graphpatch_notebook._version import __version__
 from graphpatch_notebook.errors import SessionError, UnknownPathError
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.notebook.browser.request_handlers import RequestContext, answer, session_state
+from graphpatch_notebook.notebook.browser.request_handlers import TREE_HANDLERS, TreeContext
 from graphpatch_notebook.notebook.browser.scores import packed_scores, scores_by_path
 from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, SIZE, Skeleton, skeleton_of
 from graphpatch_notebook.notebook.browser.static_tree import StaticTree, entry_of
 from graphpatch_notebook.notebook.display.circuit import picture_of, static_circuit
-from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
-from graphpatch_notebook.notebook.run.runs import RunResult, SharedRuns
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.run.runs import RunResult
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.linked import LinkedView
+from graphpatch_notebook.notebook.views.requests import Handlers, session_state
+from graphpatch_notebook.notebook.views.selection import item_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 if TYPE_CHECKING:
@@ -40,11 +39,16 @@ if TYPE_CHECKING:
 _LONGEST_QUERY = 10_000
 
 
-class Browser(DisplayedWidget):
+def _is_rows(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(type(row) is int for row in value))
+
+
+class Browser(LinkedView):
     """The tree of a graph, to inspect and to patch by clicking. `pg.browse()` returns it.
 
     All browsers of a graph and the magics share the chosen patches: a change in one appears in all. A browser keeps its
-    graph alive only if the user does not have a variable with the graph, and only until it is closed.
+    graph alive only if the user does not have a variable with the graph, and only until it is closed. Views of the
+    graph follow what is selected in the tree, and the tree follows them.
 
     A notebook shows the widget, together with static HTML for readers without a kernel. Elsewhere, it prints the tree.
 
@@ -59,8 +63,6 @@ class Browser(DisplayedWidget):
     """
 
     skeleton = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
-    about = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
-    session = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     expanded: Any = traitlets.List(traitlets.Int(), default_value=None, allow_none=True).tag(sync=True)
     selected = traitlets.Int().tag(sync=True)
     query = traitlets.Unicode().tag(sync=True)
@@ -70,45 +72,32 @@ class Browser(DisplayedWidget):
     run = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
     circuit = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
 
+    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
+        **LinkedView.IS_OF_FRONT_END,
+        "expanded": _is_rows,
+        "selected": lambda value: type(value) is int,
+        "query": lambda value: isinstance(value, str),
+        "shows_sizes": lambda value: isinstance(value, bool),
+    }
+    HANDLERS: ClassVar[Handlers] = TREE_HANDLERS
+    VIEW: ClassVar[str] = "tree"
+    FIRST: ClassVar[tuple[str, ...]] = (*LinkedView.FIRST, "skeleton", "run")
+
     def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, path: str = "") -> None:
         skeleton = skeleton_of(graph)
         row = skeleton.row(path)
-        self._session = session
-        self._shared = SharedRuns.of(session, workspace)
         self._shown = weakref.ref(skeleton)
         self._scores: dict[str, float] = {}
         self._circuit: Circuit | None = None
         self._patch_states: dict[ChosenPatch, dict[str, Any]] = {}
         self._opened_at = skeleton.path(row)
-        is_held = any(other is graph for other in workspace.graphs().values())
-        self._kept = None if is_held else graph
-        # The front end and the kernel may change traits at the same time: `renew` waits while a state is received.
-        self._lock = threading.RLock()
-        self._is_receiving = 0
-        self._waiting: set[str] = set()
-        self._requests_lock = threading.Lock()
-        model_id = uuid.uuid4().hex
-        self._request_context = RequestContext(
-            session, workspace, self._rows, self._shared.runs, self._shared.typed, self._shared.written
-        )
-        self._own_id = model_id
-        for name in ("skeleton", "about", "session", "run"):
-            self.set_trait(name, self._value_of_trait(name, graph, skeleton))
-        super().__init__(self._static_html, model_id, selected=row, **_opened(skeleton, row))
-        self._stop_listening = _listen(session, self)
-        self._shared.add(self)
-        self.on_msg(_answer_message)
+        super().__init__(graph, session, workspace, uuid.uuid4().hex, selected=row, **_opened(skeleton, row))
+
+    def _made_context(self, workspace: Workspace) -> TreeContext:
+        shared = self._shared
+        return TreeContext(self._session, workspace, shared.runs, shared.typed, shared.written, skeleton=self._rows)
 
     # -- public methods ------------------------------------------------------------------------------------------------
-
-    @property
-    def graph(self) -> PatchableGraph:
-        """The graph.
-
-        Raises:
-            SessionError: The graph was deleted.
-        """
-        return self._session.graph
 
     @property
     def selected_path(self) -> str | None:
@@ -129,6 +118,7 @@ class Browser(DisplayedWidget):
         for name, value in _opened(skeleton, row, self.expanded or ()).items():
             self.set_trait(name, value)
         self.selected = row
+        self.selection = [item_of(str(path))] if row else []
 
     def set_scores(self, scores: Mapping[str | NodePath, Any] | DataArray, name: str | None = None) -> None:
         """Colors the rows by scores, which replace any previous scores.
@@ -173,40 +163,11 @@ class Browser(DisplayedWidget):
         """The results of the last run in any browser of the graph; `None` before the first one."""
         return self._shared.runs.last
 
-    def close(self) -> None:
-        """Closes the widget, which cannot be shown again. The chosen patches stay."""
-        stop: Callable[[], None] | None = self.__dict__.pop("_stop_listening", None)
-        if stop is not None:
-            stop()
-            self._shared.remove(self)
-            self._kept = None
-        super().close()
-
     # -- messages of the front end -------------------------------------------------------------------------------------
-
-    def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Sets the traits that the front end has changed, if it may set them and the values are valid."""
-        accepted = {name: value for name, value in sync_data.items() if self._accepts(name, value)}
-        with self._lock:
-            self._is_receiving += 1
-        try:
-            super().set_state(accepted)
-        finally:
-            with self._lock:
-                self._is_receiving -= 1
-                waiting, self._waiting = self._waiting, set()
-            self.renew(*sorted(waiting))
-        self.put_right(sync_data.keys() - accepted.keys())
-
-    def _accepts(self, name: str, value: Any) -> bool:
-        return _IS_OF_FRONT_END.get(name, _never)(value) and self._problem(name, value) is None
 
     @traitlets.validate("expanded", "selected", "query")
     def _validated(self, proposal: Any) -> Any:
-        problem = self._problem(proposal["trait"].name, proposal["value"])
-        if problem is not None:
-            raise traitlets.TraitError(problem)
-        return proposal["value"]
+        return self._checked(proposal)
 
     def _problem(self, name: str, value: Any) -> str | None:
         """Returns a message if a value of the right type is not valid; else `None`."""
@@ -217,17 +178,7 @@ class Browser(DisplayedWidget):
             return f"{name!r} must be rows of the tree, from 0 to {count - 1:,}"
         if name == "query" and len(value) > _LONGEST_QUERY:
             return f"a query of {len(value):,} characters is too long"
-        return None
-
-    def _answer(self, message: Any) -> None:
-        """Answers a request."""
-        with self._requests_lock:
-            reply, buffers = answer(self._request_context, message)
-            result = reply.get("result")
-            if isinstance(result, dict) and {"report", "state"} <= result.keys():
-                self._shared.note(result)
-            self.send(reply, buffers)
-        self._display.renew()
+        return super()._problem(name, value)
 
     # -- values of traits ----------------------------------------------------------------------------------------------
 
@@ -255,53 +206,39 @@ class Browser(DisplayedWidget):
                     self.renew("skeleton", "about", "session", "scores", "circuit")
         return skeleton
 
-    # marimo puts an attribute `_value` on every widget (0.25).
-    def _value_of_trait(self, name: str, graph: PatchableGraph, skeleton: Skeleton) -> Any:
+    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
+        skeleton = self._shown() or skeleton_of(graph)
         match name:
             case "skeleton":
                 return skeleton.data
             case "session":
-                return session_state(self._session, skeleton, self._patch_states)
+                return session_state(self._session, skeleton.find, self._patch_states)
             case "scores":
                 return packed_scores(self._scores, skeleton) if self._scores else b""
             case "run":
                 return self._shared.run
             case "circuit":
                 return None if self._circuit is None else picture_of(self._circuit, skeleton.find)
-            case _:
-                return self._about(graph, skeleton)
+            case "about":
+                return super()._value_of_trait(name, graph) | self._about(graph, skeleton)
+        return super()._value_of_trait(name, graph)
 
     def _about(self, graph: PatchableGraph, skeleton: Skeleton) -> dict[str, Any]:
         return {
-            "name": self._session.origin.graph,
             "module": type(captured(graph).module).__name__,
             "nodes": skeleton.node_count,
-            "model_id": self._own_id,
             "arguments": self._shared.written(),
             "has_given_inputs": self._shared.is_given,
             "no_inputs": self._shared.no_inputs,
             "has_tokenizer": self._shared.runs.tokenizer is not None,
             "patch_kinds": [kind.state() for kind in PATCH_KINDS.values()],
-            "version": __version__,
         }
-
-    def renew(self, *names: str) -> None:
-        """Updates traits, and sends those that have changed. Does nothing if the graph was deleted."""
-        with self._lock:
-            if self._is_receiving:
-                self._waiting |= {*names}
-                return
-            with suppress(SessionError), self.hold_sync():
-                graph = self.graph
-                skeleton = self._shown() or skeleton_of(graph)
-                for name in names:
-                    self.set_trait(name, self._value_of_trait(name, graph, skeleton))
 
     def follow_session(self) -> None:
         """Called after each change of the chosen patches."""
         with suppress(SessionError):
             self._skeleton()
-        self.renew("session", "about")
+        super().follow_session()
 
     def follow_runs(self) -> None:
         """Called when a run starts or ends, or the inputs of runs change."""
@@ -337,22 +274,6 @@ class Browser(DisplayedWidget):
         return None
 
 
-def _is_rows(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(type(row) is int for row in value))
-
-
-def _never(_: Any) -> bool:
-    return False
-
-
-_IS_OF_FRONT_END: dict[str, Callable[[Any], bool]] = {
-    "expanded": _is_rows,
-    "selected": lambda value: type(value) is int,
-    "query": lambda value: isinstance(value, str),
-    "shows_sizes": lambda value: isinstance(value, bool),
-}
-
-
 def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[str, Any]:
     """Returns the traits that make a row visible; empty for the root."""
     if not row:
@@ -366,19 +287,3 @@ def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[st
         here = skeleton.parent(here)
         above += [] if here is None else [here]
     return {**found, "expanded": sorted({*before, *above})}
-
-
-def _listen(session: Session, browser: Browser) -> Callable[[], None]:
-    """Calls a browser after each change of a session, as long as it exists. Returns a function that stops this."""
-    reference = weakref.ref(browser)
-
-    def tell(_: ChosenPatches) -> None:
-        listener = reference()
-        if listener is not None:
-            listener.follow_session()
-
-    return session.listen(tell)
-
-
-def _answer_message(browser: Browser, message: Any, _: Any) -> None:
-    browser._answer(message)

@@ -1,8 +1,8 @@
 /** Requests to the kernel, and its state: idle, busy, or lost. */
 
 import { type Answer, type Kernel, type KernelState, type Model, RequestFailed } from "../view";
-import { GONE, UNCONNECTED, watchLife } from "./kernel_life";
-import type { Reply, RequestError, RequestName, Requests } from "./protocol";
+import { GONE, SAVED, UNCONNECTED, watchLife } from "./kernel_life";
+import type { LinkedTraits, Reply, RequestError, RequestName, Requests } from "./protocol";
 
 /** How long an answer may take before the kernel is considered busy. */
 export const PATIENCE_MS = 500;
@@ -17,7 +17,7 @@ interface Open {
 }
 
 /** Returns the kernel of a model; its listeners are removed through `onRemove`. */
-export function connect(model: Model, onRemove: (undo: () => void) => void): Kernel {
+export function connect(model: Model<LinkedTraits>, onRemove: (undo: () => void) => void): Kernel {
   const connection = new Connection(model);
   const listener = (content: unknown, buffers: unknown) => connection.receive(content, buffers);
   model.on("msg:custom", listener);
@@ -37,7 +37,11 @@ class Connection implements Kernel {
   private readonly graces = new Set<ReturnType<typeof setTimeout>>();
   private patience: ReturnType<typeof setTimeout> | undefined;
 
-  constructor(private readonly model: Model) {}
+  constructor(private readonly model: Model<LinkedTraits>) {}
+
+  get isSaved(): boolean {
+    return this.why === SAVED;
+  }
 
   ask<N extends RequestName>(request: N, payload: Requests[N]["payload"], isQuiet = false): Promise<Answer<N>> {
     return new Promise((resolve, reject) => {

@@ -62,14 +62,33 @@ export interface Columns {
   notes: Record<string, string>;
 }
 
-/** Traits, as `model.get` gives them. Only `expanded`, `selected`, `query` and `shows_sizes` are set by the front end. */
-export interface Traits {
+/** The traits of every view of a graph. Only `selection` is set by the front end. */
+export interface LinkedTraits {
   /** Deflated JSON of `{css, js}`: the front end itself, which `loader.ts` unpacks. Empty where anywidget loads it from files. */
   front_end: DataView;
+  about: AboutView;
+  session: SessionState;
+  /** Identifies the views that share a selection. */
+  group: string;
+  selection: Item[];
+}
+
+/** One selected thing; see `graphpatch_notebook/notebook/views/selection.py`. */
+export interface Item {
+  /** Of a component, or the path of a node. */
+  name: string | null;
+  layer: number | null;
+  head: number | null;
+  /** Of the query, where there are queries and keys. */
+  position: number | null;
+  key: number | null;
+}
+
+/** Traits of the tree. Only `expanded`, `selected`, `query`, `shows_sizes` and `selection` are set by the front end. */
+export interface Traits extends LinkedTraits {
   /** Deflated JSON of `Columns`. */
   skeleton: DataView;
   about: About;
-  session: SessionState;
   /** Rows that are open; `null` before a view has chosen some. */
   expanded: number[] | null;
   /** The row that has the focus of the tree. */
@@ -84,6 +103,46 @@ export interface Traits {
   run: { id: number; state: RunState } | null;
   /** The circuit that is shown above the tree; `null`: none is. */
   circuit: CircuitPicture | null;
+}
+
+/** The traits of a lens view, which `show_lens` shows. Besides `selection`, the front end sets `stream`. */
+export interface LensTraits extends LinkedTraits {
+  lens: Lens;
+  /** Deflated numbers: see `readLens` in lens_data.ts. */
+  cells: DataView;
+  /** The stream that is shown. */
+  stream: string;
+}
+
+/** What the states of streams say at each position: the probable tokens, and the probability of a target. */
+export interface Lens {
+  /** Those whose numbers are there. */
+  streams: { name: string; rows: LensRow[] }[];
+  /** Those that the model has. */
+  available: string[];
+  /** The text of each position; `null`: they are numbers. */
+  positions: string[] | null;
+  /** The texts of all tokens that are shown. */
+  vocabulary: string[];
+  /** The target of each position, as a position in the vocabulary. */
+  target: number[];
+  /** Whether it was given; else it is what the model itself finds most probable. */
+  has_target: boolean;
+  /** How many probable tokens each cell has. */
+  top: number;
+  /** 1: without patches; 2: also with the patches. */
+  runs: 1 | 2;
+  /** The version of the patches that the numbers are for. */
+  version: number;
+  remarks: string[];
+}
+
+export interface LensRow {
+  /** The component. */
+  name: string;
+  /** The layer that computes it; `null` for the embeddings. */
+  layer: number | null;
+  label: string;
 }
 
 /** The traits of the widget of `show_circuit`, which has `front_end` besides, and nothing else of the above. */
@@ -191,15 +250,22 @@ export interface ResultSide {
   tokens: string[] | null;
 }
 
-export interface About {
+export interface AboutView {
+  /** Which view it is. */
+  view: "tree" | "attention" | "lens" | "generation";
   /** The variable that holds the graph: `pg`. */
   name: string;
+  /** The widget's model id, by which it is found among the outputs of a notebook. */
+  model_id: string;
+  /** The version of graphpatch-notebook. */
+  version: string;
+}
+
+export interface About extends AboutView {
   /** The class of the model. */
   module: string;
   /** How many nodes can be patched. */
   nodes: number;
-  /** The widget's model id, by which it is found among the outputs of a notebook. */
-  model_id: string;
   /** The example inputs as the Python code of a call: `ids, attention_mask=mask`; `null` if unknown. */
   arguments: string | null;
   /** Why there are no example inputs that *Run* could use; `null`: there are some. */
@@ -209,8 +275,6 @@ export interface About {
   has_tokenizer: boolean;
   /** All kinds of patches, in the order of the editor; the first is the one of a new patch. */
   patch_kinds: PatchKind[];
-  /** The version of graphpatch-notebook. */
-  version: string;
 }
 
 /** A kind of patch, as registered in the kernel. It defines the fields of the editor. */
@@ -272,7 +336,12 @@ export type Edit =
   | { action: "remove"; numbers: number[] }
   /** Trusts the file that this patch is from. */
   | { action: "trust"; number: number }
+  /** Adds a patch for each of the selected items. `value`: what was typed, for the acts that need it. */
+  | { action: "act"; act: Act; items: Item[]; value: string | null }
   | { action: "clear" | "undo" | "redo" };
+
+/** What can be done with a selection. */
+export type Act = "zero" | "mean" | "other_run" | "steer" | "probe";
 
 /** The value that a patch would be applied to. */
 export interface Checked {
@@ -463,6 +532,8 @@ export interface Requests {
   };
   activation_status: { payload: { id: number }; result: ActivationStatus };
   activation_interrupt: { payload: { id: number }; result: ActivationStatus };
+  /** Numbers of a lens view for the patches as they are now, and for another stream; asked again until they are there. */
+  lens: { payload: { stream: string | null }; result: JobStatus };
   /** The view was closed: the kernel drops the value. */
   activation_close: { payload: { id: number }; result: Record<string, never> };
   /** `inputs`: as for `run`. */

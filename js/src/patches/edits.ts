@@ -1,7 +1,7 @@
 /** Edits of the chosen patches, one after the other, each with the version that it is based on. */
 import { wordsOf } from "../kernel/kernel";
 import type { Edit, PatchFields, PatchState } from "../kernel/protocol";
-import type { View } from "../view";
+import type { Linked } from "../view";
 
 const CHANGED_MEANWHILE = "The patches were changed meanwhile. Check the updated list, and try again.";
 
@@ -17,7 +17,7 @@ const queues = new WeakMap<object, Queue>();
  *
  * @param edit What to do, asked at the moment when it is sent; `null`: nothing any more.
  */
-export function makeEdit(view: View, edit: () => Edit | null): Promise<void> {
+export function makeEdit(view: Pick<Linked, "model" | "kernel">, edit: () => Edit | null): Promise<void> {
   const queue = queues.get(view.model) ?? { last: Promise.resolve(), version: 0 };
   queues.set(view.model, queue);
   const made = queue.last.then(async () => {
@@ -37,7 +37,11 @@ export function makeEdit(view: View, edit: () => Edit | null): Promise<void> {
 }
 
 /** Makes an edit; says in the notices why it failed. Resolves to whether it was made. */
-export async function tryEdit(view: View, edit: () => Edit | null, said?: string): Promise<boolean> {
+export async function tryEdit(
+  view: Pick<Linked, "model" | "kernel" | "notices">,
+  edit: () => Edit | null,
+  said?: string,
+): Promise<boolean> {
   try {
     await makeEdit(view, edit);
   } catch (reason) {

@@ -52,6 +52,17 @@ export class Skeleton {
     return parent === 0 ? name : this.path(parent) + this.separator(row) + name;
   }
 
+  /** The row of a path; `null`: there is none. */
+  find(path: string, inside = 0): number | null {
+    for (const row of this.children(inside)) {
+      const start = inside === 0 ? this.nameOf(row) : this.separator(row) + this.nameOf(row);
+      if (path === start) return row;
+      const found = path.startsWith(start) ? this.find(path.slice(start.length), row) : null;
+      if (found !== null) return found;
+    }
+    return null;
+  }
+
   /** The separator before the name of a row in a path: `|` after a container, else a dot. */
   separator(row: number): "|" | "." {
     return this.kind[row] === ITEM && this.kind[at(this.parent, row)] !== ITEM ? "|" : ".";

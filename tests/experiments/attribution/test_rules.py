@@ -318,6 +318,72 @@ def test_values_inside_of_attention_have_scores(gpt2: Any) -> None:
     assert before == pytest.approx(pattern, rel=1e-4)
 
 
+def test_relp_scores_the_steps_that_it_takes_for_constants(gpt2: Any) -> None:
+    """Inside an activation that is written out, only the way of its multiple counts; the other factor is constant."""
+    pg, clean, corrupted = gpt2
+    act = "transformer.h_1.mlp.act"
+    scores = attribute(pg, a_logit, clean, corrupted, method="relp")
+    assert not scores.isnull().any()
+    assert float(scores.sel(path=f"{act}.tanh")) == 0.0
+    assert float(scores.sel(path=f"{act}.mul")) != 0.0
+
+
+class Mixture(nn.Module):
+    """Two layers of experts, of which each token gets the best two, or those that are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(100, 8)
+        self.gates = nn.ModuleList(nn.Linear(8, 5) for _ in range(2))
+        self.experts = nn.ParameterList(torch.randn(5, 8, 8) for _ in range(2))
+
+    def forward(self, ids: Tensor, chosen: list[Tensor] | None = None) -> Tensor:
+        return self.run(self.embed(ids), chosen)[0]
+
+    def run(self, x: Tensor, chosen: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
+        made: list[Tensor] = []
+        for gate, experts in zip(self.gates, self.experts, strict=True):
+            scores = gate(x).softmax(-1)
+            weights, best = scores.topk(2, -1)
+            if chosen is not None:
+                best = chosen[len(made)]
+                weights = scores.gather(-1, best)
+            made.append(best)
+            results = torch.einsum("bsd,edf->bsef", x, experts).tanh()
+            x = x + (weights[..., None] * results.take_along_dim(best[..., None], 2)).sum(2)
+        return x, made
+
+
+def test_frozen_routing_holds_the_choices_of_the_clean_run() -> None:
+    model = Mixture().eval()
+    clean, corrupted = tokens(2, 6), tokens(2, 6).flip(1)
+    pg = PatchableGraph(model, clean)
+
+    def metric(output: Tensor) -> Tensor:
+        return weighted(output[:, -1])
+
+    _, chosen = model.run(model.embed(clean))
+    x = model.embed(corrupted).detach().requires_grad_()
+    expected = metric(model.run(x, chosen)[0])
+    (gradient,) = torch.autograd.grad(expected, x)
+    assert not torch.equal(model(corrupted), model(corrupted, chosen))
+
+    scores = attribute(pg, metric, clean, corrupted, routing="frozen")
+    assert scores.corrupted == pytest.approx(float(expected.detach()), rel=1e-6)
+    product = (model.embed(clean) - x) * gradient
+    assert float(scores.sel(path="embed.output")) == pytest.approx(float(product.detach().sum()), rel=1e-4)
+    secant = attribute(pg, metric, clean, corrupted, method="secant", routing="frozen")
+    assert secant.conservation["total"] < 1e-5
+    assert not secant.fallbacks
+    with pytest.warns(ExperimentWarning, match="routing='frozen' holds choices"):
+        free = attribute(pg, metric, clean, corrupted, method="secant")
+    assert "topk" in free.fallbacks
+    assert free.corrupted == pytest.approx(float(metric(model(corrupted)).detach()), rel=1e-6)
+    with pytest.raises(ExperimentError, match="routing must be 'free' or 'frozen'"):
+        attribute(pg, metric, clean, corrupted, routing="fixed")  # type: ignore[arg-type]
+
+
 def test_torch_attention_conserves() -> None:
     clean, corrupted = torch.arange(10).reshape(2, 5), torch.arange(10).reshape(2, 5).flip(1)
     scores = attribute(PatchableGraph(Odd().eval(), clean), a_logit, clean, corrupted, method="secant")

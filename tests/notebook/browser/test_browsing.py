@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.browser.request_handlers import answer
+from graphpatch_notebook.notebook.views.requests import HANDLERS, answer
 from tests.notebook.shells import Shell
 
 pytestmark = pytest.mark.hosts
@@ -19,7 +19,7 @@ class Words:
 
 def exported(browser: Any, inputs: str | None = None) -> str:
     message = {"id": 1, "request": "export", "payload": {"form": "graphpatch", "inputs": inputs}}
-    reply, _ = answer(browser._request_context, message)
+    reply, _ = answer(browser._request_context, message, HANDLERS)
     return str(reply["result"]["code"])
 
 
@@ -44,7 +44,7 @@ def test_inputs_that_are_no_call_are_an_error_of_the_export(pg: Shell) -> None:
     pg.ok("%graphpatch zero up.linear")
     pg.ok("browser = pg.browse()")
     message = {"id": 1, "request": "export", "payload": {"form": "graphpatch", "inputs": "x)("}}
-    reply, _ = answer(pg.namespace["browser"]._request_context, message)
+    reply, _ = answer(pg.namespace["browser"]._request_context, message, HANDLERS)
     assert "are not the arguments of a call" in reply["error"]["message"]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.browser import request_handlers
-from graphpatch_notebook.notebook.browser.request_handlers import REQUESTS, RequestContext, answer, session_state
+from graphpatch_notebook.notebook.browser.request_handlers import TREE_HANDLERS, TreeContext
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session import session_file
@@ -24,6 +24,7 @@ from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.requests import answer, session_state
 
 EMPTY = {"slice": None, "value": None, "name": None, "steps": None, "positions": None, "position_dim": None}
 
@@ -42,10 +43,10 @@ class Front:
         self.session = Session(self.pg, Origin("pg", None, "x"))
         self.workspace = Workspace(lambda: self.namespace, print)
         runs = Runs(self.session, lambda: self.namespace, results=self.workspace.results)
-        self.context = RequestContext(self.session, self.workspace, lambda: skeleton_of(self.pg), runs)
+        self.context = TreeContext(self.session, self.workspace, runs, skeleton=lambda: skeleton_of(self.pg))
 
     def send(self, message: Any) -> dict[str, Any]:
-        reply, _ = answer(self.context, message)
+        reply, _ = answer(self.context, message, TREE_HANDLERS)
         json.dumps(reply)
         return reply
 
@@ -80,7 +81,7 @@ def test_the_browser_trusts_a_file(front: Front, tmp_path: Path) -> None:
     file.write_text(session_file.dumps(front.session), encoding="utf8")
     session_file.load(front.session, file)
     front.edit("change", number=2, patch={"slice": ":, 0"})
-    state = session_state(front.session, skeleton_of(front.pg))
+    state = session_state(front.session)
     assert [one["untrusted"] for one in state["patches"]] == [str(file)]
     error = front.refused("run", inputs=None)
     assert f"code from '{file}', which you have not trusted" in error["message"]
@@ -88,7 +89,7 @@ def test_the_browser_trusts_a_file(front: Front, tmp_path: Path) -> None:
     assert "which you have not trusted" in error["message"]
     assert not canary.exists()
     front.edit("trust", number=2)
-    state = session_state(front.session, skeleton_of(front.pg))
+    state = session_state(front.session)
     assert [one["untrusted"] for one in state["patches"]] == [None]
     started = front.ask("run", inputs=None)
     front.context.runs.wait(started["id"])
@@ -256,7 +257,7 @@ names = st.sampled_from(
 
 
 @settings(max_examples=150)
-@given(st.sampled_from([*REQUESTS, "other"]), st.dictionaries(names, anything, max_size=5) | anything)
+@given(st.sampled_from([*TREE_HANDLERS, "other"]), st.dictionaries(names, anything, max_size=5) | anything)
 def test_whatever_is_said_gets_a_reply(request: str, payload: Any) -> None:
     reply = _FRONT.send({"id": 3, "request": request, "payload": payload})
     assert reply["id"] == 3
@@ -312,8 +313,8 @@ def test_runs(front: Front) -> None:
 
 
 def test_runs_on_what_was_given_as_text(front: Front) -> None:
-    front.context = RequestContext(
-        front.session, front.workspace, front.context.skeleton, front.context.runs, lambda: "2 * ones"
+    front.context = TreeContext(
+        front.session, front.workspace, front.context.runs, lambda: "2 * ones", skeleton=front.context.skeleton
     )
     front.namespace["ones"] = torch.ones(1, 4)
     front.edit("add", patch=fields("sub_0.input", "probe", name="kept"))

@@ -1,0 +1,162 @@
+"""Makes patches of what is selected: an action of a view, as patches that users could have typed."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from graphpatch_notebook.components import find
+from graphpatch_notebook.components.names import is_component_name
+from graphpatch_notebook.errors import ChosenPatchError, SessionError
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.expressions import parse_arguments
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.views.selection import Item
+from graphpatch_notebook.patchable_graph import captured
+
+ACTS = ("zero", "mean", "other_run", "steer", "probe")
+_POSITIONS = ("position", "query", "key", "token")
+"""The axes that the position of an item may be on: the first of these that a value has."""
+
+
+def patches_of(session: Session, act: str, items: list[Item], value: str | None, taken: set[str]) -> list[ChosenPatch]:
+    """Returns a patch for each item.
+
+    Args:
+        session: The session of the graph.
+        act: One of `ACTS`. `mean` replaces by the mean of the same value over the batch and the positions (of a
+            pattern, over the batch), `other_run` by the value in another run, `steer` adds, `probe` keeps the value.
+        items: The items.
+        value: For `other_run`, the inputs of the other run as Python; for `steer`, what is added; else `None`.
+        taken: Names of variables that `probe` must not fill.
+
+    Raises:
+        SessionError: An item does not name a value, or does not have such a position.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from graphpatch_notebook.notebook.views.selection import item_of
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(5)[None])
+        >>> item = item_of("layers[0].attn.heads[1].pattern", position=4, key=0)
+        >>> print(*patches_of(Session(pg), "zero", [item], None, set()))
+        zero layers[0].attn.heads[1].pattern[:, 4, 0]
+    """
+    if not items:
+        raise SessionError("nothing is selected")
+    found: list[ChosenPatch] = []
+    for item in items:
+        place = _Place.of(session, item)
+        patch = _patch(session, act, place, value, taken | {str(one.name) for one in found})
+        found += [] if patch in found else [patch]
+    return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What an item selects.
+
+    Attributes:
+        path: The path of the value, or the name of a component.
+        axes: What the dimensions of the value are; empty if that is not known.
+        at: By dimension: the selected index.
+    """
+
+    path: str
+    axes: tuple[str, ...]
+    at: dict[int, int]
+
+    @classmethod
+    def of(cls, session: Session, item: Item) -> _Place:
+        """Returns what an item selects.
+
+        Raises:
+            SessionError: The item has no name, or its value does not have such a position.
+            ChosenPatchError: There is no such value.
+        """
+        name = item["name"]
+        if not name:
+            raise SessionError("this selection is not a value that can be patched; select a cell or a head")
+        shape = session.check(ChosenPatch(name, "zero", any_shape=True)).shape
+        axes = _axes_of(session, name, () if shape is None else tuple(shape))
+        wanted = {"head": ("head",), "position": _POSITIONS, "key": ("key",)}
+        at: dict[int, int] = {}
+        for word, among in wanted.items():
+            if item[word] is None or (word == "head" and ".heads[" in name):
+                continue
+            dim = next((axes.index(axis) for axis in among if axis in axes), None)
+            if dim is None:
+                raise SessionError(f"{name!r} does not have a {word} to select: {', '.join(axes) or 'unknown axes'}")
+            at[dim] = item[word]
+        return cls(name, axes, at)
+
+    @property
+    def slice(self) -> str | None:
+        """The slice as text; `None` for the whole value."""
+        if not self.at:
+            return None
+        return ", ".join(str(self.at.get(dim, ":")) for dim in range(max(self.at) + 1))
+
+
+def _axes_of(session: Session, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    root = captured(session.graph).root
+    if not is_component_name(name):
+        return find(root).axes_at(name)
+    (component, *others) = find(root).lookup(name)
+    axes = tuple(component.axes[dim] for dim in component.kept_dims)
+    return axes if not others and len(axes) == len(shape) else ()
+
+
+def _patch(session: Session, act: str, place: _Place, value: str | None, taken: set[str]) -> ChosenPatch:
+    path, part = place.path, place.slice
+    match act:
+        case "zero":
+            return ChosenPatch(path, "zero", slice=part)
+        case "steer":
+            return ChosenPatch(path, "add", slice=part, value=_typed(value))
+        case "other_run":
+            run = f"{session.origin.graph}.record({path!r}, {_inputs(value)})[{path!r}]"
+            value = run if part is None else f"{run}[{part}]"
+            return ChosenPatch(path, "replace", slice=part, value=value)
+        case "mean":
+            return ChosenPatch(path, "custom", value=_mean(place))
+        case "probe":
+            return ChosenPatch(path, "probe", slice=part, name=session.free_name(path, taken))
+    raise SessionError(f"there is no action {act!r:.80}; it is one of {', '.join(ACTS)}")
+
+
+def _typed(value: str | None) -> str:
+    if value is None or not value.strip():
+        raise ChosenPatchError("value", "type a value first")
+    return value.strip()
+
+
+def _inputs(value: str | None) -> str:
+    try:
+        return ast.unparse(parse_arguments(_typed(value)))[2:-1]  # between the parentheses of `_(...)`
+    except ValueError as error:
+        raise ChosenPatchError("value", str(error)) from None
+
+
+def _mean(place: _Place) -> str:
+    """Returns the code of a function that replaces what is selected by its mean.
+
+    Raises:
+        SessionError: It is not known which dimensions the mean is over, or it is one weight of a pattern.
+    """
+    axes = place.axes
+    is_pattern = {"query", "key"} <= {*axes}
+    over = [dim for dim, axis in enumerate(axes) if axis == "batch" or (axis in _POSITIONS and not is_pattern)]
+    if not over or (is_pattern and place.at):
+        raise SessionError(
+            f"{place.path!r} does not have a mean over the batch and the positions"
+            + (": select the head instead of one of its weights" if is_pattern else f" ({', '.join(axes)})")
+        )
+    mean = f"value.mean({tuple(over) if len(over) > 1 else over[0]}, keepdim=True)"
+    if not place.at:
+        return f"lambda value: {mean}.expand_as(value)"
+    ((dim, index),) = place.at.items()
+    there = ", ".join([":"] * dim + [f"{index}:{index + 1}"])
+    return f"lambda value: value.slice_scatter({mean}.expand_as(value[{there}]), {dim}, {index}, {index + 1})"

@@ -1,0 +1,224 @@
+"""The base class of the views of a graph, which share the selection, the chosen patches and the runs.
+
+front end  -- selection, and what else it may set -->  traits, validated  -->  the selection of the graph
+front end  -- requests ----------------------------->  `requests.answer`
+session    -- each change ------------------------->  trait `session`
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import traitlets
+
+from graphpatch_notebook._version import __version__
+from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
+from graphpatch_notebook.notebook.run.runs import SharedRuns
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatches
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.requests import HANDLERS, Handlers, RequestContext, answer, session_state
+from graphpatch_notebook.notebook.views.selection import problem_of, selection_of
+from graphpatch_notebook.patchable_graph import PatchableGraph
+
+
+class LinkedView(DisplayedWidget):
+    """A view of a graph: it shares the selection, the chosen patches and the runs with the other views of the graph.
+
+    A subclass adds traits and `_static_html`. It extends `_value_of_trait` by the traits that it renews,
+    `IS_OF_FRONT_END` by those that the front end may set, `_problem` by what is wrong with values of these, and
+    `HANDLERS` by its requests. It keeps the graph alive only if the user does not have a variable with it, and only
+    until it is closed.
+
+    Args:
+        graph: The graph.
+        session: The session of the graph.
+        workspace: The user's variables.
+        model_id: The model id of the widget.
+        **traits: Keyword arguments of `Widget`.
+
+    Attributes:
+        group: Identifies the views that share a selection.
+        selection: What is selected, in all views of the graph: a list of items as `item_of` makes them.
+    """
+
+    group = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
+    selection: Any = traitlets.List().tag(sync=True)
+    about = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    session = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+
+    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
+        "selection": lambda value: isinstance(value, list)
+    }
+    """The traits that the front end may set, and whether a value has the right type."""
+    HANDLERS: ClassVar[Handlers] = HANDLERS
+    """The requests that it answers."""
+    VIEW: ClassVar[str]
+    """Which view of the front end it is."""
+    FIRST: ClassVar[tuple[str, ...]] = ("about", "session", "selection")
+    """The traits that have values from the start."""
+
+    def __init__(
+        self, graph: PatchableGraph, session: Session, workspace: Workspace, model_id: str, **traits: Any
+    ) -> None:
+        self._session = session
+        self._shared = SharedRuns.of(session, workspace)
+        self._selection = selection_of(graph)
+        is_held = any(other is graph for other in workspace.graphs().values())
+        self._kept = None if is_held else graph
+        # The front end and the kernel may change traits at the same time: `renew` waits while a state is received.
+        self._lock = threading.RLock()
+        self._is_receiving = 0
+        self._waiting: set[str] = set()
+        self._requests_lock = threading.Lock()
+        self._own_id = model_id
+        self._request_context = self._made_context(workspace)
+        self.set_trait("group", self._selection.group)
+        for name in self.FIRST:
+            self.set_trait(name, self._value_of_trait(name, graph))
+        super().__init__(self._static_html, model_id, **traits)
+        self._stop_listening = _listen(session, self)
+        self._shared.add(self)
+        self._selection.add(self)
+        self.on_msg(_answer_message)
+
+    @property
+    def graph(self) -> PatchableGraph:
+        """The graph.
+
+        Raises:
+            SessionError: The graph was deleted.
+        """
+        return self._session.graph
+
+    def close(self) -> None:
+        """Closes the widget, which cannot be shown again. The chosen patches stay."""
+        stop: Callable[[], None] | None = self.__dict__.pop("_stop_listening", None)
+        if stop is not None:
+            stop()
+            self._shared.remove(self)
+            self._selection.remove(self)
+            self._kept = None
+        super().close()
+
+    def _static_html(self) -> str | None:
+        """Returns HTML for pages without a kernel or scripts; `None` if the graph was deleted."""
+        raise NotImplementedError
+
+    def _made_context(self, workspace: Workspace) -> RequestContext:
+        """Returns the objects that requests read and change."""
+        shared = self._shared
+        return RequestContext(self._session, workspace, shared.runs, shared.typed, shared.written)
+
+    # -- messages of the front end -------------------------------------------------------------------------------------
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """Sets the traits that the front end has changed, if it may set them and the values are valid."""
+        accepted = {name: value for name, value in sync_data.items() if self._accepts(name, value)}
+        with self._lock:
+            self._is_receiving += 1
+        try:
+            super().set_state(accepted)
+        finally:
+            with self._lock:
+                self._is_receiving -= 1
+                waiting, self._waiting = self._waiting, set()
+            self.renew(*sorted(waiting))
+        self.put_right(sync_data.keys() - accepted.keys())
+
+    def _accepts(self, name: str, value: Any) -> bool:
+        return self.IS_OF_FRONT_END.get(name, _never)(value) and self._problem(name, value) is None
+
+    @traitlets.validate("selection")
+    def _checked_selection(self, proposal: Any) -> Any:
+        return self._checked(proposal)
+
+    def _checked(self, proposal: Any) -> Any:
+        problem = self._problem(proposal["trait"].name, proposal["value"])
+        if problem is not None:
+            raise traitlets.TraitError(problem)
+        return proposal["value"]
+
+    def _problem(self, name: str, value: Any) -> str | None:
+        """Returns a message if a value of the right type is not valid; else `None`."""
+        return problem_of(value) if name == "selection" else None
+
+    def _answer(self, message: Any) -> None:
+        """Answers a request."""
+        with self._requests_lock:
+            reply, buffers = answer(self._request_context, message, self.HANDLERS)
+            result = reply.get("result")
+            if isinstance(result, dict) and {"report", "state"} <= result.keys():
+                self._shared.note(result)
+            self.send(reply, buffers)
+        self._display.renew()
+
+    # -- values of traits ----------------------------------------------------------------------------------------------
+
+    # marimo puts an attribute `_value` on every widget (0.25).
+    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
+        match name:
+            case "selection":
+                return [*self._selection.items]
+            case "session":
+                return session_state(self._session)
+            case "about":
+                return {
+                    "view": self.VIEW,
+                    "name": self._session.origin.graph,
+                    "model_id": self._own_id,
+                    "version": __version__,
+                }
+        raise ValueError(name)
+
+    def renew(self, *names: str) -> None:
+        """Updates traits, and sends those that have changed. Does nothing if the graph was deleted."""
+        with self._lock:
+            if self._is_receiving:
+                self._waiting |= {*names}
+                return
+            with suppress(SessionError), self.hold_sync():
+                graph = self.graph
+                for name in names:
+                    self.set_trait(name, self._value_of_trait(name, graph))
+
+    @traitlets.observe("selection")
+    def _share_selection(self, change: Any) -> None:
+        self._selection.set(change["new"])
+
+    def follow_selection(self) -> None:
+        """Called after each change of the selection."""
+        self.renew("selection")
+
+    def follow_session(self) -> None:
+        """Called after each change of the chosen patches."""
+        self.renew("session", "about")
+
+    def follow_runs(self) -> None:
+        """Called when a run starts or ends, or the inputs of runs change."""
+        self.renew("about")
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+def _listen(session: Session, view: LinkedView) -> Callable[[], None]:
+    """Calls a view after each change of a session, as long as it exists. Returns a function that stops this."""
+    reference = weakref.ref(view)
+
+    def tell(_: ChosenPatches) -> None:
+        listener = reference()
+        if listener is not None:
+            listener.follow_session()
+
+    return session.listen(tell)
+
+
+def _answer_message(view: LinkedView, message: Any, _: Any) -> None:
+    view._answer(message)

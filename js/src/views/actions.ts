@@ -1,0 +1,115 @@
+/** What can be done with the selection: the patches of a click, which go to the list of patches of the graph. */
+import type { Act, Item } from "../kernel/protocol";
+import { copyText, element, type ICONS, icon, replaceChildren } from "../page/dom";
+import { tryEdit } from "../patches/edits";
+import type { Linked, Part } from "../view";
+
+export interface ActionOptions {
+  /** What is patched, as a path with its slice: what *Copy path* copies. `null`: the item has nothing to patch. */
+  pathOf(item: Item): string | null;
+}
+
+interface Choice {
+  act: Act;
+  name: string;
+  title: string;
+  /** What must be typed for it, and an example. */
+  field?: { label: string; example: string };
+}
+
+const CHOICES: readonly Choice[] = [
+  { act: "zero", name: "Zero", title: "Set what is selected to zero" },
+  { act: "mean", name: "Mean", title: "Replace it by its mean over the batch and the positions" },
+  {
+    act: "other_run",
+    name: "Replace …",
+    title: "Replace it by its value in another run",
+    field: { label: "Inputs of the other run, as Python", example: "corrupted_ids" },
+  },
+  {
+    act: "steer",
+    name: "Steer …",
+    title: "Add a vector to it",
+    field: { label: "What to add, as Python", example: "4.0 * direction" },
+  },
+  { act: "probe", name: "Probe", title: "Put its value into a variable at the next run" },
+];
+
+const NO_KERNEL = "The kernel is not running: patches need it.";
+
+export function makeActions(view: Linked, { pathOf }: ActionOptions): Part {
+  const form = element("form", { class: "gp-action-form", hidden: true });
+  const buttons = CHOICES.map((choice) => {
+    const button = element("button", { type: "button", class: "gp-button", title: choice.title }, choice.name);
+    button.addEventListener("click", () => {
+      if (choice.field === undefined) act(choice.act, null);
+      else ask(choice, button);
+    });
+    return button;
+  });
+  const copy = textButton("copy", "Copy path");
+  const what = element("span", { class: "gp-selected-text gp-muted" });
+  const items = () => view.selection.items.filter((item) => pathOf(item) !== null);
+  const act = (act: Act, value: string | null) => {
+    const chosen = [...items()];
+    void tryEdit(view, () => ({ action: "act", act, items: chosen, value }), `${act}: ${text()}`);
+  };
+  const ask = ({ act: name, field }: Choice, button: HTMLElement) => {
+    const input = element("input", {
+      class: "gp-field",
+      type: "text",
+      "aria-label": field?.label,
+      placeholder: field?.example,
+      spellcheck: "false",
+    });
+    const close = () => {
+      form.hidden = true;
+      button.focus();
+    };
+    const apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
+    const cancel = element("button", { type: "button", class: "gp-button", onclick: close }, "Cancel");
+    replaceChildren(form, element("span", { class: "gp-muted" }, `${field?.label}:`), input, apply, cancel);
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      if (input.value.trim() === "") return input.focus();
+      act(name, input.value);
+      close();
+    };
+    form.onkeydown = (event) => {
+      if (event.key === "Escape") close();
+    };
+    form.hidden = false;
+    input.focus();
+  };
+  const text = () => items().map(pathOf).join(", ");
+  copy.addEventListener("click", async () => {
+    const isCopied = await copyText(text(), view.root);
+    view.notices.say(isCopied ? `copied ${text()}` : "the browser does not allow copying");
+  });
+  const show = () => {
+    const isEmpty = items().length === 0;
+    const isLost = view.kernel.state === "lost";
+    for (const [place, button] of buttons.entries()) {
+      button.disabled = isEmpty || isLost;
+      button.title = isLost ? NO_KERNEL : (CHOICES[place]?.title ?? "");
+    }
+    copy.disabled = isEmpty;
+    if (isEmpty) form.hidden = true;
+    what.textContent = isEmpty ? "Nothing is selected." : text();
+  };
+  view.onRemove(view.selection.onChange(show));
+  view.onRemove(view.kernel.onState(show));
+  show();
+  const bar = element(
+    "div",
+    { class: "gp-actions", role: "toolbar", "aria-label": "Selection" },
+    what,
+    ...buttons,
+    copy,
+  );
+  return { element: element("div", { class: "gp-action-bar" }, bar, form) };
+}
+
+function textButton(picture: keyof typeof ICONS, name: string): HTMLButtonElement {
+  return element("button", { type: "button", class: "gp-button" }, icon(picture), name);
+}

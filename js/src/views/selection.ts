@@ -1,0 +1,101 @@
+/**
+ * What is selected: the one place for it in the page. Views of one `group` follow one another by events of the document,
+ * so also without a kernel. With a kernel, the trait `selection` of all of them follows, also in other windows.
+ */
+import type { Item, LinkedTraits } from "../kernel/protocol";
+import type { Model } from "../view";
+
+const EVENT = "graphpatch:selection";
+/** The last changes of a burst are sent together. */
+const SAVE_AFTER = 60;
+
+interface News {
+  group: string;
+  items: readonly Item[];
+}
+
+/** An item; the layer and the head are those in the name, unless they are given. */
+export function itemOf(name: string | null, more: Partial<Item> = {}): Item {
+  const layer = /^(?:[^[\]@]+\.)?layers\[(\d+)\]/.exec(name ?? "")?.[1];
+  const head = /\.heads\[(\d+)\]/.exec(name ?? "")?.[1];
+  return {
+    name,
+    layer: layer === undefined ? null : Number(layer),
+    head: head === undefined ? null : Number(head),
+    position: null,
+    key: null,
+    ...more,
+  };
+}
+
+export class Selection {
+  private readonly listeners = new Set<() => void>();
+  private saving: ReturnType<typeof setTimeout> | undefined;
+
+  constructor(
+    private readonly model: Model<Pick<LinkedTraits, "group" | "selection">>,
+    onRemove: (undo: () => void) => void,
+  ) {
+    const heard = (event: Event) => {
+      const { group, items } = (event as CustomEvent<News>).detail;
+      if (group === model.get("group") && !isSame(items, this.items)) model.set("selection", [...items]);
+    };
+    const tell = () => {
+      for (const listener of [...this.listeners]) listener();
+    };
+    document.addEventListener(EVENT, heard);
+    model.on("change:selection", tell);
+    onRemove(() => document.removeEventListener(EVENT, heard));
+    onRemove(() => model.off("change:selection", tell));
+    onRemove(() => this.flush());
+  }
+
+  get items(): readonly Item[] {
+    return this.model.get("selection") ?? [];
+  }
+
+  /** Selects these items instead of the ones before, in all views. */
+  set(items: readonly Item[]): void {
+    if (isSame(items, this.items)) return;
+    this.model.set("selection", [...items]);
+    const detail: News = { group: this.model.get("group"), items };
+    document.dispatchEvent(new CustomEvent<News>(EVENT, { detail }));
+    this.saving ??= setTimeout(() => this.flush(), SAVE_AFTER);
+  }
+
+  /** What a click does: selects an item alone; with Shift it is added, or taken out if it is selected. */
+  click(item: Item, isMore: boolean): void {
+    const others = this.items.filter((other) => !isSame([other], [item]));
+    if (!isMore) this.set(this.items.length === 1 && others.length === 0 ? [] : [item]);
+    else this.set(others.length < this.items.length ? others : [...others, item]);
+  }
+
+  has(item: Item): boolean {
+    return this.items.some((other) => isSame([other], [item]));
+  }
+
+  /** Returns what stops that. */
+  onChange(listener: () => void): () => void {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  }
+
+  private flush(): void {
+    if (this.saving === undefined) return;
+    clearTimeout(this.saving);
+    this.saving = undefined;
+    try {
+      this.model.save_changes();
+    } catch {
+      return; // hosts throw without a connection: what is selected is seen in this page only
+    }
+  }
+}
+
+const KEYS = ["name", "layer", "head", "position", "key"] as const;
+
+function isSame(ones: readonly Item[], others: readonly Item[]): boolean {
+  return (
+    ones.length === others.length && ones.every((one, place) => KEYS.every((key) => one[key] === others[place]?.[key]))
+  );
+}
