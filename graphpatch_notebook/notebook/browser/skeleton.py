@@ -20,12 +20,8 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.locations import Location
-<<<<<<< HEAD
-from graphpatch_notebook.inspection.node_map import NodeMap
-from graphpatch_notebook.inspection.plumbing import plumbing
-=======
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
->>>>>>> main
+from graphpatch_notebook.inspection.plumbing import plumbing
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
 from graphpatch_notebook.inspection.tree import is_clutter, is_shown, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import spec_label, visible
