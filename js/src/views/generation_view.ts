@@ -140,10 +140,10 @@ class GenerationView implements Part {
     const start = this.generation.lines[line]?.start ?? 0;
     const isBranch = this.generation.lines[line]?.branch !== null;
     return Array.from(steps.tokens, (token, step) => {
-      const tokens = { type: "button", class: "gp-token", tabindex: line === 0 && step === 0 ? 0 : -1 };
+      const tokens = { type: "button", class: "gp-generated", tabindex: line === 0 && step === 0 ? 0 : -1 };
       const button = element("button", tokens, this.text(token));
-      if (isBranch && step < start) button.classList.add("gp-token-before");
-      if (isBranch && step === start) button.classList.add("gp-token-branch");
+      if (isBranch && step < start) button.classList.add("gp-generated-before");
+      if (isBranch && step === start) button.classList.add("gp-generated-branch");
       const point = () => this.explain([line, step]);
       button.addEventListener("pointerenter", point);
       button.addEventListener("focus", point);

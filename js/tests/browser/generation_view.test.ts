@@ -61,7 +61,7 @@ async function shown(changes: Partial<Generation> = {}, ...more: ArrayBuffer[]) 
     el.remove();
   });
   const sent = (request: string) => model.sent.filter((one) => (one as { request: string }).request === request);
-  return { model, el, remove, sent, tokens: [...el.querySelectorAll<HTMLButtonElement>(".gp-token")] };
+  return { model, el, remove, sent, tokens: [...el.querySelectorAll<HTMLButtonElement>(".gp-generated")] };
 }
 
 test("tokens have the colour and the words of their score, and branch at a click", async () => {
@@ -114,10 +114,10 @@ test("branches stand below, and are removed; given scores are those of the first
   expect(tokens[5]?.getAttribute("aria-label")).toBe("step 2: ␣on");
   expect(el.querySelector(".gp-legend")?.textContent).toBe("-33");
   expect(tokens.map((token) => token.className)).toEqual([
-    ...Array(3).fill("gp-token"),
-    "gp-token gp-token-before",
-    "gp-token gp-token-branch",
-    "gp-token",
+    ...Array(3).fill("gp-generated"),
+    "gp-generated gp-generated-before",
+    "gp-generated gp-generated-branch",
+    "gp-generated",
   ]);
   await userEvent.click(el.querySelector("[aria-label='Remove: Branch at step 1']") as HTMLButtonElement);
   expect(sent("generation")).toMatchObject([{ payload: { remove: 0, step: null } }]);
