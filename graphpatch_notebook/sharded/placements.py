@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphpatch_notebook.checks.sharding import is_distributed
-from graphpatch_notebook.errors import PatchShapeError, PatchValueError, ShardedCallError
+from graphpatch_notebook.errors import PatchShapeError, PatchValueError
 from graphpatch_notebook.torch_compat import distributed_tensors, strided_shard
 
 _SAME = 1e-5
@@ -122,7 +122,7 @@ class _Gradient:
         """Returns the sum of the terms that the processes have.
 
         Raises:
-            ShardedCallError: Some entries are terms, and others are the whole gradient on each process.
+            PatchValueError: Some entries are terms, and others are the whole gradient on each process.
         """
         group = self.mesh.get_group()
         least, most, total = (terms.contiguous().clone() for _ in range(3))
@@ -134,7 +134,7 @@ class _Gradient:
             slices_same = is_same.movedim(dim, 0).flatten(1).all(1) if others else is_same
             slices_there = is_there.movedim(dim, 0).flatten(1).sum(1) if others else is_there.long()
             if bool((slices_same & (slices_there >= _FEW)).any()):
-                raise ShardedCallError(
+                raise PatchValueError(
                     f"{self.path!r} has no gradient that is known: for a part of the value each process has all of it, "
                     "and for another part one term of a sum; patch it without gradients, or patch what is computed "
                     "from it"

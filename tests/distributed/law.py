@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ShardedCallError
+from graphpatch_notebook import AddPatch, PatchableGraph, PatchValueError, ProbePatch
 from graphpatch_notebook.sharded import sharding_of
 
 RTOL, ATOL = 1e-3, 2e-5
@@ -141,7 +141,7 @@ def _gradient_problem(
         try:
             with torch.enable_grad(), pg.patch({path: AddPatch(value=added)}):
                 whole(run(pg)).pow(2).sum().backward()
-        except ShardedCallError:  # it says that the gradient is not known
+        except PatchValueError:  # it says that the gradient is not known
             return None
         except Exception as error:
             return None if pg is plain else f"gradient: {type(error).__name__}: {error}"
