@@ -88,6 +88,7 @@ test("selected tokens are positions, also those that are selected elsewhere, and
   (tokens[0] as HTMLButtonElement).focus();
   await userEvent.keyboard("{ArrowRight}{Enter}");
   expect(model.get("selection")).toEqual([itemOf(null, { position: 3 })]);
+  await vi.waitFor(() => expect(model.saved).toBe(1));
   model.set(
     "selection",
     [3, 4].map((position) => itemOf("layers[1].mlp_out", { position })),

@@ -397,6 +397,7 @@ test("a heatmap of a graph takes part in its selection", async () => {
   await userEvent.click(canvas, centre(canvas, 1, 2));
   expect(model.get("selection")).toEqual([itemOf("layers[1].mlp_out", { position: 2 })]);
   expect(model.get("cell")).toEqual([1, 2]);
+  await vi.waitFor(() => expect(model.saved).toBe(2)); // the cell, and the selection
   // What another view selects: a head of a layer marks the row of the layer.
   const item = itemOf("layers[2].attn.heads[0].z");
   const detail = { group: "g", items: [item] };
