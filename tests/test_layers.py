@@ -47,6 +47,7 @@ LAYERS = [
     "experiments/attribution",
     "experiments/circuits",
     "experiments/datasets",
+    "experiments/remote",
     "experiments/plotting",
     "experiments",
     "notebook/display",
