@@ -31,7 +31,7 @@ from graphpatch_notebook.execution import GENERATION_CONFIG, Recording, innermos
 from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch, ProbePatch, RecordPatch
+from graphpatch_notebook.patches.kinds import Patch, ProbePatch
 from graphpatch_notebook.values import mapped
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -113,6 +113,7 @@ class RemoteGraph(PatchableGraph):
             ("", torch.is_grad_enabled()),
         )
         for patch, values in zip(_keepers(patches), kept, strict=True):
+            patch.forget()
             for value in values:
                 patch.op(value)
         return output
@@ -231,19 +232,14 @@ def _call_there(token: str, patches: _Patches, call: tuple[Any, ...], config: An
     pg = _graphs[token]
     if config is not None and captured(pg).options.copy_transformers_generation_config:
         pg.generation_config = config
-    before = [len(patch.activations) if isinstance(patch, RecordPatch) else 0 for patch in _keepers(patches)]
     with torch.set_grad_enabled(is_with_gradients), pg.patch(_patch_map(patches)):
         output = (pg if name is None else getattr(pg, name))(*args, **kwargs)
-    kept = [_kept_by(patch)[count:] for patch, count in zip(_keepers(patches), before, strict=True)]
+    kept = [patch.values_kept() for patch in _keepers(patches)]
     return mapped((output, kept), _on_cpu)
 
 
-def _keepers(patches: _Patches) -> list[ProbePatch | RecordPatch]:
-    return [patch for _, listed in patches for patch in listed if isinstance(patch, (ProbePatch, RecordPatch))]
-
-
-def _kept_by(patch: ProbePatch | RecordPatch) -> list[Any]:
-    return patch.activations if isinstance(patch, RecordPatch) else [patch.activation]
+def _keepers(patches: _Patches) -> list[Patch[Any]]:
+    return [patch for _, listed in patches for patch in listed if patch.only_keeps]
 
 
 def _apply_there(token: str, patches: _Patches, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
@@ -252,8 +248,8 @@ def _apply_there(token: str, patches: _Patches, function: Callable[..., Any], gi
         return mapped(function(pg, *given[0], **given[1]), _on_cpu)
 
 
-def _patch_map(patches: _Patches) -> dict[str, list[Patch[Any]]]:
-    found: dict[str, list[Patch[Any]]] = {}
+def _patch_map(patches: _Patches) -> dict[Any, list[Patch[Any]]]:
+    found: dict[Any, list[Patch[Any]]] = {}
     for path, listed in patches:
         found.setdefault(path, []).extend(listed)
     return found

@@ -26,7 +26,6 @@ from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_inputs,
-    check_unsharded,
 )
 from graphpatch_notebook.experiments.methods.lens import (
     arranged,
@@ -130,7 +129,6 @@ class Readouts:
         stack: str = "",
     ) -> None:
         check_graph(pg)
-        check_unsharded(pg, "a lens view")
         check_inputs(pg, inputs)
         self._pg, self._inputs = pg, inputs
         self._start, self._count = f"{stack}." if stack else "", layer_count(pg, stack)
