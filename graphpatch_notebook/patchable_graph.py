@@ -237,6 +237,7 @@ class PatchableGraph(ModuleDelegate):
         inputs: Any = None,
         tokenizer: Any = None,
         circuit: Circuit | None = None,
+        views: Iterable[str] = (),
     ) -> Browser:
         """Returns a widget with the tree of the graph: inspect nodes and their code, choose patches by click, run.
 
@@ -249,11 +250,13 @@ class PatchableGraph(ModuleDelegate):
                 or one value.
             tokenizer: Converts token ids to text (by `decode` or `convert_ids_to_tokens`), for language models.
             circuit: A circuit of this model. Its picture is shown above the tree, to patch components by click.
+            views: The names of views to show above the tree: "attention". What is selected in one is selected in all.
 
         Raises:
             UnknownPathError: The path does not exist; the message names the closest ones.
             TypeError: The tokenizer has neither method.
-            GraphError: The front end of a source checkout is not built.
+            ValueError: There is not a view of such a name.
+            GraphError: The front end of a source checkout is not built, or a view does not have anything to show.
 
         Example:
             >>> import torch
@@ -267,7 +270,7 @@ class PatchableGraph(ModuleDelegate):
         from graphpatch_notebook.notebook.views.opening import workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
-        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit)
+        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit, views=views)
 
     @property
     def nodes(self) -> NodeMap:
