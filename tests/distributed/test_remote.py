@@ -132,9 +132,9 @@ def test_experiments_run_there(there: PatchableGraph, here: PatchableGraph) -> N
 def test_errors_and_warnings_come_back(there: PatchableGraph) -> None:
     with pytest.raises(UnknownPathError, match=r"layers\[7\]"), there.patch({"layers[7].mlp_out": ZeroPatch()}):
         pass
-    with there.patch({"layers[0].mlp_out": ReplacePatch(value=torch.ones(3, 3))}):
-        with pytest.raises(PatchValueError, match="layers") as caught:
-            logits(there)
+    patches = {"layers[0].mlp_out": ReplacePatch(value=torch.ones(3, 3))}
+    with there.patch(patches), pytest.raises(PatchValueError, match="layers") as caught:
+        logits(there)
     assert any("engine 0 of 2" in note for note in getattr(caught.value, "__notes__", ["engine 0 of 2"]))
     with pytest.warns(PatchNotFiredWarning), there.patch({"@embed": ZeroPatch(steps=[5])}):
         there(input_ids=IDS)
