@@ -152,6 +152,11 @@ def model():
             [(f"layers[0].attn.heads[{i}].{part}[0]", f"h_0.{part}", (0, i))
              for part, heads in (("z", (0, 3)), ("k", (0, 1))) for i in heads],
         ),
+        (
+            "layers[0].attn.heads[3].*",
+            [("layers[0].attn.heads[3].z", "h_0.z", (slice(None), 3)),
+             ("layers[0].attn.heads[1].k", "h_0.k", (slice(None), 1))],
+        ),
         ("layers[*].exp*.*", [(f"layers[1].experts[{i}].out", f"h_1.e_{i}", ()) for i in range(3)]),
         ("@*", [("@logits", "output", ())]),
         ("layers[0].attn.heads[-1].z", [("layers[0].attn.heads[3].z", "h_0.z", (slice(None), 3))]),
@@ -178,7 +183,7 @@ def test_look_up(model, text, expected):
         ("layers[2].resid_pre", "2 is out of range: there are 2 layers"),
         ("layers[5:].resid_pre", "selects none of the 2 layers"),
         ("layers[0].attn.heads[4].z", "4 is out of range: there are 4 heads"),
-        ("layers[0].attn.heads[2].k", "there are 2 heads"),
+        ("layers[0].attn.heads[2].k", r"4 query heads share 2, and head 2 reads 'layers\[0\].attn.heads\[1\].k'"),
         ("layers[0].attn.heads[2].resid_pre", "nearest: .*'layers\\[0\\].resid_pre'"),
         ("layers[0].resid_per", "no component .*nearest: 'layers\\[0\\].resid_pre'"),
         ("layers[0].attn.q*", "no component .*nearest: .*'layers\\[0\\].attn.k'"),
