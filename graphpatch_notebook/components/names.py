@@ -325,7 +325,7 @@ def _of_one(found: Found, name: ComponentName, text: str, is_pattern: bool) -> I
     elif isinstance(numbers, int) and count <= numbers < queries:
         own = str(replace(name, members=numbers * count // queries))
         raise UnknownPathError(
-            f"{text!r}: {numbers} is out of range: {queries} query heads share {count}, and head {numbers} reads {own!r}"
+            f"{text!r}: {numbers} is out of range: {queries} heads share {count}: head {numbers} reads {own!r}"
         )
     for number in _counted(numbers, count, word, text):
         index = [*whole.index, *(slice(None),) * (dim + 1 - len(whole.index))]

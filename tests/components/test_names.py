@@ -183,7 +183,7 @@ def test_look_up(model, text, expected):
         ("layers[2].resid_pre", "2 is out of range: there are 2 layers"),
         ("layers[5:].resid_pre", "selects none of the 2 layers"),
         ("layers[0].attn.heads[4].z", "4 is out of range: there are 4 heads"),
-        ("layers[0].attn.heads[2].k", r"4 query heads share 2, and head 2 reads 'layers\[0\].attn.heads\[1\].k'"),
+        ("layers[0].attn.heads[2].k", r"4 heads share 2: head 2 reads 'layers\[0\].attn.heads\[1\].k'"),
         ("layers[0].attn.heads[2].resid_pre", "nearest: .*'layers\\[0\\].resid_pre'"),
         ("layers[0].resid_per", "no component .*nearest: 'layers\\[0\\].resid_pre'"),
         ("layers[0].attn.q*", "no component .*nearest: .*'layers\\[0\\].attn.k'"),
