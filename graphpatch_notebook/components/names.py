@@ -208,7 +208,7 @@ def look_up(found: Found, text: str) -> list[Component]:
     share keys and values, `heads[3].*` means those that query head 3 reads.
 
     Raises:
-        UnknownPathError: There is no such component. The message has the reason, and the nearest names.
+        UnknownPathError: The component does not exist. The message has the reason, and the nearest names.
     """
     try:
         name = parse_name(text)
@@ -368,7 +368,7 @@ def _one(found: Found, key: str, text: str) -> Component:
     close = nearest(key, names)
     why = f": {reason}" if reason else ""
     hint = f"; nearest: {', '.join(map(repr, close))}" if close else ""
-    raise UnknownPathError(f"there is no component {text!r}{why}{hint}")
+    raise UnknownPathError(f"unknown component {text!r}{why}{hint}")
 
 
 def _reason(found: Found, key: str) -> str | None:

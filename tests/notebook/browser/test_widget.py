@@ -531,7 +531,7 @@ def test_show_takes_tokenizer_and_inputs(pg: Shell) -> None:
     status = line_of(browser).ask("run", inputs=None)["result"]
     browser._shared.runs.wait(status["id"])
     assert torch.equal(pg.namespace["given"], 2 * pg.namespace["x"])
-    assert "there is no variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
+    assert "unknown variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
     assert "arguments of a call" in pg.refused('%graphpatch show --inputs "x)"')
     assert "unknown option --tokenzer; nearest: --tokenizer" in pg.refused("%graphpatch show --tokenzer tok")
 

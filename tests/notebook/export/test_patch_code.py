@@ -226,7 +226,7 @@ def test_patches_that_are_off_are_left_out(session: Session) -> None:
 
 def test_there_is_nothing_to_export(session: Session) -> None:
     for form in ("graphpatch", "hooks"):
-        with pytest.raises(ExportError, match=r"there is no patch to export: choose one first"):
+        with pytest.raises(ExportError, match=r"nothing to export: choose one first"):
             export(session, form)  # type: ignore[arg-type]
 
 

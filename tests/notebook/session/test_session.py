@@ -172,7 +172,7 @@ def test_a_number_stays_that_of_its_patch_when_others_go(session: Session) -> No
     session.extend([zero("relu"), zero("hidden"), zero()])
     session.remove([1])
     assert session.chosen.find(3).path == "linear.linear"
-    with pytest.raises(SessionError, match="there is no patch #1; chosen: #2, #3"):
+    with pytest.raises(SessionError, match="unknown patch #1; chosen: #2, #3"):
         session.remove([2, 1])
     assert len(session.chosen.patches) == 2
 
