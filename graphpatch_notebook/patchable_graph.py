@@ -44,6 +44,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.sharded import sharding_of, with_whole_records
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +114,10 @@ class PatchableGraph(ModuleDelegate):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.differing(SharedRandomState())
+        root_frame = with_whole_records(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
+        if (sharding := sharding_of(root_frame)) is not None:
+            self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
@@ -254,7 +258,8 @@ class PatchableGraph(ModuleDelegate):
             ├─relu: Tensor(2)
             └─output: Tensor(2)
         """
-        from graphpatch_notebook.notebook.browser.browsing import browser_of, workspace_of_user
+        from graphpatch_notebook.notebook.browser.browsing import browser_of
+        from graphpatch_notebook.notebook.views.opening import workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
         return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit)
@@ -340,6 +345,7 @@ class PatchableGraph(ModuleDelegate):
             >>> print(pg.verify(torch.ones(5, 2)))
             1 frame: 1 equal
         """
+        self._refuse_sharded()
         self._captured.check_weights()
         report = verify(self._graph_module, args, kwargs)
         return dataclasses.replace(report, permanent=self._captured.permanent_paths)
@@ -363,7 +369,15 @@ class PatchableGraph(ModuleDelegate):
         """
         return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
 
+    def _refuse_sharded(self) -> None:
+        if sharding_of(self._captured.root) is not None:
+            raise GraphError(
+                "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
+                "the PatchableGraph of the model in one process (on the meta device, say)"
+            )
+
     def _refuse_patches(self) -> None:
+        self._refuse_sharded()
         self._captured.check_weights()
         if self._captured.permanent:
             raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
@@ -410,6 +424,7 @@ class PatchableGraph(ModuleDelegate):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
         """
+        self._refuse_sharded()
         given: Any = (args, kwargs or {})
         if not isinstance(given[0], (tuple, list)) or not isinstance(given[1], Mapping):
             raise TypeError(
@@ -464,6 +479,7 @@ class PatchableGraph(ModuleDelegate):
         """
         from graphpatch_notebook import serialization
 
+        self._refuse_sharded()
         self._captured.check_weights()
         if self._captured.permanent:
             raise SerializationError(
@@ -760,6 +776,8 @@ class PatchableGraph(ModuleDelegate):
         __tracebackhide__ = True
         self._captured.check_weights()
         context = innermost(self._captured)
+        if (sharding := sharding_of(self._captured.root)) is not None:
+            sharding.check_call(function, () if context is None else context.plan.entries)
         if context is not None:
             return call_patched(context, function, args, kwargs)
         if not self._captured.has_patched_calls:
@@ -800,6 +818,7 @@ class PatchableGraph(ModuleDelegate):
             setattr(self._module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
+        self._refuse_sharded()
         result = memo[id(self)] = self._around(copy.deepcopy(self._captured, memo))
         result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"], memo)
         return result

@@ -1,5 +1,5 @@
 // Bundles js/src into graphpatch_notebook/static/: widget.js and widget.css, the loader that unpacks them in the browser,
-// and a stamp that says what they were made of.
+// what shows saved views in a page without a kernel, and a stamp that says what they were made of.
 //
 //     npm run build        once
 //     npm run dev          again after every change (with ANYWIDGET_HMR=1 the notebook takes it up)
@@ -45,6 +45,7 @@ const options = {
     { in: "js/src/index.ts", out: "widget" },
     { in: "js/src/style.css", out: "widget" },
     { in: "js/src/loader.ts", out: "loader" },
+    { in: "js/src/page/saved_page.ts", out: "saved_page" },
   ],
   outdir: out,
   bundle: true,

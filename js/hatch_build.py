@@ -13,7 +13,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = ("js", "package.json", "package-lock.json")
 CACHES = frozenset({"__pycache__", "node_modules"})  # what Python, and the tests, leave beside the sources
-BUNDLE = ("widget.js", "widget.css", "loader.js")
+BUNDLE = ("widget.js", "widget.css", "loader.js", "saved_page.js")
 
 
 def digest(root: Path) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -54,7 +55,7 @@ from graphpatch_notebook.errors import CaptureError, CompilationWarning, Decompo
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import EagerCode, is_compiled
+from graphpatch_notebook.torch_compat import EagerCode, is_any_compiled
 from graphpatch_notebook.values import rebuilt_sequence
 
 __all__ = [
@@ -124,7 +125,7 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     __tracebackhide__ = True
     module = recorder.root_module
     modules = reachable_modules(module)
-    has_compiled = any(map(is_compiled, modules))
+    has_compiled = is_any_compiled(modules)
     if has_compiled and not EagerCode.is_possible:
         raise CaptureError(EagerCode.reason)
     swaps, eager = Swaps(), EagerCode()
@@ -133,13 +134,15 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if recorder.has_kept_values():
             _settle(module, recorder)
 
-    with afterwards(ThreadState().restore, swaps.let_go, eager.let_go, settle):
+    hide_apply = partial(visible_apply.let_go, recorder)
+    with afterwards(ThreadState().restore, hide_apply, swaps.let_go, eager.let_go, settle):
         swaps.hold(modules)
         observer.set(recorder)
         apply_observer.set(recorder)
         if has_compiled:
             eager.hold()
-        with visible_apply(), recorder:
+        visible_apply.hold(recorder)
+        with recorder:
             module(*args, **kwargs)
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")

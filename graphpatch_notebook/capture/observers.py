@@ -10,10 +10,8 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from torch import is_grad_enabled, set_grad_enabled
@@ -21,8 +19,8 @@ from torch.autograd import Function
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
-from graphpatch_notebook.capture.naming.call_sites import invoke
-from graphpatch_notebook.interrupts import afterwards, holding
+from graphpatch_notebook.capture.naming.call_sites import invoke, is_parallel_code
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes
 
 
@@ -42,18 +40,28 @@ OfUnobserved: TypeAlias = "Callable[[Module], Observer | None]"
 """Called when a swapped `forward` runs without an observer; returns one for it, or `None`."""
 
 _lock = threading.RLock()
-_swaps: dict[int, _Swap] = {}
+_swaps: dict[int, _SwappedForward] = {}
 _ABSENT: Any = object()
 
 
 class _SwappedForward:
-    """Replaces `forward` on a module instance; looks like it, and is copied with the module as the real `forward`."""
+    """Replaces `forward` on a module instance; looks like it, and is copied with the module as the real `forward`.
 
-    def __init__(self, module: Module, original: Callable[..., Any]) -> None:
-        self.__wrapped__ = original  # `inspect.signature` returns that of the original
-        self.of_unobserved: OfUnobserved | None = None
+    Attributes:
+        holders: Those who need it.
+        original: The module's own forward.
+        of_unobserved: Called when it runs without an observer.
+    """
+
+    def __init__(self, module: Module, of_unobserved: OfUnobserved | None) -> None:
+        self.holders: set[Swaps] = set()
+        self.of_unobserved = of_unobserved
         self._module = module
-        self._original = original
+        self._attribute = innermost_forward(module) if "_hf_hook" in module.__dict__ else "forward"
+        self._before = module.__dict__.get(self._attribute, _ABSENT)
+        self._is_installed = False
+        # `inspect.signature` returns that of the original
+        self.original = self.__wrapped__ = getattr(module, self._attribute)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__wrapped__":
@@ -66,46 +74,37 @@ class _SwappedForward:
         if watching is None:
             watching = self.of_unobserved(self._module) if self.of_unobserved is not None else None
             if watching is None:
-                return self._original(*args, **kwargs)
+                return self.original(*args, **kwargs)
             with holding(observer, watching):
-                return watching.on_forward(self._module, self._original, args, kwargs)
-        return watching.on_forward(self._module, self._original, args, kwargs)
+                return watching.on_forward(self._module, self.original, args, kwargs)
+        return watching.on_forward(self._module, self.original, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the module must run its own weights, not those of the module that it was copied from.
-        return copy.deepcopy(self._original, memo)
+        return copy.deepcopy(self.original, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_same, (self._original,))
+        return (_same, (self.original,))
+
+    def install(self) -> None:
+        """Puts it on the module, once."""
+        if not self._is_installed:
+            # Bypasses `nn.Module.__setattr__`, which some models override.
+            self._module.__dict__[self._attribute] = self
+            self._is_installed = True
+
+    def restore(self) -> None:
+        """Gives the module back what it had before."""
+        if self._module.__dict__.get(self._attribute) is not self:
+            return  # the user's code has set another `forward` since: keep it
+        if self._before is _ABSENT:
+            del self._module.__dict__[self._attribute]
+        else:
+            self._module.__dict__[self._attribute] = self._before
 
 
 def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
-
-
-class _Swap:
-    def __init__(self, module: Module) -> None:
-        self.module = module
-        self.holders: set[Swaps] = set()
-        self.is_installed = False
-        self.attribute = innermost_forward(module)
-        self.before = module.__dict__.get(self.attribute, _ABSENT)
-        self.original: Callable[..., Any] = getattr(module, self.attribute)
-        self.forward = _SwappedForward(module, self.original)
-
-    def install(self) -> None:
-        if not self.is_installed:
-            # Bypasses `nn.Module.__setattr__`, which some models override.
-            self.module.__dict__[self.attribute] = self.forward
-            self.is_installed = True
-
-    def restore(self) -> None:
-        if self.module.__dict__.get(self.attribute) is not self.forward:
-            return  # the user's code has set another `forward` since: keep it
-        if self.before is _ABSENT:
-            del self.module.__dict__[self.attribute]
-        else:
-            self.module.__dict__[self.attribute] = self.before
 
 
 def innermost_forward(module: Module) -> str:
@@ -115,6 +114,13 @@ def innermost_forward(module: Module) -> str:
     are loaded between the two, so this is where parameters exist.
     """
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def declared_forward(module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the forward that says which parameters `module` takes: that of its class where shards run around it."""
+    code = getattr(forward, "__code__", None)
+    is_around = code is not None and is_parallel_code(code)
+    return getattr(type(module), "forward").__get__(module) if is_around else forward  # noqa: B009
 
 
 class Swaps:
@@ -138,9 +144,9 @@ class Swaps:
                 self._modules.append(module)
                 known = _swaps.get(id(module))
                 if known is None:
-                    known = _swaps[id(module)] = _Swap(module)
+                    known = _swaps[id(module)] = _SwappedForward(module, self._of_unobserved)
                 known.holders.add(self)
-                known.forward.of_unobserved = known.forward.of_unobserved or self._of_unobserved
+                known.of_unobserved = known.of_unobserved or self._of_unobserved
                 known.install()
 
     def let_go(self) -> None:
@@ -214,8 +220,8 @@ class ThreadState:
 TRANSPARENT = (CheckpointFunction,)
 
 
-class _Replacement:
-    """Replaces `Function.apply` by the wrapper while at least one observer needs it.
+class _VisibleApply:
+    """Hands calls of `Function.apply` to the `apply_observer` of their context while somebody holds it.
 
     As with swaps of `forward`, `let_go` can be called again if it was interrupted.
     """
@@ -227,6 +233,7 @@ class _Replacement:
         self.original: Any = Function.__dict__["apply"]
 
     def hold(self, holder: object) -> None:
+        """Makes calls visible until `let_go`."""
         with self._lock:
             self._holders.add(holder)
             if self._wrapper is None:
@@ -236,26 +243,18 @@ class _Replacement:
                 Function.apply = self._wrapper  # type: ignore[method-assign]
 
     def let_go(self, holder: object) -> None:
+        """Takes that back."""
         with self._lock:
             self._holders.discard(holder)
             if not self._holders and Function.__dict__["apply"] is self._wrapper:
                 Function.apply = self.original  # type: ignore[method-assign]
 
 
-_replacement = _Replacement()
-
-
-@contextmanager
-def visible_apply() -> Iterator[None]:
-    """Hands calls of `Function.apply` to the `apply_observer` of their context for the length of the block."""
-    holder = object()
-    with afterwards(partial(_replacement.let_go, holder)):
-        _replacement.hold(holder)
-        yield
+visible_apply = _VisibleApply()
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    apply = _replacement.original.__get__(None, cls)
+    apply = visible_apply.original.__get__(None, cls)
     watching = apply_observer.get()
     if watching is None or issubclass(cls, TRANSPARENT):
         return apply(*args, **kwargs)

@@ -41,7 +41,7 @@ from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.outer_values import outer_objects, plain_outer_values
 from graphpatch_notebook.checks.sharding import is_distributed
-from graphpatch_notebook.torch_compat import version_of, without_torch_functions
+from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
 
 LARGE = 64 * 2**20
@@ -91,7 +91,8 @@ def _is_sentinel(value: Any) -> bool:
 
 def _copied_tensor(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     try:
-        return copy.deepcopy(tensor, memo)
+        copied = copied_with_storage(tensor, memo)
+        return copy.deepcopy(tensor, memo) if copied is None else copied
     except (RuntimeError, NotImplementedError):  # some subclasses, and the tensors of `torch.func`
         return tensor.clone()
 

@@ -233,8 +233,10 @@ class CapturedModel:
     @property
     def permanent_plan(self) -> RunPlan | None:
         """The plan of runs with the permanent patches only; `None` if there are none."""
+        if not self.permanent:
+            return None
         derived = self._current()
-        if self.permanent and derived.permanent is None:
+        if derived.permanent is None:
             derived.permanent = derived.plan([entry for each in self.permanent for entry in self.entries_of(each)])
         return derived.permanent
 
@@ -244,7 +246,8 @@ class CapturedModel:
 
     def _current(self) -> _Derived:
         """Returns the values derived from the current records."""
-        self.update_called_modules()
+        if self._called is not None:
+            self.update_called_modules()
         derived = self._derived
         if derived is None or derived.edits != self.edits:
             graphs = own_graphs(self.hierarchy) if self.runs_own_graphs else ()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +37,7 @@ from graphpatch_notebook.execution.reports import Reports, count_of_patches, war
 from graphpatch_notebook.execution.skipped_calls import refuse_with_cache
 from graphpatch_notebook.execution.splices import check_splices
 from graphpatch_notebook.execution.steps import GenerationSteps, StepCount
-from graphpatch_notebook.interrupts import Block, afterwards, discards_value, on_error
+from graphpatch_notebook.interrupts import Block, afterwards, discards_value
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
 from graphpatch_notebook.torch_compat import EagerCode, is_in_backward, runs_hooks
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
@@ -67,6 +68,15 @@ class PatchContext:
         self._known: tuple[Snapshot, RunPlan] | None = None
 
     @classmethod
+    def of_entries(
+        cls, captured: CapturedModel, patch_map: Mapping[Any, Any], entries: Sequence[Entry]
+    ) -> PatchContext:
+        """Returns a context for a patch map whose entries are known."""
+        context = cls(captured, patch_map)
+        context._known = Snapshot(patch_map), captured.plan(entries)
+        return context
+
+    @classmethod
     def of_one_call(cls, captured: CapturedModel) -> PatchContext:
         """Returns a context for a call outside of any block, with the permanent patches and edited graphs only."""
         context = cls(captured, {})
@@ -86,11 +96,14 @@ class PatchContext:
         self._was_entered = True
         plan = self._plan()
         context = ActiveContext(self._captured, plan, self)
-        with on_error(context.let_go):
+        try:
             context.hold()
             context.block = Block.entered_by(sys._getframe(1))
             if plan.data_loops and not self.is_quiet:
                 warn_of_data_loops(plan.data_loops, is_by_user=not is_own(sys._getframe(1).f_code))
+        except BaseException:
+            with afterwards(context.let_go):
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -129,10 +142,11 @@ class PatchContext:
         return known[1]
 
     def _leave_innermost(self) -> ActiveContext | None:
-        context = next(reversed(entered_by(self)), None)
-        if context is not None:
-            leave(context)
-        return context
+        for context in reversed(_active.get()):
+            if context.origin is self:
+                leave(context)
+                return context
+        return None
 
 
 class ActiveContext:
@@ -144,7 +158,8 @@ class ActiveContext:
         own: Its own patches.
         origin: What entered it.
         block: The `with` block that it is entered by, if that is known.
-        held: What it changes in the model.
+        hooks: The hooks on modules.
+        has_compiled_parts: Whether `torch.compile` has compiled a module that matters to the patches.
         calls: The calls that were made in it.
         reports: Reports its patches that do not fire.
         step_count: The steps of a generation so far.
@@ -157,11 +172,14 @@ class ActiveContext:
         self.captured = captured
         before = captured.permanent_plan if outer is None else outer.plan
         self.plan: RunPlan = plan if before is None else before.with_more(plan.entries)
-        check_splices(self.plan.entries)
+        if self.plan.has_parts_of_splices:
+            check_splices(self.plan.entries)
         self.own = plan.entries
         self.origin = origin
         self.block: Block | None = None
-        self.held = _HeldModel()
+        self.hooks = ModuleHooks()
+        self.has_compiled_parts = False
+        self._swaps = Swaps(_recomputing)
         self.calls = _Calls()
         is_strict = origin.is_strict or (outer is not None and outer.reports.is_strict)
         self.reports: Reports = Reports(is_strict=is_strict, is_quiet=origin.is_quiet)
@@ -172,8 +190,16 @@ class ActiveContext:
         self.is_left = False
 
     def hold(self) -> None:
-        """Activates the patches, after those of the active contexts of the same model."""
-        self.held.hold(self.plan)
+        """Activates the patches, after those of the active contexts of the same model.
+
+        Swaps the forwards of the modules that are watched, and puts hooks on those that need them.
+        """
+        plan = self.plan
+        self.has_compiled_parts = plan.has_compiled_parts
+        self._swaps.hold(plan.watched)
+        if plan.with_patched_inputs or plan.with_other_boundaries:
+            for module in _to_hook(plan):
+                self.hooks.hold(module)
         with _lock:
             _entered.append(self)
         _active.set((*_active.get(), self))
@@ -181,37 +207,12 @@ class ActiveContext:
     def let_go(self) -> None:
         """Restores the model to its state before `hold`. Can be called again after an interrupt."""
         self.is_left, self.block = True, None
-        self.held.let_go()
+        self.hooks.let_go()
+        self._swaps.let_go()
         with _lock:
             if self in _entered:
                 _entered.remove(self)
-        _active.set(tuple(c for c in _active.get() if c is not self))
-
-
-class _HeldModel:
-    """What a context changes in the model and in its thread. As with `Swaps`, `let_go` can be called again.
-
-    Attributes:
-        hooks: The hooks on modules.
-        has_compiled_parts: Whether `torch.compile` has compiled a module that matters to the patches.
-    """
-
-    def __init__(self) -> None:
-        self.hooks = ModuleHooks()
-        self.has_compiled_parts = False
-        self._swaps = Swaps(_recomputing)
-
-    def hold(self, plan: RunPlan) -> None:
-        """Swaps the forwards of the modules that are watched, and puts hooks on those that need them."""
-        self.has_compiled_parts = plan.has_compiled_parts
-        self._swaps.hold(plan.watched)
-        for module in _to_hook(plan):
-            self.hooks.hold(module)
-
-    def let_go(self) -> None:
-        """Takes all of it back."""
-        self.hooks.let_go()
-        self._swaps.let_go()
+        _active.set(tuple([c for c in _active.get() if c is not self]))
 
 
 class _Calls:
@@ -225,13 +226,10 @@ class _Calls:
         awaits_backward: Whether backward will compute a patched call again (activation checkpointing).
     """
 
-    __slots__ = ("awaits_backward", "direct", "has_direct_with_gradients", "has_runs", "is_used")
-
-    def __init__(self) -> None:
-        self.has_runs = self.is_used = False
-        self.direct: Module | None = None
-        self.has_direct_with_gradients = False
-        self.awaits_backward = False
+    has_runs = is_used = False
+    direct: Module | None = None
+    has_direct_with_gradients = False
+    awaits_backward = False
 
 
 # -- which contexts are active -----------------------------------------------------------------------------------------
@@ -243,17 +241,19 @@ _entered: list[ActiveContext] = []
 
 def innermost(captured: CapturedModel) -> ActiveContext | None:
     """Returns the innermost active context of a captured model in this thread or task."""
-    return next((context for context in reversed(_entered_here()) if context.captured is captured), None)
+    for context in reversed(_entered_here() if _active.get() else ()):
+        if context.captured is captured:
+            return context
+    return None
 
 
-def _entered_here() -> tuple[ActiveContext, ...]:
+def _entered_here() -> Sequence[ActiveContext]:
     """Returns the active contexts of this thread or task, the innermost last.
 
     A task that was started inside a block keeps a copy of the variable, and with it the context, after the block has
     ended: contexts that were left are not active in it.
     """
-    active = _active.get()
-    return tuple(context for context in active if not context.is_left and not _is_over(context)) if active else active
+    return [context for context in _active.get() if not context.is_left and not _is_over(context)]
 
 
 def _is_over(context: ActiveContext) -> bool:
@@ -281,7 +281,7 @@ def _to_hook(plan: RunPlan) -> list[Module]:
     hidden states), which must see patched inputs. Our hook on inputs must come before these, so it is registered now.
     A hook on the output must come last, so it can be registered later.
     """
-    wraps = forwards_may_be_wrapped()
+    wraps = bool(plan.with_other_boundaries) and forwards_may_be_wrapped()
     return plan.with_patched_inputs + [m for m in plan.with_other_boundaries if wraps or runs_hooks(m)]
 
 
@@ -316,15 +316,13 @@ def call_patched(
     )
     if plan.skips:
         refuse_with_cache(plan.skips, kwargs, is_direct)
-    run = new_run(root, plan, context.held.hooks, steps, reports.repetitions)
+    run = new_run(root, plan, context.hooks, steps, reports.repetitions)
     calls.has_runs = calls.is_used = True
-    outer, eager = observer.get(), EagerCode()
+    outer = observer.get()
     is_inside = isinstance(outer, Run) and outer.root is root  # of another call of the same object
     needed = plan.entries
     try:
-        with afterwards(ThreadState().restore, eager.let_go):
-            observer.set(run)
-            result = _observed(run, function, args, kwargs, eager, context.held.has_compiled_parts)
+        result = _observed(run, function, args, kwargs, context.has_compiled_parts)
     except RunStopped as stop:
         if torch.is_grad_enabled() and was_in_checkpoint(stop):
             raise GraphPatchError(_STOPPED_IN_CHECKPOINT) from None
@@ -378,26 +376,37 @@ def _observed(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    eager: EagerCode,
     has_compiled_parts: bool,
 ) -> Any:
     __tracebackhide__ = True
+    if has_compiled_parts and not EagerCode.is_possible:
+        raise GraphError(EagerCode.reason)
+    restoring = [ThreadState().restore]
+    # Written out instead of `afterwards`: this is in each patched call.
     try:
-        # Methods may compile the model themselves, as `generate` does with a static cache.
-        is_plain = function is run.root and not has_compiled_parts
-        if is_plain and not run.plan.sees_ops:
+        try:
+            observer.set(run)
+            # Methods may compile the model themselves, as `generate` does with a static cache.
+            if function is not run.root or has_compiled_parts:
+                eager = EagerCode()
+                restoring.append(eager.let_go)
+                eager.hold()
+            if len(restoring) > 1 or run.plan.sees_ops:
+                restoring.append(partial(visible_apply.let_go, run))
+                visible_apply.hold(run)
             return function(*args, **kwargs)
-        if has_compiled_parts and not EagerCode.is_possible:
-            raise GraphError(EagerCode.reason)
-        if not is_plain:
-            eager.hold()
-        with visible_apply():
-            return function(*args, **kwargs)
-    except Exception as error:
-        hide_way_to(error)
-        fired = run.applier.fired
-        if fired.ids:  # else patches did not cause it: a method may have refused its arguments
-            explain(error, run.root, [run.plan.root.frame], fired.changes(run.plan))
+        except Exception as error:
+            hide_way_to(error)
+            fired = run.applier.fired
+            if fired.ids:  # else patches did not cause it: a method may have refused its arguments
+                explain(error, run.root, [run.plan.root.frame], fired.changes(run.plan))
+            raise
+        finally:
+            for step in restoring:
+                step()
+    except BaseException:
+        for step in restoring:  # again, if an interrupt arrived while they ran
+            step()
         raise
 
 
@@ -449,7 +458,7 @@ def _recomputing(module: Module) -> Run | None:
             f"{type(module).__name__} is called several times and recomputed in backward (activation checkpointing): "
             "which call is recomputed is not known; switch checkpointing off to patch it"
         )
-    return Run(context.captured.module, context.plan, context.held.hooks)
+    return Run(context.captured.module, context.plan, context.hooks)
 
 
 def _note_direct_call(module: Module) -> None:

@@ -21,12 +21,13 @@ from graphpatch_notebook.capture import data_loop_of, data_loops, held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site, SourceLine
 from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.execution.positions import Restriction
-from graphpatch_notebook.execution.splices import joined_with_splices
+from graphpatch_notebook.execution.splices import InsidePatch, joined_with_splices
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import has_compiled_parts, is_compiled, may_compile, takes_hooks
+from graphpatch_notebook.sharded import Placement
+from graphpatch_notebook.torch_compat import has_compiled_parts, is_any_compiled, may_compile, takes_hooks
 from graphpatch_notebook.values import TensorSpec
 
 
@@ -38,29 +39,44 @@ class Entry:
         target: The value.
         patches: The patches, in order.
         restriction: The steps and positions at which the patch (then the only one) has an effect; `None` for all.
-        observed_shape: The recorded shape, if the patches only observe the unchanged value.
+        plain_shape: The recorded shape, if the patches apply to all of such a tensor, and nothing else matters.
+        observed_shape: The same, if they only observe it.
         is_special: Whether the value is not simply the result of a call (written in place, or unpacked from it).
         watch: The operation of the only patch, if it only observes the result of a call.
         sources: The names of the values of the run that the patch (then the only one) reads.
         is_source: Whether the value is only kept for patches that read it.
+        placement: How the value is distributed over processes, if the model is sharded: patches see the whole value.
+        is_early: Whether it comes before the other entries on the value: it is for the op that made it.
     """
 
     target: Target
     patches: Sequence[Patch[Any]]
     restriction: Restriction | None = None
+    plain_shape: torch.Size | None = None
     observed_shape: torch.Size | None = None
     is_special: bool = False
     watch: Callable[[Any], Any] | None = None
     sources: Sequence[str] = ()
     is_source: bool = False
+    placement: Placement | None = None
+    is_early: bool = False
 
     def __post_init__(self) -> None:
-        # Probes are the most common patches, on many nodes at once: they take a short way.
-        node, spec, patches = self.target.node, self.target.whole, self.patches
+        # Most patches take a short way, and probes, which may be on many nodes at once, a shorter one.
+        target, patches = self.target, self.patches
+        node, spec = target.node, target.whole
         self.is_special = node.is_in_place or node.position is not None
-        if self.restriction is not None or self.is_source or not isinstance(spec, TensorSpec):
+        if (
+            self.restriction is not None
+            or self.is_source
+            or self.placement is not None
+            or not isinstance(spec, TensorSpec)
+        ):
             return
-        if self.target.dig or self.target.index or node.is_mutated_later or not declares(patches[0], "only_keeps"):
+        if target.dig or target.component is not None or node.is_mutated_later or node.is_view_filled_later:
+            return
+        self.plain_shape = spec.shape
+        if not declares(patches[0], "only_keeps"):
             return
         if len(patches) == 1:
             self.observed_shape = spec.shape
@@ -71,7 +87,8 @@ class Entry:
 
 def _rank(entry: Entry) -> int:
     """When an entry has its turn among those on one value: what others read comes late, and the end of the run last."""
-    return 1 if entry.is_source else 2 if entry.patches[0].stops_run else 0
+    late = 1 if entry.is_source else 2 if entry.patches[0].stops_run else 0
+    return late - 3 if entry.is_early else late
 
 
 # Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.
@@ -155,6 +172,8 @@ class FramePlan:
         probed_inputs: The entries on inputs with probes: each is shown a tensor that the module alone is given.
         entries: All entries of this frame.
         skips: The entries that replace the call.
+        is_bare: Whether nothing is patched in this frame but its output, so that the module runs as it is.
+        needs_mode: Whether it runs under the function mode: its ops are patched, or what its fused kernel skips.
     """
 
     frame: Frame
@@ -169,6 +188,8 @@ class FramePlan:
     probed_inputs: list[Entry] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     skips: list[Entry] = field(default_factory=list)
+    is_bare: bool = False
+    needs_mode: bool = False
 
     @property
     def is_needed(self) -> bool:
@@ -176,9 +197,7 @@ class FramePlan:
         is_edited = self.override is not None and self.frame.custom_graph is None
         return is_edited or any(plan.entries for plan in self.walk())
 
-    @property
-    def needs_mode(self) -> bool:
-        """Whether this frame runs under the function mode: its ops are patched, or what its fused kernel skips."""
+    def _needs_mode(self) -> bool:
         if self.sites is not None or not isinstance(self.frame.module, _FUSED):
             return self.sites is not None
         below = [plan for by_index in self.calls.values() for plan in by_index.values()]
@@ -246,7 +265,10 @@ class FramePlan:
         return self.sites.entries_at(site, occurrence)
 
     def settle(self) -> None:
-        """Separates entries that only observe inputs and parameters: if a model is probed, there are hundreds."""
+        """Derives the rest, when all entries are added to this plan and to those below it.
+
+        Entries that only observe inputs and parameters are separated: if a model is probed, there are hundreds.
+        """
         if self.override is not None:
             self.override.names = frozenset(self.override.entries)
         for name, entries in list(self.inputs.items()):
@@ -260,6 +282,10 @@ class FramePlan:
             if is_watched and is_plain:
                 self.watched_tensors.append((path, entries[0]))
                 del self.tensors[path]
+        self.needs_mode = self._needs_mode()
+        given = self.inputs or self.watched_inputs or self.probed_inputs
+        held = self.tensors or self.watched_tensors
+        self.is_bare = not (given or held or self.override or self.skips or self.needs_mode)
 
 
 @dataclass(frozen=True)
@@ -292,7 +318,7 @@ class RunPlan:
     restricted: Sequence[Entry]
     sees_ops: bool
 
-    @property
+    @functools.cached_property
     def watched(self) -> Sequence[Module]:
         """The modules whose calls must be seen."""
         return self.layout.watched
@@ -305,12 +331,19 @@ class RunPlan:
         """
         if not may_compile():
             return False
-        if self.layout.links is None or self.root.needs_mode or is_compiled(self.root.frame.module):
+        links = self.layout.links
+        if links is None or self.root.needs_mode or is_any_compiled(self.layout.linked):
             return self.callers.has_compiled_parts
-        for parent, name, module in self.layout.links:
-            if parent._modules.get(name) is not module or is_compiled(module):
+        for parent, name, module in links:
+            children = parent._modules
+            if name not in children or children[name] is not module:
                 return self.callers.has_compiled_parts
-        return any(map(has_compiled_parts, self.under_mode))
+        return bool(self.under_mode) and any(map(has_compiled_parts, self.under_mode))
+
+    @functools.cached_property
+    def has_parts_of_splices(self) -> bool:
+        """Whether there are patches on parts of a splice that is not among the patches."""
+        return any(isinstance(entry.patches[0], InsidePatch) for entry in self.entries)
 
     @functools.cached_property
     def under_mode(self) -> Sequence[Module]:
@@ -343,7 +376,9 @@ def make_plan(
 ) -> RunPlan:
     """Returns the plan of a run with `entries`, in their order, and with `own_graphs`."""
     entries = joined_with_splices(entries)
-    wanted = [*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in entries)]
+    wanted = [entry.target.frame for entry in entries]
+    if own_graphs:
+        wanted[:0] = [graph.frame for graph in own_graphs]
     layout = callers.layout(root, wanted)
     listed = [FramePlan(frame) for frame in layout.frames]
     plans = {id(plan.frame): plan for plan in listed}
@@ -363,7 +398,11 @@ def make_plan(
     for graph in own_graphs:
         if graph.frame.custom_graph is not None:
             custom.setdefault(id(graph.frame.module), FramePlan(graph.frame, override=OverrideGraph(graph)))
-    hookable = [plan for plan in listed if takes_hooks(plan.frame.module)]
+    with_patched_inputs: list[Module] = []
+    with_other_boundaries: list[Module] = []
+    for plan in listed:
+        if (plan.inputs or plan.output or plan.probed_inputs) and takes_hooks(plan.frame.module):
+            (with_patched_inputs if plan.inputs else with_other_boundaries).append(plan.frame.module)
     return RunPlan(
         listed[0],
         entries,
@@ -372,8 +411,8 @@ def make_plan(
         custom,
         layout,
         set(map(id, layout.watched)),
-        [p.frame.module for p in hookable if p.inputs],
-        [p.frame.module for p in hookable if (p.output or p.probed_inputs) and not p.inputs],
+        with_patched_inputs,
+        with_other_boundaries,
         [entry for entry in entries if entry.restriction is not None],
         any(plan.sites is not None for plan in listed),
     )
@@ -418,6 +457,12 @@ class Layout:
     above: Sequence[int]
     watched: Sequence[Module]
     links: Sequence[Link] | None
+
+    @functools.cached_property
+    def linked(self) -> Sequence[Module]:
+        """The modules at the ends of the links."""
+        found = [self.frames[0].module, *(module for _, _, module in self.links or ())]
+        return list({id(module): module for module in found}.values())
 
 
 def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:

@@ -50,6 +50,8 @@ class StepCount:
 
     def take_idle(self, entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
         """Returns those of `entries` that had no effect, each with the reason, and forgets them."""
+        if not self.idle:
+            return []
         found = [self.idle.pop(id(entry)) for entry in entries if id(entry) in self.idle]
         return [(entry, why) for entry, why in found if id(entry) not in self.fired]
 

@@ -6,9 +6,10 @@ A node whose value is a container has an entry for each tensor and number in it,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -18,6 +19,7 @@ from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable
 from graphpatch_notebook.paths import format_path, format_segment, path_pattern
 from graphpatch_notebook.values import TensorSpec, ValueSpec, leaves
 
+T = TypeVar("T")
 NodeKind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "op", "output"]
 
 
@@ -96,6 +98,7 @@ class NodeMap(Mapping[str, NodeMeta]):
         self._root = root
         self._metas: dict[str, NodeMeta] = {}
         self._built: tuple[NodeRows, dict[str, int]] | None = None
+        self._kept: dict[Callable[[NodeMap], Any], Any] = {}
 
     @property
     def root(self) -> Frame:
@@ -157,6 +160,17 @@ class NodeMap(Mapping[str, NodeMeta]):
                 f"the value recorded at {target.path!r} is neither a tensor nor a number: it has no entry"
             )
         return _meta(target.path, target.frame, target.node, target.spec)
+
+
+_lock = threading.RLock()  # the browser computes values in another thread than the cells
+
+
+def kept_for(nodes: NodeMap, make: Callable[[NodeMap], T]) -> T:
+    """Returns `make(nodes)`, computed at first use: an edit of the graphs replaces the `NodeMap`."""
+    with _lock:
+        if make not in nodes._kept:
+            nodes._kept[make] = make(nodes)
+        return cast(T, nodes._kept[make])
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ export interface Kernel {
   readonly state: KernelState;
   /** Why it is lost, in words, with what to do; empty before. */
   readonly why?: string;
+  /** Whether there was none from the start: in a saved notebook or page. */
+  readonly isSaved?: boolean;
   /**
    * Rejects with `RequestFailed`; never hangs once the kernel is known to be lost.
    * `isQuiet`: nobody waits for the answer, so that the kernel is not called busy for want of it.

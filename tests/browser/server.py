@@ -17,8 +17,15 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[2]
 START_SECONDS = 120
 
-# Nothing that JupyterLab would fetch, and no toast over the page that tells of news.
-_SETTINGS = {"notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": False}}
+# Nothing that JupyterLab would fetch, and no toast over the page that tells of news. Notebooks keep their widgets.
+_SETTINGS = {
+    "@jupyterlab/apputils-extension/notification": {
+        "fetchNews": "false",
+        "checkForUpdates": False,
+        "doNotDisturbMode": False,
+    },
+    "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True},
+}
 
 
 @dataclass(frozen=True)
@@ -47,10 +54,10 @@ def serving(folder: Path, python: str = sys.executable) -> Iterator[Server]:
     """Runs JupyterLab for the notebooks in `folder / "notebooks"`; its own files lie beside them."""
     notebooks = folder / "notebooks"
     notebooks.mkdir(exist_ok=True)
-    settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
-    settings.mkdir(parents=True)
     for name, values in _SETTINGS.items():
-        (settings / f"{name}.jupyterlab-settings").write_text(json.dumps(values))
+        settings = folder / "settings" / f"{name}.jupyterlab-settings"
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        settings.write_text(json.dumps(values))
     log = folder / "server.log"
     port = _free_port()
     with log.open("w") as written:

@@ -1,4 +1,4 @@
-"""What stays of a notebook with a tree in it where no kernel runs: in JupyterLab, and in the HTML of nbconvert."""
+"""What stays of a view where the kernel that made it is gone: it is browsed; without scripts there is a static tree."""
 
 from __future__ import annotations
 
@@ -7,57 +7,122 @@ from pathlib import Path
 
 import nbconvert
 import nbformat
-from playwright.sync_api import BrowserContext, Locator, Page, expect
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from tests.browser.chromium import opened
+from tests.browser.notebook_page import NotebookPage
 from tests.browser.server import Server
-from tests.browser.tree_page import TreePage
+from tests.browser.tree_page import TreePage, TreeView
+from tests.browser.widget_packages import serve_packages
+
+MODEL = """
+import torch
+from graphpatch_notebook import PatchableGraph
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(dim=-1), torch.nn.Linear(4, 2))
+pg = PatchableGraph(model, torch.rand(3, 4))
+browser = pg.browse()
+browser
+"""
 
 
 def static_tree(place: Page | Locator) -> Locator:
-    return place.locator("details").filter(has_text="transformer").first
+    return place.locator("details").filter(has_text="softmax").first
 
 
-def saved(example: TreePage, server: Server) -> Path:
-    """Patches a node, runs the cell again, saves; returns the file."""
-    example.notebook.run(example.notebook.position("%graphpatch zero"))
-    example.notebook.save()
-    return server.folder / "05_browser.ipynb"
+def is_browsed(view: TreeView) -> None:
+    """Rows open, the search finds, details say what is known; nothing that needs the model is offered, or fails."""
+    expect(view.tree).to_be_visible()
+    expect(static_tree(view.place)).to_be_hidden()
+    expect(view.place.get_by_text("This is a saved view to browse.").first).to_be_visible()
+    view.search("op:softmax")
+    expect(view.row("sub_0")).to_have_count(0)
+    view.row("softmax").click()
+    view.press("Enter")
+    details = view.dialog("sub_1.softmax")
+    expect(details).to_contain_text("[3, 4] f32")
+    expect(details.get_by_role("status")).to_contain_text("saved view")
+    view.press("Escape")
+    view.search("")
+    view.row("sub_0").click()
+    view.press("ArrowRight")
+    expect(view.row("weight")).to_be_visible()
+    expect(view.patches).to_contain_text("sub_1.softmax")
+    for name in ("Run", "Patch", "Undo", "Remove", "Copy as Python"):
+        expect(view.place.get_by_role("button", name=name)).to_have_count(0)
+    for alert in view.place.get_by_role("alert").all():
+        expect(alert).to_have_text("")
 
 
-def test_static_tree_is_hidden_while_the_view_lives(example: TreePage) -> None:
-    expect(static_tree(example.place)).to_be_hidden()
+@pytest.fixture
+def patched(notebook: NotebookPage, write: Callable[..., str]) -> TreePage:
+    """A view with a patch."""
+    notebook.open(write(MODEL))
+    notebook.run(0)
+    view = TreePage(notebook, 0)
+    expect(view.tree).to_be_visible()
+    expect(static_tree(view.place)).to_be_hidden()
+    view.patch("sub_1.softmax", "zero")
+    return view
 
 
-def test_reopened_notebook_shows_the_static_tree(
-    example: TreePage, server: Server, take_picture: Callable[[str], Path]
+@pytest.fixture
+def saved(patched: TreePage, server: Server, request: pytest.FixtureRequest) -> Path:
+    """The notebook, saved with the view."""
+    patched.notebook.save()
+    return server.folder / f"{request.node.name}.ipynb"
+
+
+def test_reopened_notebook_is_browsed_if_it_is_trusted(
+    saved: Path, server: Server, context: BrowserContext, page: Page
 ) -> None:
-    content = nbformat.read(saved(example, server), as_version=4)
+    page.close()
+    server.end_kernels(saved.name)
+    with opened(context) as (page, _):
+        notebook = NotebookPage(page, server)
+        notebook.open(saved.name)
+        is_browsed(TreePage(notebook, 0))
+    content = nbformat.read(saved, as_version=4)
     # Nobody has such a kernel; and nobody has signed such a notebook, so it is not trusted either.
     content.metadata["kernelspec"] = {"name": "elsewhere", "display_name": "Elsewhere", "language": "elsewhere"}
     del content.metadata["language_info"]
-    nbformat.write(content, server.folder / "reopened.ipynb")
-    notebook = example.notebook
-    notebook.open("reopened.ipynb", has_kernel=False)
-    dialog = example.page.get_by_role("dialog")
-    dialog.get_by_role("button", name="No Kernel").click()
-    expect(dialog).to_be_hidden()
-    browse = notebook.position("browser = pg.browse(")
-    notebook.scroll_to(browse)
-    tree = static_tree(notebook.cell(browse))
-    expect(tree).to_be_visible()
-    take_picture("reopened")
+    nbformat.write(content, server.folder / "untrusted.ipynb")
+    with opened(context) as (page, _):
+        notebook = NotebookPage(page, server)
+        notebook.open("untrusted.ipynb", has_kernel=False)
+        page.get_by_role("dialog").get_by_role("button", name="No Kernel").click()
+        expect(static_tree(notebook.cell(0))).to_be_visible()
 
 
-def test_html_of_nbconvert_shows_the_static_tree(
-    example: TreePage, server: Server, context: BrowserContext, tmp_path: Path
+def test_html_of_nbconvert_is_browsed_if_widgets_can_be_fetched(
+    saved: Path, context: BrowserContext, tmp_path: Path
 ) -> None:
-    page_text, _ = nbconvert.HTMLExporter().from_filename(str(saved(example, server)))
+    page_text, _ = nbconvert.HTMLExporter().from_filename(str(saved))
     file = tmp_path / "exported.html"
     file.write_text(page_text, encoding="utf8")
-    # What nbconvert itself would fetch for formulas and widgets is out of reach.
-    with opened(context, is_silent=False) as (page, watch):
+    with opened(context, is_silent=False) as (page, _):
         page.goto(file.as_uri(), wait_until="domcontentloaded")
-        tree = static_tree(page)
-        expect(tree).to_be_visible()
-        page.screenshot(path=tmp_path / "exported.png")
+        expect(static_tree(page)).to_be_visible()
+    with opened(context, is_silent=False) as (page, watch):
+        serve_packages(page)
+        page.goto(file.as_uri(), wait_until="domcontentloaded")
+        is_browsed(TreeView(page, page))
+        assert watch.errors == []
+
+
+def test_page_of_one_file_is_browsed_without_a_network(
+    patched: TreePage, browser: Browser, context: BrowserContext, tmp_path: Path
+) -> None:
+    file = tmp_path / "saved.html"
+    patched.notebook.execute(f"browser.save_html({str(file)!r})")
+    with opened(context) as (page, _):
+        page.goto(file.as_uri())
+        is_browsed(TreeView(page, page))
+    without_scripts = browser.new_context(java_script_enabled=False)
+    try:
+        page = without_scripts.new_page()
+        page.goto(file.as_uri())
+        expect(static_tree(page)).to_be_visible()
+    finally:
+        without_scripts.close()

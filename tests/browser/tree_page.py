@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.notebook_page import NotebookPage
 
@@ -17,14 +17,12 @@ _NAMES = """rows => rows
   .map(([_, name]) => name)"""
 
 
-class TreePage:
-    """One view: the first one in the output of a cell."""
+class TreeView:
+    """One view: the first one in a part of a page."""
 
-    def __init__(self, notebook: NotebookPage, cell: int) -> None:
-        self.notebook = notebook
-        self.cell = cell
-        self.page = notebook.page
-        self.place = notebook.cell(cell)
+    def __init__(self, page: Page, place: Locator | Page) -> None:
+        self.page = page
+        self.place = place
         self.tree = self.place.get_by_role("tree", name="Graph")
         self.selected = self.tree.get_by_role("treeitem", selected=True)
         self.patches = self.place.get_by_role("region", name="Patches")
@@ -79,3 +77,12 @@ class TreePage:
 
     def button(self, name: str) -> Locator:
         return self.place.get_by_role("button", name=name, exact=True)
+
+
+class TreePage(TreeView):
+    """The view in the output of a cell."""
+
+    def __init__(self, notebook: NotebookPage, cell: int) -> None:
+        self.notebook = notebook
+        self.cell = cell
+        super().__init__(notebook.page, notebook.cell(cell))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState
+from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, copied
 
 Edit = Callable[[Any], object]
 
@@ -100,6 +100,18 @@ def test_changes_are_seen_and_put_back(edit: str) -> None:
     assert state.unrepeatable_change() is None
     assert {id(module): dict(module.__dict__) for module in model.modules()} == objects
     assert model.mean.view(torch.int32).equal(bits)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_copies_of_inputs_share_memory_as_the_inputs_do(order: tuple[int, ...]) -> None:
+    whole, other = torch.arange(6.0), torch.arange(6.0)
+    tensors = [whole, whole[2:4], whole.view(2, 3)]
+    *copies, alone = copied((*(tensors[number] for number in order), other))
+    copies[0].fill_(9)
+    assert torch.equal(whole, other)
+    assert alone.data_ptr() != other.data_ptr()
+    tensors[order[0]].fill_(9)
+    assert all(map(torch.equal, copies, (tensors[number] for number in order)))
 
 
 def test_a_change_names_module_and_values() -> None:

@@ -18,12 +18,13 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
 from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke
+from graphpatch_notebook.checks.sharding import is_parallel_machinery
 from graphpatch_notebook.errors import PatchShapeError
 from graphpatch_notebook.execution.live.apply import Applier
 from graphpatch_notebook.execution.live.frames import FrameRun, RunningFrames
 from graphpatch_notebook.execution.live.module_hooks import ModuleHooks, is_called_by_module_call
 from graphpatch_notebook.execution.live.operations import LiveMode, is_in_checkpoint
-from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, tensor_at
+from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, holding_tensors, tensor_at
 from graphpatch_notebook.execution.live.tracebacks import explain
 from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan
 from graphpatch_notebook.execution.reports import Repetitions
@@ -95,7 +96,7 @@ class Run:
             self.applier.fired.reached.add(id(plan.frame))
             if self.has_gradients and not self.is_checkpointed and is_in_checkpoint():
                 self.is_checkpointed = True
-            hooks_follow = bool(plan.output) and self._hooks_follow(module)
+            hooks_follow = bool(plan.output) and runs_hooks(module) and self._hooks_follow(module)
             output = self.run_frame(module, plan, forward, args, kwargs)
         except Exception as error:
             if len(stack) == 2:  # the outermost frame: the traceback shows the whole way down from here
@@ -142,10 +143,12 @@ class Run:
     ) -> Any:
         """Runs one frame with all its patches except those on the output."""
         __tracebackhide__ = True
+        if plan.is_bare:
+            return invoke(forward, args, kwargs)
         applier = self.applier
         if plan.probed_inputs and self.has_gradients and id(module) not in self._with_patched_inputs:
             args, kwargs = _with_aliases(applier, plan, args, kwargs)
-        skip = next((entry for entry in reversed(plan.skips) if applier.may_apply(entry)), None)
+        skip = next(filter(applier.may_apply, reversed(plan.skips)), None) if plan.skips else None
         override = plan.override
         if override is not None and skip is None:
             patched = partial(applier.in_graph, override.entries)
@@ -179,6 +182,9 @@ class Run:
         replaced = _replacements(self.applier, plan, module)
         if not replaced:
             return self._invoke(plan, forward, args, kwargs)
+        if is_parallel_machinery(forward):
+            with holding_tensors(module, replaced):
+                return self._invoke(plan, forward, args, kwargs)
         stand_in, bound = bound_with(module, replaced, forward)
         try:
             return self._invoke(plan, bound, args, kwargs)
@@ -193,12 +199,17 @@ class Run:
         applier = self.applier
         if applier.is_under_mode or not plan.needs_mode:
             return invoke(forward, args, kwargs)
-        mode = LiveMode(applier, has_gradients=self.has_gradients)
+        mode, before = LiveMode(applier, has_gradients=self.has_gradients), apply_observer.get()
         applier.is_under_mode = True
         try:
-            with holding(apply_observer, mode), mode:
-                return invoke(forward, args, kwargs)
+            try:  # `holding`, written out
+                apply_observer.set(mode)
+                with mode:
+                    return invoke(forward, args, kwargs)
+            finally:
+                apply_observer.set(before)
         finally:
+            apply_observer.set(before)
             applier.is_under_mode = False
 
     def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -215,7 +226,7 @@ class Run:
 
     def _hooks_follow(self, module: Module) -> bool:
         """Whether the module's own hooks run after this `forward`; then registers ours after them."""
-        if not runs_hooks(module) or not takes_hooks(module) or not is_called_by_module_call():
+        if not takes_hooks(module) or not is_called_by_module_call():
             return False
         self._hooks.hold(module)
         return True

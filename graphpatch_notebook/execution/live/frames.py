@@ -50,9 +50,11 @@ class RunningFrames:
         plan, index = self.next_plan(module)
         caller = self.stack[-1]
         caller.counts[id(module)] = index + 1
-        if plan is None and index > 0 and caller.plan is not None:
+        if plan is not None:
+            return plan
+        if index > 0 and caller.plan is not None:
             self.repetitions.of_module(module, index, caller.plan.calls.get(id(module)))
-        return self._plan.custom.get(id(module)) if plan is None else plan
+        return self._plan.custom.get(id(module))
 
     def next_plan(self, module: Module) -> tuple[FramePlan | None, int]:
         """Returns the plan of the next frame of `module`, and the number of that call."""

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture import call_sites, decomposition_of
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.live.apply import Applier, write_back
-from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries, SiteEntries
+from graphpatch_notebook.execution.plan import Entry, FramePlan, SiteEntries
 from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
 
@@ -41,7 +41,14 @@ class LiveMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
-        entries = self._entries_at(sys._getframe(1))
+        sites = self.stack[-1].sites
+        if sites is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        leaf = sys._getframe(1)
+        # The short way of `_entries_at`, written out: most calls are at instructions where nothing is patched.
+        by_lasti = sites.by_lasti.get(id(leaf.f_code), _NOTHING)
+        by_chain = by_lasti.get(leaf.f_lasti)
+        entries = None if by_chain is _NOTHING else self._entries_at(leaf)
         if entries is not None and entries.inside is not None:
             result = self.open_call(entries.inside, func, args, kwargs or {})
             return self._patched(entries, result, args, kwargs or {})
@@ -106,7 +113,9 @@ class LiveMode(TorchFunctionMode):
             by_chain = by_lasti[leaf.f_lasti] = by_offset.get(call_sites.offset_in(leaf), _NOTHING)
         if not by_chain:
             return None
-        by_occurrence = by_chain.get(call_sites.chain_above(leaf))
+        above = leaf.f_back
+        is_in_forward = above is not None and call_sites.is_invoke(above.f_code)
+        by_occurrence = by_chain.get(() if is_in_forward else call_sites.chain_above(leaf))
         if by_occurrence is None:
             return None
         key = id(by_occurrence)
@@ -144,7 +153,7 @@ _RECOMPUTED = (
     "patched, so that gradients would be wrong: run without gradients (torch.no_grad), switch checkpointing off, or "
     "patch a value outside of that function"
 )
-_NOTHING: dict[tuple[int, ...], OpEntries] = {}
+_NOTHING: dict[Any, Any] = {}
 
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,19 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution.choices import Routing
-from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionResults, AttributionRuns, KeptDims
+from graphpatch_notebook.experiments.attribution.gradient_runs import (
+    AttributionResults,
+    AttributionRuns,
+    KeptDims,
+    WatchedRuns,
+)
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked, same_values
 from graphpatch_notebook.experiments.attribution.rules import Method, check_method, midpoints
 from graphpatch_notebook.experiments.attribution.scored_nodes import (
     PositionAxis,
     ScoredNode,
     ScoredPlace,
+    Selected,
     selected_nodes,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
@@ -30,13 +37,13 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_inputs,
     check_metric,
     check_same_shapes,
-    check_unsharded,
     checked_bytes,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
 from graphpatch_notebook.experiments.methods.heads import head_layout
 from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, Rows, by_problem, check_problems
 from graphpatch_notebook.experiments.results.arrays import metric_name, with_component_dims
+from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import TensorSpec, readable_children
@@ -152,7 +159,6 @@ def attribute(
         patching (arXiv 2508.21258, 2025).
     """
     check_graph(pg)
-    check_unsharded(pg, "attribute")
     check_metric(metric)
     check_method(method)
     fractions = midpoints(steps) if method == "integrated" else [0.0]
@@ -165,7 +171,8 @@ def attribute(
         check_inputs(pg, inputs)
     tensors = [_tensors(pg.nodes.root, inputs) for inputs in given]
     check_same_shapes(tensors[0], tensors[1])
-    selected = selected_nodes(pg.nodes, paths)
+    of_all = kept_for(pg.nodes, _AllNodes) if paths is None else None
+    selected = selected_nodes(pg.nodes, paths) if of_all is None else of_all.selected
     wanted = [node for node in selected.nodes if node.is_wanted]
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
     if axis is not None and paths is not None:
@@ -181,12 +188,13 @@ def attribute(
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
     nodes = wanted if one_sided else selected.nodes
     limit = checked_bytes(max_bytes)
-    runs = AttributionRuns(pg, metric, *given, nodes, kept, fractions, limit, method, routing, one_sided)
-    found = runs.run()
+    with _watched(pg, nodes, of_all) as watched:
+        runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, limit, method, routing, one_sided)
+        found = runs.run()
     found.problems |= selected.skipped
     result = _data_array(xarray, selected.places, found, axis, heads, metric)
     result.attrs |= {"method": method, "routing": routing, **({"steps": steps} if method == "integrated" else {})}
-    result.attrs["same_values"] = same_values(pg, wanted)
+    result.attrs["same_values"] = same_values(pg.nodes, wanted) if of_all is None else dict(of_all.same_values)
     if method == "secant":
         result.attrs["conservation"] = _conservation(pg, found)
         _warn_of_loss(pg, result)
@@ -195,6 +203,30 @@ def attribute(
         weights = {node.path for node in wanted if node.is_state}
         _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights})
     return result
+
+
+class _AllNodes:
+    """What is known about the nodes with floating-point tensors, before any run.
+
+    Attributes:
+        selected: The nodes.
+        same_values: The name that represents all names of one value, for each of these.
+        idle: Watched runs of all nodes that no attribution uses now.
+    """
+
+    def __init__(self, nodes: NodeMap) -> None:
+        self.selected: Selected = selected_nodes(nodes, None)
+        self.same_values = same_values(nodes, [node for node in self.selected.nodes if node.is_wanted])
+        self.idle: list[WatchedRuns] = []
+
+
+@contextmanager
+def _watched(pg: PatchableGraph, nodes: Sequence[ScoredNode], of_all: _AllNodes | None) -> Iterator[WatchedRuns]:
+    """Watches the runs of `pg`; what was made for all nodes is used again, by one attribution at a time."""
+    watched = of_all.idle.pop() if of_all is not None and of_all.idle else WatchedRuns(pg, nodes)
+    yield watched
+    if of_all is not None:
+        of_all.idle.append(watched)
 
 
 def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> Series[float]:

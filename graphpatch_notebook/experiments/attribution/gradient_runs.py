@@ -41,7 +41,6 @@ from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode,
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import noted_metric
 from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
-from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
@@ -49,11 +48,37 @@ from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.warning_places import collected_warnings
 
 
-class CurrentListener:
-    """Holds the listener of the current run, which the patches call with each value."""
+class WatchedRuns:
+    """Runs a model and passes the values of nodes to a listener.
 
-    def __init__(self) -> None:
+    Args:
+        pg: The graph.
+        nodes: The nodes; parameters among them are left out.
+
+    Attributes:
+        captured: The captured model.
+        context: The patch context to run in.
+        listener: Called with each node and its value; returns the value to use.
+    """
+
+    def __init__(self, pg: PatchableGraph, nodes: Sequence[ScoredNode]) -> None:
+        self.captured = captured(pg)
         self.listener: Callable[[ScoredNode, Any], Any] = _pass_on
+        nodes = [node for node in nodes if not node.is_parameter]
+        self.context = self._context(nodes)
+        own = [node for node in nodes if node.frame.has_own_graph and node.node.kind == "input"]
+        if own:
+            try:
+                with self.context:
+                    pass
+            except PatchMapError:  # edited graphs check the sizes of their inputs themselves
+                for node in own:
+                    node.can_be_cut = False
+                self.context = self._context(nodes)
+
+    def _context(self, nodes: Sequence[ScoredNode]) -> PatchContext:
+        patches = {node.path: (WatchPatch if node.can_be_cut else LookPatch)(node, self) for node in nodes}
+        return PatchContext(self.captured, patches)
 
 
 class WatchPatch(Patch[Any]):
@@ -61,7 +86,7 @@ class WatchPatch(Patch[Any]):
 
     any_shape = True
 
-    def __init__(self, node: ScoredNode, current: CurrentListener) -> None:  # faster than that of a dataclass
+    def __init__(self, node: ScoredNode, current: WatchedRuns) -> None:  # faster than that of a dataclass
         self.node = node
         self.current = current
 
@@ -123,6 +148,7 @@ class AttributionRuns:
 
     Args:
         pg: The graph.
+        watched: Runs of it that pass on the values of `nodes`.
         metric: Maps the output to a single number.
         clean: The clean inputs.
         corrupted: The corrupted ones.
@@ -138,6 +164,7 @@ class AttributionRuns:
     def __init__(
         self,
         pg: PatchableGraph,
+        watched: WatchedRuns,
         metric: Callable[[Any], Any],
         clean: Inputs,
         corrupted: Inputs,
@@ -150,6 +177,7 @@ class AttributionRuns:
         is_one_sided: bool = False,
     ) -> None:
         self._pg = pg
+        self._watched = watched
         self._metric = metric
         self._clean = clean
         self._corrupted = corrupted
@@ -160,7 +188,6 @@ class AttributionRuns:
         self._method = method
         self._choices = Choices(routing)
         self._is_one_sided = is_one_sided
-        self._current = CurrentListener()
         self._roots = Roots()
         self._copied: set[str] = set()
         self._found = AttributionResults()
@@ -168,32 +195,15 @@ class AttributionRuns:
 
     def run(self) -> AttributionResults:
         """Returns the scores. The model and the random state are restored."""
-        context = self._context()
-        with collected_warnings() as messages, torch.inference_mode(False), context:
+        with collected_warnings() as messages, torch.inference_mode(False), self._watched.context:
             state = ModuleState(captured(self._pg).module)
             with afterwards(state.restore):
                 (self._run_one_by_one if self._is_one_sided else self._run_all)(state)
-        self._current.listener = _pass_on
+        self._watched.listener = _pass_on
         self._found.roots = list(dict.fromkeys(path for path, _ in self._roots.clean))
         # Paths that were not computed are in `problems`.
         self._found.remarks = [message for message in messages if "never fired" not in message]
         return self._found
-
-    def _context(self) -> PatchContext:
-        context = self._pg.patch(self._patches())
-        own = [node for node in self._nodes if node.frame.has_own_graph and node.node.kind == "input"]
-        if not own:
-            return context
-        try:
-            with context:
-                return context
-        except PatchMapError:  # edited graphs check the sizes of their inputs themselves
-            for node in own:
-                node.can_be_cut = False
-            return self._pg.patch(self._patches())
-
-    def _patches(self) -> dict[str | NodePath, Patch[Any]]:
-        return {node.path: (WatchPatch if node.can_be_cut else LookPatch)(node, self._current) for node in self._nodes}
 
     def _run_all(self, state: ModuleState) -> None:
         wanted = {node.path for node in self._nodes if node.is_compared}
@@ -325,7 +335,7 @@ class AttributionRuns:
     def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs, state: ModuleState) -> Any:
         state.restore()  # all runs have the same random numbers and buffers
         fresh = inputs.fresh()
-        self._current.listener = listener
+        self._watched.listener = listener
         with self._choices.recorded() if inputs is self._clean else self._choices.held():
             return self._pg(*fresh.args, **fresh.kwargs)
 

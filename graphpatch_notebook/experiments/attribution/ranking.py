@@ -11,9 +11,9 @@ import numpy as np
 
 from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode
-from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.inspection.node_map import NodeMap
+from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.values import TensorSpec, spec_at
 
 _CLOSE = 1e-5  # float32 sums in different orders
@@ -98,8 +98,8 @@ _RESHAPED = (
 _DROPPED = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
-def same_values(pg: PatchableGraph, nodes: Iterable[ScoredNode]) -> dict[str, str]:
-    """Returns, for each path whose value has other names among `nodes`, the name that represents them all.
+def same_values(nodes: NodeMap, scored_nodes: Iterable[ScoredNode]) -> dict[str, str]:
+    """Returns, for each path whose value has other names among `scored_nodes`, the name that represents them all.
 
     In the captured graphs, a value keeps its identity when modules pass it on, and when it is reshaped with all its
     entries and the same dtype. The representative is a module output (of the outermost module, if there are several),
@@ -107,8 +107,8 @@ def same_values(pg: PatchableGraph, nodes: Iterable[ScoredNode]) -> dict[str, st
     """
     groups: dict[Any, list[ScoredNode]] = {}
     origins: dict[Any, Any] = {}
-    for scored in nodes:
-        dig = targets(pg, [scored.path])[scored.path].dig if scored.is_in_container else ()
+    for scored in scored_nodes:
+        dig = resolve(nodes.root, scored.path).dig if scored.is_in_container else ()
         value = SourceValue(scored.node, scored.frame, dig)
         groups.setdefault(_origin(value, scored.spec, origins), []).append(scored)
     names: dict[str, str] = {}

@@ -20,11 +20,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import Entry, frames_seen
+from graphpatch_notebook.execution import Entry, PatchContext, frames_seen
 from graphpatch_notebook.execution.replay import (
     FrameNode,
     FrameReplay,
@@ -197,10 +198,11 @@ class Plain:
     def __init__(self, setup: SweepSetup) -> None:
         self._setup = setup
 
-    def measured(self, patches: PatchMap) -> Measurement:
-        """Returns the metric of a cell."""
+    def measured(self, patches: PatchMap, entries: Sequence[Entry] | None = None) -> Measurement:
+        """Returns the metric of a cell, given by its patch map, and by its entries if they are known."""
         setup = self._setup
-        with setup.pg.patch(patches):
+        graph = captured(setup.pg)
+        with PatchContext(graph, patches) if entries is None else PatchContext.of_entries(graph, patches, entries):
             value = setup.request.metric(setup.request.inputs.run(setup.pg))
             if setup.request.backward:
                 _backward(value)
@@ -219,6 +221,7 @@ class Replayed:
         self._setup, self._clean = setup, setup.clean
         self._plain = Plain(setup)
         self._runs_until: dict[frozenset[FrameNode], int] = {}
+        self._modules: dict[frozenset[FrameNode], list[Module]] = {}
 
     def measured(self, patches: PatchMap, entries: Sequence[Entry]) -> Measurement:
         """Returns the metric of a pure cell.
@@ -229,11 +232,11 @@ class Replayed:
         frames = frozenset(self._clean.tree.replayable(self._clean.first_of(e.target.path for e in entries)))
         count = self._runs_until[frames] = self._runs_until.get(frames, 0) + 1
         if not frames or count <= _UNVERIFIED_RUNS:  # the comparison costs a run, which few cells would not repay
-            return self._plain.measured(patches)
+            return self._plain.measured(patches, entries)
         if count == _UNVERIFIED_RUNS + 1 and not self._is_equal_without(frames):
             raise NotReplayableError
         with self._without(frames):
-            return self._plain.measured(patches)
+            return self._plain.measured(patches, entries)
 
     def _is_equal_without(self, frames: frozenset[FrameNode]) -> bool:
         with self._without(frames), self._setup.pg.patch({}).quiet():
@@ -247,7 +250,10 @@ class Replayed:
         """Replays frames in the block."""
         values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
         replay = FrameReplay(self._clean.tree, values)
-        return frames_seen(replay, replay.modules())
+        modules = self._modules.get(frames)
+        if modules is None:
+            modules = self._modules[frames] = replay.modules()
+        return frames_seen(replay, modules)
 
 
 class Batched:

@@ -17,7 +17,7 @@ from graphpatch_notebook.components.operations import SAME_VALUES
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names, check_unsharded
+from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.inspection.resolution import resolve
@@ -113,12 +113,11 @@ def logit_lens(
         nostalgebraist, interpreting GPT: the logit lens (2020).
     """
     check_graph(pg)
-    check_unsharded(pg, "logit_lens")
     check_input_names(pg, input_kwargs, logit_lens)
     start, count = f"{stack}." if stack else "", layer_count(pg, stack)
     last = component(pg, f"{start}layers[{count - 1}].resid_post")
     logits = component(pg, "@logits")
-    names = list(streams) if streams is not None else [component(pg, n).name for n in _states(start, count)]
+    names = list(streams) if streams is not None else [component(pg, n).name for n in stream_states(start, count)]
     given = Inputs(inputs, input_kwargs)
     values = record(pg, given, [*names, last.name]).values
     for name in names:
@@ -133,7 +132,7 @@ def logit_lens(
     def patches(label: Any) -> dict[str, Patch[Any]]:
         return {last.path: ReplacePatch(values[names[labels.index(label)]])}
 
-    metric = _Logits(_keys(pg, logits), _checked_tokens(target, logits))
+    metric = _Logits(keys_of_logits(pg, logits), _checked_tokens(target, logits))
     result = run_sweep(pg, {axis: labels}, patches, given, metric=metric, batch=None, progress=False)
     dims = [axis for axis in logits.axes if axis != "vocab"]
     if target is None or isinstance(target, (list, tuple)):
@@ -146,11 +145,12 @@ def logit_lens(
     return result  # type: ignore[no-any-return]
 
 
-def _states(start: str, count: int) -> list[str]:
+def stream_states(start: str, count: int) -> list[str]:
+    """Returns the names of the states of the stream: the input of each layer, and the output of the last one."""
     return [*(f"{start}layers[{n}].resid_pre" for n in range(count)), f"{start}layers[{count - 1}].resid_post"]
 
 
-def _keys(pg: PatchableGraph, logits: Component) -> tuple[Key, ...]:
+def keys_of_logits(pg: PatchableGraph, logits: Component) -> tuple[Key, ...]:
     """Returns where the logits are in the output of the model."""
     target = resolve(captured(pg).root, logits.path)
     if target.frame.parent is not None or target.node.kind != "output":
@@ -260,7 +260,6 @@ def direct_logit_attribution(
         wild (2022).
     """
     check_graph(pg)
-    check_unsharded(pg, "direct_logit_attribution")
     check_input_names(pg, input_kwargs, direct_logit_attribution)
     if by not in ("layer", "head", "neuron"):
         raise ExperimentError(f"by must be 'layer', 'head' or 'neuron', not {by!r}")

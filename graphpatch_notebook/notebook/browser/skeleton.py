@@ -20,11 +20,10 @@ from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.locations import Location
-from graphpatch_notebook.inspection.node_map import NodeMap
+from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
 from graphpatch_notebook.inspection.tree import is_clutter, is_shown, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import spec_label, visible
-from graphpatch_notebook.notebook.search.graph_cache import KeptByGraph
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, parse_path
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec
@@ -394,9 +393,7 @@ def _what(spec: ValueSpec) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 # Caching
 
-_skeletons = KeptByGraph(Skeleton)
-
 
 def skeleton_of(pg: PatchableGraph) -> Skeleton:
     """Returns the skeleton of `pg`, cached until a graph of `pg` is edited."""
-    return _skeletons.of(pg)
+    return kept_for(pg.nodes, Skeleton)

@@ -2,6 +2,7 @@
 
 static/widget.js, widget.css  -> compressed, in a trait: a third of the size, in messages and in saved notebooks
 static/loader.js              -> `_esm`: unpacks them
+static/saved_page.js          -> in pages that `save_html` writes: shows the widget without a kernel
 
 With ANYWIDGET_HMR=1, anywidget reads the files themselves and reloads them when they change.
 
@@ -25,14 +26,40 @@ import anywidget
 import traitlets
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
+from ipywidgets.embed import embed_data
 
 from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.whole_files import whole_file
 
 # These functions have no types.
 _display: Callable[..., Any] = display
 _update_display: Callable[..., Any] = update_display
 
 _STATIC = Path(__file__).parents[2] / "static"
+
+# The page can load nothing: the policy allows what is in it.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; script-src 'unsafe-inline' blob:; style-src 'unsafe-inline'; img-src data: blob:">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ margin: 16px; background: light-dark(#ffffff, #1b1d21); font: 14px/1.5 system-ui, sans-serif; }}
+</style>
+</head>
+<body>
+<script type="application/vnd.jupyter.widget-state+json">{state}</script>
+<script type="application/vnd.jupyter.widget-view+json">{view}</script>
+{html}
+<script type="module">{script}</script>
+</body>
+</html>
+"""
 
 
 def for_anywidget() -> tuple[Path | str, Path | str]:
@@ -108,6 +135,42 @@ class DisplayedWidget(anywidget.AnyWidget):
             self._display.stop()
         super().close()
 
+    def save_html(self, file: str | os.PathLike[str]) -> None:
+        """Saves the widget as a page of HTML: one file, which needs neither a kernel nor a network.
+
+        In the page, one can do all that does not run the model. Where scripts are not allowed, the page shows what a
+        notebook shows without them.
+
+        Args:
+            file: The file to write; it replaces a file of that name.
+
+        Raises:
+            ValueError: The widget is closed.
+
+        Example:
+            >>> import torch
+            >>> from graphpatch_notebook import PatchableGraph
+            >>> browser = PatchableGraph(torch.nn.ReLU(), torch.ones(2)).browse()
+            >>> folder = getfixture("tmp_path")
+            >>> browser.save_html(folder / "relu.html")
+            >>> "<!DOCTYPE html>" in (folder / "relu.html").read_text("utf8")
+            True
+            >>> browser.close()
+        """
+        if self.comm is None:
+            raise ValueError("the widget is closed; show the view again, and save that one")
+        # With defaults: the front end does not have them.
+        saved = embed_data([self], drop_defaults=False)
+        page = _PAGE.format(
+            title=escaped(Path(file).stem),
+            state=_in_script(saved["manager_state"]),
+            view=_in_script(saved["view_specs"][0]),
+            html=self._display.current() or "",
+            script=_file("saved_page.js").read_text("utf8"),
+        )
+        with whole_file(Path(file)) as written:
+            written.write_text(page, encoding="utf8")
+
     def put_right(self, names: Iterable[str]) -> None:
         """Sends the valid values of traits that the front end set to invalid values."""
         for name in names:
@@ -141,7 +204,7 @@ class HtmlDisplay:
     def show(self, bundle: dict[str, Any], metadata: dict[str, Any]) -> None:
         """Displays the widget and its HTML."""
         _display(bundle, metadata=metadata, raw=True)
-        html = self._current()
+        html = self.current()
         if html is None:
             return
         if self._id is None:
@@ -154,7 +217,7 @@ class HtmlDisplay:
         """Updates the displayed HTML if it has changed."""
         if self._id is None:
             return
-        html = self._current()
+        html = self.current()
         if html is not None and html != self._shown:
             self._shown = html
             _update_display({"text/html": html}, raw=True, display_id=self._id)
@@ -164,9 +227,14 @@ class HtmlDisplay:
         self._stop_listening()
         self._id = None
 
-    def _current(self) -> str | None:
+    def current(self) -> str | None:
+        """Returns the HTML; `None` if there is none any more."""
         html = self._html()
         return html() if html is not None else None
+
+
+def _in_script(value: Any) -> str:
+    return json.dumps(value).replace("<", "\\u003c")
 
 
 def _after_cells(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:

@@ -1,5 +1,5 @@
 """The search for nodes in a capture.
 
 `query` parses a query into terms. `search` tests the terms on the properties of all nodes, and returns the matching
-nodes as a table. `graph_cache` keeps these properties for each graph until the graph is edited.
+nodes as a table.
 """

@@ -14,11 +14,10 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find as find_components
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows
+from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows, kept_for
 from graphpatch_notebook.inspection.resolution import nearest_paths
 from graphpatch_notebook.notebook.display.labels import op_label, source_label, value_label
 from graphpatch_notebook.notebook.display.tables import Column, Table
-from graphpatch_notebook.notebook.search.graph_cache import KeptByGraph
 from graphpatch_notebook.notebook.search.query import NODE_KINDS, Term, parse_query
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
@@ -287,12 +286,9 @@ class NodeIndex:
         return self._columns[name]
 
 
-_indices = KeptByGraph(NodeIndex)
-
-
 def index_of(pg: PatchableGraph) -> NodeIndex:
     """Returns the index of `pg`. It is cached, and computed again when the graphs are edited."""
-    return _indices.of(pg)
+    return kept_for(pg.nodes, NodeIndex)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -129,10 +129,11 @@ class NodePopup implements Popup {
       this.fill(path, this.waiting());
       void this.load(row, path);
     };
+    const saved = { class: "gp-muted gp-message", role: "status" };
     return element(
       "div",
       { class: "gp-floating-body" },
-      element("p", { class: "gp-error gp-message", role: "alert" }, message),
+      element("p", this.view.kernel.isSaved ? saved : { class: "gp-error gp-message", role: "alert" }, message),
       this.facts(row, null),
       this.view.kernel.state === "lost"
         ? null

@@ -1,7 +1,7 @@
 /** Requests to the kernel, and its state: idle, busy, or lost. */
 
 import { type Answer, type Kernel, type KernelState, type Model, RequestFailed } from "../view";
-import { GONE, UNCONNECTED, watchLife } from "./kernel_life";
+import { GONE, SAVED, UNCONNECTED, watchLife } from "./kernel_life";
 import type { LinkedTraits, Reply, RequestError, RequestName, Requests } from "./protocol";
 
 /** How long an answer may take before the kernel is considered busy. */
@@ -38,6 +38,10 @@ class Connection implements Kernel {
   private patience: ReturnType<typeof setTimeout> | undefined;
 
   constructor(private readonly model: Model<LinkedTraits>) {}
+
+  get isSaved(): boolean {
+    return this.why === SAVED;
+  }
 
   ask<N extends RequestName>(request: N, payload: Requests[N]["payload"], isQuiet = false): Promise<Answer<N>> {
     return new Promise((resolve, reject) => {

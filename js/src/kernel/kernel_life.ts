@@ -9,6 +9,8 @@ import type { Model } from "../view";
 
 export const GONE = "The kernel has stopped: run the cell again, after those that create the graph.";
 export const CLOSED = "The kernel has closed this view: run the cell again.";
+/** Not a failure: the page was opened without the kernel that made the view, perhaps to stay so. */
+export const SAVED = "This is a saved view to browse. Values, patches and runs need the model: run the cell again.";
 export const UNCONNECTED = "The kernel is not connected: reconnect to it, or run the cell again.";
 
 export interface Life {
@@ -35,20 +37,19 @@ export function watchLife(
   life: Life,
   onRemove: (undo: () => void) => void,
 ): void {
-  const gone = () => life.lost(GONE);
   const closed = () => life.lost(CLOSED);
-  const isLive = async () => {
-    if ((await commLive(model.widget_manager, id)) === false) gone();
+  const checkComm = async (why: string) => {
+    if ((await commLive(model.widget_manager, id)) === false) life.lost(why);
   };
   const listen = (event: string, listener: () => void) => {
     model.on(event, listener);
     onRemove(() => model.off(event, listener));
   };
-  listen("comm_live_update", isLive);
+  listen("comm_live_update", () => checkComm(GONE));
   listen("comm:close", closed);
   listen("destroy", closed);
   watchSession(model.widget_manager, life, onRemove);
-  void isLive();
+  void checkComm(SAVED);
 }
 
 /** Whether the model that the host holds has a living comm; `undefined` where the host does not say. */

@@ -1,6 +1,6 @@
-/** What the view has to say: to screen readers, in an error bar, and of a kernel that is busy or lost. */
+/** What the view has to say: to screen readers, in an error bar, and of a kernel that is busy, lost, or was never there. */
 
-import type { Kernel, KernelState, Notices, Part } from "../view";
+import type { Kernel, Notices, Part } from "../view";
 import { element, icon } from "./dom";
 
 const BUSY = "The kernel is busy: the answer follows when it is idle.";
@@ -24,9 +24,9 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
     words.textContent = "";
   };
   close.addEventListener("click", clear);
-  const show = (state: KernelState) => banner.replaceChildren(...kernelNotice(state, kernel.why));
+  const show = () => banner.replaceChildren(...kernelNotice(kernel));
   onRemove(kernel.onState(show));
-  show(kernel.state);
+  show();
   return {
     element: element("div", { class: "gp-notices" }, spoken, alert, banner),
     say: (text) => {
@@ -41,16 +41,17 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
   };
 }
 
-function kernelNotice(state: KernelState, why: string | undefined): HTMLElement[] {
+function kernelNotice({ state, why = "The kernel has stopped.", isSaved }: Kernel): HTMLElement[] {
   if (state === "idle") return [];
-  const isBusy = state === "busy";
-  const text = isBusy ? BUSY : `${why ?? "The kernel has stopped."} ${LOST_TOO}`;
-  return [
+  const notice = (kind: string, picture: Element, text: string) => [
     element(
       "div",
-      { class: isBusy ? "gp-notice gp-notice-busy" : "gp-notice gp-notice-lost" },
-      isBusy ? element("span", { class: "gp-spinner", "aria-hidden": true }) : icon("warning"),
+      { class: `gp-notice gp-notice-${kind}` },
+      picture,
       element("div", { class: "gp-notice-text" }, text),
     ),
   ];
+  if (state === "busy") return notice("busy", element("span", { class: "gp-spinner", "aria-hidden": true }), BUSY);
+  if (isSaved) return notice("saved", icon("info"), why);
+  return notice("lost", icon("warning"), `${why} ${LOST_TOO}`);
 }

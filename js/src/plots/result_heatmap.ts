@@ -1,6 +1,6 @@
 /** The heatmap of a result: what `show_heatmap` of the kernel shows. A click on a cell goes back as the trait `cell`. */
 
-import { GONE, watchLife } from "../kernel/kernel_life";
+import { GONE, SAVED, watchLife } from "../kernel/kernel_life";
 import type { Heatmap, HeatmapTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
 import { element } from "../page/dom";
 import { formatNumber } from "../page/numbers";
@@ -30,7 +30,7 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
 
   const showCell = () => {
     const cell = model.get("cell");
-    figure.show(cell);
+    figure.show(cell === null ? [] : [cell]);
     selection.hidden = cell === null;
     if (cell === null) return;
     const value = values.getFloat32(4 * (cell[0] * columns.values.length + cell[1]), true);
@@ -49,6 +49,7 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
   };
   const warning = element("p", { class: "gp-note gp-error", role: "status", hidden: true });
   const lost = (why: string) => {
+    if (why === SAVED) return;
     warning.textContent = `${why} Selections are not sent to the kernel.`;
     warning.hidden = false;
   };

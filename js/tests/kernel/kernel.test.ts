@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { connect, PATIENCE_MS } from "../../src/kernel/kernel";
-import { CLOSED, GONE, UNCONNECTED } from "../../src/kernel/kernel_life";
+import { CLOSED, GONE, SAVED, UNCONNECTED } from "../../src/kernel/kernel_life";
 import { type Kernel, type KernelState, type Model, RequestFailed } from "../../src/view";
 
 interface Sent {
@@ -189,7 +189,8 @@ describe("a lost kernel", () => {
     const kernel = connected(manager);
     const open = rejection(kernel.ask("details", { row: 1 }));
     await vi.advanceTimersByTimeAsync(0);
-    await rejectsAll(kernel, open, GONE);
+    await rejectsAll(kernel, open, SAVED);
+    expect(kernel.isSaved).toBe(true);
   });
 
   it("is not suspected where a host says nothing of comms, or knows no such model", async () => {

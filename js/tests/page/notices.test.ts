@@ -17,7 +17,8 @@ function made(state: KernelState = "idle") {
   const undos: (() => void)[] = [];
   const notices = makeNotices(kernel as unknown as Kernel, (undo) => undos.push(undo));
   document.body.replaceChildren(notices.element);
-  const become = (now: KernelState) => {
+  const become = (now: KernelState, more: Partial<Kernel> = {}) => {
+    Object.assign(kernel, more, { state: now });
     for (const listener of listeners) listener(now);
   };
   return { notices, become, listeners, undos, text: () => notices.element.textContent ?? "" };
@@ -49,7 +50,7 @@ it("shows an error as an alert that was there before, until it is closed", () =>
   expect(text()).toBe("");
 });
 
-it("says that the kernel is busy, and that it is lost and what to do", () => {
+it("says that the kernel is busy, that it is lost and what to do, and that there was none", () => {
   const { become, text, undos, listeners } = made();
   become("busy");
   expect(text()).toBe("The kernel is busy: the answer follows when it is idle.");
@@ -57,6 +58,8 @@ it("says that the kernel is busy, and that it is lost and what to do", () => {
   expect(text()).toBe("");
   become("lost");
   expect(text()).toContain("The kernel has stopped: run the cell again.");
+  become("lost", { why: "This is a saved view.", isSaved: true });
+  expect(text()).toBe("This is a saved view.");
   for (const undo of undos) undo();
   expect(listeners.size).toBe(0);
 });
