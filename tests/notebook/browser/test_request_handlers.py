@@ -228,7 +228,7 @@ def test_a_slice_is_checked_before_a_value_is_typed(front: Front) -> None:
         ({"id": 1, "request": "details", "payload": {"row": -1}}, "unknown row -1"),
         ({"id": 1, "request": "details", "payload": {"row": 10**9}}, "unknown row"),
         ({"id": 1, "request": "export", "payload": {"form": "perl"}}, "unknown form 'perl'"),
-        ({"id": 1, "request": "edit", "payload": {"based_on": 0, "edit": {"action": "burn"}}}, "no edit 'burn'"),
+        ({"id": 1, "request": "edit", "payload": {"based_on": 0, "edit": {"action": "burn"}}}, "unknown edit 'burn'"),
         (
             {"id": 1, "request": "edit", "payload": {"based_on": 0, "edit": {"action": "remove", "numbers": "1"}}},
             "a list of integers",
@@ -281,7 +281,7 @@ def test_what_nobody_expected_is_told_too(
 
 
 def test_export(front: Front) -> None:
-    assert "no patch" in front.refused("export", form="graphpatch", inputs=None)["message"]
+    assert "nothing to export" in front.refused("export", form="graphpatch", inputs=None)["message"]
     front.edit("add", patch=fields("sub_0.output", "zero"))
     assert '"sub_0.output": ZeroPatch()' in front.ask("export", form="graphpatch", inputs=None)["code"]
     assert "register_forward" in front.ask("export", form="hooks", inputs=None)["code"]

@@ -653,7 +653,7 @@ def test_requests_in_a_kernel(kernel: Kernel) -> None:
     edit = {"action": "add", "patch": fields("sub_0.linear", "replace", value="7.0")}
     assert asked(kernel, model_id, "edit", based_on=version, edit=edit)["result"] == {"version": version + 1}
     assert kernel.value("%%graphpatch\npg(x)[0, 0].item()") == "7.0"
-    assert "no row" in asked(kernel, model_id, "details", row=10**6)["error"]["message"]
+    assert "unknown row" in asked(kernel, model_id, "details", row=10**6)["error"]["message"]
 
 
 def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def test_patches_that_are_off_are_left_out(session: Session) -> None:
     assert "up.linear" not in export(session)
 
     session.change(1, is_enabled=False)
-    with pytest.raises(ExportError, match=r"no patch to export; all 2 are disabled: enable one first"):
+    with pytest.raises(ExportError, match=r"nothing to export; all 2 are disabled: enable one first"):
         export(session)
 
 

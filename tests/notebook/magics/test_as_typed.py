@@ -154,7 +154,7 @@ def test_what_cannot_be_expanded(deep: Shell) -> None:
     assert deep.refused("%graphpatch zero layers_{1 // 0}.output").startswith(
         "{1 // 0} cannot be evaluated: ZeroDivisionError"
     )
-    assert "no variable 'indx'" in deep.refused("%graphpatch probe layers_1.mlp.output h_$indx")
+    assert "unknown variable 'indx'" in deep.refused("%graphpatch probe layers_1.mlp.output h_$indx")
     assert deep.refused("%graphpatch zero layers_*.mlp.output[:, 0]") == (
         "'layers_*.mlp.output' is a pattern for several nodes, but a patch has one node: choose them in a loop, "
         "for i in range(...): with %graphpatch zero layers_{i}.mlp.output[:, 0] in its body"
