@@ -54,7 +54,7 @@ from graphpatch_notebook.errors import (
     UnstoredFrameWarning,
     UnverifiedGraphWarning,
 )
-from graphpatch_notebook.execution import Recording
+from graphpatch_notebook.execution import CompiledModel, Recording
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
     GraphInterpreter,
@@ -88,6 +88,7 @@ __all__ = [
     "CheckpointWarning",
     "CompilationWarning",
     "CompiledGraphModule",
+    "CompiledModel",
     "ComponentWarning",
     "CustomPatch",
     "DataLoopWarning",
