@@ -144,7 +144,7 @@ class PatchableGraph(ModuleDelegate):
             **example_kwargs: Example inputs, by keyword; `extraction_options` as for `PatchableGraph`.
 
         Raises:
-            OSError: There is no such config, or it cannot be downloaded.
+            OSError: The config does not exist, or it cannot be downloaded.
             CaptureError: The model computes with the values of its weights in Python.
 
         Example:

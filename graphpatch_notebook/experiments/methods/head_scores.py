@@ -232,7 +232,7 @@ def keep_heads(
         A patch map: for `pg.patch`, or for `pg.edit`, which gives a graph that always runs as this circuit.
 
     Raises:
-        ExperimentError: There is no such head, or the reference is missing.
+        ExperimentError: The head does not exist, or the reference is missing.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -291,7 +291,7 @@ def _checked_heads(heads: Iterable[tuple[int, int]], counts: Sequence[int]) -> s
         layer, head = map(int, pair)
         if not -len(counts) <= layer < len(counts) or not -counts[layer] <= head < counts[layer]:
             raise ExperimentError(
-                f"there is no head {(layer, head)}: the model has {len(counts)} layers, of {counts[0]} heads"
+                f"unknown head {(layer, head)}: the model has {len(counts)} layers, of {counts[0]} heads"
             )
         kept.add((layer % len(counts), head % counts[layer]))
     return kept

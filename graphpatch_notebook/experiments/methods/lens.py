@@ -52,11 +52,11 @@ def layer_count(pg: PatchableGraph, stack: str) -> int:
     """Returns the number of layers of a stack.
 
     Raises:
-        ExperimentError: There is no such stack of layers.
+        ExperimentError: The stack of layers does not exist.
     """
     if stack not in pg.components.layers:
         stacks = ", ".join(map(repr, pg.components.layers)) or "none"
-        raise ExperimentError(f"there is no stack of layers {stack!r} in this model; stack= is one of: {stacks}")
+        raise ExperimentError(f"unknown stack of layers {stack!r} in this model; stack= is one of: {stacks}")
     return pg.components.layers[stack]
 
 
