@@ -52,6 +52,7 @@ from graphpatch_notebook.experiments.plotting.plots import (
     show_heatmap,
     show_lens,
 )
+from graphpatch_notebook.experiments.remote import remote
 from graphpatch_notebook.experiments.results.files import load_result, save_result
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -87,6 +88,7 @@ __all__ = [
     "plot_heatmap",
     "plot_scores",
     "record_to",
+    "remote",
     "ridge_probes",
     "save_figure",
     "save_result",
