@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.browser.widget import Browser
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _COMPILES_ITSELF = (
     "the model compiles a function while it runs, as flex_attention does, and torch.compile fails where the run is "
     "observed; load the model with attn_implementation='sdpa' (or 'eager'), whose patterns can be patched"
@@ -142,7 +144,7 @@ class PatchableGraph(ModuleDelegate):
             **example_kwargs: Example inputs, by keyword; `extraction_options` as for `PatchableGraph`.
 
         Raises:
-            OSError: There is no such config, or it cannot be downloaded.
+            OSError: The config does not exist, or it cannot be downloaded.
             CaptureError: The model computes with the values of its weights in Python.
 
         Example:
@@ -235,6 +237,7 @@ class PatchableGraph(ModuleDelegate):
         inputs: Any = None,
         tokenizer: Any = None,
         circuit: Circuit | None = None,
+        views: Iterable[str] = (),
     ) -> Browser:
         """Returns a widget with the tree of the graph: inspect nodes and their code, choose patches by click, run.
 
@@ -247,11 +250,13 @@ class PatchableGraph(ModuleDelegate):
                 or one value.
             tokenizer: Converts token ids to text (by `decode` or `convert_ids_to_tokens`), for language models.
             circuit: A circuit of this model. Its picture is shown above the tree, to patch components by click.
+            views: The names of views to show above the tree: "attention". What is selected in one is selected in all.
 
         Raises:
             UnknownPathError: The path does not exist; the message names the closest ones.
             TypeError: The tokenizer has neither method.
-            GraphError: The front end of a source checkout is not built.
+            ValueError: There is not a view of such a name.
+            GraphError: The front end of a source checkout is not built, or a view does not have anything to show.
 
         Example:
             >>> import torch
@@ -265,7 +270,7 @@ class PatchableGraph(ModuleDelegate):
         from graphpatch_notebook.notebook.views.opening import workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
-        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit)
+        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit, views=views)
 
     @property
     def nodes(self) -> NodeMap:
@@ -899,6 +904,21 @@ class PatchableGraph(ModuleDelegate):
         paths = self._captured.permanent_paths
         permanent = f"\n  permanent patches: {', '.join(paths)}" if paths else ""
         return f"{type(self).__name__}(\n  (_graph_module): {inside}{permanent}\n)"
+
+
+def runs_where_the_model_is(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes a function of a `PatchableGraph` run in the processes that have the model of a `RemoteGraph`."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        __tracebackhide__ = True
+        run_there: Any = getattr(type(args[0]), "run_there", None) if args else None
+        if run_there is None:
+            return function(*args, **kwargs)
+        result: _T = run_there(args[0], run, *args[1:], **kwargs)
+        return result
+
+    return run
 
 
 def captured(pg: PatchableGraph) -> CapturedModel:

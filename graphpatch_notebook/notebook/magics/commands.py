@@ -49,6 +49,13 @@ _LOOKING = [
     Command("use", "NAME", "selects the graph that commands apply to", wrapping.use),
     Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "shows the tree; a click patches a node", views.show),
     Command(
+        "attention",
+        "[--tokenizer NAME] [--inputs ARGS]",
+        "shows attention patterns; a click selects a head",
+        views.attention,
+        "Running",
+    ),
+    Command(
         "lens",
         "[TOKEN] [--stream STREAM] [--tokenizer NAME] [--inputs ARGS]",
         "shows what each layer says at each position",
@@ -129,7 +136,7 @@ def help_on(text: str) -> None:
             continue
         command = commands().get(name)
         if command is None:
-            raise SessionError(f"there is no command {name!r}; nearest: {', '.join(nearest(name, list(commands())))}")
+            raise SessionError(f"unknown command {name!r}; nearest: {', '.join(nearest(name, list(commands())))}")
         usage = textwrap.wrap(command.line, 79, subsequent_indent=" " * 8, break_on_hyphens=False)
         print("\n".join([*usage, f"    {command.summary}", "", explained(name)]))
 
@@ -183,9 +190,9 @@ def _unknown(workspace: Workspace, name: str) -> str:
     if name in workspace.graphs():
         return f"{name!r} is a graph, not a command; %graphpatch use {name} selects it"
     if name in _OTHER_WORDS:
-        return f"there is no command {name!r}; use {_OTHER_WORDS[name]}"
+        return f"unknown command {name!r}; use {_OTHER_WORDS[name]}"
     close = ", ".join(map(repr, nearest(name, list(commands()))))
-    return f"there is no command {name!r}; nearest: {close}; %graphpatch help shows all"
+    return f"unknown command {name!r}; nearest: {close}; %graphpatch help shows all"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -256,6 +263,13 @@ holds a graph already, its chosen patches are carried over.
         ("use pg", "use small"),
     ),
     "show": (_PLACE + _BROWSER, ("show", "show h_0.mlp", "show --tokenizer tokenizer")),
+    "attention": (
+        """
+--tokenizer NAME  the variable of a tokenizer: positions have their tokens
+--inputs ARGS     inputs instead of the example inputs: "ids, attention_mask=mask"
+""",
+        ("attention", "attention --tokenizer tokenizer"),
+    ),
     "lens": (
         """
 TOKEN is the token whose probability is shown: a number, or a text in quotes.

@@ -30,6 +30,7 @@ export const FLAG = {
   patchable: 8, // a tensor or number: one can patch it
   mutated: 16, // the model writes into this tensor later
   viewFilled: 32, // ... which is a view, so that a patch cuts it off from its base
+  plumbing: 64, // a mask, an index, a position, ...: folded away
 } as const;
 
 /** In `name`, `op` and `spec`: the first position of the table that was not used yet. Long runs of it compress well. */
@@ -104,6 +105,51 @@ export interface Traits extends LinkedTraits {
   circuit: CircuitPicture | null;
 }
 
+/** The traits of the attention view. Only `row` and `selection` are set by the front end. */
+export interface AttentionTraits extends LinkedTraits {
+  attention: Attention;
+  /** Deflated; `notebook/views/patterns.py` says how it is laid out. */
+  cells: DataView;
+  /** The row of the batch that is shown; -1: the mean. */
+  row: number;
+}
+
+export type AttentionRun = "clean" | "patched";
+
+export interface Attention {
+  /** Counts what was sent: `head` refers to it. */
+  version: number;
+  /** The version of the patches that the run `patched` was made with. */
+  patches: number;
+  runs: AttentionRun[];
+  /** How many rows the batch has. */
+  rows: number;
+  /** What ran, as Python: `pg(ids)`. */
+  call: string;
+  /** Whether all patterns were sent as they are; else as smaller pictures. */
+  is_whole: boolean;
+  layers: AttentionLayer[];
+  /** The labels of positions, which layers refer to. */
+  tokens: string[][];
+}
+
+export interface AttentionLayer {
+  /** `layers[3].attn`. */
+  name: string;
+  title: string;
+  layer: number;
+  heads: number;
+  /** How many heads the values have, which several heads may share; 0 if the lengths of values are not known. */
+  value_heads: number;
+  /** The numbers of queries and keys. */
+  full: [queries: number, keys: number];
+  /** The rows and columns of what was sent. */
+  shape: [rows: number, columns: number];
+  /** Which of `tokens` are the labels. */
+  queries: number;
+  keys: number;
+}
+
 /** The traits of a lens view, which `show_lens` shows. Besides `selection`, the front end sets `stream`. */
 export interface LensTraits extends LinkedTraits {
   lens: Lens;
@@ -142,6 +188,44 @@ export interface LensRow {
   /** The layer that computes it; `null` for the embeddings. */
   layer: number | null;
   label: string;
+}
+
+/** The traits of a generation view, which `show_generation` shows. */
+export interface GenerationTraits extends LinkedTraits {
+  generation: Generation;
+  /** Deflated numbers: see `readGeneration` in generation_data.ts. */
+  numbers: DataView;
+}
+
+export type Score = "log_probability" | "entropy" | "given";
+
+/** Generated tokens: a line without patches, one with them if there are any, and branches. */
+export interface Generation {
+  /** The texts of the prompt; empty if they are not known. */
+  prompt: string[];
+  /** The texts of all tokens that are shown. */
+  vocabulary: string[];
+  /** Their numbers. */
+  tokens: number[];
+  /** How many probable tokens each step has. */
+  top: number;
+  lines: GenerationLine[];
+  /** What the colours are at first. */
+  score: Score;
+  /** Whether numbers were given, for the first line. */
+  has_given: boolean;
+  /** The version of the patches that the numbers are for. */
+  version: number;
+  remarks: string[];
+}
+
+export interface GenerationLine {
+  name: string;
+  steps: number;
+  /** The number of the branch; `null` for the lines that are none. */
+  branch: number | null;
+  /** The step in which the branch has another token. */
+  start: number;
 }
 
 /** The traits of the widget of `show_circuit`, which has `front_end` besides, and nothing else of the above. */
@@ -213,6 +297,18 @@ export interface HeatmapTraits {
   values: DataView;
   /** The selected cell, counted from the top left one; set by the front end. */
   cell: [row: number, column: number] | null;
+  /** Of a heatmap that takes part in the selection of a graph: as in `LinkedTraits`, and what its cells select. */
+  group?: string;
+  selection?: Item[];
+  cell_items?: CellItems;
+}
+
+/** What each row and column selects; `null`: nothing. A cell is both. */
+export interface CellItems {
+  rows: Item[] | null;
+  columns: Item[] | null;
+  /** Whether a layer and a head together are the output of that head. */
+  is_of_heads: boolean;
 }
 
 /** A result with two dimensions, in the order in which it is seen: the top row first. */
@@ -335,8 +431,8 @@ export type Edit =
   | { action: "remove"; numbers: number[] }
   /** Trusts the file that this patch is from. */
   | { action: "trust"; number: number }
-  /** Adds a patch for each of the selected items. `value`: what was typed, for the acts that need it. */
-  | { action: "act"; act: Act; items: Item[]; value: string | null }
+  /** Adds a patch for each of the selected items. `value`: what was typed, for the acts that need it; `steps`: as in a patch. */
+  | { action: "act"; act: Act; items: Item[]; value: string | null; steps: string | null }
   | { action: "clear" | "undo" | "redo" };
 
 /** What can be done with a selection. */
@@ -533,8 +629,20 @@ export interface Requests {
   activation_interrupt: { payload: { id: number }; result: ActivationStatus };
   /** Numbers of a lens view for the patches as they are now, and for another stream; asked again until they are there. */
   lens: { payload: { stream: string | null }; result: JobStatus };
+  /** Tokens for the patches as they are now; `line`, `step` and `token` of a new branch; the number of one to remove. */
+  generation: {
+    payload: { line: number | null; step: number | null; token: number | null; remove: number | null };
+    result: JobStatus;
+  };
   /** The view was closed: the kernel drops the value. */
   activation_close: { payload: { id: number }; result: Record<string, never> };
+  /** Patterns of an attention view for the patches as they are now; asked again until they are there. */
+  attend: { payload: Record<string, never>; result: JobStatus };
+  /** The whole pattern of a head, as bytes: the first buffer. 255 is `scale`. `layer`: its place in `Attention.layers`. */
+  head: {
+    payload: { version: number; run: AttentionRun; layer: number; head: number };
+    result: { scale: number };
+  };
   /** `inputs`: as for `run`. */
   export: { payload: { form: "graphpatch" | "hooks"; inputs: string | null }; result: { code: string } };
 }

@@ -111,7 +111,10 @@ class LensView implements Part {
     view.onRemove(view.selection.onChange(follow));
     view.model.on("change:stream", redraw);
     view.onRemove(() => view.model.off("change:stream", redraw));
-    view.onRemove(view.kernel.onState(() => this.offerStreams()));
+    const offer = () => {
+      if (this.streams.options.length > 0) this.offerStreams(); // otherwise the numbers are not unpacked yet
+    };
+    view.onRemove(view.kernel.onState(offer));
   }
 
   /** Shows other numbers. */
@@ -227,10 +230,14 @@ class LensView implements Part {
       constant: null,
     };
     const title = this.lens.runs > 1 ? `Logit lens, ${RUNS[kind].toLowerCase()}` : "Logit lens";
-    return new HeatmapFigure(heatmap, [new DataView(values.buffer)], {
-      title,
-      result: this.options(kind, values, run),
-    });
+    return new HeatmapFigure(
+      heatmap,
+      { rows, columns, values },
+      {
+        title,
+        result: this.options(kind, values, run),
+      },
+    );
   }
 
   private options(kind: Comparison, values: Float32Array, run: Readouts): ResultOptions {
