@@ -31,8 +31,8 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 if TYPE_CHECKING:
     from xarray import DataArray
 
-_FEW = 6
-"""With fewer cells, to record a run and to test whether cells may share forwards costs more than it saves."""
+_FEW = 4
+"""With fewer cells, planning shared forwards costs more than it saves."""
 
 
 def run_sweep(
@@ -67,8 +67,8 @@ def run_sweep(
     cells = making.unmade
     is_all = checkpoint is not None or executor is not None
     made = made_cells(pg, making, inputs, metric, is_all=is_all, backward=backward)
-    is_planned = batch not in ("auto", None) or len(made.shared) >= _FEW
-    request = SweepRequest(inputs, metric, made.paths if is_planned else [], None if batch == 1 else batch, backward)
+    batch = None if batch == 1 or len(made.shared) < _FEW else batch
+    request = SweepRequest(inputs, metric, made.paths, batch, backward)
     runner = CellRunner(pg, request, look=made.look)
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
     file = None
