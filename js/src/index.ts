@@ -48,7 +48,7 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
       // A model without a tree: that of `show_heatmap` or `show_circuit`.
       if (isOfLens(model)) return await fillLens(root, model, (undo) => undos.push(undo));
       if (isOfHeatmap(model)) return fillHeatmap(root, model, (undo) => undos.push(undo));
-      if (isOfAttention(model)) return fillAttention(root, model, (undo) => undos.push(undo));
+      if (isOfAttention(model)) return await fillAttention(root, model, (undo) => undos.push(undo));
       if (isOfCircuit(model)) return fillCircuit(root, model, (undo) => undos.push(undo));
       const skeleton = await decodeSkeleton(model.get("skeleton"));
       if (shown === current) fill(root, model, skeleton, (undo) => undos.push(undo));
@@ -129,8 +129,8 @@ function isOfAttention(model: AnyModel): model is AttentionModel {
   return (model as AttentionModel).get("about")?.view === "attention";
 }
 
-function fillAttention(root: HTMLElement, model: AttentionModel, onRemove: (undo: () => void) => void): void {
-  root.append(makeAttentionView(root, model, onRemove));
+async function fillAttention(root: HTMLElement, model: AttentionModel, onRemove: (undo: Undo) => void): Promise<void> {
+  await makeAttentionView(root, model, (error) => showFailure(root, error), onRemove);
   onRemove(hideStaticTree(model.get("about").model_id, root));
 }
 
