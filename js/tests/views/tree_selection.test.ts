@@ -1,34 +1,54 @@
-import { afterEach, expect, it } from "vitest";
+import { afterEach, expect, test, vi } from "vitest";
 import type { Component } from "../../src/kernel/protocol";
 import { TreeState } from "../../src/tree/tree_state";
 import { itemOf } from "../../src/views/selection";
 import { joinSelection } from "../../src/views/tree_selection";
 import { FakeView } from "../fixtures";
 
-const views: FakeView[] = [];
-
 afterEach(() => {
-  for (const view of views.splice(0)) view.remove();
+  vi.useRealTimers();
 });
 
 function joined() {
   const view = new FakeView();
-  views.push(view);
   const state = new TreeState(view);
-  view.reveal = (row) => state.reveal(row);
   joinSelection(view, state);
-  const row = view.skeleton.find("transformer.h_1.attn.attn_output") ?? -1;
-  const z: Component = {
-    row,
-    name: "layers[1].attn.z",
-    axes: ["batch", "head", "query", "channel"],
-    shape: [1, 4, 8, 16],
-  };
+  return { view, state, row: (path: string) => view.skeleton.find(path) ?? -1 };
+}
+
+test("the host's echo of an earlier selection takes back no step; what comes later is followed", () => {
+  vi.useFakeTimers();
+  const { view, state, row } = joined();
+  state.select(row("input_ids"));
+  const echo = view.model.get("selection");
+  vi.advanceTimersByTime(100);
+  state.select(row("lm_head"));
+  view.model.set("selection", echo);
+  expect(view.selection.items).toEqual([itemOf("lm_head")]);
+  expect(view.calls).toEqual([]);
+  vi.advanceTimersByTime(100);
+  view.model.set("selection", [itemOf("transformer.ln_f")]);
+  expect(view.calls).toEqual([["reveal", row("transformer.ln_f")]]);
+});
+
+test("the row of folded layers selects none of them", () => {
+  const { view, state, row } = joined();
+  state.select(row("lm_head"));
+  state.select(~row("transformer.h_0"));
+  expect(view.selection.items).toEqual([]);
+});
+
+function ofComponents() {
+  const { view, state, row: rowOf } = joined();
+  view.reveal = (row) => state.reveal(row);
+  const row = rowOf("transformer.h_1.attn.attn_output");
+  const axes = ["batch", "head", "query", "channel"];
+  const z: Component = { row, name: "layers[1].attn.z", axes, shape: [1, 4, 8, 16] };
   return { view, state, row, z };
 }
 
-it("reveals the row of a component, and keeps what is selected of it", () => {
-  const { row, state, view, z } = joined();
+test("the row of a component is revealed, and what is selected of it stays selected", () => {
+  const { row, state, view, z } = ofComponents();
   state.setComponents([z]);
   const item = itemOf("layers[1].attn.heads[2].z", { position: 3 });
   view.selection.set([item]);
@@ -36,22 +56,17 @@ it("reveals the row of a component, and keeps what is selected of it", () => {
   expect(view.selection.items).toEqual([item]);
 });
 
-it("reveals it also if the components become known later", () => {
-  const { row, state, view, z } = joined();
+test("it is revealed also if the components become known later", () => {
+  const { row, state, view, z } = ofComponents();
   view.selection.set([itemOf("layers[1].attn.heads[2].z")]);
   expect(state.activeRow).toBe(0);
   state.setComponents([z]);
   expect(state.activeRow).toBe(row);
 });
 
-it("selects the component of a row, or its path", () => {
-  const { row, state, view, z } = joined();
+test("the row of a component selects it by its name", () => {
+  const { row, state, view, z } = ofComponents();
   state.setComponents([z]);
-  state.reveal(row);
+  state.select(row);
   expect(view.selection.items).toEqual([itemOf("layers[1].attn.z")]);
-  const path = "transformer.h_2.mlp.output";
-  state.reveal(view.skeleton.find(path) ?? -1);
-  expect(view.selection.items).toEqual([itemOf(path)]);
-  view.selection.set([itemOf('output|sub_1."a.b"')]);
-  expect(view.skeleton.path(state.activeRow)).toBe('output|sub_1."a.b"');
 });

@@ -531,7 +531,7 @@ def test_show_takes_tokenizer_and_inputs(pg: Shell) -> None:
     status = line_of(browser).ask("run", inputs=None)["result"]
     browser._shared.runs.wait(status["id"])
     assert torch.equal(pg.namespace["given"], 2 * pg.namespace["x"])
-    assert "there is no variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
+    assert "unknown variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
     assert "arguments of a call" in pg.refused('%graphpatch show --inputs "x)"')
     assert "unknown option --tokenzer; nearest: --tokenizer" in pg.refused("%graphpatch show --tokenzer tok")
 
@@ -653,7 +653,7 @@ def test_requests_in_a_kernel(kernel: Kernel) -> None:
     edit = {"action": "add", "patch": fields("sub_0.linear", "replace", value="7.0")}
     assert asked(kernel, model_id, "edit", based_on=version, edit=edit)["result"] == {"version": version + 1}
     assert kernel.value("%%graphpatch\npg(x)[0, 0].item()") == "7.0"
-    assert "no row" in asked(kernel, model_id, "details", row=10**6)["error"]["message"]
+    assert "unknown row" in asked(kernel, model_id, "details", row=10**6)["error"]["message"]
 
 
 def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,7 +672,7 @@ def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkey
     assert f"gp-static-{model_id}" in static["data"]["text/html"]
     saved = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"][model_id]
     bundle = [saved["state"].pop("_esm"), *(one for one in saved["buffers"] if one["path"] == ["front_end"])]
-    assert len(json.dumps(bundle)) < 80_000
+    assert len(json.dumps(bundle)) < 80_000 * 4 / 3  # in base64
     saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
     assert len(json.dumps(saved)) < 10_000
     nbformat.validate(notebook)
