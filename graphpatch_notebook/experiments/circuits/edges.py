@@ -52,7 +52,7 @@ from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.warning_places import level_of_caller, warn
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 
+@runs_where_the_model_is
 def attribute_edges(
     pg: PatchableGraph,
     metric: Callable[[Any], Any] | Sequence[Callable[[Any], Any]],
