@@ -65,6 +65,22 @@ def instruction_offset(code: CodeType, lasti: int) -> int:
     return known.offsets[known.position(lasti)]
 
 
+def is_in_loop(code: CodeType, offset: int) -> bool:
+    """Whether the instruction at an offset may run again within one call of the code: a later one jumps back over it.
+
+    Example:
+        >>> def f(x):
+        ...     for _ in range(2):
+        ...         x = abs(x)
+        ...     return round(x)
+        >>> calls = [i.offset for i in dis.get_instructions(f) if i.opname.startswith("CALL")]
+        >>> [is_in_loop(f.__code__, offset) for offset in calls[-2:]]
+        [True, False]
+    """
+    jumps = [i for i in _known(code).instructions if i.opcode in dis.hasjrel or i.opcode in dis.hasjabs]
+    return any(jump.argval <= offset <= jump.offset for jump in jumps)
+
+
 def assigned_variable(code: CodeType, lasti: int) -> Assigned:
     """Returns the variable(s) that the result of the instruction at `lasti` is stored in.
 
