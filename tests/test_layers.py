@@ -46,6 +46,7 @@ LAYERS = [
     "experiments/methods",
     "experiments/attribution",
     "experiments/circuits",
+    "experiments/datasets",
     "experiments/plotting",
     "experiments",
     "notebook/display",

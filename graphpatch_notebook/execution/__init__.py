@@ -26,6 +26,7 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import (
     Restriction,
     restriction_of,
+    row_and_position_dims,
     row_dimension,
     sequence_dims,
     token_inputs,
@@ -57,6 +58,7 @@ __all__ = [
     "no_compile_arguments",
     "record",
     "restriction_of",
+    "row_and_position_dims",
     "row_dimension",
     "sequence_dims",
     "tensor_at",

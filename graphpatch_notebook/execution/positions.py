@@ -107,6 +107,28 @@ def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
     return found[0]
 
 
+def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None]:
+    """Returns which dimensions of a target's whole value hold the batch and the sequence.
+
+    The latter is `None` if the value has no positions, as a pooled output, or if the model does not take tokens.
+
+    Raises:
+        ValueError: The former is not known.
+    """
+    axes = axes_of(root, target)
+    if "batch" in axes and len(along := sequence_dims(axes)) <= 1:
+        return axes.index("batch"), along[0] if along else None
+    whole = target.whole
+    if not isinstance(whole, TensorSpec) or not whole.shape:
+        raise ValueError(f"it was {whole} when it was captured, and only tensors have rows")
+    if _token_spec(root) is None:
+        return 0, None
+    known, sequence = dimensions_of(root), _sequence(root)
+    assert sequence is not None
+    dim = _dimension(root, target, None)[0] if known.dims_like(whole, sequence) else None
+    return row_dimension(root, target, -1 if dim is None else dim), dim
+
+
 def sequence_dims(axes: Sequence[str]) -> list[int]:
     """Returns the dimensions of a component that run along the sequence: in a pattern, the queries."""
     return [dim for dim, axis in enumerate(axes) if axis in ("position", "query")]

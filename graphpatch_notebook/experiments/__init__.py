@@ -8,16 +8,19 @@
 - `head_scores`, `composition_scores`, `keep_heads`: what attention heads do, and the model with only some of them.
 - `attribute_edges`, `circuit`, `circuit_patches`, `faithfulness`: what passes along the edges between components, and
   exact runs of the model with some of these edges only.
+- `record_to`, `ActivationStore`, `mean_values`, `average`, `ridge_probes`: values and results over datasets that do not
+  fit into memory.
 - `attribute`, `top_scores`: the effect of each value, estimated by gradients.
 
 A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
 `KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap`, `plot_heads` and `plot_scores` draw
-them, `save_figure` saves a plot, `show_heatmap` and `show_circuit` display a result in a notebook, and `save_result`
-and `load_result` write and read files.
+them, `save_figure` saves a plot, and `save_result` and `load_result` write and read files. In a notebook,
+`show_heatmap` and `show_circuit` display a result, and `show_lens` what each layer of a model says.
 
 The functions in `methods` make one patch map for each cell. `engine` runs the cells, and `executors` distributes them.
-`attribution` and `circuits` run the model with gradients instead. `metrics` has the metrics, `results` makes and stores
-the arrays, `plotting` draws them, and `extras` imports optional packages.
+`attribution` and `circuits` run the model with gradients instead, and `datasets` runs it on batch after batch.
+`metrics` has the metrics, `results` makes and stores the arrays, `plotting` draws them, and `extras` imports optional
+packages.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.edges import attribute_edges
 from graphpatch_notebook.experiments.circuits.runs import circuit_patches
 from graphpatch_notebook.experiments.circuits.selection import circuit, faithfulness
+from graphpatch_notebook.experiments.datasets.averages import average, mean_values
+from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
+from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.head_scores import composition_scores, head_scores, keep_heads
@@ -41,12 +47,14 @@ from graphpatch_notebook.experiments.plotting.plots import (
     save_figure,
     show_circuit,
     show_heatmap,
+    show_lens,
 )
 from graphpatch_notebook.experiments.results.files import load_result, save_result
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 sweep = PatchableGraph.sweep
 __all__ = [
+    "ActivationStore",
     "Circuit",
     "Edge",
     "KLDivergence",
@@ -59,6 +67,7 @@ __all__ = [
     "ablate",
     "attribute",
     "attribute_edges",
+    "average",
     "causal_trace",
     "circuit",
     "circuit_patches",
@@ -69,14 +78,18 @@ __all__ = [
     "keep_heads",
     "load_result",
     "logit_lens",
+    "mean_values",
     "path_patch",
     "plot_heads",
     "plot_heatmap",
     "plot_scores",
+    "record_to",
+    "ridge_probes",
     "save_figure",
     "save_result",
     "show_circuit",
     "show_heatmap",
+    "show_lens",
     "sweep",
     "top_scores",
 ]

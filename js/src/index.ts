@@ -2,7 +2,7 @@
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
 import { makeActivation } from "./details/activation_view";
 import { makePopup } from "./details/popup";
-import type { CircuitTraits, HeatmapTraits } from "./kernel/protocol";
+import type { CircuitTraits, HeatmapTraits, LensTraits } from "./kernel/protocol";
 import { showFailure, watchErrors } from "./page/boundary";
 import { copyText, element } from "./page/dom";
 import { followTheme } from "./page/theme";
@@ -16,14 +16,16 @@ import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
 import { makeToolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
 import { makeTree } from "./tree/tree_view";
-import type { Model, View } from "./view";
+import type { Model, Part, View } from "./view";
+import { makeLensView } from "./views/lens_view";
 import { link } from "./views/linked_view";
 import { joinSelection } from "./views/tree_selection";
 
 type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
 type CircuitModel = Model<CircuitTraits>;
-type AnyModel = Model | HeatmapModel | CircuitModel;
+type LensModel = Model<LensTraits>;
+type AnyModel = Model | HeatmapModel | CircuitModel | LensModel;
 
 /** Shows the model in `el`. Returns a function that removes the view. */
 async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Promise<Undo> {
@@ -42,6 +44,7 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
     const current = shown;
     try {
       // A model without a tree: that of `show_heatmap` or `show_circuit`.
+      if (isOfLens(model)) return await fillLens(root, model, (undo) => undos.push(undo));
       if (isOfHeatmap(model)) return fillHeatmap(root, model, (undo) => undos.push(undo));
       if (isOfCircuit(model)) return fillCircuit(root, model, (undo) => undos.push(undo));
       const skeleton = await decodeSkeleton(model.get("skeleton"));
@@ -117,6 +120,18 @@ function isOfHeatmap(model: AnyModel): model is HeatmapModel {
 function fillHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Undo) => void): void {
   root.append(makeResultHeatmap(model, onRemove));
   onRemove(hideStaticTree(model.get("heatmap").model_id, root));
+}
+
+function isOfLens(model: AnyModel): model is LensModel {
+  return (model as LensModel).get("about")?.view === "lens";
+}
+
+async function fillLens(root: HTMLElement, model: LensModel, onRemove: (undo: Undo) => void): Promise<void> {
+  const linked = link(root, model, onRemove);
+  const show = (part: Part) => root.append(linked.notices.element, part.element);
+  await makeLensView(linked, show, (error) => showFailure(root, error));
+  onRemove(watchErrors(import.meta.url, (message) => linked.notices.error(message)));
+  onRemove(hideStaticTree(model.get("about").model_id, root));
 }
 
 function isOfCircuit(model: Model | CircuitModel): model is CircuitModel {

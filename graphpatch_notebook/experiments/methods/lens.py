@@ -118,7 +118,7 @@ def logit_lens(
     start, count = f"{stack}." if stack else "", layer_count(pg, stack)
     last = component(pg, f"{start}layers[{count - 1}].resid_post")
     logits = component(pg, "@logits")
-    names = list(streams) if streams is not None else [component(pg, n).name for n in _states(start, count)]
+    names = list(streams) if streams is not None else [component(pg, n).name for n in stream_states(start, count)]
     given = Inputs(inputs, input_kwargs)
     values = record(pg, given, [*names, last.name]).values
     for name in names:
@@ -133,7 +133,7 @@ def logit_lens(
     def patches(label: Any) -> dict[str, Patch[Any]]:
         return {last.path: ReplacePatch(values[names[labels.index(label)]])}
 
-    metric = _Logits(_keys(pg, logits), _checked_tokens(target, logits))
+    metric = _Logits(keys_of_logits(pg, logits), _checked_tokens(target, logits))
     result = run_sweep(pg, {axis: labels}, patches, given, metric=metric, batch=None, progress=False)
     dims = [axis for axis in logits.axes if axis != "vocab"]
     if target is None or isinstance(target, (list, tuple)):
@@ -146,11 +146,12 @@ def logit_lens(
     return result  # type: ignore[no-any-return]
 
 
-def _states(start: str, count: int) -> list[str]:
+def stream_states(start: str, count: int) -> list[str]:
+    """Returns the names of the states of the stream: the input of each layer, and the output of the last one."""
     return [*(f"{start}layers[{n}].resid_pre" for n in range(count)), f"{start}layers[{count - 1}].resid_post"]
 
 
-def _keys(pg: PatchableGraph, logits: Component) -> tuple[Key, ...]:
+def keys_of_logits(pg: PatchableGraph, logits: Component) -> tuple[Key, ...]:
     """Returns where the logits are in the output of the model."""
     target = resolve(captured(pg).root, logits.path)
     if target.frame.parent is not None or target.node.kind != "output":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.plotting.grids import (
     DisplayOptions,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.display.circuit import CircuitView
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
+    from graphpatch_notebook.notebook.views.lens import LensView
+    from graphpatch_notebook.patchable_graph import PatchableGraph
 
 
 _FOR_HEADS = "; for paths and heads at several positions, use plot_heads(result, facet='position')"
@@ -299,6 +303,62 @@ def show_circuit(circuit: Circuit) -> CircuitView:
     from graphpatch_notebook.notebook.display.circuit import CircuitView
 
     return CircuitView(circuit)
+
+
+def show_lens(
+    pg: PatchableGraph,
+    *inputs: Any,
+    target: int | str | Sequence[int | str] | None = None,
+    stream: str | Sequence[str] = "residual",
+    tokens: Any = None,
+    row: int = 0,
+    stack: str = "",
+    **input_kwargs: Any,
+) -> LensView:
+    """Returns the logit lens as a view for the notebook: what each layer says at each position.
+
+    Each cell has the most probable next token, if the state of this layer were the last one, and as color the
+    probability or rank of the target. Pointing at a cell shows more tokens; a click selects it in all views of the
+    graph, with actions to patch it. With patches, the view shows the lens without and with them, and the difference;
+    it follows the patches that are chosen in any view. Without a kernel, what was computed can still be browsed; where
+    scripts cannot run, it is a table.
+
+    Args:
+        pg: The graph.
+        *inputs: Inputs of the model, positional; without inputs, those of the browser, or the example inputs.
+        target: The token whose probability is shown: its number or text, one for all positions or one for each; `None`
+            for the most probable next token of each position in the model's output.
+        stream: `"residual"`, for the state after each layer, or `"attention"` or `"mlp"`, for what these write; or a
+            list of them. The view computes others when they are chosen.
+        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`), or the text of each position.
+        row: The row of the batch.
+        stack: The stack of layers, if the model has several.
+        **input_kwargs: Inputs of the model, by keyword.
+
+    Raises:
+        ExperimentError: The layers or logits of the model are not known, or an argument does not fit.
+        SessionError: There are no inputs, or a patch context is active.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from graphpatch_notebook.experiments import show_lens
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> ids = torch.arange(6)[None]
+        >>> pg = PatchableGraph(model, ids)
+        >>> show_lens(pg, ids, target=3)
+        <LensView of pg, residual, 3 x 6>
+
+    Source:
+        nostalgebraist, interpreting GPT: the logit lens (2020).
+    """
+    from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
+    from graphpatch_notebook.notebook.views.opening import workspace_of_user
+
+    workspace = workspace_of_user(sys._getframe(1).f_globals)
+    given = Inputs(inputs, input_kwargs) if inputs or input_kwargs else None
+    return lens_of(pg, workspace, given, LensOptions(target, stream, tokens, row, stack))
 
 
 def _axes_for(sides: Sequence[Side], ax: Axes | None) -> tuple[Axes, tuple[float, float]]:

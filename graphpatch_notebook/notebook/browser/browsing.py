@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from graphpatch_notebook.notebook.session.session import session_of
-from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.opening import session_for_view
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.paths import numbered
 
 if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
@@ -43,42 +40,9 @@ def browser_of(
         GraphError: The front end is not built.
     """
     from graphpatch_notebook.notebook.browser.widget import Browser
-    from graphpatch_notebook.notebook.run.runs import SharedRuns
 
-    _check_tokenizer(tokenizer)
-    session = session_of(graph)
-    names = [name for name, other in workspace.graphs().items() if other is graph]
-    if names:  # sets the variable names of the graph and the model in the session
-        workspace.named(session.origin.graph if session.origin.graph in names else names[0])
-    elif session.origin.graph in workspace.namespace:  # may be another graph, which exported code must not patch
-        free = next(name for name in numbered(session.origin.graph) if name not in workspace.namespace)
-        session.origin = replace(session.origin, graph=free)
-    shared = SharedRuns.of(session, workspace)
-    shared.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
+    # The runs exist as long as something refers to them.
+    session, _shared = session_for_view(graph, workspace, inputs=inputs, typed=typed, tokenizer=tokenizer)
     browser = Browser(graph, session, workspace, path)
     browser.set_circuit(circuit)
     return browser
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    methods = (getattr(tokenizer, name, None) for name in ("decode", "convert_ids_to_tokens"))
-    if tokenizer is None or (any(map(callable, methods)) and not isinstance(tokenizer, bytes)):
-        return
-    raise TypeError(
-        f"tokenizer must be an object with decode or convert_ids_to_tokens, not {tokenizer!r:.80}; "
-        "load it first: AutoTokenizer.from_pretrained(...)"
-    )
-
-
-def workspace_of_user(namespace: dict[str, Any]) -> Workspace:
-    """Returns the user's variables: those of IPython if it is running, else `namespace`."""
-    if "IPython" in sys.modules:
-        from IPython.core.getipython import get_ipython
-
-        if (shell := get_ipython()) is not None:
-            return workspace_of(shell)
-    return Workspace(lambda: namespace, _refuse_cell)
-
-
-def _refuse_cell(text: str) -> None:
-    raise NotImplementedError("there are no cells here")

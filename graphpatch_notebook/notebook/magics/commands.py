@@ -48,6 +48,13 @@ _LOOKING = [
     Command("wrap", "NAME = MODEL(ARGS)", "captures a model on example inputs", wrapping.wrap),
     Command("use", "NAME", "selects the graph that commands apply to", wrapping.use),
     Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "shows the tree; a click patches a node", views.show),
+    Command(
+        "lens",
+        "[TOKEN] [--stream STREAM] [--tokenizer NAME] [--inputs ARGS]",
+        "shows what each layer says at each position",
+        views.lens,
+        "Reading the layers",
+    ),
     Command("ls", "[PATH]", "lists the contents of a graph", views.ls, "Listing"),
     Command("find", "[QUERY]", "finds nodes: mul, op:linear, shape:8192, h_*.mlp", views.find, "Searching"),
     Command("code", "PATH", "shows the code of a graph or a node", views.code, "Building code"),
@@ -249,6 +256,15 @@ holds a graph already, its chosen patches are carried over.
         ("use pg", "use small"),
     ),
     "show": (_PLACE + _BROWSER, ("show", "show h_0.mlp", "show --tokenizer tokenizer")),
+    "lens": (
+        """
+TOKEN is the token whose probability is shown: a number, or a text in quotes.
+Default: what the model itself finds most probable at each position.
+--stream STREAM   residual (the states after each layer), attention or mlp
+"""
+        + _BROWSER.lstrip("\n"),
+        ("lens", "lens 464 --stream mlp"),
+    ),
     "ls": (_PLACE, ("ls", "ls h_0.attn")),
     "find": (_QUERY, ("find mlp op:linear -is:patched", "find shape:[1,*,768] is:output")),
     "code": (_PLACE, ("code h_0.mlp", "code h_0.mlp.mul")),

@@ -37,7 +37,7 @@ class GraphPatchMagic:
         """Choose patches for a PyTorch model by their paths, and run cells under them.
 
         %graphpatch wrap pg = model(inputs)            capture a model on example inputs
-        %graphpatch find mlp op:mul                    find nodes; also: show, ls, code, shape
+        %graphpatch find mlp op:mul                    find nodes; also: show, lens, ls, code, shape
         %graphpatch zero h_0.mlp.output[:, -1]         choose a patch
         %graphpatch add h_0.output 0.5 * steering      choose a patch with a value: any Python expression
         %graphpatch probe h_1.output hidden            put an activation in the variable `hidden`

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import ChosenPatchError, GraphError, SessionError, UnknownPathError
+from graphpatch_notebook.errors import ChosenPatchError, ExperimentError, GraphError, SessionError, UnknownPathError
 from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.node_path import NodePath, ValueShapes, location_of
 from graphpatch_notebook.inspection.resolution import graph_class
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.browser.widget import Browser
     from graphpatch_notebook.notebook.display.tables import Table
     from graphpatch_notebook.notebook.search.search import FoundNodes
+    from graphpatch_notebook.notebook.views.lens import LensView
 
 
 def status(workspace: Workspace) -> Table[ChosenPatch]:
@@ -105,6 +108,41 @@ def show(workspace: Workspace, text: str) -> Browser:
     options, path = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
     active = workspace.current()
     place = location_of(_place(workspace, path))
+    tokenizer, typed = _shared_options(active, workspace, options)
+    try:
+        return browser_of(active.graph, workspace, place.path, typed=typed, tokenizer=tokenizer)
+    except (GraphError, TypeError) as problem:
+        raise SessionError(str(problem)) from None
+
+
+def lens(workspace: Workspace, text: str) -> LensView:
+    """Returns a lens view."""
+    from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
+
+    options, target = split_options(_without_note(text), {"--stream": True, "--tokenizer": True, "--inputs": True})
+    active = workspace.current()
+    tokenizer, typed = _shared_options(active, workspace, options)
+    shown = LensOptions(_token(target.strip()), options.get("--stream") or "residual", tokenizer)
+    try:
+        return lens_of(active.graph, workspace, None, shown, typed=typed)
+    except (GraphError, ExperimentError, TypeError) as problem:
+        raise SessionError(str(problem)) from None
+
+
+def _token(text: str) -> int | str | None:
+    """Returns the token that was typed: a number, or a text in quotes."""
+    if not text:
+        return None
+    token: object = None
+    with suppress(ValueError, SyntaxError):
+        token = ast.literal_eval(text)
+    if not isinstance(token, (int, str)) or isinstance(token, bool):
+        raise SessionError(f"TOKEN is a number, or a text in quotes, not {text!r}")
+    return token
+
+
+def _shared_options(active: ActiveGraph, workspace: Workspace, options: dict[str, str]) -> tuple[Any, str | None]:
+    """Returns the tokenizer and the inputs that were typed; `None` for what was not."""
     tokenizer = None
     if (name := options.get("--tokenizer")) is not None:
         if name not in workspace.namespace:
@@ -112,10 +150,7 @@ def show(workspace: Workspace, text: str) -> Browser:
         tokenizer = workspace.namespace[name]
     if (typed := options.get("--inputs")) is not None:
         replace(active.session.origin, arguments=typed)  # raises an error if they are not valid
-    try:
-        return browser_of(active.graph, workspace, place.path, typed=typed, tokenizer=tokenizer)
-    except (GraphError, TypeError) as problem:
-        raise SessionError(str(problem)) from None
+    return tokenizer, typed
 
 
 def _without_note(text: str) -> str:

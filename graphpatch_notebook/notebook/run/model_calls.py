@@ -280,7 +280,7 @@ class ModelCalls:
             KeyboardInterrupt: The job was interrupted.
             Exception: Any error that the model raises.
         """
-        with _alone(job), self._settings.applied():
+        with alone(job), self._settings.applied():
             try:
                 return self._all(job, has_gradients=False)
             except RuntimeError as error:
@@ -331,11 +331,12 @@ class ModelCalls:
 
 
 @contextmanager
-def _alone(job: Job[Any]) -> Iterator[None]:
+def alone(job: Job[Any] | None = None) -> Iterator[None]:
     """Waits for the calls of other sessions, which may use the same model, and share the random generators."""
     # Not within `interruptibly`: an interrupt right after `acquire` would leave the lock locked.
     while not _one_at_a_time.acquire(timeout=_MOMENT):
-        job.interruptibly(lambda: None)
+        if job is not None:
+            job.interruptibly(lambda: None)
     try:
         yield
     finally:

@@ -104,6 +104,46 @@ export interface Traits extends LinkedTraits {
   circuit: CircuitPicture | null;
 }
 
+/** The traits of a lens view, which `show_lens` shows. Besides `selection`, the front end sets `stream`. */
+export interface LensTraits extends LinkedTraits {
+  lens: Lens;
+  /** Deflated numbers: see `readLens` in lens_data.ts. */
+  cells: DataView;
+  /** The stream that is shown. */
+  stream: string;
+}
+
+/** What the states of streams say at each position: the probable tokens, and the probability of a target. */
+export interface Lens {
+  /** Those whose numbers are there. */
+  streams: { name: string; rows: LensRow[] }[];
+  /** Those that the model has. */
+  available: string[];
+  /** The text of each position; `null`: they are numbers. */
+  positions: string[] | null;
+  /** The texts of all tokens that are shown. */
+  vocabulary: string[];
+  /** The target of each position, as a position in the vocabulary. */
+  target: number[];
+  /** Whether it was given; else it is what the model itself finds most probable. */
+  has_target: boolean;
+  /** How many probable tokens each cell has. */
+  top: number;
+  /** 1: without patches; 2: also with the patches. */
+  runs: 1 | 2;
+  /** The version of the patches that the numbers are for. */
+  version: number;
+  remarks: string[];
+}
+
+export interface LensRow {
+  /** The component. */
+  name: string;
+  /** The layer that computes it; `null` for the embeddings. */
+  layer: number | null;
+  label: string;
+}
+
 /** The traits of the widget of `show_circuit`, which has `front_end` besides, and nothing else of the above. */
 export interface CircuitTraits {
   circuit: CircuitPicture;
@@ -211,7 +251,7 @@ export interface ResultSide {
 
 export interface AboutView {
   /** Which view it is. */
-  view: "tree" | "attention";
+  view: "tree" | "attention" | "lens" | "generation";
   /** The variable that holds the graph: `pg`. */
   name: string;
   /** The widget's model id, by which it is found among the outputs of a notebook. */
@@ -491,6 +531,8 @@ export interface Requests {
   };
   activation_status: { payload: { id: number }; result: ActivationStatus };
   activation_interrupt: { payload: { id: number }; result: ActivationStatus };
+  /** Numbers of a lens view for the patches as they are now, and for another stream; asked again until they are there. */
+  lens: { payload: { stream: string | null }; result: JobStatus };
   /** The view was closed: the kernel drops the value. */
   activation_close: { payload: { id: number }; result: Record<string, never> };
   /** `inputs`: as for `run`. */

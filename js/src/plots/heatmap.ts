@@ -14,6 +14,7 @@ import {
   MISSING,
   MISSING_STRIPE,
   type Plane,
+  type Rgb,
   readPlane,
   type Scale,
   type Summary,
@@ -45,9 +46,23 @@ export interface ResultOptions {
   columnLabels: AxisLabels | null;
   /** Where a cell lies, in words. */
   describe(row: number, column: number): string;
-  /** Called when the user selects a cell. */
-  choose(row: number, column: number): void;
+  /** Called when the user selects a cell; `isMore`: with Shift. */
+  choose(row: number, column: number, isMore: boolean): void;
+  /** What is written in a cell; without it, nothing is. */
+  cellText?(row: number, column: number): string;
+  /** How much room there is for all cells with text, in CSS pixels. */
+  room?: number;
+  /** The value of a cell in words, instead of the number. */
+  valueText?(row: number, column: number): string;
+  /** The ends of the scale in words, instead of the numbers. */
+  endText?(value: number): string;
+  /** Called when a cell is pointed at, and with `null` when none is any more. */
+  point?(cell: Cell | null): void;
 }
+
+export type Cell = [row: number, column: number];
+/** A cell that is selected; with `null`, a whole row or column. */
+export type Place = [row: number | null, column: number | null];
 
 const BOX: CellSize = { width: 420, height: 320 };
 const SMALL_BOX: CellSize = { width: 240, height: 132 };
@@ -56,6 +71,9 @@ const RESULT_BOX: CellSize = { width: 720, height: 480 };
 const LARGE_CELL = 36;
 /** The longest side of a canvas, in device pixels: browsers draw no larger ones. */
 const LONGEST = 8192;
+/** How large cells are in which something is written, in CSS pixels. */
+const TEXT_CELL = { narrow: 40, wide: 90, height: 22 };
+const FONT_SIZE = 11;
 /** How wide cells of a result get for labels that then need not lie on their side, in CSS pixels. */
 const WIDE_CELL = 56;
 const LABEL_GAP = 6;
@@ -137,6 +155,19 @@ function tokenLabels(tokens: string[] | null | undefined, count: number): AxisLa
   return { texts, whole: (index) => texts[index] ?? "" };
 }
 
+/** Whether black is easier to read on a colour than white. */
+function isLight([red, green, blue]: Rgb): boolean {
+  const [r = 0, g = 0, b = 0] = [red, green, blue].map((part) => (part / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18;
+}
+
+function fitted(context: CanvasRenderingContext2D, text: string, room: number): string {
+  if (context.measureText(text).width <= room) return text;
+  const letters = [...text];
+  while (letters.length > 1 && context.measureText(`${letters.join("")}…`).width > room) letters.pop();
+  return `${letters.join("")}…`;
+}
+
 export class HeatmapFigure {
   readonly element: HTMLElement;
   private readonly plane: Plane;
@@ -147,13 +178,13 @@ export class HeatmapFigure {
   private readonly ratio = globalThis.devicePixelRatio || 1;
   private readonly canvas: HTMLCanvasElement;
   private readonly cursor = element("div", { class: "gp-heatmap-cursor", hidden: true });
-  private readonly mark = element("div", { class: "gp-heatmap-mark", hidden: true });
+  private readonly marks = element("div", { class: "gp-heatmap-marks" });
   private readonly readout = element("div", { class: "gp-readout" });
   private readonly legend = element("div", { class: "gp-legend" });
   private isCut: boolean;
   private row = 0;
   private column = 0;
-  private chosen: [row: number, column: number] | null = null;
+  private chosen: readonly Place[] = [];
 
   constructor(
     private readonly heatmap: Heatmap,
@@ -168,7 +199,7 @@ export class HeatmapFigure {
     const label = describeHeatmap(heatmap, this.summary, options.title);
     const more = result ? " Enter selects one." : "";
     this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label + more });
-    const cells = element("div", { class: "gp-heatmap-cells" }, this.canvas, this.mark, this.cursor);
+    const cells = element("div", { class: "gp-heatmap-cells" }, this.canvas, this.marks, this.cursor);
     this.frame = new HeatmapFrame(cells, () => this.cursor.hidden && this.rest());
     this.zoom = result ? makeZoom(this.mostZoom(), () => this.layOut()) : null;
     this.element = element("figure", { class: "gp-plot gp-heatmap" });
@@ -179,11 +210,22 @@ export class HeatmapFigure {
     this.layOut();
   }
 
-  /** Marks the cell that is selected; `null`: none is. */
-  show(chosen: [row: number, column: number] | null): void {
+  /** Marks what is selected. */
+  show(chosen: readonly Place[]): void {
     this.chosen = chosen;
-    this.mark.hidden = chosen === null;
-    if (chosen !== null) this.place(this.mark, ...chosen);
+    const { rows, columns } = this.plane;
+    const marks = chosen.map(([row, column]) => {
+      const mark = element("div", { class: "gp-heatmap-mark" });
+      this.place(mark, row ?? 0, column ?? 0, row === null ? rows : 1, column === null ? columns : 1);
+      return mark;
+    });
+    this.marks.replaceChildren(...marks);
+  }
+
+  /** Puts the cursor on a cell that is pointed at elsewhere; `null`: takes it away. */
+  preview(cell: Cell | null): void {
+    this.cursor.hidden = cell === null;
+    if (cell !== null) this.place(this.cursor, ...cell);
   }
 
   /** In whole device pixels. */
@@ -202,6 +244,10 @@ export class HeatmapFigure {
   private fittingCell(): CellSize {
     const { isSmall, result } = this.options;
     const fitting = cellSize(this.plane, result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX, this.ratio);
+    if (result?.cellText) {
+      const wide = Math.max(Math.min((result.room ?? 0) / this.plane.columns, TEXT_CELL.wide), TEXT_CELL.narrow);
+      return { width: Math.floor(wide * this.ratio), height: Math.ceil(TEXT_CELL.height * this.ratio) };
+    }
     if (!result?.columnLabels) return fitting;
     const wide = widest(result.columnLabels) + LABEL_GAP;
     const isRoom = wide <= WIDE_CELL && wide * this.plane.columns <= RESULT_BOX.width;
@@ -236,7 +282,8 @@ export class HeatmapFigure {
     this.frame.layOut(cssCell, resize, rows, columns);
     this.draw();
     this.show(this.chosen);
-    if (this.chosen !== null) this.frame.keepInSight(this.mark);
+    const first = this.marks.firstElementChild;
+    if (first instanceof HTMLElement) this.frame.keepInSight(first);
   }
 
   private notes(): HTMLElement[] {
@@ -251,7 +298,27 @@ export class HeatmapFigure {
     const given = this.options.result?.scale;
     const scale = given ?? (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
     drawPlane(this.canvas, this.plane, scale, this.cell);
+    this.write(scale);
     this.legend.replaceChildren(...this.legendParts(scale));
+  }
+
+  /** Writes into the cells, cut to their width. */
+  private write(scale: Scale): void {
+    const { cellText } = this.options.result ?? {};
+    const context = cellText && this.canvas.getContext("2d");
+    if (!context) return;
+    const { width, height } = this.cell;
+    const { columns, values } = this.plane;
+    const font = getComputedStyle(this.canvas).getPropertyValue("--gp-mono") || "monospace";
+    context.font = `${FONT_SIZE * this.ratio}px ${font}`;
+    context.textBaseline = "middle";
+    context.textAlign = "center";
+    const room = width - 6 * this.ratio;
+    values.forEach((value, index) => {
+      const [row, column] = [Math.floor(index / columns), index % columns];
+      context.fillStyle = isLight(colourOf(value, scale) ?? MISSING) ? "#000" : "#fff";
+      context.fillText(fitted(context, cellText(row, column), room), (column + 0.5) * width, (row + 0.5) * height);
+    });
   }
 
   private legendParts(scale: Scale): HTMLElement[] {
@@ -259,9 +326,11 @@ export class HeatmapFigure {
     const bar = element("span", { class: "gp-legend-bar", "aria-hidden": "true" });
     bar.style.backgroundImage = cssGradient(scale.map);
     const { whole, cut, beyond } = this.summary;
-    const end = (value: number, isCut: boolean, sign: string) =>
-      element("span", { class: "gp-number" }, `${isCut ? `${sign} ` : ""}${formatNumber(value, 3)}`);
     const { result } = this.options;
+    const end = (value: number, isCut: boolean, sign: string) => {
+      const text = result?.endText?.(value) ?? formatNumber(value, 3);
+      return element("span", { class: "gp-number" }, `${isCut ? `${sign} ` : ""}${text}`);
+    };
     if (result !== undefined) {
       const { minimum, maximum } = this.summary; // of float32 numbers
       const ends = [
@@ -306,7 +375,7 @@ export class HeatmapFigure {
     this.canvas.addEventListener("pointermove", point);
     this.canvas.addEventListener("click", (event) => {
       point(event);
-      this.options.result?.choose(this.row, this.column);
+      this.options.result?.choose(this.row, this.column, event.shiftKey);
     });
     this.canvas.addEventListener("pointerleave", () => this.rest());
     this.canvas.addEventListener("blur", () => this.rest());
@@ -332,7 +401,7 @@ export class HeatmapFigure {
     event.preventDefault();
     event.stopPropagation();
     if (target === undefined) {
-      if (!this.cursor.hidden) this.options.result?.choose(this.row, this.column);
+      if (!this.cursor.hidden) this.options.result?.choose(this.row, this.column, event.shiftKey);
       return;
     }
     this.readout.setAttribute("aria-live", "polite");
@@ -342,11 +411,11 @@ export class HeatmapFigure {
     this.frame.keepInSight(this.cursor);
   }
 
-  private place(box: HTMLElement, row: number, column: number): void {
+  private place(box: HTMLElement, row: number, column: number, rows = 1, columns = 1): void {
     const { width, height } = this.cssCell;
     box.style.transform = `translate(${column * width}px, ${row * height}px)`;
-    box.style.width = `${width}px`;
-    box.style.height = `${height}px`;
+    box.style.width = `${columns * width}px`;
+    box.style.height = `${rows * height}px`;
   }
 
   private moveTo(row: number, column: number): void {
@@ -358,12 +427,15 @@ export class HeatmapFigure {
     this.place(this.cursor, this.row, this.column);
     const { full } = this.heatmap;
     const where = this.describe(full);
-    const value = formatNumber(values[this.row * columns + this.column] ?? Number.NaN, 5);
+    const { result } = this.options;
+    const number = values[this.row * columns + this.column] ?? Number.NaN;
+    const value = result?.valueText?.(this.row, this.column) ?? formatNumber(number, 5);
     this.readout.replaceChildren(
       element("span", {}, `${where}: `),
       element("strong", { class: "gp-number" }, value),
       rows === full[0] && columns === full[1] ? "" : " (several values)",
     );
+    result?.point?.([this.row, this.column]);
   }
 
   private describe(full: readonly number[]): string {
@@ -379,6 +451,7 @@ export class HeatmapFigure {
   /** The text shown while the pointer is not on a value. */
   private rest(): void {
     this.cursor.hidden = true;
+    this.options.result?.point?.(null);
     const { slice, full } = this.heatmap;
     this.readout.removeAttribute("aria-live");
     if (this.options.result) {

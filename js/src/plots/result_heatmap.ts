@@ -30,7 +30,7 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
 
   const showCell = () => {
     const cell = model.get("cell");
-    figure.show(cell);
+    figure.show(cell === null ? [] : [cell]);
     selection.hidden = cell === null;
     if (cell === null) return;
     const value = values.getFloat32(4 * (cell[0] * columns.values.length + cell[1]), true);

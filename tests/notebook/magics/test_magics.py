@@ -18,6 +18,7 @@ from graphpatch_notebook.notebook.search.query import KEYS, STATES, parse_query
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import session_of
+from tests.components.families import captured_model
 from tests.notebook.shells import Mlp, Shell
 
 pytestmark = pytest.mark.hosts
@@ -485,6 +486,17 @@ def test_show_code_and_shape(pg: Shell) -> None:
     assert pg.ok("%graphpatch shape hidden[:, 0:3]").value == (3, 3)
     assert pg.ok("%graphpatch shape up").value.weight == torch.Size([8, 4])
     assert pg.ok("%graphpatch show <root>").value.selected_path == ""
+
+
+def test_lens(shell: Shell) -> None:
+    model, ids = captured_model("gpt2")
+    shell.namespace.update(gpt=model, ids=ids)
+    shown = shell.ok("%graphpatch lens 5 --stream mlp --inputs ids[:, :3]  # a short one").value
+    assert repr(shown) == "<LensView of gpt, mlp, 2 x 3>"
+    assert shown.lens["has_target"]
+    assert repr(shell.ok("%graphpatch lens").value) == "<LensView of gpt, residual, 3 x 7>"
+    for typed, message in (("word", "TOKEN is a number"), ("--stream heads", "'residual', 'attention', 'mlp'")):
+        assert message in shell.refused(f"%graphpatch lens {typed}")
 
 
 def test_ls_and_find(four: Shell) -> None:

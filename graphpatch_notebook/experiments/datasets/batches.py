@@ -1,0 +1,199 @@
+"""Datasets: any iterable of batches. Which example, position and token each row of a value belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.capture.inputs import bind, signature_of
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution import CapturedModel, row_and_position_dims, token_inputs
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.selections import PositionSelection, selection
+
+Dataset: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
+"""Inputs of all examples (a tensor, or a dict of tensors), or an iterable of batches of inputs."""
+
+
+def batches_of(dataset: Dataset, batch_size: int | None) -> Iterator[Inputs]:
+    """Yields the batches of a dataset.
+
+    Args:
+        dataset: An iterable of batches: each a tensor, a tuple of arguments or a dict of keyword arguments. Or the
+            inputs of all examples in that form, which are cut into batches.
+        batch_size: How many examples a batch has, if the inputs of all examples are given.
+
+    Raises:
+        ExperimentError: `batch_size` is missing, or the dataset has batches already.
+
+    Example:
+        >>> [tuple(batch.args[0].shape) for batch in batches_of(torch.zeros(5, 3), 2)]
+        [(2, 3), (2, 3), (1, 3)]
+    """
+    if not isinstance(dataset, (Tensor, Mapping)):
+        if batch_size is not None:
+            raise ExperimentError(
+                "batch_size= cuts the inputs of all examples (a tensor, or a dict of tensors) into batches, but each "
+                f"item of this {type(dataset).__name__} is a batch already: leave batch_size= out"
+            )
+        yield from map(inputs_of, dataset)
+        return
+    if batch_size is None or batch_size < 1:
+        raise ExperimentError("say with batch_size= how many examples a batch has")
+    whole = inputs_of(dataset)
+    count = whole.rows
+    if count is None:
+        raise ExperimentError("the inputs of the examples have no tensor with examples along its first dimension")
+    for first in range(0, count, batch_size):
+        part = slice(first, first + batch_size)
+        yield Inputs(*_parts((whole.args, whole.kwargs), part, count))
+
+
+def _parts(whole: tuple[tuple[Any, ...], dict[str, Any]], part: slice, count: int) -> Any:
+    def cut(value: Any) -> Any:
+        return value[part] if isinstance(value, Tensor) and value.ndim and len(value) == count else value
+
+    return tuple(map(cut, whole[0])), {name: cut(value) for name, value in whole[1].items()}
+
+
+def digest_of(batch: Inputs) -> str:
+    """Returns a digest of the tensors of a batch."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in batch.tensors():
+        flat = tensor.detach().cpu().contiguous()
+        digest.update(f"{tuple(flat.shape)}{flat.dtype}".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.ndim else repr(flat.item()).encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a batch: which example and position each belongs to.
+
+    Attributes:
+        examples: The number of the example in the dataset, of shape (rows).
+        positions: The position in its sequence, of shape (rows).
+        tokens: The token, of shape (rows); -1 if the model does not take tokens.
+        kept: Which entries of (examples, positions) of the batch they are, of that shape; padding is left out.
+    """
+
+    examples: Tensor
+    positions: Tensor
+    tokens: Tensor
+    kept: Tensor
+
+
+class RowReader:
+    """Takes values of a model apart into rows, one for each position of each example.
+
+    Args:
+        pg: The graph.
+        patterns: A path, a pattern, or several.
+        positions: The positions that are wanted; `None` for all.
+
+    Attributes:
+        by_path: By path, the dimensions of the recorded value that hold the batch and the positions; the latter is
+            `None` if the value has one row for each example.
+
+    Raises:
+        UnknownPathError: A path does not exist, or a pattern matches nothing.
+        ExperimentError: It is not known which dimension holds the batch.
+    """
+
+    def __init__(self, pg: PatchableGraph, patterns: Any, positions: PositionSelection | None) -> None:
+        model = captured(pg)
+        self._model = model
+        self._positions = None if positions is None else selection(positions, "positions")
+        if self._positions is not None and self._positions.rows is not None:
+            raise ExperimentError("positions are the same for all examples here: give one list of them")
+        listed = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
+        targets = {target.text: target for pattern in listed for target in model.targets_of(str(pattern))}
+        if not targets:
+            raise ExperimentError(
+                "there is nothing to record: give a path, or a pattern such as 'layers[*].resid_post'"
+            )
+        self.by_path = {path: _dims(model, target) for path, target in targets.items()}
+
+    def tokens(self, batch: Inputs) -> Tensor | None:
+        """Returns the tokens of a batch, or their embeddings; `None` if the model does not take any."""
+        given = self._given(batch)
+        return next((given[name] for name in token_inputs(self._model.root) if given.get(name) is not None), None)
+
+    def _given(self, batch: Inputs) -> dict[str, Any]:
+        return bind(signature_of(self._model.module.forward), batch.args, batch.kwargs) or {}
+
+    def rows(self, batch: Inputs, first: int) -> Rows:
+        """Returns the rows of a batch, the first example of which has number `first`."""
+        tokens = self.tokens(batch)
+        if tokens is None:
+            count = batch.rows or 0
+            none = torch.full((count,), -1)
+            return Rows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
+        count, length = tokens.shape[:2]
+        mask = self._given(batch).get("attention_mask")
+        kept = torch.ones(count, length, dtype=torch.bool)
+        if isinstance(mask, Tensor) and mask.shape == kept.shape:
+            kept &= mask.cpu().bool()
+        if self._positions is not None:
+            wanted = torch.zeros(length, dtype=torch.bool)
+            wanted[self._positions.within(0, length)] = True
+            kept &= wanted
+        example, position = kept.nonzero(as_tuple=True)
+        ids = tokens.cpu()[kept] if tokens.ndim == 2 else torch.full((len(example),), -1)
+        return Rows(example + first, position, ids, kept)
+
+    def of_value(self, path: str, value: Tensor, rows: Rows) -> Tensor:
+        """Returns the rows of a value, of shape (rows, ...): copies on the CPU.
+
+        Raises:
+            ExperimentError: The value has another number of examples or positions than the inputs.
+        """
+        row_dim, position_dim = self.by_path[path]
+        value = value.detach().movedim(row_dim, 0)
+        if position_dim is None:
+            return value.cpu().clone() if value.device.type == "cpu" else value.cpu()
+        value = value.movedim(position_dim + (position_dim < row_dim), 1)
+        if value.shape[:2] != rows.kept.shape:
+            raise ExperimentError(
+                f"{path!r} has {tuple(value.shape[:2])} examples and positions on a batch of {tuple(rows.kept.shape)}"
+            )
+        return value[rows.kept.to(value.device)].cpu()
+
+    def has_positions(self, path: str) -> bool:
+        """Whether a value has a row for each position, not only for each example."""
+        return self.by_path[path][1] is not None
+
+
+def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None]:
+    try:
+        row_dim, position_dim = row_and_position_dims(model.root, target)
+    except ValueError as error:
+        raise ExperimentError(f"{target.text!r}: {error}") from None
+    kept = target.kept_dims
+    return kept.index(row_dim), None if position_dim is None else kept.index(position_dim)
+
+
+def read_batch(
+    pg: PatchableGraph, reader: RowReader, batch: Inputs, first: int, dtype: torch.dtype | None = None
+) -> tuple[Rows, dict[str, Tensor]]:
+    """Runs the model on a batch, the first example of which has number `first`.
+
+    Returns:
+        The rows of the batch, and by path the rows of each value.
+
+    Raises:
+        ExperimentError: A value was not computed.
+    """
+    rows, fresh = reader.rows(batch, first), batch.fresh()
+    with torch.no_grad():
+        recording = pg.record(list(reader.by_path), *fresh.args, dtype=dtype, **fresh.kwargs)
+    if missing := [path for path in reader.by_path if path not in recording]:
+        raise ExperimentError(f"the model did not compute {missing[0]!r} on a batch of the dataset")
+    return rows, {path: reader.of_value(path, recording[path], rows) for path in reader.by_path}

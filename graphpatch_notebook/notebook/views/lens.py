@@ -1,0 +1,364 @@
+"""The lens view: what each layer says at each position, as a heatmap of layers and positions.
+
+`Readouts` (experiments/methods/readouts.py) computes the numbers; js/src/views/lens_view.ts draws them.
+"""
+
+from __future__ import annotations
+
+import html
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import traitlets
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates
+from graphpatch_notebook.experiments.plotting.labels import tick_text
+from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
+from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
+from graphpatch_notebook.notebook.run.model_calls import inputs_for_run
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.computed import ComputedView, Work
+from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, RequestContext
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches.kinds import Patch
+
+_TOP = 10
+_MOST_SENT = 700_000
+"""About how many bytes are sent at most, before they are compressed."""
+
+
+@dataclass(frozen=True)
+class LensContext(RequestContext):
+    """The objects that requests of a lens view read and change.
+
+    Attributes:
+        follow: Shows a stream, or only the patches as they are now, and returns the status of that.
+    """
+
+    follow: Callable[[str | None], Answer] = lambda _: ({}, [])
+
+
+@dataclass(frozen=True)
+class LensOptions:
+    """What a lens view shows.
+
+    Attributes:
+        target: The token whose probability is shown: its number or text, one for all positions, or one for each;
+            `None` for the most probable next token of each position in the model's output.
+        stream: `"residual"`, `"attention"` or `"mlp"`, or several of them; the first is shown first.
+        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`), or the text of each position; `None`
+            for the tokenizer that was given to the browser.
+        row: The row of the batch.
+        stack: The stack of layers, if the model has several.
+    """
+
+    target: int | str | Sequence[int | str] | None = None
+    stream: str | Sequence[str] = "residual"
+    tokens: Any = None
+    row: int = 0
+    stack: str = ""
+
+
+def lens_of(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    inputs: Inputs | None,
+    options: LensOptions,
+    *,
+    typed: str | None = None,
+) -> LensView:
+    """Returns a new lens view of a graph.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        inputs: The inputs of the model; `None`: those of *Run*.
+        options: What it shows.
+        typed: The inputs as Python code.
+
+    Raises:
+        ExperimentError: The layers or logits of the model are not known, or an option does not fit.
+        SessionError: There are no inputs, or a patch context is active.
+        TypeError: The tokenizer is not valid.
+    """
+    is_texts = isinstance(options.tokens, Sequence) and all(isinstance(text, str) for text in options.tokens)
+    given = None if options.tokens is None or is_texts else options.tokens
+    session, shared = session_for_view(graph, workspace, tokenizer=given)
+    if inputs is None:
+        found = inputs_for_run(session, workspace.namespace, typed or shared.typed(), shared.runs.inputs)
+        inputs = Inputs(*found.copy())
+    tokenizer = shared.runs.tokenizer
+    target = _target_of(options.target, tokenizer)
+    readouts = Readouts(graph, inputs, target=target, top=_TOP, row=options.row, stack=options.stack)
+    size = len(readouts.target)
+    if is_texts:
+        if len(options.tokens) != size:
+            raise ExperimentError(f"tokens has {len(options.tokens)} texts for {size} positions")
+        positions: Sequence[str] | None = options.tokens
+    else:
+        positions = _texts_of_inputs(graph, inputs, options.row, tokenizer, size)
+    return LensView(graph, session, workspace, readouts, options, tokenizer, positions)
+
+
+def _target_of(target: Any, tokenizer: Any) -> Any:
+    """Returns the target with numbers instead of texts.
+
+    Raises:
+        ExperimentError: A text is not one token, or there is no tokenizer.
+    """
+    if target is None or isinstance(target, int):
+        return target
+    if isinstance(target, str):
+        if not callable(getattr(tokenizer, "encode", None)):
+            raise ExperimentError(f"target={target!r} needs tokens=, a tokenizer with encode; or give its number")
+        found = list(tokenizer.encode(target, add_special_tokens=False))
+        if len(found) != 1:
+            raise ExperimentError(f"target {target!r} is {len(found)} tokens: {found}; give one of them")
+        return int(found[0])
+    return [_target_of(one, tokenizer) for one in target]
+
+
+def _texts_of_inputs(graph: PatchableGraph, inputs: Inputs, row: int, tokenizer: Any, size: int) -> list[str] | None:
+    batch = TokenInputs.of(graph, inputs.args, inputs.kwargs).batch
+    if batch is None or tokenizer is None or len(batch[row]) != size:
+        return None
+    return [token_text(tokenizer, token) for token in batch[row]]
+
+
+class LensView(ComputedView):
+    """What each layer says at each position. `show_lens` returns it.
+
+    Args:
+        graph: The graph.
+        session: The session of the graph.
+        workspace: The user's variables.
+        readouts: What states say.
+        options: What it shows.
+        tokenizer: Turns tokens into text; `None`: they are numbers.
+        positions: The text of each position; `None`: they are numbers.
+
+    Attributes:
+        stream: The stream that is shown.
+    """
+
+    lens = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    cells = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
+    stream = traitlets.Unicode().tag(sync=True)
+
+    VIEW: ClassVar[str] = "lens"
+    COMPUTED: ClassVar[tuple[str, ...]] = ("lens", "cells")
+    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
+    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
+        **ComputedView.IS_OF_FRONT_END,
+        "stream": lambda value: isinstance(value, str),
+    }
+    HANDLERS: ClassVar[Handlers] = {
+        **HANDLERS,
+        "lens": lambda context, payload: context.follow(payload.text_or_none("stream")),
+    }
+
+    def __init__(
+        self,
+        graph: PatchableGraph,
+        session: Session,
+        workspace: Workspace,
+        readouts: Readouts,
+        options: LensOptions,
+        tokenizer: Any,
+        positions: Sequence[str] | None,
+    ) -> None:
+        self._readouts, self._tokenizer, self._positions = readouts, tokenizer, positions
+        self._has_target = options.target is not None
+        self._streams = [*dict.fromkeys([options.stream] if isinstance(options.stream, str) else options.stream)]
+        self._available = [stream for stream in STREAMS if readouts.has(stream)]
+        self._clean: dict[str, ReadStates] = {}
+        self._patched: dict[str, ReadStates] = {}
+        self._chosen: list[int] = []
+        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+        self.stream = self._streams[0]
+
+    def show_stream(self, stream: str) -> None:
+        """Shows a stream: one of `residual`, `attention` and `mlp`. It is computed if it was not shown before.
+
+        Raises:
+            ExperimentError: The model does not have it.
+        """
+        self._readouts.names(stream)
+        if stream not in self._streams:
+            self._streams.append(stream)
+            self.update()
+        self.stream = stream
+
+    # -- the numbers ---------------------------------------------------------------------------------------------------
+
+    def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
+        readouts, streams = self._readouts, [*self._streams]
+
+        def work() -> Callable[[], None]:
+            clean = {stream: readouts.read(stream) for stream in streams}
+            patched = {stream: readouts.read(stream, patches) for stream in streams} if patches else {}
+
+            def keep() -> None:
+                self._clean, self._patched, self._chosen = clean, patched, [*chosen]
+
+            return keep
+
+        return work
+
+    def _made_context(self, workspace: Workspace) -> LensContext:
+        shared = self._shared
+        return LensContext(self._session, workspace, shared.runs, shared.typed, shared.written, self._shown)
+
+    def _shown(self, stream: str | None) -> Answer:
+        is_new = stream is not None and stream not in self._streams
+        if stream is not None and is_new:
+            self._readouts.names(stream)
+            self._streams.append(stream)
+        return self._follow(is_changed=is_new)
+
+    def _problem(self, name: str, value: Any) -> str | None:
+        if name == "stream" and value not in self._streams:
+            return f"stream must be one that is shown ({', '.join(self._streams)}); show_stream shows another"
+        return super()._problem(name, value)
+
+    @traitlets.validate("stream")
+    def _checked_stream(self, proposal: Any) -> Any:
+        return self._checked(proposal)
+
+    # -- values of traits ----------------------------------------------------------------------------------------------
+
+    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
+        match name:
+            case "lens":
+                return self._state()
+            case "cells":
+                return self._packed()
+            case _:
+                return super()._value_of_trait(name, graph)
+
+    @property
+    def _runs(self) -> list[dict[str, ReadStates]]:
+        return [self._clean, *([self._patched] if self._patched else [])]
+
+    @property
+    def _top(self) -> int:
+        """How many of the probable tokens are sent: fewer for large models and long inputs."""
+        computed = self._clean[self._streams[0]].readouts[0].tokens.shape[1]
+        cells = sum(len(read.readouts) for run in self._runs for read in run.values()) * len(self._readouts.target)
+        return max(1, min(int(computed), _MOST_SENT // (8 * cells) - 1))
+
+    @property
+    def _vocabulary(self) -> list[int]:
+        """All tokens that are shown."""
+        shown = [row.tokens[:, : self._top] for run in self._runs for read in run.values() for row in read.readouts]
+        found = np.concatenate([np.array(self._readouts.target), *(tokens.ravel() for tokens in shown)])
+        return [int(token) for token in np.unique(found)]
+
+    def _text(self, token: int) -> str:
+        return str(token) if self._tokenizer is None else token_text(self._tokenizer, token)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns the `Lens` of the front end."""
+        place = {token: number for number, token in enumerate(self._vocabulary)}
+        return {
+            "streams": [
+                {"name": stream, "rows": [*map(_row, read.names, read.layers)]} for stream, read in self._clean.items()
+            ],
+            "available": self._available,
+            "positions": None if self._positions is None else [*self._positions],
+            "vocabulary": [self._text(token) for token in place],
+            "tokens": [*place],
+            "target": [place[token] for token in self._readouts.target],
+            "has_target": self._has_target,
+            "top": self._top,
+            "runs": len(self._runs),
+            "patches": self._chosen if self._patched else [],
+            "version": self._computed_for,
+            "remarks": [*dict.fromkeys(remark for read in self._patched.values() for remark in read.remarks)],
+        }
+
+    def _packed(self) -> bytes:
+        """Returns the numbers: for each run and stream those of all rows, as `readCells` in lens_data.ts reads them."""
+        vocabulary, top = np.array(self._vocabulary), self._top
+        parts: list[bytes] = []
+        for read in (read for run in self._runs for read in run.values()):
+            of_rows = read.readouts
+            tokens = np.stack([np.searchsorted(vocabulary, row.tokens[:, :top]) for row in of_rows])
+            parts.append(tokens.astype("<u4").tobytes())
+            parts.append(np.stack([row.probabilities[:, :top] for row in of_rows]).astype("<f4").tobytes())
+            parts.append(np.stack([row.target for row in of_rows]).astype("<f4").tobytes())
+            parts.append(np.stack([row.rank for row in of_rows]).astype("<u4").tobytes())
+        return zlib.compress(b"".join(parts), 6)
+
+    # -- display -------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        rows, positions = len(self._clean[self.stream].names), len(self._readouts.target)
+        patches = f", with {len(self._chosen)} patches" if self._patched else ""
+        return f"<LensView of {self._session.origin.graph}, {self.stream}, {rows} x {positions}{patches}>"
+
+    def _static_html(self) -> str | None:
+        parts = [f'<div class="gp-static gp-static-{html.escape(self._own_id)}">']
+        stream = self.stream or self._streams[0]
+        for run, what in zip(self._runs, ("", " with the patches"), strict=False):
+            title = f"Logit lens of {self._session.origin.graph}, {stream}{what}"
+            most = MOST_BYTES // len(self._runs)
+            parts += _table(run[stream], self._readouts.target, self._text, self._positions, title, most)
+        return "\n".join([*parts, "</div>"])
+
+
+def _row(name: str, layer: int | None) -> dict[str, Any]:
+    return {"name": name, "layer": layer, "label": "embed" if layer is None else str(layer)}
+
+
+def _table(
+    read: ReadStates,
+    target: Sequence[int],
+    text: Callable[[int], str],
+    positions: Sequence[str] | None,
+    title: str,
+    most: int,
+) -> Iterator[str]:
+    """Yields a table of the last positions, as many as fit: the most probable token of each cell."""
+    order = range(len(read.names) - 1, -1, -1)
+    if positions is None:
+        labels = [*map(str, range(len(target)))]
+    else:
+        labels = [tick_text(text, is_token=True) for text in positions]
+    columns: list[list[str]] = []
+    length = 0
+    for position in reversed(range(len(target))):
+        cells = [
+            _cell(read.readouts[row].tokens[position, 0], read.readouts[row].probabilities[position, 0], text)
+            for row in order
+        ]
+        length += sum(map(len, cells)) + len(labels[position])
+        if columns and length > most:
+            break
+        columns.insert(0, [f"<th>{escaped(labels[position])}</th>", *cells])
+    note = "" if len(columns) == len(target) else f", the last {len(columns)} of {len(target)} positions"
+    what = f"the most probable token of each cell{note}; for the live one, run the cell"
+    yield f"<p><strong>{escaped(title)}</strong> ({what})</p>"
+    heads = [
+        "<th>layer / position</th>",
+        *(f"<th>{_row(read.names[row], read.layers[row])['label']}</th>" for row in order),
+    ]
+    yield "<table>"
+    for number, head in enumerate(heads):
+        yield f"<tr>{head}{''.join(column[number] for column in columns)}</tr>"
+    yield "</table>"
+
+
+def _cell(token: Any, probability: Any, text: Callable[[int], str]) -> str:
+    return (
+        f"<td><code>{escaped(tick_text(text(int(token)), is_token=True))}</code> {100 * float(probability):.0f}%</td>"
+    )

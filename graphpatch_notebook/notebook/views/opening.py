@@ -1,0 +1,70 @@
+"""What opens a view of a graph: its session with the names of the user's variables, and the inputs of runs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from graphpatch_notebook.notebook.run.runs import SharedRuns
+from graphpatch_notebook.notebook.session.session import Session, session_of
+from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import numbered
+
+
+def session_for_view(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    *,
+    inputs: Any = None,
+    typed: str | None = None,
+    tokenizer: Any = None,
+) -> tuple[Session, SharedRuns]:
+    """Returns the session of a graph for a new view of it, and the runs, with these inputs and this tokenizer.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        inputs: The inputs of runs: a tuple of arguments, a dict of keyword arguments, or one value; `None`: as before.
+        typed: The arguments of a call as Python code, evaluated for each run.
+        tokenizer: Turns tokens into text; `None`: as before.
+
+    Raises:
+        TypeError: The tokenizer is not valid.
+    """
+    _check_tokenizer(tokenizer)
+    session = session_of(graph)
+    names = [name for name, other in workspace.graphs().items() if other is graph]
+    if names:  # sets the variable names of the graph and the model in the session
+        workspace.named(session.origin.graph if session.origin.graph in names else names[0])
+    elif session.origin.graph in workspace.namespace:  # may be another graph, which exported code must not patch
+        free = next(name for name in numbered(session.origin.graph) if name not in workspace.namespace)
+        session.origin = replace(session.origin, graph=free)
+    shared = SharedRuns.of(session, workspace)
+    shared.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
+    return session, shared
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    methods = (getattr(tokenizer, name, None) for name in ("decode", "convert_ids_to_tokens"))
+    if tokenizer is None or (any(map(callable, methods)) and not isinstance(tokenizer, bytes)):
+        return
+    raise TypeError(
+        f"tokenizer must be an object with decode or convert_ids_to_tokens, not {tokenizer!r:.80}; "
+        "load it first: AutoTokenizer.from_pretrained(...)"
+    )
+
+
+def workspace_of_user(namespace: dict[str, Any]) -> Workspace:
+    """Returns the user's variables: those of IPython if it is running, else `namespace`."""
+    if "IPython" in sys.modules:
+        from IPython.core.getipython import get_ipython
+
+        if (shell := get_ipython()) is not None:
+            return workspace_of(shell)
+    return Workspace(lambda: namespace, _refuse_cell)
+
+
+def _refuse_cell(text: str) -> None:
+    raise NotImplementedError("there are no cells here")

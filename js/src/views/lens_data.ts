@@ -1,0 +1,36 @@
+/** The numbers of a lens view, as `LensView._packed` in graphpatch_notebook/notebook/views/lens.py writes them. */
+import { inflatedBytes } from "../inflate";
+import type { Lens } from "../kernel/protocol";
+
+/** What the states of one stream say in one run; row by row, from the first layer on. */
+export interface Readouts {
+  /** Positions in the vocabulary, the most probable first: `top` for each cell. */
+  tokens: Uint32Array;
+  probabilities: Float32Array;
+  /** Of the target of the position, one for each cell. */
+  target: Float32Array;
+  /** How many tokens are more probable than the target. */
+  rank: Uint32Array;
+}
+
+/** The runs: without patches, and with them if there are any; the streams of each by name. */
+export type LensRuns = Map<string, Readouts>[];
+
+export async function readLens(lens: Lens, data: DataView): Promise<LensRuns> {
+  const { buffer } = await inflatedBytes(data);
+  let at = 0;
+  const take = <T>(make: new (buffer: ArrayBuffer, offset: number, length: number) => T, length: number): T => {
+    const made = new make(buffer, at, length);
+    at += 4 * length;
+    return made;
+  };
+  return Array.from({ length: lens.runs }, () => {
+    const streams = lens.streams.map(({ name, rows }): [string, Readouts] => {
+      const cells = rows.length * lens.target.length;
+      const tokens = take(Uint32Array, cells * lens.top);
+      const probabilities = take(Float32Array, cells * lens.top);
+      return [name, { tokens, probabilities, target: take(Float32Array, cells), rank: take(Uint32Array, cells) }];
+    });
+    return new Map(streams);
+  });
+}

@@ -1,0 +1,395 @@
+/** The lens view: what each layer says at each position, without and with the patches, as heatmaps. */
+import type { Heatmap, Item, Lens, LensTraits } from "../kernel/protocol";
+import { element, replaceChildren } from "../page/dom";
+import { formatNumber, formatPercent } from "../page/numbers";
+import { visibleToken } from "../page/visible";
+import { type Cell, HeatmapFigure, type Place, type ResultOptions } from "../plots/heatmap";
+import type { Scale } from "../plots/plane";
+import type { Linked, Part } from "../view";
+import { makeActions } from "./actions";
+import { type LensRuns, type Readouts, readLens } from "./lens_data";
+import { makePatchStrip } from "./linked_view";
+import { itemOf } from "./selection";
+import { makeUpdates } from "./updates";
+
+/** What the colour of a cell is. */
+const COLOURS = {
+  target: "probability of the target",
+  top: "probability of the top token",
+  rank: "rank of the target",
+} as const;
+type Colour = keyof typeof COLOURS;
+
+const STREAMS: Record<string, string> = { residual: "residual stream", attention: "attention", mlp: "MLP" };
+const NO_KERNEL = "This stream was not computed before the kernel stopped.";
+
+type Comparison = "clean" | "patched" | "difference";
+const KINDS: readonly Comparison[] = ["clean", "patched", "difference"];
+const RUNS: Record<Comparison, string> = {
+  clean: "Without the patches",
+  patched: "With the patches",
+  difference: "Difference: with − without",
+};
+
+/** In CSS pixels: of a view that is not in the page yet; of the details; between figures; beside cells; of a cell. */
+const [DEFAULT_WIDTH, DETAILS, GAP, BESIDE, LEAST] = [1000, 280, 20, 56, 40];
+
+let views = 0;
+
+/** `place`: puts the view into the page, before it is drawn: how large cells are depends on the room. */
+export async function makeLensView(
+  view: Linked<LensTraits>,
+  place: (part: Part) => void,
+  onError: (error: unknown) => void,
+): Promise<void> {
+  const lens = new LensView(view);
+  place(lens);
+  let round = 0;
+  const show = async () => {
+    round += 1;
+    const current = round;
+    const { model } = view;
+    const runs = await readLens(model.get("lens"), model.get("cells"));
+    if (current === round) lens.show(model.get("lens"), runs);
+  };
+  const again = () => void show().catch(onError);
+  view.model.on("change:cells", again);
+  view.onRemove(() => view.model.off("change:cells", again));
+  await show();
+}
+
+class LensView implements Part {
+  readonly element: HTMLElement;
+  private readonly figures = element("div", { class: "gp-lens-figures" });
+  private readonly details = element("div", { class: "gp-lens-details" });
+  private readonly streams = element("select", { class: "gp-field" });
+  private readonly colours = element("select", { class: "gp-field" });
+  private readonly remarks = element("ul", { class: "gp-lens-remarks gp-note" });
+  private readonly updates;
+  private lens!: Lens;
+  private runs: LensRuns = [];
+  private drawn: HeatmapFigure[] = [];
+  private pointed: Cell | null = null;
+
+  constructor(private readonly view: Linked<LensTraits>) {
+    const number = views++;
+    const labelled = (text: string, select: HTMLSelectElement, name: string) => {
+      select.id = `gp-lens-${name}-${number}`;
+      return element("span", { class: "gp-lens-choice" }, element("label", { for: select.id }, text), select);
+    };
+    this.updates = makeUpdates(
+      view,
+      () => view.model.get("lens").version,
+      () => view.kernel.ask("lens", { stream: null }),
+      (isFailed) => this.figures.classList.toggle("gp-dimmed", isFailed),
+    );
+    this.streams.addEventListener("change", () => this.chooseStream(this.streams.value));
+    this.colours.addEventListener("change", () => this.draw());
+    const bar = element(
+      "div",
+      { class: "gp-lens-bar" },
+      element("h3", { class: "gp-heading" }, "Logit lens"),
+      labelled("Stream", this.streams, "stream"),
+      labelled("Color", this.colours, "color"),
+      this.updates.element,
+    );
+    const actions = makeActions(view, { pathOf: (item) => this.pathOf(item) });
+    this.element = element(
+      "section",
+      { class: "gp-result gp-lens", "aria-label": "Logit lens" },
+      bar,
+      this.figures,
+      this.remarks,
+      actions.element,
+      makePatchStrip(view).element,
+    );
+    const follow = () => this.follow();
+    const redraw = () => {
+      this.streams.value = view.model.get("stream");
+      this.draw();
+    };
+    view.onRemove(view.selection.onChange(follow));
+    view.model.on("change:stream", redraw);
+    view.onRemove(() => view.model.off("change:stream", redraw));
+    view.onRemove(view.kernel.onState(() => this.offerStreams()));
+  }
+
+  /** Shows other numbers. */
+  show(lens: Lens, runs: LensRuns): void {
+    const before = this.colours.value;
+    this.lens = lens;
+    this.runs = runs;
+    const colours = Object.entries(COLOURS).map(([value, text]) => element("option", { value }, this.named(text)));
+    this.colours.replaceChildren(...colours);
+    this.colours.value = before || "target";
+    replaceChildren(this.remarks, ...lens.remarks.map((remark) => element("li", {}, remark)));
+    this.remarks.hidden = lens.remarks.length === 0;
+    this.offerStreams();
+    this.draw();
+  }
+
+  private named(text: string): string {
+    const { has_target, target } = this.lens;
+    const [first = 0] = target;
+    if (!has_target) return text.replace("the target", "the model's prediction");
+    const isOne = target.every((token) => token === first);
+    return isOne ? text.replace("the target", this.token(first)) : text;
+  }
+
+  private offerStreams(): void {
+    const { available, streams } = this.lens;
+    const isLost = this.view.kernel.state === "lost";
+    const computed = new Set(streams.map(({ name }) => name));
+    const options = available.map((name) => {
+      const option = element("option", { value: name }, STREAMS[name] ?? name);
+      option.disabled = isLost && !computed.has(name);
+      if (option.disabled) option.title = NO_KERNEL;
+      return option;
+    });
+    this.streams.replaceChildren(...options);
+    this.streams.value = this.stream;
+  }
+
+  private get stream(): string {
+    const { model } = this.view;
+    return model.get("stream") || this.lens.streams[0]?.name || "residual";
+  }
+
+  private async chooseStream(name: string): Promise<void> {
+    if (!this.lens.streams.some((stream) => stream.name === name)) {
+      const asked = this.view.kernel.ask("lens", { stream: name });
+      this.updates.follow(asked);
+      this.wanted = name;
+      return;
+    }
+    this.view.model.set("stream", name);
+    try {
+      this.view.model.save_changes();
+    } catch {
+      return; // hosts throw without a connection: the stream is shown in this page only
+    }
+  }
+
+  /** A stream to show when it is computed. */
+  private wanted: string | null = null;
+
+  // -- the heatmaps --------------------------------------------------------------------------------------------------
+
+  private get rows(): Lens["streams"][number]["rows"] {
+    return this.lens.streams.find(({ name }) => name === this.stream)?.rows ?? [];
+  }
+
+  /** The numbers of the stream, of a run. */
+  private of(run: number): Readouts | undefined {
+    return this.runs[run]?.get(this.stream);
+  }
+
+  private draw(): void {
+    if (this.wanted !== null && this.lens.streams.some(({ name }) => name === this.wanted)) {
+      const { wanted } = this;
+      this.wanted = null;
+      void this.chooseStream(wanted);
+      return;
+    }
+    const kinds = this.lens.runs > 1 ? KINDS : KINDS.slice(0, 1);
+    this.drawn = []; // a figure that is made points at nothing
+    this.drawn = kinds.map((kind) => this.figure(kind));
+    const sections = this.drawn.map(({ element: figure }, place) => {
+      const heading = this.lens.runs > 1 && element("h4", { class: "gp-lens-run" }, RUNS[kinds[place] ?? "clean"]);
+      return element("div", { class: "gp-lens-figure" }, heading, figure);
+    });
+    this.figures.replaceChildren(...sections, this.details);
+    this.follow();
+  }
+
+  private figure(kind: Comparison): HeatmapFigure {
+    const [rows, columns] = [this.rows.length, this.lens.target.length];
+    const values = new Float32Array(rows * columns);
+    const [clean, run] = [this.of(0), this.of(kind === "clean" ? 0 : 1)];
+    if (clean === undefined || run === undefined) throw new Error("the numbers of this stream are not there");
+    for (let row = 0; row < rows; row++) {
+      for (let column = 0; column < columns; column++) {
+        const cell = this.index(row, column);
+        const value = this.amount(run, cell);
+        values[row * columns + column] = kind === "difference" ? value - this.amount(clean, cell) : value;
+      }
+    }
+    const heatmap: Heatmap = {
+      type: "heatmap",
+      buffer: 0,
+      rows,
+      columns,
+      full: [rows, columns],
+      reduced: null,
+      slice: "",
+      minimum: 0,
+      maximum: 0,
+      constant: null,
+    };
+    const title = this.lens.runs > 1 ? `Logit lens, ${RUNS[kind].toLowerCase()}` : "Logit lens";
+    return new HeatmapFigure(heatmap, [new DataView(values.buffer)], {
+      title,
+      result: this.options(kind, values, run),
+    });
+  }
+
+  private options(kind: Comparison, values: Float32Array, run: Readouts): ResultOptions {
+    const { positions, target } = this.lens;
+    const rowLabels = [...this.rows].reverse().map(({ label }) => label);
+    const columnLabels = target.map((_, position) => this.position(position));
+    const what = this.named(COLOURS[this.colour]);
+    const isDifference = kind === "difference";
+    const isRank = this.colour === "rank";
+    return {
+      scale: this.scale(isDifference, values),
+      name: isDifference ? `change of the ${isRank ? `${what}, orders of magnitude` : what}` : what,
+      missing: null,
+      rowTitle: "layer",
+      columnTitle: positions === null ? "position" : "position (token)",
+      rowLabels: { texts: rowLabels, whole: (row) => `layer ${rowLabels[row]}` },
+      columnLabels: { texts: columnLabels, whole: (column) => this.where(column) },
+      describe: (row, column) => `layer ${rowLabels[row]}, ${this.where(column)}`,
+      choose: (row, column, isMore) => this.view.selection.click(this.item(row, column), isMore),
+      room: this.room,
+      cellText: (row, column) => this.token(run.tokens[this.index(row, column) * this.lens.top] ?? 0),
+      valueText: (row, column) => this.reading(kind, row, column),
+      ...(isRank && !isDifference ? { endText: (value) => `rank ${formatNumber(Math.round(10 ** -value - 1))}` } : {}),
+      point: (cell) => this.point(KINDS.indexOf(kind), cell),
+    };
+  }
+
+  /** For the cells of a figure. What it is compared with lies beside it, if both fit: the other run, or the details. */
+  private get room(): number {
+    const whole = this.element.clientWidth || DEFAULT_WIDTH;
+    const part = (this.lens.runs > 1 ? (whole - GAP) / 2 : whole - GAP - DETAILS) - BESIDE;
+    return part >= this.lens.target.length * LEAST ? part : whole - BESIDE;
+  }
+
+  private scale(isDifference: boolean, values: Float32Array): Scale {
+    const most = values.reduce((largest, value) => Math.max(largest, Math.abs(value)), 0);
+    if (isDifference) return { map: "diverging", low: -most, high: most };
+    if (this.colour === "rank") return { map: "sequential", low: -most, high: 0 };
+    return { map: "sequential", low: 0, high: 1 };
+  }
+
+  private get colour(): Colour {
+    return this.colours.value as Colour;
+  }
+
+  /** What has the colour: of ranks, the order of magnitude, so that the best has the brightest. */
+  private amount(run: Readouts, cell: number): number {
+    if (this.colour === "top") return run.probabilities[cell * this.lens.top] ?? 0;
+    return this.colour === "rank" ? -Math.log10((run.rank[cell] ?? 0) + 1) : (run.target[cell] ?? 0);
+  }
+
+  private reading(kind: Comparison, row: number, column: number): string {
+    const cell = this.index(row, column);
+    const words = (run: Readouts | undefined) => {
+      if (run === undefined) return "";
+      if (this.colour === "rank") return `rank ${formatNumber(run.rank[cell] ?? 0)}`;
+      return formatPercent(this.amount(run, cell));
+    };
+    if (kind !== "difference") return words(this.of(kind === "clean" ? 0 : 1));
+    return `${words(this.of(0))} → ${words(this.of(1))}`;
+  }
+
+  /** The last layer is the top row. */
+  private index(row: number, column: number): number {
+    return (this.rows.length - 1 - row) * this.lens.target.length + column;
+  }
+
+  // -- words ---------------------------------------------------------------------------------------------------------
+
+  private token(index: number): string {
+    return visibleToken(this.lens.vocabulary[index] ?? "");
+  }
+
+  private position(position: number): string {
+    const { positions } = this.lens;
+    return positions === null ? String(position) : visibleToken(positions[position] ?? "");
+  }
+
+  private where(position: number): string {
+    const { positions } = this.lens;
+    return positions === null ? `position ${position}` : `position ${position} (${this.position(position)})`;
+  }
+
+  // -- the selection -------------------------------------------------------------------------------------------------
+
+  private item(row: number, column: number): Item {
+    const { name, layer } = this.rows[this.rows.length - 1 - row] ?? { name: null, layer: null };
+    return itemOf(name, { layer, position: column });
+  }
+
+  private follow(): void {
+    const places = this.view.selection.items.flatMap((item) => this.placeOf(item));
+    for (const figure of this.drawn) figure.show(places);
+    this.explain();
+  }
+
+  /** The cells that an item means here: those of its layer, at its position. */
+  private placeOf({ name, layer, position }: Item): Place[] {
+    const own = this.rows.findIndex((row) => row.name === name);
+    const found = own >= 0 ? own : this.rows.findIndex((row) => layer !== null && row.layer === layer);
+    const row = found >= 0 ? this.rows.length - 1 - found : null;
+    const column = position !== null && position < this.lens.target.length ? position : null;
+    return row === null && column === null ? [] : [[row, column]];
+  }
+
+  private pathOf(item: Item): string | null {
+    if (item.name === null) return null;
+    return item.position === null ? item.name : `${item.name}[:, ${item.position}]`;
+  }
+
+  private point(kind: number, cell: Cell | null): void {
+    for (const [place, figure] of this.drawn.entries()) if (place !== kind) figure.preview(cell);
+    if (this.pointed?.[0] === cell?.[0] && this.pointed?.[1] === cell?.[1]) return;
+    this.pointed = cell;
+    this.explain();
+  }
+
+  /** The probable tokens of the cell that is pointed at, else of the first one that is selected. */
+  private explain(): void {
+    const chosen = this.view.selection.items.flatMap((item) => this.placeOf(item));
+    const pinned = chosen.find(([row, column]) => row !== null && column !== null) as Cell | undefined;
+    const cell = this.pointed ?? pinned ?? null;
+    if (cell === null) {
+      replaceChildren(this.details, element("p", { class: "gp-note" }, "Point at a cell to see its probable tokens."));
+      return;
+    }
+    const [row, column] = cell;
+    const label = this.rows[this.rows.length - 1 - row]?.label ?? "";
+    const lists = this.runs.map((_, run) => this.list(run, row, column));
+    const heading = element("h4", { class: "gp-lens-run" }, `layer ${label}, ${this.where(column)}`);
+    replaceChildren(this.details, heading, element("div", { class: "gp-lens-lists" }, ...lists));
+  }
+
+  private list(run: number, row: number, column: number): HTMLElement {
+    const { top, target, vocabulary } = this.lens;
+    const found = this.of(run);
+    const cell = this.index(row, column);
+    const wanted = target[column] ?? 0;
+    const line = (token: number, probability: number, rank: string) => {
+      const bar = element("span", { class: "gp-lens-share", "aria-hidden": "true" });
+      bar.style.width = `${Math.round(100 * probability)}%`;
+      const isTarget = token === wanted;
+      return element(
+        "tr",
+        isTarget ? { class: "gp-lens-target" } : {},
+        element(
+          "td",
+          {},
+          element("code", {}, visibleToken(vocabulary[token] ?? "")),
+          isTarget && element("span", { class: "gp-muted" }, rank),
+        ),
+        element("td", { class: "gp-number" }, bar, formatPercent(probability)),
+      );
+    };
+    const tokens = Array.from({ length: top }, (_, place) => found?.tokens[cell * top + place] ?? 0);
+    const rank = ` (${this.lens.has_target ? "target" : "prediction"}, rank ${formatNumber(found?.rank[cell] ?? 0)})`;
+    const lines = tokens.map((token, place) => line(token, found?.probabilities[cell * top + place] ?? 0, rank));
+    if (!tokens.includes(wanted)) lines.push(line(wanted, found?.target[cell] ?? 0, rank));
+    const caption = this.runs.length > 1 ? (RUNS[run === 0 ? "clean" : "patched"] ?? "") : "Most probable tokens";
+    return element("table", { class: "gp-lens-list" }, element("caption", {}, caption), element("tbody", {}, ...lines));
+  }
+}

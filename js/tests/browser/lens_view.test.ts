@@ -1,0 +1,174 @@
+import axe from "axe-core";
+import { afterEach, expect, test, vi } from "vitest";
+import { userEvent } from "vitest/browser";
+import widget from "../../src/index";
+import type { Lens, LensTraits } from "../../src/kernel/protocol";
+import "../../src/style.css";
+import { itemOf } from "../../src/views/selection";
+import { FakeModel, traits } from "../fixtures";
+
+const [ROWS, COLUMNS, TOP] = [3, 4, 2];
+const HOSTILE = "<img src=x onerror=window.wasRun=1>";
+
+const undos: (() => void)[] = [];
+afterEach(() => {
+  for (const undo of undos.splice(0)) undo();
+});
+
+function lens(changes: Partial<Lens> = {}): Lens {
+  const rows = [null, 0, 1].map((layer) => ({
+    name: layer === null ? "layers[0].resid_pre" : `layers[${layer}].resid_post`,
+    layer,
+    label: layer === null ? "embed" : String(layer),
+  }));
+  return {
+    streams: [{ name: "residual", rows }],
+    available: ["residual", "mlp"],
+    positions: ["The", " cat", "\n", HOSTILE],
+    vocabulary: [" a", " b", HOSTILE],
+    target: [0, 0, 0, 1],
+    has_target: true,
+    top: TOP,
+    runs: 1,
+    version: 0,
+    remarks: [],
+    ...changes,
+  };
+}
+
+/** Numbers of one run: the most probable token of a cell is the last one of the vocabulary, then the first. */
+function run(probability: (row: number, column: number) => number): ArrayBuffer[] {
+  const cells = Array.from({ length: ROWS * COLUMNS }, (_, cell) => [Math.floor(cell / COLUMNS), cell % COLUMNS]);
+  return [
+    new Uint32Array(cells.flatMap(() => [2, 0])).buffer,
+    new Float32Array(cells.flatMap(([row = 0, column = 0]) => [0.5, probability(row, column)])).buffer,
+    new Float32Array(cells.map(([row = 0, column = 0]) => probability(row, column))).buffer,
+    new Uint32Array(cells.map(([row = 0]) => 9 * row)).buffer,
+  ];
+}
+
+async function deflated(parts: ArrayBuffer[]): Promise<DataView> {
+  const stream = new Blob(parts).stream().pipeThrough(new CompressionStream("deflate"));
+  return new DataView(await new Response(stream).arrayBuffer());
+}
+
+async function shown(changes: Partial<Lens> = {}, ...more: ArrayBuffer[][]) {
+  const cells = await deflated([...run((row, column) => (row + column) / 10), ...more.flat()]);
+  const { session, group } = traits();
+  const about = { view: "lens" as const, name: "pg", model_id: "abc", version: "0" };
+  const model = new FakeModel<LensTraits>({
+    front_end: new DataView(new ArrayBuffer(0)),
+    session: { ...session, version: 0, patches: [] },
+    group,
+    selection: [],
+    about,
+    lens: lens(changes),
+    cells,
+    stream: "residual",
+  });
+  const el = document.createElement("div");
+  document.body.append(el);
+  const remove = await widget.render({ model, el });
+  undos.push(() => {
+    remove();
+    el.remove();
+  });
+  return { model, el, remove, text: () => el.textContent ?? "", canvases: () => [...el.querySelectorAll("canvas")] };
+}
+
+function at(canvas: HTMLCanvasElement, row: number, column: number) {
+  const { width, height } = canvas.getBoundingClientRect();
+  return { position: { x: ((column + 0.5) * width) / COLUMNS, y: ((row + 0.5) * height) / ROWS } };
+}
+
+test("a cell shows its tokens when it is pointed at, and a click selects its component and position", async () => {
+  const { model, el, text, canvases } = await shown();
+  const [canvas] = canvases() as [HTMLCanvasElement];
+  await userEvent.hover(canvas, at(canvas, 0, 3));
+  expect(text()).toContain(`layer 1, position 3 (${HOSTILE.replaceAll(" ", "␣")})`);
+  expect(el.querySelector(".gp-readout")?.textContent).toContain("50%");
+  const rows = [...el.querySelectorAll(".gp-lens-list tr")].map((row) => row.textContent);
+  // The target of this position is not among the probable tokens: it follows them.
+  expect(rows.map((row) => row?.replace(/\s/g, ""))).toEqual([
+    `${HOSTILE.replaceAll(" ", "␣")}50%`,
+    "␣a50%",
+    "␣b(target,rank18)50%",
+  ]);
+  await userEvent.click(canvas, at(canvas, 1, 2));
+  expect(model.get("selection")).toEqual([itemOf("layers[0].resid_post", { layer: 0, position: 2 })]);
+  canvas.focus();
+  await userEvent.keyboard("{ArrowDown}{ArrowDown}{Shift>}{Enter}{/Shift}");
+  expect(model.get("selection").at(-1)).toEqual(itemOf("layers[0].resid_pre", { layer: null, position: 2 }));
+  expect(el.querySelectorAll(".gp-heatmap-mark")).toHaveLength(2);
+  expect(text()).toContain("layers[0].resid_post[:, 2]");
+  expect("wasRun" in window).toBe(false);
+});
+
+test("what is selected elsewhere is marked: a whole row for a head, a column for a position", async () => {
+  const { model, el } = await shown();
+  const size = () => {
+    const mark = el.querySelector(".gp-heatmap-mark")?.getBoundingClientRect();
+    const cells = el.querySelector("canvas")?.getBoundingClientRect();
+    return [(cells?.width ?? 0) / (mark?.width ?? 1), (cells?.height ?? 0) / (mark?.height ?? 1)].map(Math.round);
+  };
+  model.set("selection", [itemOf("layers[1].attn.heads[0].z")]);
+  expect(size()).toEqual([1, ROWS]);
+  model.set("selection", [itemOf(null, { position: 1 })]);
+  expect(size()).toEqual([COLUMNS, 1]);
+  model.set("selection", [itemOf("elsewhere", { position: 99 })]);
+  expect(el.querySelectorAll(".gp-heatmap-mark")).toHaveLength(0);
+});
+
+test("with patches, the runs and their difference are shown; axe finds nothing", async () => {
+  const { el, text, canvases } = await shown(
+    { runs: 2, remarks: ["a patch had no effect"] },
+    run(() => 0.25),
+  );
+  expect(canvases()).toHaveLength(3);
+  const [, , difference] = canvases() as [HTMLCanvasElement, HTMLCanvasElement, HTMLCanvasElement];
+  await userEvent.hover(difference, at(difference, 2, 1));
+  expect(el.querySelectorAll(".gp-readout")[2]?.textContent).toMatch(/: 10\.0% → 25%$/);
+  expect(text()).toContain("a patch had no effect");
+  const colour = el.querySelectorAll("select")[1] as HTMLSelectElement;
+  await userEvent.selectOptions(colour, "rank");
+  const [first] = canvases() as [HTMLCanvasElement];
+  await userEvent.hover(first, at(first, 0, 0));
+  expect(el.querySelector(".gp-readout")?.textContent).toContain("rank 18");
+  expect(el.querySelector(".gp-legend")?.textContent).toContain("rank 18");
+  const { violations } = await axe.run(el, { resultTypes: ["violations"] });
+  expect(violations).toEqual([]);
+});
+
+test("a change of the patches asks for other numbers, and another stream is asked for", async () => {
+  const { model, el, text } = await shown();
+  const asked = () => model.sent.filter((sent) => (sent as { request: string }).request === "lens");
+  model.set("session", { ...model.get("session"), version: 1 });
+  await vi.waitFor(() => expect(asked()).toHaveLength(1));
+  const { id } = asked()[0] as { id: number };
+  const status = { id: 1, state: "failed", seconds: 0, fraction: null, error: "no memory" };
+  model.trigger("msg:custom", { id, result: status }, []);
+  await vi.waitFor(() => expect(text()).toContain("The run failed: no memory"));
+  expect(el.querySelector(".gp-lens-figures")?.classList.contains("gp-dimmed")).toBe(true);
+  const stream = el.querySelector("select") as HTMLSelectElement;
+  await userEvent.selectOptions(stream, "mlp");
+  expect(asked().at(-1)).toMatchObject({ payload: { stream: "mlp" } });
+  const streams = [...lens().streams, { name: "mlp", rows: lens().streams[0]?.rows ?? [] }];
+  model.set("lens", lens({ streams, version: 1 }));
+  model.set("cells", await deflated([...run(() => 0.1), ...run(() => 0.75)]));
+  await vi.waitFor(() => expect(model.get("stream")).toBe("mlp"));
+  const canvas = el.querySelector("canvas") as HTMLCanvasElement;
+  await userEvent.hover(canvas, at(canvas, 0, 0));
+  expect(el.querySelector(".gp-readout")?.textContent).toContain("75%");
+});
+
+test("without a kernel, what was sent is browsed, and what was not cannot be chosen", async () => {
+  const { model, el, remove, text } = await shown();
+  model.trigger("comm:close");
+  const [first, other] = [...el.querySelectorAll("option")];
+  expect([first?.disabled, other?.disabled]).toEqual([false, true]);
+  const canvas = el.querySelector("canvas") as HTMLCanvasElement;
+  await userEvent.click(canvas, at(canvas, 1, 1));
+  expect(text()).toContain("layers[0].resid_post[:, 1]");
+  remove();
+  expect(model.listening).toBe(0);
+});

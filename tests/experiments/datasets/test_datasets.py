@@ -1,0 +1,298 @@
+"""Values over datasets: what is stored, averaged and fitted is what one run of the plain model gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from xarray import DataArray
+
+from graphpatch_notebook import PatchableGraph, ReplacePatch, ZeroPatch
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.experiments import (
+    ActivationStore,
+    LogitDifference,
+    attribute,
+    average,
+    mean_values,
+    record_to,
+    ridge_probes,
+)
+
+LENGTH = 6
+STREAMS = "layers[*].resid_post"
+
+
+def build() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=30)).eval()
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return PatchableGraph(build(), torch.arange(LENGTH * 2).reshape(2, LENGTH))
+
+
+def examples(count: int, seed: int = 1) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 30, (count, LENGTH), generator=random)
+    lengths = torch.randint(1, LENGTH + 1, (count,), generator=random)
+    return {"input_ids": ids, "attention_mask": (torch.arange(LENGTH) < lengths[:, None]).long()}
+
+
+def tokens(length: int) -> Tensor:
+    return torch.ones(1, length, dtype=torch.long)
+
+
+def streams_of(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """The stream after each layer, by plain hooks on one run of all examples."""
+    found: list[Tensor] = []
+    layers: Any = model.transformer.h  # type: ignore[union-attr]
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
+        for layer in layers
+    ]
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    count=st.integers(1, 9), batch=st.integers(1, 5), shard=st.sampled_from([1, 700, 2**28]),
+    positions=st.sampled_from([None, [0], [1, 3], slice(2, None)]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_rows_are_those_of_one_run(
+    pg: PatchableGraph,
+    tmp_path_factory: pytest.TempPathFactory,
+    count: int,
+    batch: int,
+    shard: int,
+    positions: Any,
+    seed: int,
+) -> None:
+    inputs, folder = examples(count, seed), tmp_path_factory.mktemp("store")
+    store = record_to(pg, folder, STREAMS, inputs, positions=positions, batch_size=batch, shard_bytes=shard)
+    mask = inputs["attention_mask"].bool()
+    wanted = torch.zeros_like(mask)
+    wanted[:, slice(None) if positions is None else positions] = True
+    example, position = (mask & wanted).nonzero(as_tuple=True)
+    assert (store.example.tolist(), store.position.tolist()) == (example.tolist(), position.tolist())
+    assert store.token.tolist() == inputs["input_ids"][example, position].tolist()
+    assert store.examples == count
+    for layer, expected in enumerate(streams_of(build(), inputs)):
+        values = store[f"layers[{layer}].resid_post"]
+        rows = expected[example, position]
+        assert values.shape == tuple(rows.shape)
+        assert torch.allclose(values[:], rows, atol=1e-5)
+        assert np.allclose(np.asarray(values), rows, atol=1e-5)
+        if len(rows):
+            assert torch.equal(torch.cat(list(values.chunks())), values[:])
+            assert torch.equal(values[-1], values[:][-1])
+            assert torch.equal(values[position == position[0]], values.where(position=int(position[0])))
+            assert torch.equal(values.where(example=int(example[-1])), values[:][example == example[-1]])
+
+
+def test_a_killed_run_continues_where_it_stopped(pg: PatchableGraph, tmp_path: Path) -> None:
+    inputs, taken = examples(8), 0
+
+    def batches(until: int) -> Iterator[dict[str, Tensor]]:
+        nonlocal taken
+        for first in range(0, 8, 2):
+            if first == until:
+                raise KeyboardInterrupt
+            taken += 1
+            yield {name: value[first : first + 2] for name, value in inputs.items()}
+
+    with pytest.raises(KeyboardInterrupt):
+        record_to(pg, tmp_path / "a", STREAMS, batches(until=4), shard_bytes=1)
+    ran = []
+    hook = pg.transformer.h[0].register_forward_hook(lambda *_: ran.append(1))
+    continued = record_to(pg, tmp_path / "a", STREAMS, batches(until=-1), shard_bytes=1)
+    hook.remove()
+    whole = record_to(pg, tmp_path / "b", STREAMS, inputs, batch_size=2, shard_bytes=1)
+    assert len(ran) == 2
+    assert torch.equal(continued["layers[1].resid_post"][:], whole["layers[1].resid_post"][:])
+    assert continued.example.tolist() == whole.example.tolist()
+
+
+def test_a_process_that_is_killed_leaves_whole_shards(tmp_path: Path) -> None:
+    program = f"""
+import os, torch
+from tests.experiments.datasets.test_datasets import LENGTH, STREAMS, PatchableGraph, build, examples, record_to
+def batches():
+    for number in range(4):
+        if number == 3: os._exit(9)
+        yield {{name: value[2 * number : 2 * number + 2] for name, value in examples(8).items()}}
+pg = PatchableGraph(build(), torch.arange(LENGTH * 2).reshape(2, LENGTH))
+record_to(pg, {str(tmp_path / "store")!r}, STREAMS, batches(), shard_bytes=1)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 9
+    assert ActivationStore(tmp_path / "store").examples == 6
+
+
+def test_dtypes_patterns_of_attention_and_values_without_positions(pg: PatchableGraph, tmp_path: Path) -> None:
+    inputs = examples(5) | {"attention_mask": torch.ones(5, LENGTH, dtype=torch.long)}
+    paths = ["layers[1].attn.pattern", "layers[0].attn.heads[1].z"]
+    store = record_to(pg, tmp_path, paths, inputs, dtype=torch.bfloat16, batch_size=3)
+    with torch.no_grad():
+        model = build()
+        model.set_attn_implementation("eager")  # type: ignore[operator]
+        expected = model(**inputs, output_attentions=True).attentions[1]
+    pattern = store[paths[0]]
+    assert (pattern.shape, pattern.dtype) == ((5 * LENGTH, 2, LENGTH), torch.bfloat16)
+    rows = expected.movedim(2, 1).flatten(0, 1)
+    assert torch.allclose(pattern[:].float(), rows, atol=1e-2)
+    assert store[paths[1]].shape == (5 * LENGTH, 4)
+
+    pooled = PatchableGraph(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), torch.ones(2, 3, 4))
+    values = record_to(pooled, tmp_path / "pooled", "sub_1.output", torch.ones(7, 3, 4), batch_size=4)["sub_1.output"]
+    assert values.shape == (7, 3)
+    assert values.where(example=[2, 5]).shape == (2, 3)
+    with pytest.raises(ExperimentError, match="one row for each example"):
+        values.where(position=0)
+
+
+def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) -> None:
+    with pg.patch({"layers[0].resid_post": ZeroPatch()}):
+        store = record_to(pg, tmp_path, "layers[0].resid_post", examples(3), batch_size=2)
+    assert not store["layers[0].resid_post"][:].any()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (UnknownPathError, "layers\\[9\\]", lambda pg, folder: record_to(pg, folder, "layers[9].resid_post", [])),
+        (ExperimentError, "batch_size=", lambda pg, folder: record_to(pg, folder, STREAMS, examples(3))),
+        (
+            ExperimentError,
+            "is a batch already",
+            lambda pg, folder: record_to(pg, folder, STREAMS, [examples(3)], batch_size=2),
+        ),
+        (ExperimentError, "not empty", lambda pg, folder: record_to(pg, folder.parent, STREAMS, [examples(3)])),
+        (
+            ExperimentError,
+            "pad all batches to one length",
+            lambda pg, folder: record_to(pg, folder, "layers[0].attn.pattern", map(tokens, (3, 4))),
+        ),
+        (ExperimentError, "not an activation store", lambda pg, folder: ActivationStore(folder)),
+        (
+            ExperimentError,
+            "same for all examples",
+            lambda pg, folder: record_to(pg, folder, STREAMS, [], positions=[[1], [2]]),
+        ),
+        (ExperimentError, "not a baseline", lambda pg, _: ridge_probes(pg, STREAMS, [], [1.0], baselines=["none"])),
+        (
+            ExperimentError,
+            "max_bytes",
+            lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4, max_bytes=10, held_out=0.5),
+        ),
+        (ExperimentError, "5 labels", lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 5, held_out=0.5)),
+        (ExperimentError, "too few", lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4)),
+        (ExperimentError, "no examples", lambda pg, _: mean_values(pg, STREAMS, [])),
+        (ExperimentError, "no results", lambda pg, _: average([])),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_said(
+    pg: PatchableGraph, tmp_path: Path, error: type[Exception], message: str, call: Any
+) -> None:
+    (tmp_path / "other").mkdir()
+    with pytest.raises(error, match=message):
+        call(pg, tmp_path / "store")
+
+
+def test_a_folder_of_other_values_or_another_dataset_is_refused(pg: PatchableGraph, tmp_path: Path) -> None:
+    record_to(pg, tmp_path, STREAMS, examples(4), batch_size=2)
+    with pytest.raises(ExperimentError, match="another dataset"):
+        record_to(pg, tmp_path, STREAMS, examples(4, seed=2), batch_size=2)
+    with pytest.raises(ExperimentError, match="another dataset"):
+        record_to(pg, tmp_path, STREAMS, examples(4), batch_size=4)
+    with pytest.raises(ExperimentError, match="other values"):
+        record_to(pg, tmp_path, "layers[0].resid_post", examples(4), batch_size=2)
+    assert len(ActivationStore(tmp_path)) == 2
+    assert record_to(pg, tmp_path, STREAMS, examples(4), batch_size=2).examples == 4
+
+
+def test_means_are_those_over_all_rows_and_ablate(pg: PatchableGraph) -> None:
+    inputs = examples(7)
+    means = mean_values(pg, STREAMS, inputs, batch_size=3)
+    mask = inputs["attention_mask"].bool()
+    for layer, expected in enumerate(streams_of(build(), inputs)):
+        assert torch.allclose(means[f"layers[{layer}].resid_post"], expected[mask].mean(0), atol=1e-5)
+    with pg.patch({"layers[1].resid_post": ReplacePatch(value=means["layers[1].resid_post"])}):
+        logits = pg(**inputs).logits
+    assert torch.allclose(logits, logits[:1, :1].expand_as(logits), atol=1e-5)
+
+
+def test_results_of_batches_are_averaged(pg: PatchableGraph) -> None:
+    metric = LogitDifference(3, 4)
+    pairs = [(examples(2, seed)["input_ids"], examples(2, seed + 50)["input_ids"]) for seed in range(4)]
+    results = [attribute(pg, metric, {"input_ids": a}, {"input_ids": b}) for a, b in pairs]
+    found = average(iter(results))
+    stacked = np.stack([result.values for result in results])
+    assert np.allclose(found["mean"], stacked.mean(0), equal_nan=True)
+    assert np.allclose(found["standard_error"], stacked.std(0, ddof=1) / 2, equal_nan=True)
+    with pytest.raises(ExperimentError, match="different coordinates"):
+        average([DataArray([1.0], {"x": [0]}, ["x"]), DataArray([1.0], {"x": [1]}, ["x"])])
+
+
+@pytest.mark.parametrize("positions", [None, [0, 2]])
+def test_probes_are_ridge_regression_on_all_rows(pg: PatchableGraph, positions: list[int] | None) -> None:
+    count, penalty = 60, 0.1
+    inputs = examples(count)
+    labels = np.random.default_rng(0).normal(size=(count, 2))
+    found = ridge_probes(
+        pg, STREAMS, inputs, labels, positions=positions, penalty=penalty, batch_size=7, baselines=["shuffled_labels"]
+    )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    held_out = torch.zeros(count, dtype=torch.bool)
+    held_out[order[:15]] = True
+    for layer, stream in enumerate(streams_of(build(), inputs)):
+        for position in positions or [None]:
+            mask = inputs["attention_mask"].bool().clone()
+            if position is not None:
+                mask &= torch.arange(LENGTH) == position
+            example, place = mask.nonzero(as_tuple=True)
+            x, y = stream[example, place].double().numpy(), labels[example]
+            test = held_out[example].numpy()
+            expected = _by_centering(x[~test], y[~test], x[test], y[test], penalty)
+            where = {"path": f"layers[{layer}].resid_post"} | ({} if position is None else {"position": position})
+            assert float(found["r2"].sel(where)) == pytest.approx(expected, abs=1e-5)
+
+
+def _by_centering(x: Any, y: Any, other: Any, truth: Any, penalty: float) -> float:
+    """Ridge regression in its textbook form: centered data, without the constant."""
+    mean, base = x.mean(0), y.mean(0)
+    centered = x - mean
+    strength = penalty * (centered**2).sum(0).mean()
+    weights = np.linalg.solve(centered.T @ centered + strength * np.eye(x.shape[1]), centered.T @ (y - base))
+    left = truth - ((other - mean) @ weights + base)
+    return float(1 - (left**2).sum() / ((truth - truth.mean(0)) ** 2).sum())
+
+
+def test_baselines_tell_what_the_model_knows_from_what_the_tokens_say(pg: PatchableGraph) -> None:
+    ids = torch.randint(0, 8, (400, LENGTH), generator=torch.Generator().manual_seed(3))
+    found = ridge_probes(pg, "@embed", ids, ids[:, 0], positions=[0], batch_size=100, penalty=1e-4)
+    scores = {name: float(found[name].sel(position=0).max()) for name in found}
+    assert scores["r2"] > 0.95
+    assert scores["bag_of_tokens"] > 0.95
+    assert scores["shuffled_labels"] < 0.1
+    assert scores["random_weights"] > 0.5  # embeddings of tokens differ whatever they are
+    far = ridge_probes(pg, "@embed", ids, ids[:, 0], positions=[3], batch_size=100, penalty=1e-4)
+    assert float(far["r2"].max()) < 0.1
+    browser = pg.browse()
+    browser.set_scores(far["r2"].sel(position=3))
+    browser.close()
