@@ -129,8 +129,9 @@ class PatchedSites:
         by_occurrence = self.by_offset.setdefault(id(code), {}).setdefault(offset, {}).setdefault(chain, {})
         if occurrence not in by_occurrence:
             by_occurrence[occurrence] = SiteEntries()
-            self._may_repeat = self._may_repeat or call_sites.may_repeat(site)
-            self.visits = 0 if self._may_repeat else self.visits + 1
+            if not self._may_repeat:
+                self._may_repeat = call_sites.may_repeat(site)
+                self.visits = 0 if self._may_repeat else self.visits + 1
         return by_occurrence[occurrence]
 
 

@@ -34,6 +34,8 @@ class _Instructions:
         self.instructions = [i for i in dis.get_instructions(code) if i.opname not in _PADDING]
         self.offsets = [i.offset for i in self.instructions]
         self.early_calls = {i.offset for i in dis.get_instructions(code) if i.opname == "PRECALL"}
+        jumps = [i for i in self.instructions if i.opcode in dis.hasjrel or i.opcode in dis.hasjabs]
+        self.loops = [(i.argval, i.offset) for i in jumps if i.argval <= i.offset]
         self.assigned: dict[int, Assigned] = {}
 
     def position(self, lasti: int) -> int:
@@ -77,8 +79,7 @@ def is_in_loop(code: CodeType, offset: int) -> bool:
         >>> [is_in_loop(f.__code__, offset) for offset in calls[-2:]]
         [True, False]
     """
-    jumps = [i for i in _known(code).instructions if i.opcode in dis.hasjrel or i.opcode in dis.hasjabs]
-    return any(jump.argval <= offset <= jump.offset for jump in jumps)
+    return any(start <= offset <= end for start, end in _known(code).loops)
 
 
 def assigned_variable(code: CodeType, lasti: int) -> Assigned:

@@ -132,7 +132,8 @@ def is_offloading(frame: FrameType | None) -> bool:
         return leaf is not None
     above = leaf.f_back
     while above is not None and above.f_code is not INVOKE:
-        if _known(above.f_code).is_hook_of_offloading:
+        code = above.f_code
+        if (_codes.get(id(code)) or _known(code)).is_hook_of_offloading:
             return True
         above = above.f_back
     return False
@@ -191,7 +192,7 @@ def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[C
                 key += (id(last.f_code), offset)
                 steps.append((last.f_code, offset))
             return tuple(key), steps
-        known = _known(code)
+        known = _codes.get(id(code)) or _known(code)
         if known.is_users:
             offset = known.offset(frame.f_lasti)
             key += (id(code), offset)
