@@ -36,6 +36,7 @@ from graphpatch_notebook.errors import (
     GraphPatchError,
     GraphPatchWarning,
     ListenerWarning,
+    MissingProcessWarning,
     OptionError,
     PatchMapError,
     PatchNotFiredError,
@@ -44,7 +45,7 @@ from graphpatch_notebook.errors import (
     PatchValueError,
     RepeatedCallWarning,
     SerializationError,
-    ShardedValueWarning,
+    ShardedCallError,
     SharedGradientWarning,
     StoredFormError,
     UnknownPathError,
@@ -53,7 +54,7 @@ from graphpatch_notebook.errors import (
     UnstoredFrameWarning,
     UnverifiedGraphWarning,
 )
-from graphpatch_notebook.execution import Recording
+from graphpatch_notebook.execution import CompiledModel, Recording
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
     GraphInterpreter,
@@ -87,6 +88,7 @@ __all__ = [
     "CheckpointWarning",
     "CompilationWarning",
     "CompiledGraphModule",
+    "CompiledModel",
     "ComponentWarning",
     "CustomPatch",
     "DataLoopWarning",
@@ -101,6 +103,7 @@ __all__ = [
     "GraphPatchError",
     "GraphPatchWarning",
     "ListenerWarning",
+    "MissingProcessWarning",
     "MultiplyInvokedModule",
     "NodeMeta",
     "NodePath",
@@ -119,7 +122,7 @@ __all__ = [
     "RepeatedCallWarning",
     "ReplacePatch",
     "SerializationError",
-    "ShardedValueWarning",
+    "ShardedCallError",
     "SharedGradientWarning",
     "SkipPatch",
     "SplicePatch",

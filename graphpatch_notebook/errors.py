@@ -9,6 +9,7 @@ GraphPatchError
 ├── PatchValueError(ValueError)           a patch cannot be applied to a value, during a run
 ├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
 ├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
+├── ShardedCallError(RuntimeError)        the processes of a sharded model do not make the same call
 ├── GraphError(RuntimeError)              a graph cannot be built, or cannot run in place of its module
 ├── SessionError(ValueError)              the chosen patches of a notebook cannot be changed or used like this
 │   ├── ChosenPatchError                  ... because a field of a chosen patch is invalid
@@ -30,7 +31,7 @@ GraphPatchWarning(UserWarning)
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
 ├── SharedGradientWarning                 the gradient of a probed input is that of other uses of its tensor, too
-├── ShardedValueWarning                   patches see parts of values, since the model is sharded over processes
+├── MissingProcessWarning                 other processes of a sharded model have not called it
 ├── ComponentWarning                      a component is used that is in doubt
 ├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
 ├── ListenerWarning                       a listener to the chosen patches raised an error
@@ -105,6 +106,10 @@ class PatchShapeError(GraphPatchError, ValueError):
 
 class PatchNotFiredError(GraphPatchError, RuntimeError):
     """A patch of a strict context never fired during a call."""
+
+
+class ShardedCallError(GraphPatchError, RuntimeError):
+    """The processes that a model is sharded over call it with different patches, or one of them does not call it."""
 
 
 class GraphError(GraphPatchError, RuntimeError):
@@ -211,8 +216,8 @@ class SharedGradientWarning(GraphPatchWarning):
     """The gradient of a probed input of a module includes those of other uses of the same tensor."""
 
 
-class ShardedValueWarning(GraphPatchWarning):
-    """The model is sharded over several processes: patches see the part of a value that is on their own."""
+class MissingProcessWarning(GraphPatchWarning):
+    """The model is sharded over several processes, and some of them have not called it: the others wait."""
 
 
 class EditedGraphWarning(GraphPatchWarning):

@@ -25,9 +25,12 @@ from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.execution import (
     GENERATION_CONFIG,
     CapturedModel,
+    CompiledModel,
+    CompiledPatches,
     PatchContext,
     Recording,
     call_patched,
+    check_compilable,
     copied_config,
     generating_with,
     innermost,
@@ -44,6 +47,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.sharded import sharding_of, with_whole_records
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +117,10 @@ class PatchableGraph(ModuleDelegate):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.differing(SharedRandomState())
+        root_frame = with_whole_records(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
+        if (sharding := sharding_of(root_frame)) is not None:
+            self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
@@ -228,6 +235,7 @@ class PatchableGraph(ModuleDelegate):
         inputs: Any = None,
         tokenizer: Any = None,
         circuit: Circuit | None = None,
+        views: Iterable[str] = (),
     ) -> Browser:
         """Returns a widget with the tree of the graph: inspect nodes and their code, choose patches by click, run.
 
@@ -240,11 +248,13 @@ class PatchableGraph(ModuleDelegate):
                 or one value.
             tokenizer: Converts token ids to text (by `decode` or `convert_ids_to_tokens`), for language models.
             circuit: A circuit of this model. Its picture is shown above the tree, to patch components by click.
+            views: The names of views to show above the tree: "attention". What is selected in one is selected in all.
 
         Raises:
             UnknownPathError: The path does not exist; the message names the closest ones.
             TypeError: The tokenizer has neither method.
-            GraphError: The front end of a source checkout is not built.
+            ValueError: There is not a view of such a name.
+            GraphError: The front end of a source checkout is not built, or a view does not have anything to show.
 
         Example:
             >>> import torch
@@ -258,7 +268,7 @@ class PatchableGraph(ModuleDelegate):
         from graphpatch_notebook.notebook.views.opening import workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
-        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit)
+        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit, views=views)
 
     @property
     def nodes(self) -> NodeMap:
@@ -341,6 +351,7 @@ class PatchableGraph(ModuleDelegate):
             >>> print(pg.verify(torch.ones(5, 2)))
             1 frame: 1 equal
         """
+        self._refuse_sharded()
         self._captured.check_weights()
         report = verify(self._graph_module, args, kwargs)
         return dataclasses.replace(report, permanent=self._captured.permanent_paths)
@@ -364,7 +375,15 @@ class PatchableGraph(ModuleDelegate):
         """
         return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
 
+    def _refuse_sharded(self) -> None:
+        if sharding_of(self._captured.root) is not None:
+            raise GraphError(
+                "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
+                "the PatchableGraph of the model in one process (on the meta device, say)"
+            )
+
     def _refuse_patches(self) -> None:
+        self._refuse_sharded()
         self._captured.check_weights()
         if self._captured.permanent:
             raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
@@ -411,6 +430,7 @@ class PatchableGraph(ModuleDelegate):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
         """
+        self._refuse_sharded()
         given: Any = (args, kwargs or {})
         if not isinstance(given[0], (tuple, list)) or not isinstance(given[1], Mapping):
             raise TypeError(
@@ -423,6 +443,65 @@ class PatchableGraph(ModuleDelegate):
         return verified_fx_module(
             self._graph_module, entries, self, args, dict(kwargs or {}), allow_doubts=allow_doubts, any_size=any_size
         )
+
+    def compile(  # type: ignore[override]  # that of `nn.Module` compiles a module in place
+        self,
+        patches: Mapping[str | NodePath, Patch[Any] | Sequence[Patch[Any]]],
+        *inputs: Any,
+        allow_doubts: bool = False,
+        any_size: bool = False,
+        backend: str | Callable[..., Any] = "inductor",
+        mode: str | None = None,
+        **input_kwargs: Any,
+    ) -> CompiledModel:
+        """Returns the model with patches, compiled by `torch.compile` as one graph.
+
+        The values of the patches are inputs of the compiled graph: each call reads them, and another value of the same
+        shape and dtype does not compile again. Numbers may be any number. The result returns what this
+        `PatchableGraph` returns in `with pg.patch(patches):`, within the tolerance of `torch.compile`. Patches that are
+        active now are part of it, too.
+
+        The graph is made by `to_fx`, which compares it with the patched model on `inputs`, bit for bit; what is said
+        there holds for it, too. It is compiled at the first call.
+
+        Args:
+            patches: The patch map, of `ZeroPatch`, `AddPatch` and `ReplacePatch` (or other classes with
+                `is_pure = True`) on tensors.
+            inputs: Inputs to compare with, positional.
+            allow_doubts: Accept graphs of a model whose control flow depends on values, as for `to_fx`. Models of
+                transformers look at their masks, for example.
+            any_size: Accept inputs of other sizes, as for `to_fx`.
+            backend: The backend of `torch.compile`.
+            mode: The mode of `torch.compile`: `"reduce-overhead"` uses CUDA graphs.
+            input_kwargs: Inputs to compare with, by keyword.
+
+        Raises:
+            UnknownPathError, PatchMapError: The patch map is not valid.
+            GraphError: A patch cannot be compiled (it runs Python code, keeps what it sees, is limited to steps or
+                positions, or is on a number), a part of the model does not have a graph, the graphs are in doubt, or
+                the results differ.
+
+        Example:
+            >>> import torch
+            >>> from graphpatch_notebook import AddPatch, PatchableGraph
+            >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(1, 2))
+            >>> steer = AddPatch(value=torch.tensor([1.0, 2.0]))
+            >>> compiled = pg.compile({"sub_0.output": steer}, torch.ones(1, 2), backend="eager")
+            >>> compiled(torch.ones(1, 2)).tolist()
+            [[2.0, 3.0]]
+            >>> steer.value = torch.tensor([10.0, 20.0])
+            >>> compiled(torch.ones(1, 2)).tolist()
+            [[11.0, 21.0]]
+        """
+        entries = self._captured.entries_of(patches)
+        check_compilable(entries)
+        copies = CompiledPatches(patches, entries)
+        with self.patch(copies.patch_map):
+            context = innermost(self._captured)
+            assert context is not None
+            check_compilable(context.plan.entries)
+            graph = self.to_fx(inputs, input_kwargs, allow_doubts=allow_doubts, any_size=any_size)
+        return CompiledModel(graph, copies, backend, mode)
 
     def _code_of(self, frame: Frame) -> str:
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)
@@ -465,6 +544,7 @@ class PatchableGraph(ModuleDelegate):
         """
         from graphpatch_notebook import serialization
 
+        self._refuse_sharded()
         self._captured.check_weights()
         if self._captured.permanent:
             raise SerializationError(
@@ -761,6 +841,8 @@ class PatchableGraph(ModuleDelegate):
         __tracebackhide__ = True
         self._captured.check_weights()
         context = innermost(self._captured)
+        if (sharding := sharding_of(self._captured.root)) is not None:
+            sharding.check_call(function, () if context is None else context.plan.entries)
         if context is not None:
             return call_patched(context, function, args, kwargs)
         if not self._captured.has_patched_calls:
@@ -801,6 +883,7 @@ class PatchableGraph(ModuleDelegate):
             setattr(self._module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
+        self._refuse_sharded()
         result = memo[id(self)] = self._around(copy.deepcopy(self._captured, memo))
         result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"], memo)
         return result

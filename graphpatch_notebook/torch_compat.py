@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 import threading
@@ -408,3 +409,37 @@ def overload_path(func: object) -> str | None:
     tests/serialization/codecs/test_functions.py.
     """
     return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None
+
+
+def distributed_tensors() -> Any:
+    """Returns the module with `DTensor` and its placements.
+
+    `torch.distributed.tensor` is public since torch 2.5. Tested by: tests/distributed/test_sharded_models.py.
+    """
+    try:
+        return importlib.import_module("torch.distributed.tensor")
+    except ImportError:
+        return importlib.import_module("torch.distributed._tensor")
+
+
+def default_store() -> Any:
+    """Returns the store through which the processes of the default group found each other.
+
+    `torch.distributed.distributed_c10d._get_default_store`: torch 2.4 to 2.13. Tested by:
+    tests/distributed/test_sharded_models.py.
+    """
+    return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
+
+
+def strided_shard(dim: int, factor: int) -> Any:
+    """Returns the placement of weights that are packed into one along a dimension and split one by one.
+
+    `_StridedShard`: torch 2.5 to 2.13. Tested by: tests/distributed/test_sharded_models.py.
+    """
+    placements = importlib.import_module("torch.distributed.tensor.placement_types")
+    return placements._StridedShard(dim=dim, split_factor=factor)
+
+
+def split_factor(placement: object) -> int:
+    """Returns the factor of such a placement; 1 for all others."""
+    return getattr(placement, "split_factor", 1) if type(placement).__name__ == "_StridedShard" else 1

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
-from graphpatch_notebook.capture.naming.call_sites import invoke
+from graphpatch_notebook.capture.naming.call_sites import invoke, is_parallel_code
 from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes
 
@@ -114,6 +114,13 @@ def innermost_forward(module: Module) -> str:
     are loaded between the two, so this is where parameters exist.
     """
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def declared_forward(module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the forward that says which parameters `module` takes: that of its class where shards run around it."""
+    code = getattr(forward, "__code__", None)
+    is_around = code is not None and is_parallel_code(code)
+    return getattr(type(module), "forward").__get__(module) if is_around else forward  # noqa: B009
 
 
 class Swaps:

@@ -29,6 +29,7 @@ from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.bytecode import Assigned
 from graphpatch_notebook.capture.naming.call_sites import SiteTable, invoke
 from graphpatch_notebook.capture.naming.names import name_nodes
+from graphpatch_notebook.capture.observers import declared_forward
 from graphpatch_notebook.capture.quantization.packed_weights import packing_of
 from graphpatch_notebook.capture.records import (
     CallNode,
@@ -354,7 +355,7 @@ class Recorder(TorchFunctionMode):
                 self._fail(parent, failure)
             record.parent, record.call, record.capture = parent.record, call, parent.record.capture
             parent.add_call(call)
-        signature = signature_of(forward)
+        signature = signature_of(declared_forward(module, forward))
         record.parameters = input_parameters(signature)
         bound = bind(signature, args, kwargs)
         if bound is not None:

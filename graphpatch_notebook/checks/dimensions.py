@@ -413,7 +413,9 @@ def fixed_sizes(frame: Frame, node: Node, spec: ValueSpec) -> tuple[int | None, 
     return tuple(None if size == 1 or known.follows_inputs(dim) else size for size, dim in sizes)
 
 
-def unpacked_shape(frame: Frame, node: Node, spec: ValueSpec, shape: torch.Size) -> tuple[int, ...] | None:
+def unpacked_shape(
+    frame: Frame, node: Node, spec: ValueSpec, shape: torch.Size, here: int | None = None
+) -> tuple[int, ...] | None:
     """Returns the shape, with the heads as captured, of a value of attention that has heads as if they were positions.
 
     With one position, `(batch, key heads, heads of each, ...)` is a view of `(batch, heads, 1, ...)`.
@@ -423,17 +425,18 @@ def unpacked_shape(frame: Frame, node: Node, spec: ValueSpec, shape: torch.Size)
         node: The node that has the value.
         spec: What was recorded of the value.
         shape: Its shape now.
+        here: How many of the heads this process holds; `None` for all.
 
     Returns:
         The shape; `None` if heads are not packed like this.
     """
     if not isinstance(spec, TensorSpec) or len(spec.shape) != 4 or len(shape) != 4:
         return None
-    heads = spec.shape[1]
+    heads = spec.shape[1] if here is None else here
     if shape[1] == heads or shape[1] * shape[2] != heads:
         return None
     sizes = fixed_sizes(frame, node, spec)
-    return (shape[0], heads, 1, shape[3]) if sizes is not None and sizes[1] == heads else None
+    return (shape[0], heads, 1, shape[3]) if sizes is not None and sizes[1] == spec.shape[1] else None
 
 
 def _size_problem(known: Dimensions, spec: TensorSpec, shape: torch.Size) -> str | None:

@@ -36,7 +36,12 @@ from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.observers import innermost_forward
 from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead
-from graphpatch_notebook.checks.sharding import communicates
+from graphpatch_notebook.checks.sharding import (
+    communicates,
+    drop_machinery,
+    is_parallel_machinery,
+    note_whole_tensors,
+)
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
 
@@ -146,12 +151,16 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
             memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_machinery(hook))
         for backward in (module._backward_hooks, module._backward_pre_hooks):
             memo[id(backward)] = OrderedDict()
+        note_whole_tensors(memo, module, META)
         if packing_of(module) is not None:
             memo[id(module.weight)] = Parameter(torch.empty(0, device=META))  # its class does not support meta tensors
     classes = {type(module) for module in reachable_modules(root.module)}
     unnamed = [kind for kind in classes if "__slotnames__" not in vars(kind)]
     with _Weightless():
         model = copy.deepcopy(root.module, memo)
+    for module in reachable_modules(root.module):
+        if isinstance(copied := memo.get(id(module)), Module):
+            drop_machinery(copied)
     for kind in unnamed:  # `copyreg` leaves a cache on the classes that it copies objects of
         if "__slotnames__" in vars(kind):
             delattr(kind, "__slotnames__")
@@ -166,7 +175,8 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
 
 def _is_machinery(hook: Callable[..., Any]) -> bool:
     """Whether a hook belongs to how the model works: users' hooks do not run without values."""
-    return str(getattr(hook, "__module__", "")).split(".")[0] in ("torch", "transformers", "accelerate")
+    is_library = str(getattr(hook, "__module__", "")).split(".")[0] in ("torch", "transformers", "accelerate")
+    return is_library and not is_parallel_machinery(hook)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -196,7 +206,7 @@ class _MetaRecorder(Recorder):
             if read is None or read.value is None:
                 raise MetaRunError(f"the model reads a value into Python ({name})")
             return read.value + self._more if type(read.value) is int else read.value
-        node = self._captured(place, _by_key)
+        node = self._captured(place, nodes_by_key)
         if node is not None and is_sized_by_values(node) and not has_values(args):
             return result_of_size(func, name, args, kwargs, _count(node) + self._more_entries)
         return func(*args, **kwargs)
@@ -215,7 +225,7 @@ class _MetaRecorder(Recorder):
         if record.parent is None or call is None:
             return self._root
         above = self._frame(record.parent)
-        known = {} if above is None else self._index(above, _by_key)
+        known = {} if above is None else self._index(above, nodes_by_key)
         keys = ((call.kind, call.target, number) for number in range(call.call_index, -1, -1))
         return next((known[key].frame for key in keys if key in known), None)
 
@@ -244,9 +254,9 @@ def _count(node: Node) -> int:
 
 def _matched(captured: Frame, found: Frame) -> list[tuple[int, ValueSpec]]:
     """Returns for the captured nodes of a frame, and those below it, what they held in another run."""
-    known, result = _by_key(found), []
+    known, result = nodes_by_key(found), []
     for node in captured.nodes:
-        other = known.get(_key(node))
+        other = known.get(node_key(node))
         if other is not None:
             result.append((id(node), other.spec))
             if isinstance(node, CallNode) and isinstance(other, CallNode):
@@ -254,11 +264,12 @@ def _matched(captured: Frame, found: Frame) -> list[tuple[int, ValueSpec]]:
     return result
 
 
-def _by_key(frame: Frame) -> dict[Any, Node]:
+def nodes_by_key(frame: Frame) -> dict[Any, Node]:
+    """Returns the nodes of a frame by what identifies them in another run: see `node_key`."""
     found: dict[Any, Node] = {}
     for node in frame.nodes:
         if node.kind != "op" or node.site is not None:
-            found.setdefault(_key(node), node)
+            found.setdefault(node_key(node), node)
     return found
 
 
@@ -266,7 +277,8 @@ def _reads_by_key(frame: Frame) -> dict[Any, ValueRead]:
     return {_op_key(read.site, read.occurrence, read.composite, None): read for read in frame.value_reads}
 
 
-def _key(node: Node) -> tuple[Any, ...]:
+def node_key(node: Node) -> tuple[Any, ...]:
+    """Returns what identifies a node in its frame, also in another run: the call site of an op, say."""
     if node.kind == "op":
         return _op_key(node.site, node.occurrence, node.composite, node.position)
     if node.kind == "constant":

@@ -1,4 +1,4 @@
-"""Determines whether a model is sharded over several processes, each of which computes with parts of its values.
+"""Determines whether a model is sharded over several processes, and copies such a model as one process would have it.
 
 Of a model under tensor parallelism, a process holds some heads, some neurons, or one term of a sum: what a slice, a
 position, a head or a number means something else there than in the whole value. FSDP is different: its weights are
@@ -8,51 +8,51 @@ whole while a module runs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch.nn import Module
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node
-from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.torch_compat import is_fully_sharded
-from graphpatch_notebook.values import TensorSpec, leaves
 
 _DISTRIBUTED = "DTensor"
+_MESH = "DeviceMesh"
+_MACHINERY = ("torch.distributed.tensor", "transformers.integrations.tensor_parallel", "transformers.distributed")
 
 
-def sharding(root: Frame) -> str | None:
-    """Returns a description of how the model of a capture is sharded; `None` if each process holds whole values.
+def is_sharded(model: Module) -> bool:
+    """Whether a model computes with parts of values: some of its tensors are `DTensor`s, and not those of FSDP.
 
-    It looks for a `DTensor` among the values of the capture, and for `tp_size`, which transformers sets.
+    Also with `tp_size`, which transformers sets: its tensors may be plain parts.
     """
     if "torch.distributed.tensor" not in sys.modules and "torch.distributed._tensor" not in sys.modules:
-        return None
-    if not torch.distributed.is_initialized() or (count := torch.distributed.get_world_size()) == 1:
-        return None
-    findings = root.capture.findings
-    if sharding not in findings:  # each patch context needs it
-        findings[sharding] = _is_parallel(root.module) or any(
-            _is_distributed(node) for frame in root.walk() for node in frame.nodes
-        )
-    return f"the model is sharded over {count} processes" if findings[sharding] else None
+        return False
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return False
+    size = getattr(model, "tp_size", None)
+    return (type(size) is int and size > 1) or next(iter(distributed_tensors(model)), None) is not None
+
+
+def distributed_tensors(model: Module) -> Iterable[Any]:
+    """Yields the `DTensor`s among the parameters and buffers of a model, without those of FSDP."""
+    gathered: set[int] = set()
+    for module in model.modules():
+        if is_fully_sharded(module):
+            gathered.update(map(id, module.modules()))
+        if id(module) not in gathered:
+            held = (*module._parameters.values(), *module._buffers.values())
+            yield from (tensor for tensor in held if is_distributed(tensor))
 
 
 def communicates(root: Frame) -> bool:
-    """Whether the model of a capture exchanges weights, values or buffers with other processes when it runs."""
+    """Whether copies of the model of a capture exchange weights, values or buffers with other processes."""
     modules = [frame.module for frame in root.walk()]
-    is_wrapped = any(isinstance(each, DistributedDataParallel) or is_fully_sharded(each) for each in modules)
-    return is_wrapped or sharding(root) is not None
-
-
-def _is_parallel(model: Module) -> bool:
-    size = getattr(model, "tp_size", None)
-    return type(size) is int and size > 1
-
-
-def _is_distributed(node: Node) -> bool:
-    specs = [node.spec] if type(node.spec) is TensorSpec else [leaf for _, leaf in leaves(node.spec)]
-    return any(isinstance(spec, TensorSpec) and spec.type_name == _DISTRIBUTED for spec in specs)
+    return any(isinstance(each, DistributedDataParallel) or is_fully_sharded(each) for each in modules)
 
 
 def is_distributed(value: object) -> bool:
@@ -60,20 +60,33 @@ def is_distributed(value: object) -> bool:
     return type(value).__name__ == _DISTRIBUTED
 
 
-def sharding_problem(node: Node, patch: Patch[object]) -> str | None:
-    """Returns why a patch cannot be used on a node of a sharded model, or `None` where it can.
-
-    Zero is zero in each part and each term of a sum, and a patch that only observes changes nothing. The effect of a
-    custom function on parts is unknown.
-    """
-    for name in ("slice", "positions"):
-        if getattr(patch, name, None) is not None:
-            return f"{name}= would be applied to this process's part of the value"
-    if patch.observes_only:
-        return None
-    if node.kind in HELD_KINDS:
-        return f"this process holds a part of the {node.kind}"
-    return patch.whole_value_only or None
+def is_parallel_machinery(function: Callable[..., Any] | None) -> bool:
+    """Whether a hook, or a forward of an instance, is what splits and joins the values of a sharded model."""
+    code = getattr(function, "__code__", None)
+    named = str(getattr(function, "__module__", "")).startswith(_MACHINERY)
+    return named or (code is not None and call_sites.is_parallel_code(code))
 
 
-REPAIR = "zero or probe whole values (ZeroPatch(), ProbePatch()), or run the model unsharded"
+def runs_shards(module: Module) -> bool:
+    """Whether a module runs on its part of a weight, with code around it that splits or joins values."""
+    around = (module.__dict__.get("forward"), *module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(map(is_parallel_machinery, around))
+
+
+def note_whole_tensors(memo: dict[int, Any], module: Module, device: torch.device) -> None:
+    """Makes `deepcopy` with this `memo` put empty tensors of the whole shape in place of the `DTensor`s of a module."""
+    for held in (module._parameters, module._buffers):
+        for tensor in held.values():
+            if is_distributed(tensor) and tensor is not None and id(tensor) not in memo:
+                whole: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                is_parameter = held is module._parameters
+                memo[id(tensor)] = Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+    for value in vars(module).values():
+        if type(value).__name__ == _MESH:
+            memo[id(value)] = value  # it holds groups of processes
+
+
+def drop_machinery(copied: Module) -> None:
+    """Takes what splits and joins values off a copied module, which holds whole tensors."""
+    if is_parallel_machinery(copied.__dict__.get("forward")):
+        del copied.__dict__["forward"]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, map_leaves
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
 from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value
@@ -567,6 +568,8 @@ def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAM
     node = value.node
     if node.kind in HELD_KINDS:
         held: Any = functools.reduce(getattr, str(node.target).split("."), flow.frame_of[node].module)
+        if is_distributed(held):
+            held = held.full_tensor()
         if not isinstance(held, Tensor) or not held.is_floating_point():
             raise GraphError(f"{flow.path(value)} is not a tensor of floating-point numbers (it may be quantized)")
         return held

@@ -5,12 +5,14 @@
 modules on the way, and reports patches that never fire (`reports`). `live/` is a call in the block. `steps` and
 `positions` limit patches to parts of a generation, `recording` keeps many values of one run, `replay/` reuses the
 results of frames in sweeps, `splices` joins patches on the latents of an SAE with it, `skipped_calls` checks patches
-that replace calls, and `verified_fx` makes plain fx modules and compares them with the patched model.
+that replace calls, `verified_fx` makes plain fx modules and compares them with the patched model, and `compiled_model`
+is such a module compiled by `torch.compile`.
 """
 
 from __future__ import annotations
 
 from graphpatch_notebook.execution.captured_model import CapturedModel
+from graphpatch_notebook.execution.compiled_model import CompiledModel, CompiledPatches, check_compilable
 from graphpatch_notebook.execution.context import PatchContext, call_patched, innermost
 from graphpatch_notebook.execution.live.apply import apply_to_rows
 from graphpatch_notebook.execution.live.boundaries import FrameWatch, frames_seen
@@ -39,6 +41,8 @@ from graphpatch_notebook.execution.verified_fx import verified_fx_module
 __all__ = [
     "GENERATION_CONFIG",
     "CapturedModel",
+    "CompiledModel",
+    "CompiledPatches",
     "Entry",
     "FrameWatch",
     "GenerationStep",
@@ -49,6 +53,7 @@ __all__ = [
     "StepCount",
     "apply_to_rows",
     "call_patched",
+    "check_compilable",
     "copied_config",
     "frames_seen",
     "generating_with",

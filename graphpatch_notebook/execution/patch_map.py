@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
-from graphpatch_notebook.checks.sharding import REPAIR, sharding, sharding_problem
 from graphpatch_notebook.components.names import is_component_name
-from graphpatch_notebook.errors import ComponentWarning, PatchMapError, ShardedValueWarning, UnknownPathError
+from graphpatch_notebook.errors import ComponentWarning, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
 from graphpatch_notebook.execution.skipped_calls import are_for_calls, call_problem, call_target
@@ -23,6 +22,7 @@ from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
 from graphpatch_notebook.patches.kinds import Patch, declares, has_plain_fields
 from graphpatch_notebook.paths import is_pattern, nearest
+from graphpatch_notebook.sharded import Sharding, sharding_of
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
@@ -68,12 +68,10 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
     entries += _sources_of(nodes, entries, problems)
     if not problems:
         _warn_of_doubts(entries)
-    if (sharded := sharding(root)) is not None:
-        problems += _sharding_problems(entries, sharded)
+    if (sharding := sharding_of(root)) is not None:
+        entries = [_placed(sharding, entry, problems) for entry in entries]
     if problems:
         raise _error(problems, PatchMapError if has_all_paths else UnknownPathError)
-    if sharded is not None and entries:
-        warn(f"{sharded}: {_LOCAL}", ShardedValueWarning, stacklevel=level_of_caller())
     return entries
 
 
@@ -191,19 +189,23 @@ def _problems_inside(text: str, patches: Any) -> list[str]:
     return problems
 
 
-_LOCAL = (
-    "on each of them a patch sees what is there of a value, which may be a part of it (some heads, some neurons) or "
-    "one term of a sum"
-)
-
-
-def _sharding_problems(entries: Sequence[Entry], sharded: str) -> list[str]:
-    return [
-        f"{entry.target.text!r}: {type(patch).__name__}: {sharded}, and {problem}; {REPAIR}"
-        for entry in entries
-        for patch in entry.patches
-        if (problem := sharding_problem(entry.target.node, patch)) is not None
-    ]
+def _placed(sharding: Sharding, entry: Entry, problems: list[str]) -> Entry:
+    """Returns an entry of a model that is sharded over processes, with how its value is distributed."""
+    target, placement = entry.target, sharding.placement(entry.target)
+    problem = sharding.problem(target)
+    if problem is None and placement is not None and placement.dim is not None and entry.patches[0].replaces_call:
+        problem = f"{type(entry.patches[0]).__name__} cannot replace a call that returns a part of a value"
+    if problem is not None:
+        problems.append(f"{target.text!r}: the model is sharded over processes, and {problem}")
+    return replace(
+        entry,
+        target=sharding.run_target(target),
+        placement=placement,
+        is_early=sharding.is_leaf(target),
+        observed_shape=None,
+        plain_shape=None,
+        watch=None,
+    )
 
 
 def _entries(root: Frame, target: Target, given: Any, problems: list[str]) -> list[Entry]:

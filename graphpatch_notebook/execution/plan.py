@@ -26,6 +26,7 @@ from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.sharded import Placement
 from graphpatch_notebook.torch_compat import has_compiled_parts, is_any_compiled, may_compile, takes_hooks
 from graphpatch_notebook.values import TensorSpec
 
@@ -44,6 +45,8 @@ class Entry:
         watch: The operation of the only patch, if it only observes the result of a call.
         sources: The names of the values of the run that the patch (then the only one) reads.
         is_source: Whether the value is only kept for patches that read it.
+        placement: How the value is distributed over processes, if the model is sharded: patches see the whole value.
+        is_early: Whether it comes before the other entries on the value: it is for the op that made it.
     """
 
     target: Target
@@ -55,13 +58,20 @@ class Entry:
     watch: Callable[[Any], Any] | None = None
     sources: Sequence[str] = ()
     is_source: bool = False
+    placement: Placement | None = None
+    is_early: bool = False
 
     def __post_init__(self) -> None:
         # Most patches take a short way, and probes, which may be on many nodes at once, a shorter one.
         target, patches = self.target, self.patches
         node, spec = target.node, target.whole
         self.is_special = node.is_in_place or node.position is not None
-        if self.restriction is not None or self.is_source or not isinstance(spec, TensorSpec):
+        if (
+            self.restriction is not None
+            or self.is_source
+            or self.placement is not None
+            or not isinstance(spec, TensorSpec)
+        ):
             return
         if target.dig or target.component is not None or node.is_mutated_later or node.is_view_filled_later:
             return
@@ -77,7 +87,8 @@ class Entry:
 
 def _rank(entry: Entry) -> int:
     """When an entry has its turn among those on one value: what others read comes late, and the end of the run last."""
-    return 1 if entry.is_source else 2 if entry.patches[0].stops_run else 0
+    late = 1 if entry.is_source else 2 if entry.patches[0].stops_run else 0
+    return late - 3 if entry.is_early else late
 
 
 # Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.

@@ -23,7 +23,6 @@ from graphpatch_notebook.torch_compat import version_of
 T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
 
-_WRITES_ITS_VALUE = "its value would be written into this process's part of the value, which may be one term of a sum"
 _NO_SLICES = "a slice cannot be taken of the number {!r}; drop slice="
 
 
@@ -79,7 +78,6 @@ class Patch(Generic[T]):
         stops_run: Whether `op` ends the forward. It runs after all other patches on the node.
         replaces_call: Whether the patch replaces a call of a module: `op` receives what the call passes through (see
             `SkipPatch`), and returns the output of the call.
-        whole_value_only: Why the patch cannot be used for a value of which each process holds a part; empty if it can.
         any_shape: Apply the patch also if the value has another rank than at capture, or other sizes (except those
             that depend on the inputs). By default that is a `PatchShapeError`.
         allow_empty: Whether `slice`, `steps` and `positions` may select nothing (`slice=(..., slice(64, 80))` of 64
@@ -120,7 +118,6 @@ class Patch(Generic[T]):
     only_keeps: ClassVar[bool] = False
     stops_run: ClassVar[bool] = False
     replaces_call: ClassVar[bool] = False
-    whole_value_only: ClassVar[str] = ""
 
     @property
     def sources(self) -> Sequence[str]:
@@ -323,7 +320,6 @@ class AddPatch(WritingPatch):
     """
 
     is_pure: ClassVar[bool] = True
-    whole_value_only: ClassVar[str] = _WRITES_ITS_VALUE
     value: Tensor | Scalar
     slice: TensorIndex = _Index()
 
@@ -352,7 +348,6 @@ class ReplacePatch(WritingPatch):
     """
 
     is_pure: ClassVar[bool] = True
-    whole_value_only: ClassVar[str] = _WRITES_ITS_VALUE
     value: Tensor | Scalar
     slice: TensorIndex = _Index()
 
@@ -501,7 +496,6 @@ class SkipPatch(Patch[Any]):
     """
 
     replaces_call: ClassVar[bool] = True
-    whole_value_only: ClassVar[str] = _WRITES_ITS_VALUE
     value: Tensor | Scalar | None = None
 
     def op(self, original_output: Any) -> Any:
@@ -549,7 +543,6 @@ class FromPatch(_SlicedPatch):
     """
 
     requires_clone: ClassVar[bool] = True
-    whole_value_only: ClassVar[str] = "what it reads is this process's part of the value, which may be another part"
     source: Any
     transform: Callable[[Any], Any] | None = None
     _: KW_ONLY

@@ -2,7 +2,7 @@
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
 import { makeActivation } from "./details/activation_view";
 import { makePopup } from "./details/popup";
-import type { CircuitTraits, HeatmapTraits, LensTraits } from "./kernel/protocol";
+import type { AttentionTraits, CircuitTraits, HeatmapTraits, LensTraits } from "./kernel/protocol";
 import { showFailure, watchErrors } from "./page/boundary";
 import { copyText, element } from "./page/dom";
 import { followTheme } from "./page/theme";
@@ -17,6 +17,7 @@ import { makeToolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
 import { makeTree } from "./tree/tree_view";
 import type { Model, Part, View } from "./view";
+import { makeAttentionView } from "./views/attention_view";
 import { makeLensView } from "./views/lens_view";
 import { link } from "./views/linked_view";
 import { joinSelection } from "./views/tree_selection";
@@ -25,7 +26,8 @@ type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
 type CircuitModel = Model<CircuitTraits>;
 type LensModel = Model<LensTraits>;
-type AnyModel = Model | HeatmapModel | CircuitModel | LensModel;
+type AttentionModel = Model<AttentionTraits>;
+type AnyModel = Model | HeatmapModel | CircuitModel | LensModel | AttentionModel;
 
 /** Shows the model in `el`. Returns a function that removes the view. */
 async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Promise<Undo> {
@@ -46,6 +48,7 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
       // A model without a tree: that of `show_heatmap` or `show_circuit`.
       if (isOfLens(model)) return await fillLens(root, model, (undo) => undos.push(undo));
       if (isOfHeatmap(model)) return fillHeatmap(root, model, (undo) => undos.push(undo));
+      if (isOfAttention(model)) return fillAttention(root, model, (undo) => undos.push(undo));
       if (isOfCircuit(model)) return fillCircuit(root, model, (undo) => undos.push(undo));
       const skeleton = await decodeSkeleton(model.get("skeleton"));
       if (shown === current) fill(root, model, skeleton, (undo) => undos.push(undo));
@@ -120,6 +123,15 @@ function isOfHeatmap(model: AnyModel): model is HeatmapModel {
 function fillHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Undo) => void): void {
   root.append(makeResultHeatmap(model, onRemove));
   onRemove(hideStaticTree(model.get("heatmap").model_id, root));
+}
+
+function isOfAttention(model: AnyModel): model is AttentionModel {
+  return (model as AttentionModel).get("about")?.view === "attention";
+}
+
+function fillAttention(root: HTMLElement, model: AttentionModel, onRemove: (undo: () => void) => void): void {
+  root.append(makeAttentionView(root, model, onRemove));
+  onRemove(hideStaticTree(model.get("about").model_id, root));
 }
 
 function isOfLens(model: AnyModel): model is LensModel {

@@ -9,7 +9,7 @@
  *     ├── patches/   the editor of a patch, the list of chosen patches              editor.ts, edits.ts, patch_list.ts
  *     ├── runs/      the inputs of a run, its progress and its report               run_panel.ts, run_report.ts
  *     ├── plots/     heatmaps and histograms; the heatmap of a sweep's results      plots.ts, result_heatmap.ts
- *     ├── views/     the selection that all views share, what can be done with it   selection.ts, actions.ts
+ *     ├── views/     the selection that all views share, what can be done with it   selection.ts, actions.ts, attention_view.ts
  *     ├── circuits/  the picture of a circuit, alone or above the tree              circuit_figure.ts, circuit_views.ts
  *     └── page/      elements, floating panels, notices, theme, formatted text      dom.ts, notices.ts
  *

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph, ProbePatch, ReplacePatch
+from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.experiments import attribute, attribute_edges, circuit, circuit_patches
 from graphpatch_notebook.experiments.attribution.rules import Method
 from tests.benchmarks.models import GPT2_124M, GPT2_SMALL, Benchmarked
@@ -156,6 +158,77 @@ def swept(benchmarked: Benchmarked, bound: float, quick: bool, positions: int = 
     yield row(f"{what}: largest difference with batch=None", f"{exact:.1e}", "0", exact == 0)
 
 
+@torch.no_grad()
+def swept_heads(benchmarked: Benchmarked, layers: list[int], bound: float, quick: bool) -> Iterator[Row]:
+    """All heads of some layers, zeroed one by one, on 8 prompts of 16 tokens, next to a loop with plain hooks."""
+    model: Any = benchmarked.build()
+    clean = torch.cat([benchmarked.inputs(16).roll(shift, 1) for shift in range(8)])
+    pg = PatchableGraph(model, clean)
+    size = model.config.n_embd // model.config.n_head
+    axes = {"layer": layers, "head": range(model.config.n_head)}
+
+    def patches(layer: int, head: int) -> dict[str, ZeroPatch]:
+        part = slice(head * size, (head + 1) * size)
+        return {f"transformer.h_{layer}.attn.c_proj.x": ZeroPatch(slice=(..., part))}
+
+    def loop() -> Tensor:
+        found = torch.empty(len(layers), model.config.n_head, dtype=torch.float64)
+        for number, layer in enumerate(layers):
+            for head in axes["head"]:
+
+                def zero(_module: Any, args: Any, at: int = head) -> Any:
+                    heads = args[0].clone()
+                    heads[..., at * size : (at + 1) * size] = 0
+                    return (heads,)
+
+                handle = model.transformer.h[layer].attn.c_proj.register_forward_pre_hook(zero)
+                found[number, head] = logit_difference(model(clean))
+                handle.remove()
+        return found
+
+    def sweep() -> Any:
+        return pg.sweep(axes, patches, clean, metric=logit_difference, progress=False)
+
+    started = time.perf_counter()
+    result = sweep()
+    first = time.perf_counter() - started
+    times = median_times({"loop": loop, "sweep": sweep}, 1 if quick else 3, warm_ups=0)
+    error = (torch.from_numpy(result.values) - loop()).abs().max().item()
+    what = f"{benchmarked.name}, heads of layers {layers}, 8 prompts of 16 tokens"
+    found = times["sweep"] / times["loop"]
+    yield row(f"{what}: the first sweep / a loop with plain hooks", f"{first / times['loop']:.2f}x", "", True)
+    yield row(f"{what}: a later sweep / the loop", f"{found:.2f}x", f"at most {bound}x", found <= bound)
+    yield row(f"{what}: largest difference", f"{error:.1e}", "at most 2e-6", error <= 2e-6)
+
+
+@torch.no_grad()
+def compiled(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
+    """A model with patches, compiled by `pg.compile`, next to `torch.compile` of the model without patches."""
+    model: Any = benchmarked.build()
+    ids = benchmarked.inputs()
+    pg = PatchableGraph(model, ids, use_cache=False)
+    width = model.config.n_embd
+    steer = AddPatch(value=torch.zeros(width), slice=(slice(None), 3))
+    patches = {"layers[1].resid_post": steer, "layers[2].mlp.post": ZeroPatch(slice=(..., slice(0, 8)))}
+    patched = pg.compile(patches, ids, use_cache=False, allow_doubts=True)
+    plain = torch.compile(model)
+    works = {name: partial(work, ids, use_cache=False) for name, work in {"plain": plain, "patched": patched}.items()}
+    times = median_times(works, benchmarked.rounds // 20 + 2 if quick else benchmarked.rounds)
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    error = 0.0
+    for _ in range(100):
+        steer.value = torch.randn(width)
+        found = patched(ids, use_cache=False).logits
+        with pg.patch(patches):
+            error = max(error, (found - pg(ids, use_cache=False).logits).abs().max().item())
+    again, speed = stats["unique_graphs"] - before, times["plain"] / times["patched"]
+    what = f"{benchmarked.name}, compiled by inductor"
+    yield row(f"{what}: without patches / with two", f"{speed:.2f}x", "at least 0.97x", speed >= 0.97)
+    yield row(f"{what}: graphs compiled for 100 values", f"{again}", "0", again == 0)
+    yield row(f"{what}: largest difference from pg.patch", f"{error:.1e}", "at most 1e-5", error <= 1e-5)
+
+
 def sections(quick: bool) -> list[Iterator[Row]]:
     return [
         *(attribution(benchmarked, length, quick) for benchmarked in (GPT2_124M, GPT2_SMALL) for length in (16, 32)),
@@ -163,6 +236,8 @@ def sections(quick: bool) -> list[Iterator[Row]]:
         secant(GPT2_124M, 64, quick),
         swept(GPT2_124M, 3.5, quick),
         swept(GPT2_SMALL, 8, quick),
+        swept_heads(GPT2_124M, [0, 3, 6, 9], 0.25, quick),
+        compiled(GPT2_SMALL, quick),
     ]
 
 

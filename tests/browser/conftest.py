@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+from tests.browser import leaving_out, widget_packages
 from tests.browser.chromium import Watch, context_of, launch, opened
 from tests.browser.leaving_out import is_left_out
 from tests.browser.notebook_page import NotebookPage, notebook_of
@@ -28,6 +29,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
     yield
     driving = [item for item in items if item.get_closest_marker("browser")]
+    without = [] if widget_packages.are_installed() else [item for item in driving if "cdn" in item.fixturenames]
+    if without and not config.getoption("all_browser_tests"):
+        leaving_out.note_packages(len(without))
+        items[:] = [item for item in items if item not in without]
+        driving = [item for item in driving if item not in without]
+        config.hook.pytest_deselected(items=without)
     if driving and not config.getoption("all_browser_tests") and is_left_out(len(driving)):
         items[:] = [item for item in items if item not in driving]
         config.hook.pytest_deselected(items=driving)
@@ -100,6 +107,14 @@ def write(server: Server, request: pytest.FixtureRequest) -> Iterator[Callable[.
 
     yield written
     server.end_kernels(name)
+
+
+@pytest.fixture
+def cdn(context: BrowserContext) -> Iterator[None]:
+    """Pages get the packages that show widgets, as from a content delivery network."""
+    widget_packages.serve_packages(context)
+    yield
+    context.unroute_all()
 
 
 @pytest.fixture

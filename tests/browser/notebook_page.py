@@ -1,4 +1,4 @@
-"""A notebook that is open in JupyterLab, and what people do with it."""
+"""A notebook that is open in JupyterLab or Notebook 7, and what people do with it."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def notebook_of(sources: Sequence[str]) -> NotebookNode:
 
 
 class NotebookPage:
-    """A notebook in a page of JupyterLab. Cells are counted from 0."""
+    """A notebook in a page of JupyterLab or Notebook 7. Cells are counted from 0."""
 
     def __init__(self, page: Page, server: Server) -> None:
         self.page = page
         self._server = server
 
-    def open(self, file: str, has_kernel: bool = True) -> None:
+    def open(self, file: str, has_kernel: bool = True, host: Literal["doc/tree", "notebooks"] = "doc/tree") -> None:
         """Opens a notebook of the server's folder; returns when it is there, and its kernel."""
-        self.page.goto(self._server.address(file))
+        self.page.goto(self._server.address(file, host))
         self.page.locator(".jp-Notebook .jp-Cell").first.wait_for()
         if has_kernel:
             self.wait_until_ready()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 CHECKOUT = Path(__file__).parents[2]
 START_SECONDS = 120
@@ -35,9 +36,9 @@ class Server:
     url: str
     folder: Path
 
-    def address(self, file: str) -> str:
-        """Returns where a notebook of the folder is, in the mode that shows this one document."""
-        return f"{self.url}/doc/tree/{file}"
+    def address(self, file: str, host: Literal["doc/tree", "notebooks"] = "doc/tree") -> str:
+        """Returns where a notebook of the folder is: in Notebook 7, or in JupyterLab's mode for one document."""
+        return f"{self.url}/{host}/{file}"
 
     def end_kernels(self, file: str) -> None:
         """Ends the kernels of a notebook, which go on after its page is closed."""
@@ -51,22 +52,26 @@ class Server:
 
 @contextmanager
 def serving(folder: Path, python: str = sys.executable) -> Iterator[Server]:
-    """Runs JupyterLab for the notebooks in `folder / "notebooks"`; its own files lie beside them."""
+    """Runs JupyterLab, Notebook 7 and Voila for the notebooks in `folder / "notebooks"`; their own files lie beside it.
+
+    They serve `folder / "pages" / name` as `/static/name`.
+    """
     notebooks = folder / "notebooks"
     notebooks.mkdir(exist_ok=True)
+    (folder / "pages").mkdir()
     for name, values in _SETTINGS.items():
         settings = folder / "settings" / f"{name}.jupyterlab-settings"
         settings.parent.mkdir(parents=True, exist_ok=True)
         settings.write_text(json.dumps(values))
     log = folder / "server.log"
-    port = _free_port()
+    port = free_port()
     with log.open("w") as written:
         process = subprocess.Popen(
-            _command(python, folder, port), env=_environment(folder), cwd=notebooks, stdout=written, stderr=written
+            _command(python, folder, port), env=environment(folder), cwd=notebooks, stdout=written, stderr=written
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_for(process, url, log)
+            wait_until_started(process, f"{url}/api/status", log)
             yield Server(url, notebooks)
         finally:
             process.terminate()
@@ -84,6 +89,8 @@ def _command(python: str, folder: Path, port: int) -> list[str]:
         *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
         *("--IdentityProvider.token=", "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True"),
         f"--ServerApp.root_dir={folder / 'notebooks'}",
+        f"--ServerApp.extra_static_paths={folder / 'pages'}",
+        "--JupyterNotebookApp.expose_app_in_browser=True",
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",
@@ -92,7 +99,7 @@ def _command(python: str, folder: Path, port: int) -> list[str]:
     ]
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     return {
         **os.environ,
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
@@ -106,21 +113,26 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         return opened.getsockname()[1]
 
 
-def _wait_for(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_until_started(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Waits until a server answers.
+
+    Raises:
+        RuntimeError: It did not start; the message has the end of its log.
+    """
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         if process.poll() is not None:
             break
         try:
-            urllib.request.urlopen(f"{url}/api/status", timeout=5).close()
+            urllib.request.urlopen(url, timeout=5).close()
         except OSError:
             time.sleep(0.1)  # there is nothing to wait on but the port
         else:
             return
-    raise RuntimeError(f"JupyterLab did not start; its log ends with:\n{log.read_text()[-3000:]}")
+    raise RuntimeError(f"the server did not start; its log ends with:\n{log.read_text()[-3000:]}")

@@ -14,7 +14,6 @@ from tests.browser.chromium import opened
 from tests.browser.notebook_page import NotebookPage
 from tests.browser.server import Server
 from tests.browser.tree_page import TreePage, TreeView
-from tests.browser.widget_packages import serve_packages
 
 MODEL = """
 import torch
@@ -96,16 +95,12 @@ def test_reopened_notebook_is_browsed_if_it_is_trusted(
 
 
 def test_html_of_nbconvert_is_browsed_if_widgets_can_be_fetched(
-    saved: Path, context: BrowserContext, tmp_path: Path
+    saved: Path, cdn: None, context: BrowserContext, tmp_path: Path
 ) -> None:
     page_text, _ = nbconvert.HTMLExporter().from_filename(str(saved))
     file = tmp_path / "exported.html"
     file.write_text(page_text, encoding="utf8")
-    with opened(context, is_silent=False) as (page, _):
-        page.goto(file.as_uri(), wait_until="domcontentloaded")
-        expect(static_tree(page)).to_be_visible()
     with opened(context, is_silent=False) as (page, watch):
-        serve_packages(page)
         page.goto(file.as_uri(), wait_until="domcontentloaded")
         is_browsed(TreeView(page, page))
         assert watch.errors == []

@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-from playwright.sync_api import BrowserContext, Page, Route
+from playwright.sync_api import BrowserContext, Route
 
 from tests.browser.server import CHECKOUT
 
@@ -26,9 +26,14 @@ _FILES = {
 }
 
 
-def serve_packages(page: Page | BrowserContext) -> None:
+def are_installed() -> bool:
+    """Whether `npm ci` has installed them."""
+    return all(file.exists() for file in _FILES.values())
+
+
+def serve_packages(context: BrowserContext) -> None:
     """Answers the requests of pages for RequireJS, the widget manager and anywidget; all others fail."""
-    page.route(re.compile("^https://"), _answer)
+    context.route(re.compile("^https://"), _answer)
 
 
 def _answer(route: Route) -> None:

@@ -1,25 +1,25 @@
-"""What each of two processes does to sharded models, and what it finds: run by `test_sharded_models`."""
+"""What each of two processes finds of models of plain torch: run by `test_sharded_models`."""
 
 from __future__ import annotations
 
-import datetime
-import faulthandler
-import os
-import pickle
+import copy
+import time
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 try:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 except ImportError:  # before torch 2.6 these lie elsewhere
     is_possible = False
@@ -33,11 +33,11 @@ from graphpatch_notebook import (
     GraphPatchWarning,
     PatchableGraph,
     ProbePatch,
-    RecordPatch,
-    ReplacePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
+from graphpatch_notebook.experiments import attribute
+from graphpatch_notebook.sharded import sharding_of
+from tests.distributed.law import compare, whole
 
 WORLD = 2
 
@@ -85,11 +85,6 @@ def model() -> Model:
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
 
 
-def whole(value: Tensor) -> Tensor:
-    """A plain tensor with all of what the processes have of a value."""
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-
-
 def by_hook(path: str, edit: Callable[[Tensor], Tensor]) -> Tensor:
     """What the unsharded model gives where the output of one of its modules is edited."""
     plain = model()
@@ -112,7 +107,7 @@ def refusal(run: Callable[[Any], Any], case: Any) -> str:
 
 def patched(pg: PatchableGraph, patches: dict[str, Any]) -> Tensor:
     with pg.patch(patches):
-        return whole(pg(X))
+        return whole(pg(X)).detach()
 
 
 def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
@@ -120,79 +115,89 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
     for block in ("blocks.0", "blocks.1"):
         plan |= {f"{block}.{name}": ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "up")}
         plan |= {f"{block}.{name}": RowwiseParallel() for name in ("attention.o", "down")}
-    pg = PatchableGraph(parallelize_module(sharded, mesh, plan), X)
-    query = "blocks_0.attention.q.linear"
-
-    def enter(patches: dict[str, Any]) -> None:
-        with pg.patch(patches):
-            raise AssertionError
-
-    ran: list[int] = []
-    handle = sharded.register_forward_pre_hook(lambda module, args: ran.append(1))
-    found: dict[str, Any] = {
+    plain = PatchableGraph(model(), X)
+    with random_state_kept() as is_kept:
+        pg = PatchableGraph(parallelize_module(sharded, mesh, plan), X)
+    found = {
+        "law": compare(plain, pg, lambda graph: graph(X)),
+        "is kept": is_kept(),
+        "gradients of weights": gradients_of_weights(plain, pg),
+        "collectives": collectives(pg),
         "refused": refusals(
-            enter,
-            {
-                "slice": {query: ZeroPatch(slice=(..., slice(0, 2)))},
-                "positions": {"blocks_0.attention.pattern": ProbePatch(positions=0, position_dim=2)},
-                "add": {"blocks_0.up.linear": AddPatch(value=1.0)},
-                "replace": {"blocks_0.hidden": [ProbePatch(), ReplacePatch(value=1.0)]},
-                "parameter": {"blocks_0.up.weight": ZeroPatch()},
-            },
-        ),
-        "experiments": refusals(
             lambda run: run(),
             {
-                "attribute": lambda: attribute(pg, torch.sum, X, X + 1),
-                "causal_trace": lambda: causal_trace(pg, X, X + 1, "blocks_0.output", None, torch.sum, progress=False),
-                "path_patch": lambda: path_patch(pg, "blocks_0.output", None, X, X + 1, torch.sum, progress=False),
-                "heads": lambda: ablate(
-                    pg, ["blocks_0.attention.o.input"], X, metric=torch.sum, heads=4, progress=False
+                "verify": lambda: pg.verify(X),
+                "copy": lambda: copy.deepcopy(pg),
+                "executor": lambda: pg.sweep(
+                    {"unit": range(2)},
+                    lambda unit: {"blocks_0.up.linear": ZeroPatch(slice=(..., unit))},
+                    X,
+                    metric=torch.sum,
+                    progress=False,
+                    executor=ThreadPoolExecutor(1),
                 ),
+                "longer": lambda: patched(pg, {"blocks_0.hidden": CustomPatch(lambda value: value[..., :-1])}),
             },
         ),
+        "other": different_patches(pg),
     }
-    found["ran"] = len(ran)
-    found["sweep"] = refusal(
-        lambda axis: pg.sweep(
-            {"unit": axis},
-            lambda unit: {query: ZeroPatch(slice=(..., unit))},
-            X,
-            metric=torch.sum,
-            progress=False,
-        ),
-        range(2),
-    )
-    handle.remove()
+    found["is the model's output"] = torch.allclose(whole(pg(X)), model()(X), atol=1e-5)
+    return found
 
-    wrong = []
-    paths = {
-        "blocks_0.attention.q.output": "blocks.0.attention.q",
-        "blocks_0.attention.output": "blocks.0.attention",
-        "blocks_0.up.linear": "blocks.0.up",
-        "blocks_0.down.output": "blocks.0.down",
-        "blocks_1.output": "blocks.1",
+
+@contextmanager
+def random_state_kept() -> Iterator[Callable[[], bool]]:
+    """Whether the random generator draws as if nothing had run."""
+    before = torch.get_rng_state()
+    yield lambda: torch.equal(torch.get_rng_state(), before)
+
+
+def gradients_of_weights(plain: PatchableGraph, pg: PatchableGraph) -> list[str]:
+    """The weights whose gradients are wrong while values before and behind them are patched."""
+    gradients = []
+    for graph in (plain, pg):
+        graph.zero_grad()
+        head, all_rows = (..., slice(3, 6)), AddPatch(value=1.0)
+        patches = {"blocks_0.attention.q.linear": AddPatch(value=0.5, slice=head), "blocks_0.output": all_rows}
+        with graph.patch({**patches, "blocks_1.up.output": CustomPatch(lambda value: value * 2)}):
+            whole(graph(X)).pow(2).sum().backward()
+        gradients.append({name: whole(weight.grad) for name, weight in graph.named_parameters()})
+    plain_gradients, own = gradients
+    return [name for name in own if not torch.allclose(own[name], plain_gradients[name], atol=1e-4, rtol=1e-4)]
+
+
+def collectives(pg: PatchableGraph) -> list[int]:
+    """How many more collectives run with a patch on a part, and with one on a whole value."""
+    counts = []
+    patch = ZeroPatch(slice=(..., slice(3, 6)))
+    for patches in ({}, {"blocks_0.hidden": patch}, {"blocks_0.output": patch}):
+        with torch.no_grad(), pg.patch(patches), CommDebugMode() as counted:
+            pg(X)
+        counts.append(counted.get_total_counts())
+    return [count - counts[0] for count in counts[1:]]
+
+
+def different_patches(pg: PatchableGraph) -> dict[str, Any]:
+    """What is said where the ranks do not make the same call."""
+    rank, path = dist.get_rank(), "blocks_0.up.linear"
+    said = {
+        "none": refusal(lambda patches: patched(pg, patches), {path: ZeroPatch()} if rank else {}),
+        "slice": refusal(lambda patches: patched(pg, patches), {path: ZeroPatch(slice=(..., rank))}),
+        "contents": refusal(
+            lambda patches: patched(pg, patches), {path: AddPatch(value=torch.full((16,), 1 + rank * 1e-6))}
+        ),
+        "same": refusal(lambda patches: patched(pg, patches), {path: AddPatch(value=torch.ones(16))}),
     }
+    sharding = sharding_of(pg.nodes.root)
+    assert sharding is not None
+    sharding.agreement.patience = 0.2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", GraphPatchWarning)
-        for path, module in paths.items():
-            for has_grad in (False, True):
-                with torch.set_grad_enabled(has_grad):
-                    zeroed = patched(pg, {path: ZeroPatch(any_shape=True)})  # hooks turn a `DTensor` into its part
-                if not torch.allclose(zeroed, by_hook(module, torch.zeros_like), atol=1e-5):
-                    wrong.append((path, has_grad))
-    found["wrong"] = wrong
-    found["warned"] = sorted({(type(w.message).__name__, str(w.message)) for w in caught})
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        probe, record, weight = ProbePatch(), RecordPatch(), ProbePatch()
-        with pg.patch({query: probe, "blocks_0.attention.pattern": record, "blocks_0.up.weight": weight}):
-            found["is the model's output"] = torch.allclose(whole(pg(X)), model()(X), atol=1e-5)
-        found["probed"] = torch.allclose(whole(probe.activation), model().blocks[0].attention.q(X), atol=1e-6)
-        found["pattern"] = tuple(record.activations[0].shape)
-        found["weight"] = torch.equal(whole(weight.activation), model().blocks[0].up.weight)
-    return found
+        if rank:
+            time.sleep(1)
+        pg(X)
+    said["late"] = [f"{type(each.message).__name__}: {each.message}" for each in caught]
+    return said
 
 
 def fully_sharded(mesh: DeviceMesh) -> dict[str, Any]:
@@ -254,30 +259,21 @@ def fully_sharded(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
-def plain_parts(size: int) -> dict[str, str]:
-    """Of a model that holds its parts as plain tensors, only `tp_size` tells, as models of transformers have it."""
-    sharded = model()
-    sharded.tp_size = size  # type: ignore[assignment]
-    pg = PatchableGraph(sharded, X)
-    return refusals(lambda patches: patched(pg, patches), {"slice": {"blocks_0.output": ZeroPatch(slice=0)}})
-
-
-def main(rank: int, folder: str) -> None:
-    """Writes down what process `rank` finds. It ends by itself, whatever happens."""
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(90, exit=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=30)
+def replicated() -> bool:
+    """Whether a patch on one of the replicas of a model (`DistributedDataParallel`) is as on the model."""
+    pg = PatchableGraph(DistributedDataParallel(model()), X)
+    changed = patched(pg, {"module.blocks_0.up.linear": AddPatch(value=2.0, slice=(..., slice(2, 4)))})
+    return torch.allclose(
+        changed, by_hook("blocks.0.up", lambda value: value + torch.tensor([0, 0, 2.0, 2, *[0] * 12])), atol=1e-5
     )
+
+
+def find() -> dict[str, Any]:
+    """What one rank finds."""
+    warnings.simplefilter("error", GraphPatchWarning)
     mesh = init_device_mesh("cpu", (WORLD,))
-    found = {
+    return {
         "tensor parallel": tensor_parallel(mesh),
         "fully sharded": fully_sharded(mesh),
-        "by tp_size": plain_parts(WORLD),
-        "of one process": plain_parts(1),
+        "replicated": replicated(),
     }
-    (Path(folder) / f"rank{rank}").write_bytes(pickle.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()

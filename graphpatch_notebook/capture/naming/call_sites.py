@@ -22,6 +22,10 @@ _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules", "")
 _MODULE_MACHINERY = os.path.join(_TORCH_MODULES, "module.py")
 _SHARDING = os.path.join(_TORCH, "distributed", "fsdp", "")
 _COLLECTING = os.path.join("transformers", "utils", "generic.py")
+_PARALLEL = (  # what transformers puts around the forwards of modules that it shards: 5.0 to 5.4, and since
+    os.path.join("transformers", "integrations", "tensor_parallel.py"),
+    os.path.join("transformers", "distributed", ""),
+)
 _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 
 
@@ -40,17 +44,20 @@ INVOKE = invoke.__code__
 class _Code:
     """Facts about a code object. Keeps the code object alive, so that its `id` stays unique."""
 
-    __slots__ = ("code", "is_collecting", "is_hook_of_offloading", "is_offloading", "is_users", "offsets")
+    __slots__ = (
+        "code", "is_collecting", "is_hook_of_offloading", "is_offloading", "is_parallel", "is_users", "offsets",
+    )  # fmt: skip
 
     def __init__(self, code: CodeType) -> None:
         file = code.co_filename
         in_torch = file.startswith(_TORCH) and (not file.startswith(_TORCH_MODULES) or file == _MODULE_MACHINERY)
         self.code = code
         is_sharding = file.startswith(_SHARDING)
-        self.is_users = is_sharding or (not in_torch and not file.startswith(_OWN))
+        self.is_parallel = any(path in file for path in _PARALLEL)
+        self.is_users = is_sharding or not (in_torch or self.is_parallel or file.startswith(_OWN))
         accelerate = getattr(sys.modules.get("accelerate"), "__file__", None)
         of_accelerate = accelerate is not None and file.startswith(os.path.join(os.path.dirname(accelerate), ""))
-        self.is_offloading = is_sharding or of_accelerate
+        self.is_offloading = is_sharding or of_accelerate or self.is_parallel
         self.is_hook_of_offloading = self.is_offloading and code.co_name in ("pre_forward", "post_forward")
         self.is_collecting = code.co_name == "wrapped_forward" and file.endswith(_COLLECTING)
         self.offsets: dict[int, int] = {}
@@ -113,8 +120,16 @@ def leaf_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def is_offloading_code(code: CodeType) -> bool:
-    """Whether this is code of accelerate or FSDP, which moves weights and inputs around a module's own forward."""
+    """Whether this is code that moves weights and inputs around a module's own forward: accelerate, FSDP, shards."""
     return _known(code).is_offloading
+
+
+def is_parallel_code(code: CodeType) -> bool:
+    """Whether this is what transformers puts around the forwards of modules that it shards over processes.
+
+    It is not a step of call sites: an op has the same call site as in the model of a single process.
+    """
+    return _known(code).is_parallel
 
 
 def is_collecting_code(code: CodeType) -> bool:
@@ -186,7 +201,7 @@ def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[C
     while frame is not None:
         code = frame.f_code
         if code is INVOKE:
-            if last is not None and not _known(last.f_code).is_users:
+            if last is not None and _counts_as_forward(last):
                 # `forward` itself counts even where it is one of torch's inner modules.
                 offset = offset_in(last)
                 key += (id(last.f_code), offset)
@@ -207,6 +222,12 @@ def may_repeat(site: Site) -> bool:
     return bool(inner) or is_in_loop(code, offset)
 
 
+def _counts_as_forward(frame: FrameType) -> bool:
+    """Whether what `invoke` called is a step of call sites although it is not the user's: a forward of torch's own."""
+    known = _known(frame.f_code)
+    return not known.is_users and not known.is_parallel
+
+
 def chain_above(leaf: FrameType) -> tuple[int, ...]:
     """Returns the call sites above a frame of the user's code: what `chain` finds, without the leaf itself."""
     at = leaf.f_back
@@ -217,7 +238,7 @@ def chain_above(leaf: FrameType) -> tuple[int, ...]:
     while at is not None:
         code = at.f_code
         if code is INVOKE:
-            if not _known(last.f_code).is_users and last is not leaf:
+            if last is not leaf and _counts_as_forward(last):
                 key += (id(last.f_code), offset_in(last))
             break
         known = _codes.get(id(code)) or _known(code)

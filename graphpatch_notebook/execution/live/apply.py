@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.records import HELD_KINDS
 from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem, unpacked_shape
 from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import (
@@ -27,6 +28,7 @@ from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, RunStopped, WritingPatch
 from graphpatch_notebook.patches.slices import index_problem, index_text, selection_problem
+from graphpatch_notebook.sharded import Placement
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 from graphpatch_notebook.warning_places import warn
@@ -220,8 +222,10 @@ def value_at(entry: Entry, value: Any) -> Any:
     """
     for key in entry.target.dig:
         value = _child(value, key)
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and entry.placement is None:
         value = _heads_apart(entry.target, value)
+    elif isinstance(value, Tensor) and entry.placement is not None:
+        value = entry.placement.whole(_heads_apart(entry.target, value, entry.placement.size_here(1)))
     value = _part(entry, value)
     # The model writes into this tensor later: what was read must stay as it was.
     return value.clone() if entry.target.node.is_mutated_later and isinstance(value, Tensor) else value
@@ -251,18 +255,45 @@ def _apply(
     entry: Entry, value: Any, steps: GenerationSteps | None, inputs: CallInputs | None, *, is_own: bool = False
 ) -> Any:
     __tracebackhide__ = True
+    if entry.placement is not None and isinstance(value, Tensor):
+        return _apply_to_whole(entry, entry.placement, value, steps)
+    return _apply_plain(entry, value, steps, inputs, is_own=is_own)
+
+
+def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: GenerationSteps | None) -> Any:
+    """Returns what this process holds of a value, after patches on the whole of it."""
+    __tracebackhide__ = True
+    if (apart := _heads_apart(entry.target, value, placement.size_here(1))) is not value:
+        return _packed(entry, value, apart, _apply_to_whole(entry, placement, apart, steps))
+    whole = placement.whole(value)
+    is_held, observes = entry.target.node.kind in HELD_KINDS, all(patch.observes_only for patch in entry.patches)
+    needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
+    given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
+    patched = _apply_plain(entry, given, steps, None)
+    # What a patch keeps of the whole value only has a gradient if the model goes on with it.
+    has_uses = torch.is_grad_enabled() and not is_held and given.requires_grad
+    keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
+    if patched is given and not (has_uses and keeps):
+        return value
+    return placement.local(patched if gradient is None else placement.closed(patched, gradient), value)
+
+
+def _apply_plain(
+    entry: Entry, value: Any, steps: GenerationSteps | None, inputs: CallInputs | None, *, is_own: bool = False
+) -> Any:
+    __tracebackhide__ = True
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.whole, TensorSpec) and value.shape != target.whole.shape:
         apart = _heads_apart(target, value)
         if apart is not value:
-            return _packed(entry, value, apart, _apply(entry, apart, steps, inputs, is_own=is_own))
+            return _packed(entry, value, apart, _apply_plain(entry, apart, steps, inputs, is_own=is_own))
         _check_shape(entry, value, inputs)
     if steps is not None and entry.restriction is not None and entry.restriction.positions is not None:
         return _patched(entry, value, steps.indices(entry, value))
     return _patched(entry, value, None, is_own=is_own)
 
 
-def _heads_apart(target: Target, value: Tensor) -> Tensor:
+def _heads_apart(target: Target, value: Tensor, here: int | None = None) -> Tensor:
     """Returns a value of an attention call with the heads in the dimension where they were captured.
 
     In a decoding step with a mask, transformers (since 5.1) packs the heads that share keys.
@@ -270,7 +301,7 @@ def _heads_apart(target: Target, value: Tensor) -> Tensor:
     node = target.node
     if not (node.is_inner or node.op in FUSED_ATTENTION):
         return value
-    shape = unpacked_shape(target.frame, node, target.whole, value.shape)
+    shape = unpacked_shape(target.frame, node, target.whole, value.shape, here)
     return value if shape is None else value.reshape(shape)
 
 

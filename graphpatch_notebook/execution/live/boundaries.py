@@ -18,12 +18,13 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
 from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke
+from graphpatch_notebook.checks.sharding import is_parallel_machinery
 from graphpatch_notebook.errors import PatchShapeError
 from graphpatch_notebook.execution.live.apply import Applier
 from graphpatch_notebook.execution.live.frames import FrameRun, RunningFrames
 from graphpatch_notebook.execution.live.module_hooks import ModuleHooks, is_called_by_module_call
 from graphpatch_notebook.execution.live.operations import LiveMode, is_in_checkpoint
-from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, tensor_at
+from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, holding_tensors, tensor_at
 from graphpatch_notebook.execution.live.tracebacks import explain
 from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan
 from graphpatch_notebook.execution.reports import Repetitions
@@ -181,6 +182,9 @@ class Run:
         replaced = _replacements(self.applier, plan, module)
         if not replaced:
             return self._invoke(plan, forward, args, kwargs)
+        if is_parallel_machinery(forward):
+            with holding_tensors(module, replaced):
+                return self._invoke(plan, forward, args, kwargs)
         stand_in, bound = bound_with(module, replaced, forward)
         try:
             return self._invoke(plan, bound, args, kwargs)

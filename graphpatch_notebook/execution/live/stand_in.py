@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -16,11 +17,41 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import Packing, held_by
 from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.torch_compat import EagerCode
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _ORIGINAL = "_graphpatch_original"
+
+
+@contextmanager
+def holding_tensors(module: Module, replacements: dict[str, Tensor]) -> Iterator[None]:
+    """Puts tensors into a module itself, for the length of the block.
+
+    What shards a forward over processes is bound to the module: it would not see a stand-in. Nobody else runs the
+    module meanwhile, since all processes run it together.
+    """
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for path, new in replacements.items():
+            if new.requires_grad and not is_distributed(new):
+                raise PatchValueError(
+                    f"{path!r} of this {type(module).__name__} cannot be patched with gradients: those of the weight "
+                    "itself are summed over the processes; patch it under torch.no_grad(), or patch the output"
+                )
+            above, _, name = path.rpartition(".")
+            holder = module.get_submodule(above)
+            places: tuple[dict[str, Any], ...] = (holder._parameters, holder._buffers, holder.__dict__)
+            for held in places:
+                if held.get(name) is not None:
+                    before.append((held, name, held[name]))
+                    held[name] = new
+                    break
+        yield
+    finally:
+        for held, name, value in reversed(before):
+            held[name] = value
 
 
 class StandIn:

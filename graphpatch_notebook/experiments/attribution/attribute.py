@@ -37,7 +37,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_inputs,
     check_metric,
     check_same_shapes,
-    check_unsharded,
     checked_bytes,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
@@ -160,7 +159,6 @@ def attribute(
         patching (arXiv 2508.21258, 2025).
     """
     check_graph(pg)
-    check_unsharded(pg, "attribute")
     check_metric(metric)
     check_method(method)
     fractions = midpoints(steps) if method == "integrated" else [0.0]

@@ -43,6 +43,7 @@ from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve_all
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.patches.selections import selection
+from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.values import TensorSpec, ValueSpec, leaves
 
 Scores = np.ndarray[Any, np.dtype[np.float64]]
@@ -159,12 +160,17 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
     of_interest = set(wanted or ())
     found: list[ScoredNode] = []
     skipped: dict[str, str] = {}
+    sharding = sharding_of(nodes.root)
+    refused = {} if sharding is None else sharding.refusals(nodes)
     for path, node, frame, spec in _rows(nodes.root, with_sizes=wanted is not None):
         is_hidden = node.is_size or node.is_inner  # to watch an inner node would open the fused call
         is_wanted = path in of_interest if wanted is not None else not is_hidden
         if not is_wanted and is_hidden:
             continue
-        if isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
+        if path in refused:
+            if is_wanted:
+                skipped[path] = f"sharded over processes, and {refused[path]}"
+        elif isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
             found.append(ScoredNode(path, node, frame, spec, is_wanted, is_wanted or _is_source(node, frame)))
         elif path in of_interest or (isinstance(spec, TensorSpec) and spec.dtype.is_complex and is_wanted):
             skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"not a tensor, but {spec}"

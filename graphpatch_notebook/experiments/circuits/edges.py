@@ -45,7 +45,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_inputs,
     check_metric,
     check_same_shapes,
-    check_unsharded,
     checked_bytes,
 )
 from graphpatch_notebook.experiments.methods.reference_runs import record
@@ -140,7 +139,6 @@ def attribute_edges(
         faith in faithfulness (2024). Edges: Conmy et al., Towards automated circuit discovery (2023).
     """
     check_graph(pg)
-    check_unsharded(pg, "attribute_edges")
     check_method(method, (*METHODS, "exact"))
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')

@@ -22,7 +22,7 @@ from graphpatch_notebook.experiments.circuits.circuit import Circuit
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, writers_in
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.methods.arguments import check_graph, check_unsharded
+from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import AddPatch, Patch
@@ -66,7 +66,6 @@ def circuit_patches(pg: PatchableGraph, circuit: Circuit, corrupted: Any) -> dic
         Conmy et al., Towards automated circuit discovery (2023); Mueller et al., MIB (2025).
     """
     check_graph(pg)
-    check_unsharded(pg, "circuit_patches")
     nodes = nodes_like(pg, circuit.feeds)
     return CircuitRuns(pg, nodes, inputs_of(corrupted)).patches(kept_edges(nodes, circuit))
 

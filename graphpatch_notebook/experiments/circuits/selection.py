@@ -17,7 +17,7 @@ from graphpatch_notebook.experiments.circuits.edges import batches_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, kept_edges, nodes_like
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.arguments import check_graph, check_unsharded
+from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
@@ -226,7 +226,6 @@ def faithfulness(
         Mueller et al., MIB: a mechanistic interpretability benchmark (2025).
     """
     check_graph(pg)
-    check_unsharded(pg, "faithfulness")
     xarray = extra("xarray", "a dataset of curves")
     batches = batches_of(pg, metric, clean, corrupted)
     given: Any = scores  # an array is a mapping, too, as far as a type checker knows

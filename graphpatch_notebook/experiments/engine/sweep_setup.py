@@ -22,6 +22,7 @@ from graphpatch_notebook.experiments.engine.trimming import last_position_value,
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks
 
 _ONE_BY_ONE = "cells ran one by one, each as a whole"
@@ -198,6 +199,8 @@ def why_plain(pg: PatchableGraph) -> str | None:
         return "other patches are active"
     if captured(pg).callers.has_compiled_parts:
         return "parts of the model are compiled"
+    if sharding_of(captured(pg).root) is not None:
+        return "the model is sharded over processes, all of which must run the same modules"
     return None
 
 

@@ -27,6 +27,7 @@ from graphpatch_notebook.experiments.executors.pickling import RECIPE, packed
 from graphpatch_notebook.experiments.executors.scheduling import Chunks, Ledger, run_here
 from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, SweepWork, run_chunk
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.warning_places import warn_each_time
 
 # -- Dask clusters -----------------------------------------------------------------------------------------------------
@@ -148,6 +149,11 @@ def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
     if not callable(getattr(executor, "submit", None)):
         raise ExperimentError(
             f"executor= takes an executor, with a method submit that returns a future, not {type(executor).__name__}"
+        )
+    if sharding_of(captured(pg).root) is not None:
+        raise ExperimentError(
+            "the model is sharded over processes, which run cells in one order: executor= would mix that up; leave it "
+            "out"
         )
     if isinstance(executor, ThreadPoolExecutor):
         return

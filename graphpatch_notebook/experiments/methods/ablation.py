@@ -18,7 +18,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_input_names,
     check_metric,
-    check_unsharded,
     several_paths,
 )
 from graphpatch_notebook.experiments.methods.heads import HeadLayout, head_layout, shapes_of
@@ -115,8 +114,6 @@ def ablate(
         (resampling).
     """
     check_graph(pg)
-    if method != "zero" or heads is not None or positions is not None:
-        check_unsharded(pg, "ablate(..., heads=..., positions=...) and other methods than 'zero'")
     check_metric(metric)
     check_input_names(pg, input_kwargs, ablate)
     _check_method(method, reference, mean_over, seed)

@@ -12,7 +12,6 @@ import numpy as np
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.checks.sharding import REPAIR, sharding
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -35,16 +34,6 @@ def check_graph(pg: Any) -> None:
     """
     if not isinstance(pg, PatchableGraph):
         raise TypeError(f"give a PatchableGraph, not a {_kind(pg)}: PatchableGraph(model, *example_inputs)")
-
-
-def check_unsharded(pg: PatchableGraph, what: str) -> None:
-    """Checks that the model is not sharded over several processes.
-
-    Raises:
-        ExperimentError: The model is sharded.
-    """
-    if (sharded := sharding(pg.nodes.root)) is not None:
-        raise ExperimentError(f"{what}: {sharded}, and each process has only a part of its values; {REPAIR}")
 
 
 def check_metric(metric: Any) -> None:

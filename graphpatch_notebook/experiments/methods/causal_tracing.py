@@ -20,7 +20,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_metric,
     check_options,
     check_same_shapes,
-    check_unsharded,
     several_paths,
 )
 from graphpatch_notebook.experiments.methods.heads import HeadLayout, head_layout, shapes_of
@@ -167,7 +166,6 @@ def causal_trace(
         Meng et al., Locating and Editing Factual Associations in GPT, 2022.
     """
     check_graph(pg)
-    check_unsharded(pg, "causal_trace")
     check_metric(metric)
     check_options(options, causal_trace, run_sweep)
     if isinstance(corrupted, type):

@@ -13,7 +13,7 @@ from graphpatch_notebook.components import Weights
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names, check_unsharded
+from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names
 from graphpatch_notebook.experiments.methods.lens import arranged, component, layer_count
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -69,7 +69,6 @@ def head_scores(
         induction heads (2022).
     """
     check_graph(pg)
-    check_unsharded(pg, "head_scores")
     check_input_names(pg, input_kwargs, head_scores)
     xarray = extra("xarray", "an array of scores")
     layers, prefix = layer_count(pg, stack), f"{stack}." if stack else ""
@@ -246,7 +245,6 @@ def keep_heads(
         Wang et al., Interpretability in the wild (2022).
     """
     check_graph(pg)
-    check_unsharded(pg, "keep_heads")
     if method not in ("mean", "zero") or mean_over not in ("batch", "batch and positions"):
         raise ExperimentError(
             f"method must be 'mean' or 'zero', and mean_over 'batch' or 'batch and positions', not {method!r} and "

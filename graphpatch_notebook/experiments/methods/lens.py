@@ -17,7 +17,7 @@ from graphpatch_notebook.components.operations import SAME_VALUES
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names, check_unsharded
+from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.inspection.resolution import resolve
@@ -113,7 +113,6 @@ def logit_lens(
         nostalgebraist, interpreting GPT: the logit lens (2020).
     """
     check_graph(pg)
-    check_unsharded(pg, "logit_lens")
     check_input_names(pg, input_kwargs, logit_lens)
     start, count = f"{stack}." if stack else "", layer_count(pg, stack)
     last = component(pg, f"{start}layers[{count - 1}].resid_post")
@@ -261,7 +260,6 @@ def direct_logit_attribution(
         wild (2022).
     """
     check_graph(pg)
-    check_unsharded(pg, "direct_logit_attribution")
     check_input_names(pg, input_kwargs, direct_logit_attribution)
     if by not in ("layer", "head", "neuron"):
         raise ExperimentError(f"by must be 'layer', 'head' or 'neuron', not {by!r}")

@@ -20,7 +20,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_metric,
     check_options,
     check_same_shapes,
-    check_unsharded,
     several_paths,
     targets,
 )
@@ -121,7 +120,6 @@ def path_patch(
         Patching, 2023.
     """
     check_graph(pg)
-    check_unsharded(pg, "path_patch")
     check_metric(metric)
     check_options(options, path_patch, run_sweep)
     if isinstance(corrupted, (Noise, type)):

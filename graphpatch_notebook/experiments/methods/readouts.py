@@ -26,7 +26,6 @@ from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_inputs,
-    check_unsharded,
 )
 from graphpatch_notebook.experiments.methods.lens import (
     arranged,
@@ -39,6 +38,7 @@ from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
+from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.values import Key, take
 from graphpatch_notebook.warning_places import collected_warnings
 
@@ -130,7 +130,10 @@ class Readouts:
         stack: str = "",
     ) -> None:
         check_graph(pg)
-        check_unsharded(pg, "a lens view")
+        if sharding_of(captured(pg).root) is not None:
+            raise ExperimentError(
+                "a lens view: the model is sharded over processes, all of which must run the same; use logit_lens"
+            )
         check_inputs(pg, inputs)
         self._pg, self._inputs = pg, inputs
         self._start, self._count = f"{stack}." if stack else "", layer_count(pg, stack)

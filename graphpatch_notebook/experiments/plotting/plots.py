@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.display.circuit import CircuitView
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
+    from graphpatch_notebook.notebook.views.attention import AttentionView
     from graphpatch_notebook.notebook.views.lens import LensView
     from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -280,6 +281,59 @@ def show_heatmap(
 
     grid = grid_of(result, DisplayOptions(**options), tokens=tokens, rows=rows)
     return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
+
+
+def show_attention(
+    pg: PatchableGraph,
+    *inputs: Any,
+    tokens: Any = None,
+    layers: Sequence[int] | None = None,
+    **input_kwargs: Any,
+) -> AttentionView:
+    """Returns an interactive view of the attention patterns of a model for the notebook.
+
+    It shows all heads of all layers, and one large: queries go down from position 0, keys to the right. Point at a
+    token to see what it looks at, and what looks at it; a click pins it. Shift overlays heads. The selection is that of
+    all views of the graph, and can be patched: the view then shows the patterns without and with the chosen patches,
+    or their difference. No attention implementation has to be chosen when the model is loaded.
+
+    In a page without a kernel, heads and tokens can still be chosen if the patterns were sent whole, as they are for
+    short inputs. Where scripts cannot run, there is a picture.
+
+    Args:
+        pg: The graph.
+        *inputs: Inputs of the model, positional; by default, the example inputs of the graph.
+        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`), the texts of the tokens, or those of
+            each row of the batch. `None`: the tokenizer that was given to `pg.browse`, if one was.
+        layers: The numbers of the layers to show; `None` for all.
+        **input_kwargs: Inputs of the model, by keyword.
+
+    Raises:
+        GraphError: No attention patterns were found in the model; the message has the reason.
+        SessionError: There are no inputs, a patch context is active, or a value of a chosen patch cannot be evaluated.
+        Exception: Any error that the model raises on these inputs.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from graphpatch_notebook.experiments import show_attention
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(5)[None])
+        >>> show_attention(pg, torch.arange(4)[None], tokens=["The", " cat", " sat", " down"], layers=[1])
+        <AttentionView of pg: 2 heads in 1 layer, 4 x 4>
+
+    Source:
+        Vig, A Multiscale Visualization of Attention in the Transformer Model (BertViz), 2019, and CircuitsVis, for the
+        heads side by side and the tokens. The lengths of value vectors: Kobayashi et al., Attention is Not Only a
+        Weight, 2020.
+    """
+    from graphpatch_notebook.notebook.views.attention import attention_of
+    from graphpatch_notebook.notebook.views.opening import workspace_of_user
+
+    workspace = workspace_of_user(sys._getframe(1).f_globals)
+    given = (inputs, input_kwargs) if inputs or input_kwargs else None
+    return attention_of(pg, workspace, given, tokens=tokens, layers=layers)
 
 
 def show_circuit(circuit: Circuit) -> CircuitView:

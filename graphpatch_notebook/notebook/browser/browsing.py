@@ -9,8 +9,11 @@ from graphpatch_notebook.notebook.views.opening import session_for_view
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.browser.widget import Browser
+    from graphpatch_notebook.notebook.views.linked import LinkedView
 
 
 def browser_of(
@@ -22,6 +25,7 @@ def browser_of(
     typed: str | None = None,
     tokenizer: Any = None,
     circuit: Circuit | None = None,
+    views: Iterable[str] = (),
 ) -> Browser:
     """Returns a new browser of a graph. All browsers of a graph share the chosen patches and the runs.
 
@@ -33,16 +37,31 @@ def browser_of(
         typed: The arguments of a call as Python code, evaluated for each run.
         tokenizer: Turns tokens into text.
         circuit: Shown above the tree.
+        views: The names of views that are shown above the tree: "attention", "lens".
 
     Raises:
         UnknownPathError: The path does not exist; the message lists the nearest paths.
         TypeError: The tokenizer is not valid.
-        GraphError: The front end is not built.
+        ValueError: There is not a view of such a name.
+        GraphError: The front end is not built, or a view does not have anything to show.
     """
     from graphpatch_notebook.notebook.browser.widget import Browser
 
     # The runs exist as long as something refers to them.
     session, _shared = session_for_view(graph, workspace, inputs=inputs, typed=typed, tokenizer=tokenizer)
-    browser = Browser(graph, session, workspace, path)
+    shown = [_view(name, graph, workspace) for name in ([views] if isinstance(views, str) else views)]
+    browser = Browser(graph, session, workspace, path, shown)
     browser.set_circuit(circuit)
     return browser
+
+
+def _view(name: str, graph: PatchableGraph, workspace: Workspace) -> LinkedView:
+    from graphpatch_notebook.notebook.views.attention import attention_of
+    from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
+
+    match name:
+        case "attention":
+            return attention_of(graph, workspace)
+        case "lens":
+            return lens_of(graph, workspace, None, LensOptions())
+    raise ValueError(f"there is no view {name!r}; views are 'attention' and 'lens'")

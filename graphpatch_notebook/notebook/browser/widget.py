@@ -52,6 +52,9 @@ class Browser(LinkedView):
 
     A notebook shows the widget, together with static HTML for readers without a kernel. Elsewhere, it prints the tree.
 
+    Attributes:
+        views: The views that are shown above the tree, as `pg.browse(views=("attention",))` asks for them.
+
     Example:
         >>> import torch
         >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
@@ -83,7 +86,14 @@ class Browser(LinkedView):
     VIEW: ClassVar[str] = "tree"
     FIRST: ClassVar[tuple[str, ...]] = (*LinkedView.FIRST, "skeleton", "run")
 
-    def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, path: str = "") -> None:
+    def __init__(
+        self,
+        graph: PatchableGraph,
+        session: Session,
+        workspace: Workspace,
+        path: str = "",
+        views: Iterable[LinkedView] = (),
+    ) -> None:
         skeleton = skeleton_of(graph)
         row = skeleton.row(path)
         self._shown = weakref.ref(skeleton)
@@ -91,6 +101,7 @@ class Browser(LinkedView):
         self._circuit: Circuit | None = None
         self._patch_states: dict[ChosenPatch, dict[str, Any]] = {}
         self._opened_at = skeleton.path(row)
+        self.views = tuple(views)
         super().__init__(graph, session, workspace, uuid.uuid4().hex, selected=row, **_opened(skeleton, row))
 
     def _made_context(self, workspace: Workspace) -> TreeContext:
@@ -245,6 +256,11 @@ class Browser(LinkedView):
         self.renew("run", "about")
 
     # -- display -------------------------------------------------------------------------------------------------------
+
+    def _ipython_display_(self, **options: Any) -> None:
+        for view in self.views:
+            view._ipython_display_(**options)
+        super()._ipython_display_(**options)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         place = self._place()

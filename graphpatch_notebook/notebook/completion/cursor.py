@@ -293,6 +293,7 @@ _COMMANDS: dict[str, Arguments] = {
     "wrap": Arguments(("model",)),
     "use": Arguments(("graph",)),
     "show": Arguments(("place", "new"), {"--tokenizer": "value", "--inputs": "value"}),
+    "attention": Arguments((), {"--tokenizer": "value", "--inputs": "value"}),
     "lens": Arguments(("new",), {"--stream": "new", "--tokenizer": "value", "--inputs": "value"}),
     "ls": Arguments(("place", "new")),
     "find": Arguments(("query",)),

@@ -49,6 +49,13 @@ _LOOKING = [
     Command("use", "NAME", "selects the graph that commands apply to", wrapping.use),
     Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "shows the tree; a click patches a node", views.show),
     Command(
+        "attention",
+        "[--tokenizer NAME] [--inputs ARGS]",
+        "shows attention patterns; a click selects a head",
+        views.attention,
+        "Running",
+    ),
+    Command(
         "lens",
         "[TOKEN] [--stream STREAM] [--tokenizer NAME] [--inputs ARGS]",
         "shows what each layer says at each position",
@@ -256,6 +263,13 @@ holds a graph already, its chosen patches are carried over.
         ("use pg", "use small"),
     ),
     "show": (_PLACE + _BROWSER, ("show", "show h_0.mlp", "show --tokenizer tokenizer")),
+    "attention": (
+        """
+--tokenizer NAME  the variable of a tokenizer: positions have their tokens
+--inputs ARGS     inputs instead of the example inputs: "ids, attention_mask=mask"
+""",
+        ("attention", "attention --tokenizer tokenizer"),
+    ),
     "lens": (
         """
 TOKEN is the token whose probability is shown: a number, or a text in quotes.

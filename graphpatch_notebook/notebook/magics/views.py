@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.browser.widget import Browser
     from graphpatch_notebook.notebook.display.tables import Table
     from graphpatch_notebook.notebook.search.search import FoundNodes
+    from graphpatch_notebook.notebook.views.attention import AttentionView
     from graphpatch_notebook.notebook.views.lens import LensView
 
 
@@ -111,6 +112,20 @@ def show(workspace: Workspace, text: str) -> Browser:
     tokenizer, typed = _shared_options(active, workspace, options)
     try:
         return browser_of(active.graph, workspace, place.path, typed=typed, tokenizer=tokenizer)
+    except (GraphError, TypeError) as problem:
+        raise SessionError(str(problem)) from None
+
+
+def attention(workspace: Workspace, text: str) -> AttentionView:
+    """Returns the attention view of the active graph."""
+    from graphpatch_notebook.notebook.views.attention import attention_of
+
+    options, rest = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
+    refuse_arguments(rest, "attention")
+    active = workspace.current()
+    tokenizer, typed = _shared_options(active, workspace, options)
+    try:
+        return attention_of(active.graph, workspace, typed=typed, tokenizer=tokenizer)
     except (GraphError, TypeError) as problem:
         raise SessionError(str(problem)) from None
 

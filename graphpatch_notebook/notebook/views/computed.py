@@ -18,6 +18,7 @@ from graphpatch_notebook.notebook.views.linked import LinkedView
 from graphpatch_notebook.notebook.views.requests import Answer
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, declares
+from graphpatch_notebook.sharded import sharding_of
 
 Work: TypeAlias = "Callable[[], Callable[[], None]]"
 """Runs the model, and returns a function that keeps the results."""
@@ -36,7 +37,7 @@ class ComputedView(LinkedView):
         model_id: The model id of the widget.
 
     Raises:
-        SessionError: A patch context is active.
+        SessionError: A patch context is active, or the model is sharded over processes.
     """
 
     COMPUTED: ClassVar[tuple[str, ...]]
@@ -47,6 +48,8 @@ class ComputedView(LinkedView):
             raise SessionError(
                 "a patch context is active: show this view outside of it, and choose patches in the view"
             )
+        if sharding_of(captured(graph).root) is not None:
+            raise SessionError("the model is sharded over processes, all of which must run the same: no views of it")
         self._user = workspace
         self._settings = ThreadSettings()
         self._numbers = itertools.count(1)

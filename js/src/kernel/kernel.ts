@@ -53,7 +53,11 @@ class Connection implements Kernel {
       const id = this.last;
       this.open.set(id, { resolve: resolve as Open["resolve"], reject, isQuiet });
       try {
-        this.model.send({ id, request, payload }, { iopub: { status: (message: unknown) => this.heard(id, message) } });
+        // marimo calls this when the message is sent; ipywidgets reads the property.
+        const callbacks = Object.assign(() => undefined, {
+          iopub: { status: (message: unknown) => this.heard(id, message) },
+        });
+        this.model.send({ id, request, payload }, callbacks);
       } catch {
         this.lost(GONE);
         return;

@@ -104,6 +104,51 @@ export interface Traits extends LinkedTraits {
   circuit: CircuitPicture | null;
 }
 
+/** The traits of the attention view. Only `row` and `selection` are set by the front end. */
+export interface AttentionTraits extends LinkedTraits {
+  attention: Attention;
+  /** Deflated; `notebook/views/patterns.py` says how it is laid out. */
+  cells: DataView;
+  /** The row of the batch that is shown; -1: the mean. */
+  row: number;
+}
+
+export type AttentionRun = "clean" | "patched";
+
+export interface Attention {
+  /** Counts what was sent: `head` refers to it. */
+  version: number;
+  /** The version of the patches that the run `patched` was made with. */
+  patches: number;
+  runs: AttentionRun[];
+  /** How many rows the batch has. */
+  rows: number;
+  /** What ran, as Python: `pg(ids)`. */
+  call: string;
+  /** Whether all patterns were sent as they are; else as smaller pictures. */
+  is_whole: boolean;
+  layers: AttentionLayer[];
+  /** The labels of positions, which layers refer to. */
+  tokens: string[][];
+}
+
+export interface AttentionLayer {
+  /** `layers[3].attn`. */
+  name: string;
+  title: string;
+  layer: number;
+  heads: number;
+  /** How many heads the values have, which several heads may share; 0 if the lengths of values are not known. */
+  value_heads: number;
+  /** The numbers of queries and keys. */
+  full: [queries: number, keys: number];
+  /** The rows and columns of what was sent. */
+  shape: [rows: number, columns: number];
+  /** Which of `tokens` are the labels. */
+  queries: number;
+  keys: number;
+}
+
 /** The traits of a lens view, which `show_lens` shows. Besides `selection`, the front end sets `stream`. */
 export interface LensTraits extends LinkedTraits {
   lens: Lens;
@@ -535,6 +580,13 @@ export interface Requests {
   lens: { payload: { stream: string | null }; result: JobStatus };
   /** The view was closed: the kernel drops the value. */
   activation_close: { payload: { id: number }; result: Record<string, never> };
+  /** Patterns of an attention view for the patches as they are now; asked again until they are there. */
+  attend: { payload: Record<string, never>; result: JobStatus };
+  /** The whole pattern of a head, as bytes: the first buffer. 255 is `scale`. `layer`: its place in `Attention.layers`. */
+  head: {
+    payload: { version: number; run: AttentionRun; layer: number; head: number };
+    result: { scale: number };
+  };
   /** `inputs`: as for `run`. */
   export: { payload: { form: "graphpatch" | "hooks"; inputs: string | null }; result: { code: string } };
 }

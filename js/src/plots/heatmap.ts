@@ -58,6 +58,10 @@ export interface ResultOptions {
   endText?(value: number): string;
   /** Called when a cell is pointed at, and with `null` when none is any more. */
   point?(cell: Cell | null): void;
+  /** The color of a cell that several values make, instead of that on the scale; with its legend. */
+  mixed?: { colour(index: number): Rgb; legend: HTMLElement };
+  /** About how large the cells get together. */
+  box?: CellSize;
 }
 
 export type Cell = [row: number, column: number];
@@ -98,7 +102,12 @@ function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, ce
 }
 
 /** Each value as a block of exactly `cell` device pixels. */
-export function drawPlane(canvas: HTMLCanvasElement, plane: Plane, scale: Scale, cell: CellSize): void {
+export function drawPlane(
+  canvas: HTMLCanvasElement,
+  plane: Plane,
+  colourAt: (value: number, index: number) => Rgb | null,
+  cell: CellSize,
+): void {
   canvas.width = plane.columns * cell.width;
   canvas.height = plane.rows * cell.height;
   const context = canvas.getContext("2d");
@@ -109,7 +118,7 @@ export function drawPlane(canvas: HTMLCanvasElement, plane: Plane, scale: Scale,
   const pixels = new ImageData(plane.columns, plane.rows);
   const missing: number[] = [];
   plane.values.forEach((value, index) => {
-    const rgb = colourOf(value, scale);
+    const rgb = colourAt(value, index);
     if (rgb === null) missing.push(index);
     else pixels.data.set(rgb, 4 * index);
     pixels.data[4 * index + 3] = 255;
@@ -170,7 +179,6 @@ function fitted(context: CanvasRenderingContext2D, text: string, room: number): 
 
 export class HeatmapFigure {
   readonly element: HTMLElement;
-  private readonly plane: Plane;
   private readonly summary: Summary;
   private readonly fitting: CellSize;
   private readonly frame: HeatmapFrame;
@@ -188,10 +196,9 @@ export class HeatmapFigure {
 
   constructor(
     private readonly heatmap: Heatmap,
-    buffers: readonly DataView[],
+    private readonly plane: Plane,
     private readonly options: PlotOptions,
   ) {
-    this.plane = readPlane(heatmap, buffers);
     this.summary = summarise(this.plane);
     this.isCut = this.summary.cut !== null;
     const { result } = options;
@@ -243,7 +250,7 @@ export class HeatmapFigure {
 
   private fittingCell(): CellSize {
     const { isSmall, result } = this.options;
-    const fitting = cellSize(this.plane, result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX, this.ratio);
+    const fitting = cellSize(this.plane, result?.box ?? (result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX), this.ratio);
     if (result?.cellText) {
       const wide = Math.max(Math.min((result.room ?? 0) / this.plane.columns, TEXT_CELL.wide), TEXT_CELL.narrow);
       return { width: Math.floor(wide * this.ratio), height: Math.ceil(TEXT_CELL.height * this.ratio) };
@@ -297,7 +304,9 @@ export class HeatmapFigure {
   private draw(): void {
     const given = this.options.result?.scale;
     const scale = given ?? (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
-    drawPlane(this.canvas, this.plane, scale, this.cell);
+    const mixed = this.options.result?.mixed;
+    const colourAt = (value: number, index: number) => mixed?.colour(index) ?? colourOf(value, scale);
+    drawPlane(this.canvas, this.plane, colourAt, this.cell);
     this.write(scale);
     this.legend.replaceChildren(...this.legendParts(scale));
   }
@@ -327,6 +336,7 @@ export class HeatmapFigure {
     bar.style.backgroundImage = cssGradient(scale.map);
     const { whole, cut, beyond } = this.summary;
     const { result } = this.options;
+    if (result?.mixed) return [result.mixed.legend];
     const end = (value: number, isCut: boolean, sign: string) => {
       const text = result?.endText?.(value) ?? formatNumber(value, 3);
       return element("span", { class: "gp-number" }, `${isCut ? `${sign} ` : ""}${text}`);
@@ -462,5 +472,5 @@ export class HeatmapFigure {
 }
 
 export function makeHeatmap(heatmap: Heatmap, buffers: readonly DataView[], options: PlotOptions): HTMLElement {
-  return new HeatmapFigure(heatmap, buffers, options).element;
+  return new HeatmapFigure(heatmap, readPlane(heatmap, buffers), options).element;
 }

@@ -7,6 +7,7 @@ import { formatNumber } from "../page/numbers";
 import type { Model } from "../view";
 import { HeatmapFigure, type ResultOptions } from "./heatmap";
 import type { AxisLabels } from "./heatmap_frame";
+import { readPlane } from "./plane";
 
 /** `position 5 (␣the)`, `path transformer.h_3.mlp.output`. */
 function describeSide({ name, values, tokens }: ResultSide, index: number): string {
@@ -68,7 +69,8 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     describe: (row, column) => describeCell(result, row, column),
     choose,
   };
-  const figure = new HeatmapFigure(asHeatmap(result), [values], {
+  const heatmap = asHeatmap(result);
+  const figure = new HeatmapFigure(heatmap, readPlane(heatmap, [values]), {
     title: title ?? result.name,
     result: options,
   });

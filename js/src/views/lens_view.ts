@@ -227,10 +227,14 @@ class LensView implements Part {
       constant: null,
     };
     const title = this.lens.runs > 1 ? `Logit lens, ${RUNS[kind].toLowerCase()}` : "Logit lens";
-    return new HeatmapFigure(heatmap, [new DataView(values.buffer)], {
-      title,
-      result: this.options(kind, values, run),
-    });
+    return new HeatmapFigure(
+      heatmap,
+      { rows, columns, values },
+      {
+        title,
+        result: this.options(kind, values, run),
+      },
+    );
   }
 
   private options(kind: Comparison, values: Float32Array, run: Readouts): ResultOptions {

@@ -1,0 +1,409 @@
+"""The attention view: the patterns of all heads of a model, without and with the chosen patches.
+
+`show_attention` -> `patterns.RecordedPatterns` (in a run of the model) -> traits `attention` and `cells`
+front end        -> requests: `attend` runs the model with the patches, `head` returns a whole pattern
+
+The front end is js/src/views/attention_view.ts. A page without scripts shows a picture of the heads.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import struct
+import uuid
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import traitlets
+from torch import Tensor
+
+from graphpatch_notebook.components import find
+from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
+from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
+from graphpatch_notebook.notebook.session.origin import written_arguments
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.computed import ComputedView, Work
+from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.patterns import (
+    AttentionLayer,
+    LayerPatterns,
+    RecordedPatterns,
+    attention_layers,
+    packed,
+    pooled,
+)
+from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import Patch
+
+MEAN = -1
+"""The row that is the mean over the batch."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The texts beside the patterns.
+
+    Attributes:
+        queries: Of each row of the batch, the texts of its tokens; of the decoder, if there is one.
+        keys: The same of the encoder; empty without one.
+    """
+
+    queries: list[list[str]]
+    keys: list[list[str]]
+
+    @classmethod
+    def of(cls, graph: PatchableGraph, inputs: RunInputs, texts: Any, tokenizer: Any) -> Tokens:
+        """Returns the texts of the tokens in the inputs, or those that were given."""
+        if texts is not None:
+            rows = [[*texts]] if all(isinstance(text, str) for text in texts) else [[*row] for row in texts]
+            return cls(rows, [])
+        found = TokenInputs.of(graph, inputs.args, inputs.kwargs)
+        first: Any = inputs.kwargs.get("input_ids", inputs.args[0] if inputs.args else None)
+        queries = found.batch or ([found.ids] if found.ids is not None else [])
+        keys = first.tolist() if _is_ids(first) and first[0].tolist() != found.ids else []
+        return cls(_texts(queries, tokenizer), _texts(keys, tokenizer))
+
+    def labels(self, count: int, row: int, *, is_encoder: bool) -> list[str]:
+        """Returns a label for each of `count` positions: its token, or its number.
+
+        Args:
+            count: The number of positions.
+            row: The row of the batch, or `MEAN`: then a token is a label if all rows have it.
+            is_encoder: Whether these are positions of the encoder.
+        """
+        rows = [one for one in (self.keys if is_encoder and self.keys else self.queries) if len(one) == count]
+        if not rows:
+            return [str(position) for position in range(count)]
+        if row != MEAN:
+            return rows[min(row, len(rows) - 1)]
+        return [
+            texts[0] if len({*texts}) == 1 else str(position) for position, texts in enumerate(zip(*rows, strict=True))
+        ]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() and value.numel() > 0
+
+
+def _texts(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
+    return [[token_text(tokenizer, token) for token in row] for row in rows] if tokenizer is not None else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionContext(RequestContext):
+    """The objects that requests of the attention view read and change.
+
+    Attributes:
+        follow: Shows the patterns for the patches as they are now, and returns the status of that.
+        head: Returns the pattern of a head, and its scale.
+    """
+
+    follow: Callable[[], Answer]
+    head: Callable[[int, str, int, int], tuple[bytes, float]]
+
+
+def _head(context: AttentionContext, payload: Payload) -> Answer:
+    place = payload.number("version"), payload.text("run"), payload.number("layer"), payload.number("head")
+    cells, scale = context.head(*place)
+    return {"scale": scale}, [cells]
+
+
+class AttentionView(ComputedView):
+    """An interactive view of attention patterns, which `show_attention` returns.
+
+    In a notebook, it displays as a widget, with a picture that replaces it where scripts cannot run. The chosen patches
+    of the graph have their effect: the view shows the patterns without and with them.
+
+    Attributes:
+        row: The row of the batch that is shown; -1 for the mean over the batch.
+        selection: What is selected, in all views of the graph.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from graphpatch_notebook.experiments import show_attention
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> pg = PatchableGraph(model, torch.arange(5)[None])
+        >>> view = show_attention(pg)
+        >>> view
+        <AttentionView of pg: 4 heads in 2 layers, 5 x 5>
+        >>> view.close()
+    """
+
+    attention = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    cells = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
+    row: Any = traitlets.Int().tag(sync=True)
+
+    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
+        **ComputedView.IS_OF_FRONT_END,
+        "row": lambda value: type(value) is int,
+    }
+    HANDLERS: ClassVar[Handlers] = {**HANDLERS, "attend": lambda context, _: context.follow(), "head": _head}
+    VIEW: ClassVar[str] = "attention"
+    COMPUTED: ClassVar[tuple[str, ...]] = ("attention", "cells")
+    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
+
+    def __init__(
+        self,
+        graph: PatchableGraph,
+        session: Session,
+        workspace: Workspace,
+        layers: list[AttentionLayer],
+        inputs: RunInputs,
+        tokens: Tokens,
+    ) -> None:
+        self._graph = weakref.ref(graph)
+        self._layers, self._inputs, self._tokens = layers, inputs, tokens
+        self._version = 0
+        self._clean: list[LayerPatterns] = []
+        self._patched: list[LayerPatterns] | None = None
+        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+
+    def _made_context(self, workspace: Workspace) -> AttentionContext:
+        shared = self._shared
+        common = (self._session, workspace, shared.runs, shared.typed, shared.written)
+        return AttentionContext(*common, follow=self._follow, head=self._head)
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Runs the model again, without and with the chosen patches: after its weights have changed.
+
+        Raises:
+            SessionError: The run failed, or a value of a patch cannot be evaluated.
+        """
+        self._clean = []
+        self.update()
+
+    def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
+        graph, known = self._graph(), self._clean
+        maps = [*([] if known else [{}]), *([patches] if patches else [])]
+
+        def work() -> Callable[[], None]:
+            assert graph is not None  # the session has checked that it is there
+            found = [self._patterns(graph, patch_map) for patch_map in maps]
+
+            def keep() -> None:
+                self._clean = known or found[0]
+                self._patched = found[-1] if patches else None
+                self._version += 1
+
+            return keep
+
+        return work
+
+    def _patterns(self, graph: PatchableGraph, patches: dict[str, list[Patch[Any]]]) -> list[LayerPatterns]:
+        recorded = RecordedPatterns(self._layers)
+        args, kwargs = self._inputs.copy()
+        with torch.no_grad(), graph.patch(dict(recorded.added_to(patches).items())):
+            graph(*args, **kwargs)
+        return recorded.found()
+
+    def _head(self, version: int, run: str, layer: int, head: int) -> tuple[bytes, float]:
+        found = {"clean": self._clean, "patched": self._patched}.get(run)
+        if version != self._version or found is None:
+            raise SessionError("the patterns have changed meanwhile; look again")
+        if not 0 <= layer < len(found) or not 0 <= head < found[layer].cells.cells.shape[1]:
+            raise SessionError(f"there is no head {head} in layer {layer} of this view")
+        cells, place = found[layer].cells, self._place
+        return cells.cells[place, head].contiguous().numpy().tobytes(), float(cells.scales[place, head])
+
+    # -- traits --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _count(self) -> int:
+        """How many rows the batch has."""
+        rows = self._clean[0].cells.cells.shape[0] if self._clean else 1
+        return rows - 1 if rows > 1 else rows
+
+    @property
+    def _place(self) -> int:
+        """The place of the row in what is kept, which begins with the mean if there are several rows."""
+        row = max(MEAN, min(int(self.row), self._count - 1))
+        return row + 1 if self._count > 1 else 0
+
+    @traitlets.validate("row")
+    def _validated(self, proposal: Any) -> Any:
+        return self._checked(proposal)
+
+    def _problem(self, name: str, value: Any) -> str | None:
+        if name == "row" and not (MEAN if self._count > 1 else 0) <= value < self._count:
+            return f"there is no row {value}: the batch has {self._count}"
+        return super()._problem(name, value)
+
+    @traitlets.observe("row")
+    def _show_row(self, _: Any) -> None:
+        self._version += 1
+        self.renew("attention", "cells")
+
+    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
+        if name in ("attention", "cells"):
+            runs = [self._clean, *([self._patched] if self._patched is not None else [])]
+            found = packed(runs, self._place)
+            return found.data if name == "cells" else self._described(found.shapes, is_whole=found.is_whole)
+        return super()._value_of_trait(name, graph)
+
+    def _described(self, shapes: list[list[int]], *, is_whole: bool) -> dict[str, Any]:
+        """Returns the `Attention` of the front end."""
+        texts: list[list[str]] = []
+
+        def place_of(labels: list[str]) -> int:
+            if labels not in texts:
+                texts.append(labels)
+            return texts.index(labels)
+
+        row = self.row if self._count > 1 else 0
+        layers = []
+        for layer, patterns, shape in zip(self._layers, self._clean, shapes, strict=True):
+            heads, queries, keys = patterns.cells.cells.shape[1:]
+            is_encoder = "encoder" in layer.stack
+            layers.append(
+                {
+                    "name": layer.name,
+                    "title": layer.title,
+                    "layer": layer.layer,
+                    "heads": heads,
+                    "value_heads": 0 if patterns.lengths is None else patterns.lengths.cells.shape[1],
+                    "full": [queries, keys],
+                    "shape": shape,
+                    "queries": place_of(self._tokens.labels(queries, row, is_encoder=is_encoder)),
+                    "keys": place_of(self._tokens.labels(keys, row, is_encoder=is_encoder or layer.is_cross)),
+                }
+            )
+        return {
+            "version": self._version,
+            "patches": self._computed_for,
+            "runs": ["clean"] if self._patched is None else ["clean", "patched"],
+            "rows": self._count,
+            "call": f"{self._session.origin.graph}({self._inputs.text})",
+            "is_whole": is_whole,
+            "layers": layers,
+            "tokens": texts,
+        }
+
+    # -- display -------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        heads = sum(one.cells.cells.shape[1] for one in self._clean)
+        queries, keys = self._clean[0].cells.cells.shape[2:]
+        name = self._session.origin.graph
+        layers = f"{len(self._layers)} layer{'s' * (len(self._layers) != 1)}"
+        return f"<AttentionView of {name}: {heads} heads in {layers}, {queries} x {keys}>"
+
+    def _static_html(self) -> str | None:
+        with suppress(SessionError):
+            name = self._session.origin.graph
+            shown = self._patched or self._clean
+            picture = base64.b64encode(picture_of([one.cells.cells[self._place] for one in shown])).decode()
+            labels = self._tokens.labels(shown[0].cells.cells.shape[2], self.row, is_encoder=False)
+            heads = sum(one.cells.cells.shape[1] for one in shown)
+            patched = " with the chosen patches" if self._patched is not None else ""
+            return (
+                f'<div class="gp-static gp-static-{html.escape(self._own_id)}">\n'
+                f"<p><strong>Attention of {escaped(name)}: {heads} heads in {len(shown)} layers{patched}</strong> "
+                "(a picture; for the live one, run the cell)</p>\n"
+                f'<img alt="Attention patterns, a row of heads for each layer, the first layer at the top" '
+                f'src="data:image/png;base64,{picture}">\n'
+                f"<details><summary>{len(labels)} tokens</summary>\n<p>{escaped(' '.join(labels))}</p>\n"
+                "</details>\n</div>"
+            )
+        return None
+
+
+_SIDE, _GAP = 32, 3
+_VIRIDIS = (
+    (68, 1, 84),
+    (71, 44, 122),
+    (59, 81, 139),
+    (44, 113, 142),
+    (33, 144, 141),
+    (39, 173, 129),
+    (92, 200, 99),
+    (170, 220, 50),
+    (253, 231, 37),
+)
+"""Every 32nd color of viridis, as in js/src/plots/plane.ts."""
+
+
+def picture_of(layers: Sequence[Tensor]) -> bytes:
+    """Returns a PNG with a row of heads for each layer.
+
+    Args:
+        layers: Of each layer, the cells of its heads as bytes: (head, query, key).
+
+    Example:
+        >>> import torch
+        >>> picture_of([torch.zeros(2, 4, 4, dtype=torch.uint8)])[1:4]
+        b'PNG'
+    """
+    step = _SIDE + _GAP
+    image = torch.full((len(layers) * step, max(len(cells) for cells in layers) * step), 255, dtype=torch.uint8)
+    for number, cells in enumerate(layers):
+        small = pooled(cells, _SIDE)
+        repeats = [max(1, _SIDE // size) for size in small.shape[1:]]
+        large = small.repeat_interleave(repeats[0], 1).repeat_interleave(repeats[1], 2)
+        for head, one in enumerate(large):
+            # The last color is that of the gaps.
+            image[number * step :, head * step :][: one.shape[0], : one.shape[1]] = one.clamp_max(254)
+    stops = torch.tensor(_VIRIDIS, dtype=torch.float32)
+    places = torch.linspace(0, len(stops) - 1, 255)
+    low = places.floor().long().clamp_max(len(stops) - 2)
+    colors = torch.lerp(stops[low], stops[low + 1], (places - low)[:, None]).round().to(torch.uint8)
+    palette = torch.cat([colors, torch.tensor([[255, 255, 255]], dtype=torch.uint8)])
+    rows = torch.cat([torch.zeros(image.shape[0], 1, dtype=torch.uint8), image], 1)
+    header = struct.pack(">IIBBBBB", image.shape[1], image.shape[0], 8, 3, 0, 0, 0)
+    parts = [("IHDR", header), ("PLTE", palette.numpy().tobytes()), ("IDAT", zlib.compress(rows.numpy().tobytes(), 9))]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in [*parts, ("IEND", b"")])
+
+
+def _chunk(name: str, data: bytes) -> bytes:
+    body = name.encode() + data
+    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+
+def attention_of(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    *,
+    tokens: Any = None,
+    typed: str | None = None,
+    tokenizer: Any = None,
+    layers: Sequence[int] | None = None,
+) -> AttentionView:
+    """Returns a new attention view of a graph.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        inputs: The positional and keyword arguments of the model; `None`: those of *Run*.
+        tokens: The texts of the tokens, of each row of the batch, or a tokenizer.
+        typed: The inputs as Python code.
+        tokenizer: A tokenizer.
+        layers: The numbers of the layers to show; `None` for all.
+
+    Raises:
+        GraphError: No attention patterns were found in the model.
+        SessionError: There are no inputs, or a patch context is active.
+        TypeError: The tokenizer is not valid.
+    """
+    is_texts = isinstance(tokens, Sequence)
+    session, shared = session_for_view(graph, workspace, tokenizer=tokenizer if is_texts else (tokens or tokenizer))
+    found = attention_layers(find(captured(graph).root), layers)
+    if inputs is None:
+        given = inputs_for_run(session, workspace.namespace, typed or shared.typed(), shared.runs.inputs)
+    else:
+        given = RunInputs(*inputs, written_arguments(*inputs, workspace.namespace) or "...")
+    texts = Tokens.of(graph, given, tokens if is_texts else None, shared.runs.tokenizer)
+    return AttentionView(graph, session, workspace, found, given, texts)

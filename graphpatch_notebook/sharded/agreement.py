@@ -1,0 +1,135 @@
+"""Makes sure that all processes call a sharded model, and with the same patches: otherwise they wait for each other."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphpatch_notebook.checks.sharding import is_distributed
+from graphpatch_notebook.errors import MissingProcessWarning, ShardedCallError
+from graphpatch_notebook.torch_compat import default_store
+from graphpatch_notebook.warning_places import level_of_caller, warn
+
+_LIMIT = datetime.timedelta(minutes=10)
+_PAUSE = 0.002
+
+
+class Agreement:
+    """Compares what the processes are about to do, in a group of its own.
+
+    Attributes:
+        group: The group, on the CPU.
+        patience: After how many seconds processes that have not called are named.
+    """
+
+    def __init__(self) -> None:
+        self.group: Any = dist.new_group(backend="gloo", timeout=_LIMIT)
+        self.patience = 5.0
+        self._calls = 0
+        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+            "graphpatch_notebook", default_store()
+        )
+
+    def check(self, what: str, patches: Sequence[tuple[str, Any]]) -> None:
+        """Returns once all processes have called this with the same arguments.
+
+        Args:
+            what: What is called.
+            patches: The patches of the call, with their paths.
+
+        Raises:
+            ShardedCallError: Another process makes another call. It is raised on all of them.
+        """
+        self._calls += 1
+        mine = digest(what, patches)
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        try:
+            self._wait(dist.all_gather(found, mine, group=self.group, async_op=True))
+        except RuntimeError as error:
+            raise ShardedCallError(f"{what}: other processes did not make this call ({error})") from None
+        if all(torch.equal(mine, each) for each in found):
+            return
+        calls = [each[0].item() for each in found]
+        rank = dist.get_rank()
+        if len(set(calls)) > 1:
+            raise ShardedCallError(f"the processes call different methods: process {rank} calls {what}")
+        listed = ", ".join(sorted({path for path, _ in patches})) or "none"
+        raise ShardedCallError(
+            f"the patches differ between the processes: process {rank} has patches on {listed}. All processes must "
+            "enter the same contexts, with the same patches and the same tensors in them"
+        )
+
+    def _wait(self, work: Any) -> None:
+        begin = time.monotonic()
+        pause = 0.0
+        while not work.is_completed():
+            waited = time.monotonic() - begin
+            if waited > self.patience:
+                self._name_missing(begin)
+                break
+            time.sleep(pause)
+            pause = min(_PAUSE, waited / 10)
+        work.wait()
+
+    def _name_missing(self, begin: float) -> None:
+        """Warns of the processes that have not called: those that wait as long as this one have written that down."""
+        here, count = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._store.set(f"{self._calls}/{here}", "waiting")
+        time.sleep(min(0.5, self.patience))
+        missing = [rank for rank in range(count) if not self._store.check([f"{self._calls}/{rank}"])]
+        if missing:
+            warn(
+                f"process {here} has waited for {time.monotonic() - begin:.0f} s: process "
+                f"{', '.join(map(str, missing))} has not called the model, as all processes must",
+                MissingProcessWarning,
+                stacklevel=level_of_caller(),
+            )
+
+
+def digest(what: str, patches: Sequence[tuple[str, Any]]) -> Tensor:
+    """Returns two numbers: one for what is called, and one for its patches, with the contents of their tensors."""
+    hashed = hashlib.sha256()
+    for path, patch in patches:
+        hashed.update(path.encode())
+        _add(hashed, patch, 0)
+    numbers = [int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")]
+    return torch.tensor([*numbers, int.from_bytes(hashed.digest()[:7], "big")])
+
+
+def _add(hashed: Any, value: Any, depth: int) -> None:
+    """Adds a value to a digest: data by their contents, functions by their names, and other objects by their class."""
+    if isinstance(value, Tensor):
+        hashed.update(f"{tuple(value.shape)}{value.dtype}".encode())
+        if not value.is_meta and not is_distributed(value):
+            plain = value.detach().cpu().contiguous()
+            hashed.update(plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    elif isinstance(value, (bool, int, float, complex, str, bytes, slice, type(None), type(Ellipsis))):
+        hashed.update(repr(value).encode())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value:
+            _add(hashed, item, depth)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            hashed.update(str(key).encode())
+            _add(hashed, item, depth)
+    else:
+        hashed.update(type(value).__qualname__.encode())
+        if inspect.isroutine(value):
+            hashed.update(getattr(value, "__qualname__", "").encode())
+        elif depth < 2:
+            _add_fields(hashed, value, depth)
+
+
+def _add_fields(hashed: Any, value: Any, depth: int) -> None:
+    for name, item in sorted(getattr(value, "__dict__", {}).items()):
+        if not name.startswith("_"):  # what a patch keeps for itself
+            hashed.update(name.encode())
+            _add(hashed, item, depth + 1)

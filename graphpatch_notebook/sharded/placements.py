@@ -1,0 +1,161 @@
+"""How a value is distributed over the processes: joined before its patches, and split again after them.
+
+Gradients go the other way. That of a part is a part of the gradient. A value that all processes hold may have the whole
+gradient on each of them, or one term of it (what only the heads of a process read): backward finds that out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphpatch_notebook.checks.sharding import is_distributed
+from graphpatch_notebook.errors import PatchShapeError, PatchValueError
+from graphpatch_notebook.torch_compat import distributed_tensors, strided_shard
+
+_SAME = 1e-5
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a value is distributed.
+
+    Attributes:
+        path: The path of the value.
+        mesh: The processes, as a `DeviceMesh` of one dimension.
+        dim: The dimension along which each process holds a part; `None` if each holds the whole value.
+        sizes: The sizes of the parts along it, by rank.
+        factor: In how many runs the entries of each part lie: weights that are packed into one are split one by one.
+    """
+
+    path: str
+    mesh: Any
+    dim: int | None = None
+    sizes: tuple[int, ...] = ()
+    factor: int = 1
+
+    def __str__(self) -> str:
+        return "replicated" if self.dim is None else f"split along dimension {self.dim}"
+
+    def size_here(self, dim: int) -> int | None:
+        """Returns how many entries of a dimension this process holds; `None` if it holds all of them."""
+        return self.sizes[self.mesh.get_local_rank()] if dim == self.dim else None
+
+    def whole(self, value: Tensor) -> Tensor:
+        """Returns the whole value, from what this process holds of it; the same object if that is all of it.
+
+        Raises:
+            PatchShapeError: It is not distributed as in the capture.
+        """
+        if is_distributed(value):
+            return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
+        if self.dim is None:
+            return value
+        rank = self.mesh.get_local_rank()
+        if value.dim() <= self.dim or value.shape[self.dim] != self.sizes[rank]:
+            raise PatchShapeError(
+                f"{self.path!r}: process {rank} held {self.sizes[rank]} entries of dimension {self.dim} when the model "
+                f"was captured, and holds a value of shape {tuple(value.shape)} now: how it is distributed over the "
+                "processes is not known; make the PatchableGraph with such inputs"
+            )
+        shape = (*value.shape[: self.dim], sum(self.sizes), *value.shape[self.dim + 1 :])
+        stride = torch.empty(shape, device="meta").stride()
+        joined = distributed_tensors().DTensor.from_local(
+            value.contiguous(), self.mesh, [self._shard()], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        return joined.full_tensor()  # type: ignore[no-any-return]
+
+    def local(self, whole: Any, value: Tensor) -> Any:
+        """Returns what this process holds of a patched value, in the form of `value`, which it held before."""
+        kinds = distributed_tensors()
+        if not isinstance(whole, Tensor) and (self.dim is not None or is_distributed(value)):
+            raise PatchValueError(f"{self.path!r} is distributed over processes: a patch must return a tensor for it")
+        if is_distributed(value):
+            distributed: Any = value
+            mesh, placements = distributed.device_mesh, distributed.placements
+            again = kinds.DTensor.from_local(whole, mesh, [kinds.Replicate()] * len(placements), run_check=False)
+            return again if any(each.is_partial() for each in placements) else again.redistribute(placements=placements)
+        if self.dim is None:
+            return whole
+        if whole.dim() <= self.dim or whole.shape[self.dim] != sum(self.sizes):
+            raise PatchValueError(
+                f"{self.path!r} has {sum(self.sizes)} entries in dimension {self.dim}, distributed over processes; a "
+                f"patch must keep them, not make a value of shape {tuple(whole.shape)}"
+            )
+        again = kinds.DTensor.from_local(whole.contiguous(), self.mesh, [kinds.Replicate()], run_check=False)
+        return again.redistribute(placements=[self._shard()]).to_local().contiguous()
+
+    def _shard(self) -> Any:
+        assert self.dim is not None
+        return distributed_tensors().Shard(self.dim) if self.factor == 1 else strided_shard(self.dim, self.factor)
+
+    def opened(self, value: Tensor) -> tuple[Tensor, _Gradient]:
+        """Returns a value that all processes hold, so that its patches see its whole gradient, and what `closed` needs.
+
+        Downstream of the patches each process may have one term of the gradient: the patches are given the sum, and
+        upstream goes the sum on the first process, and zero on the others.
+        """
+        gradient = _Gradient(self.mesh)
+        return (_Open.apply(value, gradient) if value.requires_grad else value), gradient  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def closed(whole: Any, gradient: _Gradient) -> Any:
+        """Returns what the patches made of a value that was `opened`."""
+        needs_gradient = isinstance(whole, Tensor) and whole.requires_grad
+        return _Close.apply(whole, gradient) if needs_gradient else whole  # type: ignore[no-untyped-call]
+
+
+class _Gradient:
+    """Whether each process has one term of a gradient: known once backward has come to what the patches returned."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+        self.is_sum = False
+
+
+class _Open(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        is_elsewhere = ctx.gradient.is_sum and ctx.gradient.mesh.get_local_rank() > 0
+        return torch.zeros_like(grad) if is_elsewhere else grad, None
+
+
+class _Close(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return value.clone()  # the model may write into it, which autograd refuses for views
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        gradient, group = ctx.gradient, ctx.gradient.mesh.get_group()
+        mine = sketch(grad).to(grad.device)
+        sketches = [torch.empty_like(mine) for _ in range(gradient.mesh.size())]
+        dist.all_gather(sketches, mine, group=group)
+        gradient.is_sum = not all(is_same_sketch(sketches[0], each) for each in sketches)  # on all processes alike
+        if gradient.is_sum:
+            grad = grad.contiguous().clone()
+            dist.all_reduce(grad, group=group)
+        return grad, None
+
+
+def sketch(value: Tensor) -> Tensor:
+    """Returns a few numbers that differ where values do: random sums of the entries, and their norm."""
+    flat = value.detach().to("cpu", torch.float64).flatten().nan_to_num(0.5, 2.0, -2.0).clamp(-1e30, 1e30)
+    generator = torch.Generator().manual_seed(flat.numel() % 1009)
+    sums = [flat @ torch.randn(flat.numel(), generator=generator, dtype=torch.float64) for _ in range(2)]
+    return torch.stack([*sums, flat.norm()])
+
+
+def is_same_sketch(one: Tensor, other: Tensor) -> bool:
+    """Whether two sketches are of the same value, up to rounding."""
+    return bool(((one - other).abs() <= _SAME * max(one[-1].item(), other[-1].item())).all())

@@ -1,0 +1,315 @@
+"""What is known of a model that is sharded over several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Capture, Frame, Node
+from graphpatch_notebook.checks.meta_runs import MetaRunError, input_shapes, node_key, nodes_by_key, recorded_on_meta
+from graphpatch_notebook.checks.sharding import distributed_tensors, is_distributed, is_sharded, runs_shards
+from graphpatch_notebook.inspection.node_map import NodeMap
+from graphpatch_notebook.inspection.resolution import Target, resolve
+from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.sharded.agreement import Agreement
+from graphpatch_notebook.sharded.placements import Placement, is_same_sketch, sketch
+from graphpatch_notebook.torch_compat import split_factor
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
+
+Run: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
+_Key: TypeAlias = "tuple[int, tuple[Any, ...]]"
+_LEAVES = (nn.Linear.forward, nn.Embedding.forward)
+
+
+def sharding_of(root: Frame) -> Sharding | None:
+    """Returns what is known of the sharding of the model of a capture; `None` if each process runs all of it."""
+    return root.capture.findings.get(sharding_of)
+
+
+def with_whole_records(local: Frame) -> Frame:
+    """Returns the records of a capture as those of one process would be: names and shapes of whole values.
+
+    The model of `local` may be sharded or not; where it is, `sharding_of` finds what is known of that.
+    """
+    if not is_sharded(local.module):
+        return local
+    sharding = Sharding(local.module)
+    try:
+        root = recorded_on_meta(local, input_shapes(local))
+    except MetaRunError as error:
+        root, sharding.reason = local, f"no copy of the model can run in one process ({error})"
+    else:
+        capture = Capture(local.capture.options)
+        device = next((spec.device for node in local.nodes for spec in _tensors(node.spec)), torch.device("cpu"))
+        for frame in root.walk():
+            frame.capture = capture
+        sharding.join(root, local, device)
+    root.capture.findings[sharding_of] = sharding
+    return root
+
+
+class Sharding:
+    """How the values of a model are distributed over the processes that run it.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        agreement: What makes sure that all processes call the model with the same patches.
+        reason: Why no value can be patched; `None` if some can.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self.mesh = _mesh_of(model)
+        self.reason: str | None = None
+        if self.mesh.ndim > 1:
+            self.reason = "its processes form a mesh of several dimensions"
+        self.agreement = Agreement()
+        self._model = model
+        self._refused: dict[int, str] = {}
+        self._leaves: dict[int, Node] = {}
+        self._placements: dict[_Key, Placement | str] = {}
+        self._is_measured = False
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def join(self, frame: Frame, local: Frame | None, device: torch.device) -> None:
+        """Makes the records of a copy in one process those of the model, of which each process has records of its own.
+
+        Args:
+            frame: The record of the copy.
+            local: The record of the same call in this process; `None` if there was none.
+            device: The device of the model in this process.
+        """
+        path = frame.attribute_path_from_root
+        frame.module = self._model.get_submodule(path) if local is None else local.module
+        if local is not None:
+            frame.conditions, frame.doubts, frame.value_reads = local.conditions, local.doubts, local.value_reads
+            frame.opaque_reason = frame.opaque_reason or local.opaque_reason
+        is_leaf = type(frame.module).forward in _LEAVES and runs_shards(frame.module)
+        known = {} if local is None else nodes_by_key(local)
+        for node in frame.nodes:
+            other = known.get(node_key(node))
+            node.spec = _on(node.spec, device)
+            if isinstance(node, CallNode):
+                self.join(node.frame, other.frame if isinstance(other, CallNode) else None, device)
+            elif node.kind == "op" and is_leaf:
+                self._leaves[id(node)] = frame.output_node
+            elif node.kind == "op" and (other is None or other.op != node.op):
+                self._refused[id(node)] = "the processes do not compute this value"
+            elif node.is_view_filled_later or node.op in _UNFILLED:
+                self._refused[id(node)] = "this is memory that the model fills in later"
+            elif other is not None:
+                node.is_mutated_later |= other.is_mutated_later
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def problem(self, target: Target) -> str | None:
+        """Returns why a value cannot be patched; `None` if it can."""
+        node = self._leaves.get(id(target.node), target.node)
+        if self.reason is not None or id(node) in self._refused:
+            return self.reason or self._refused[id(node)]
+        if not self._is_measured or node.kind in HELD_KINDS:
+            return None
+        found = self._placements.get((id(node), target.dig), _NOT_SEEN)
+        return found if isinstance(found, str) else None
+
+    def run_target(self, target: Target) -> Target:
+        """Returns where a value is patched in runs: the value of a sharded `Linear` is what its call returns."""
+        node = self._leaves.get(id(target.node))
+        return target if node is None else replace(target, node=node)
+
+    def is_leaf(self, target: Target) -> bool:
+        """Whether a value is that of a sharded `Linear` or `Embedding`, whose op sees parts only."""
+        return id(target.node) in self._leaves
+
+    def placement(self, target: Target) -> Placement | None:
+        """Returns how a value is distributed; `None` before that was measured."""
+        if not self._is_measured:
+            return None
+        node = self._leaves.get(id(target.node), target.node)
+        found = self._placements.get((id(node), target.dig))
+        return found if isinstance(found, Placement) else Placement(target.path, self.mesh)
+
+    def check_call(self, function: Callable[..., Any], entries: Sequence[Any]) -> None:
+        """Checks that all processes call the model, or a method of it, with the same patches.
+
+        Methods that all modules have, such as `eval`, do not run it.
+
+        Raises:
+            ShardedCallError: They do not.
+        """
+        name = "forward" if isinstance(function, Module) else getattr(function, "__name__", "")
+        if self._is_measured and (name == "forward" or not hasattr(Module, name)):
+            patches = [(entry.target.text, patch) for entry in entries for patch in entry.patches]
+            self.agreement.check(name, patches)
+
+    # -- measure -------------------------------------------------------------------------------------------------------
+
+    def measure(self, run: Run, nodes: NodeMap) -> None:
+        """Finds out how the values are distributed, from a run on all processes.
+
+        Args:
+            run: Runs the model on the example inputs with these patches.
+            nodes: The nodes.
+        """
+        targets = {path: resolve(nodes.root, path) for path in nodes}
+        looked = {
+            path: target
+            for path, target in targets.items()
+            if self.problem(target) is None and not self.is_leaf(target) and target.node.kind not in HELD_KINDS
+        }
+        looks = {path: _Look() for path in looked}
+        if looks:
+            run(looks)
+        mine = {path: look.seen for path, look in looks.items()}
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mine, group=self.agreement.group)
+        for path, target in looked.items():
+            seen = [each.get(path) for each in everywhere]
+            self._placements[id(target.node), target.dig] = self._placed(target, seen)
+        self._refuse_packed(nodes.root)
+        self._is_measured = True
+
+    def _placed(self, target: Target, seen: list[Any]) -> Placement | str:
+        if any(one is None for one in seen):
+            return _NOT_SEEN
+        if all(isinstance(one, _Distributed) for one in seen):
+            return Placement(target.path, self.mesh) if seen[0].is_known else f"it is distributed as {seen[0].text}"
+        if any(not isinstance(one, _Seen) for one in seen):
+            return Placement(target.path, self.mesh) if _all_equal(seen) else "it differs between the processes"
+        whole = target.whole.shape if isinstance(target.whole, TensorSpec) else seen[0].shape
+        if any(len(one.shape) != len(whole) for one in seen):
+            return f"the processes hold values of shape {seen[0].shape}, for one of shape {tuple(whole)}"
+        differing = [dim for dim, size in enumerate(whole) if any(one.shape[dim] != size for one in seen)]
+        if not differing:
+            if all(is_same_sketch(seen[0].sketch, one.sketch) for one in seen):
+                return Placement(target.path, self.mesh)
+            return "each process holds one term of a sum, or a value of its own"
+        sizes = tuple(one.shape[differing[0]] for one in seen)
+        if len(differing) > 1 or sum(sizes) != whole[differing[0]]:
+            shapes = ", ".join(str(one.shape) for one in seen)
+            return f"the processes hold values of shape {shapes}, which do not add up to {tuple(whole)}"
+        return Placement(target.path, self.mesh, differing[0], sizes)
+
+    def _refuse_packed(self, root: Frame) -> None:
+        """Finds the values in which the parts of packed weights lie, and refuses those made of them.
+
+        A weight that holds two (gate and up) is split in each of them: the parts that processes hold are not in order.
+        """
+        for frame in root.walk():
+            packed = _packed_sizes(frame.module)
+            if not packed:
+                continue
+            is_leaf = type(frame.module).forward in _LEAVES
+            inside = [*frame.nodes, *(() if frame.parent is None else frame.parent.nodes)]
+            for node in inside:
+                is_direct = node is frame.output_node if is_leaf else node in frame.nodes and _reads_weight(node)
+                for key, placement in self._placements.items():
+                    if key[0] != id(node) or not isinstance(placement, Placement) or placement.dim is None:
+                        continue
+                    factor = packed.get(sum(placement.sizes))
+                    if factor is not None:
+                        self._placements[key] = replace(placement, factor=factor) if is_direct else _PACKED
+
+    def refusals(self, nodes: NodeMap) -> dict[str, str]:
+        """Returns the paths of the values that cannot be patched, with the reasons."""
+        found = ((path, self.problem(resolve(nodes.root, path))) for path in nodes)
+        return {path: problem for path, problem in found if problem is not None}
+
+
+_NOT_SEEN = "a run on the example inputs did not show how it is distributed"
+_UNFILLED = ("empty", "new_empty", "empty_like")
+_PACKED = "it is made of weights that are packed into one, whose parts are not in order"
+
+
+def _mesh_of(model: Module) -> Any:
+    mesh = next((tensor.device_mesh for tensor in distributed_tensors(model)), getattr(model, "_device_mesh", None))
+    if mesh is not None:
+        return mesh
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def _reads_weight(node: Node) -> bool:
+    """Whether a value is computed from a tensor of the module, as it is or transposed."""
+    made = [each for ref in node.sources for each in (ref.node, *(inner.node for inner in ref.node.sources))]
+    return any(each.kind in HELD_KINDS for each in made)
+
+
+def _packed_sizes(module: Module) -> dict[int, int]:
+    """Returns the sizes of the packed dimensions of the weights of a module, with the factors."""
+    held: list[Any] = [tensor for tensor in module._parameters.values() if is_distributed(tensor)]
+    return {
+        tensor.shape[placement.dim]: factor
+        for tensor in held
+        for placement in tensor.placements
+        if (factor := split_factor(placement)) > 1
+    }
+
+
+def _on(spec: ValueSpec, device: torch.device) -> ValueSpec:
+    """Returns a spec with `device` in place of the meta device."""
+    if isinstance(spec, TensorSpec):
+        return replace(spec, device=device) if spec.device.type == "meta" else spec
+    if isinstance(spec, ContainerSpec):
+        return replace(spec, children=tuple((text, key, _on(child, device)) for text, key, child in spec.children))
+    return spec
+
+
+def _tensors(spec: ValueSpec) -> Iterator[TensorSpec]:
+    if isinstance(spec, TensorSpec):
+        yield spec
+    elif isinstance(spec, ContainerSpec):
+        for _, _, child in spec.children:
+            yield from _tensors(child)
+
+
+# -- what a process saw ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor that a process held."""
+
+    shape: tuple[int, ...]
+    sketch: Tensor
+
+
+@dataclass(frozen=True)
+class _Distributed:
+    """A `DTensor`."""
+
+    text: str
+    is_known: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class _Look(Patch[Any]):
+    """Keeps what tells values of processes apart."""
+
+    observes_only: ClassVar[bool] = True
+    any_shape: bool = True
+    seen: Any = field(default=None)
+
+    def op(self, original_output: Any) -> Any:
+        if is_distributed(original_output):
+            kinds = {type(each).__name__ for each in original_output.placements}
+            self.seen = _Distributed(str(original_output.placements), kinds <= {"Shard", "Replicate", "_StridedShard"})
+        elif isinstance(original_output, Tensor):
+            self.seen = _Seen(tuple(original_output.shape), sketch(original_output))
+        else:
+            self.seen = repr(original_output)
+        return original_output
+
+
+def _all_equal(values: list[Any]) -> bool:
+    return all(value == values[0] for value in values)

@@ -1,0 +1,161 @@
+/** The patterns that the kernel sent, as numbers: whole, or as smaller pictures until the whole one of a head is asked for. */
+import { inflatedBytes } from "../inflate";
+import type { Attention, AttentionLayer, AttentionRun } from "../kernel/protocol";
+import type { Kernel } from "../view";
+
+/** Weights; weights times the lengths of the value vectors; with the patches minus without. */
+export type Mode = "pattern" | "values" | "difference";
+
+/** The numbers of a head: row by row, the first query first. */
+export interface Pattern {
+  rows: number;
+  columns: number;
+  values: Float32Array;
+  /** Whether it has all queries and keys. */
+  isWhole: boolean;
+}
+
+interface Head {
+  scale: number;
+  cells: Uint8Array;
+}
+
+interface LayerData {
+  heads: Head[];
+  /** Of each head of the values. */
+  lengths: Head[];
+}
+
+const LEVELS = 255;
+
+/** One head of one layer, by their places in `Attention`. */
+export interface Place {
+  layer: number;
+  head: number;
+}
+
+export class Patterns {
+  /** The whole patterns of heads that were asked for. */
+  private readonly whole = new Map<string, Promise<Head> | Head>();
+
+  private constructor(
+    readonly about: Attention,
+    private readonly runs: Map<AttentionRun, LayerData[]>,
+  ) {}
+
+  static async decode(about: Attention, data: DataView): Promise<Patterns> {
+    const bytes = await inflatedBytes(data);
+    const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+    let at = 0;
+    const floats = (count: number) => {
+      const found = Array.from({ length: count }, (_, place) => view.getFloat32(at + 4 * place, true));
+      at += 4 * count;
+      return found;
+    };
+    const heads = (scales: number[], size: number): Head[] =>
+      scales.map((scale) => {
+        at += size;
+        return { scale, cells: bytes.subarray(at - size, at) };
+      });
+    const read = ({ heads: count, value_heads, full, shape }: AttentionLayer): LayerData => {
+      const scales = floats(count);
+      const lengths = value_heads > 0 ? heads(floats(value_heads), full[1]) : [];
+      return { heads: heads(scales, shape[0] * shape[1]), lengths };
+    };
+    const runs = new Map(about.runs.map((run) => [run, about.layers.map(read)]));
+    if (at !== bytes.length) throw new Error("the attention patterns of this view cannot be read");
+    return new Patterns(about, runs);
+  }
+
+  layer(place: Place): AttentionLayer {
+    const found = this.about.layers[place.layer];
+    if (found === undefined) throw new RangeError(`no layer ${place.layer}`);
+    return found;
+  }
+
+  has(run: AttentionRun): boolean {
+    return this.runs.has(run);
+  }
+
+  get hasLengths(): boolean {
+    return this.about.layers.every((layer) => layer.value_heads > 0);
+  }
+
+  /** The weights of a head as they are known now; in a mode that is not `difference`, those of a run. */
+  pattern(place: Place, run: AttentionRun, mode: Mode): Pattern {
+    const heads =
+      mode === "difference" ? [this.head(place, "patched"), this.head(place, "clean")] : [this.head(place, run)];
+    const layer = this.layer(place);
+    const size = Math.min(...heads.map(({ cells }) => cells.length));
+    const isWhole = size === layer.full[0] * layer.full[1];
+    const parts = heads.map((head) => (isWhole || head.cells.length === size ? head : this.sent(place, run)));
+    const [rows, columns] = isWhole ? layer.full : layer.shape;
+    const values = new Float32Array(rows * columns);
+    const [first, second] = parts;
+    if (first === undefined) throw new RangeError(`no head ${place.head}`);
+    const [up, down] = [first.scale / LEVELS, (second?.scale ?? 0) / LEVELS];
+    for (let index = 0; index < values.length; index++) {
+      values[index] = (first.cells[index] ?? 0) * up - (second?.cells[index] ?? 0) * down;
+    }
+    if (mode === "values") this.weigh(values, place, run, rows, columns);
+    return { rows, columns, values, isWhole };
+  }
+
+  /** Asks the kernel for the whole patterns of a head; resolves to whether they are known then. */
+  async complete(place: Place, kernel: Kernel): Promise<boolean> {
+    if (this.about.is_whole) return true;
+    try {
+      await Promise.all(this.about.runs.map((run) => this.ask(place, run, kernel)));
+      return true;
+    } catch {
+      return false;
+    }
+  }
+
+  private async ask({ layer, head }: Place, run: AttentionRun, kernel: Kernel): Promise<void> {
+    const key = `${run} ${layer} ${head}`;
+    if (this.whole.has(key)) {
+      await this.whole.get(key);
+      return;
+    }
+    const asked = kernel
+      .ask("head", { version: this.about.version, run, layer, head }, true)
+      .then(({ result, buffers }) => {
+        const [sent] = buffers;
+        if (sent === undefined) throw new Error("the kernel sent no pattern");
+        return { scale: result.scale, cells: new Uint8Array(sent.buffer, sent.byteOffset, sent.byteLength) };
+      });
+    this.whole.set(key, asked);
+    try {
+      this.whole.set(key, await asked);
+    } catch (reason) {
+      this.whole.delete(key);
+      throw reason;
+    }
+  }
+
+  private head(place: Place, run: AttentionRun): Head {
+    const known = this.whole.get(`${run} ${place.layer} ${place.head}`);
+    return known !== undefined && "cells" in known ? known : this.sent(place, run);
+  }
+
+  private sent({ layer, head }: Place, run: AttentionRun): Head {
+    const found = this.runs.get(run)?.[layer]?.heads[head];
+    if (found === undefined) throw new RangeError(`no head ${head} in layer ${layer}`);
+    return found;
+  }
+
+  /** Multiplies with the lengths of the value vectors; in a smaller picture, with the largest one of each block. */
+  private weigh(values: Float32Array, place: Place, run: AttentionRun, rows: number, columns: number): void {
+    const { heads, full, value_heads } = this.layer(place);
+    const lengths = this.runs.get(run)?.[place.layer]?.lengths[Math.floor((place.head * value_heads) / heads)];
+    if (lengths === undefined) return;
+    const block = Math.ceil(full[1] / columns);
+    for (let column = 0; column < columns; column++) {
+      const longest = Math.max(...lengths.cells.subarray(column * block, (column + 1) * block));
+      const factor = (longest * lengths.scale) / LEVELS;
+      for (let row = 0; row < rows; row++)
+        values[row * columns + column] = (values[row * columns + column] ?? 0) * factor;
+    }
+  }
+}

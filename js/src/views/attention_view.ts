@@ -1,0 +1,528 @@
+/**
+ * The attention view: all heads as thumbnails, one head (or several, overlaid) large, the tokens below. What is pointed
+ * at is previewed; a click selects it, in all views of the graph. When the patches change, the kernel is asked to run
+ * the model with them, and the patterns without and with them are side by side.
+ */
+import type { AttentionLayer, AttentionRun, AttentionTraits, Item } from "../kernel/protocol";
+import { element, replaceChildren, setAttribute } from "../page/dom";
+import { visibleToken } from "../page/visible";
+import { HeatmapFigure, type ResultOptions } from "../plots/heatmap";
+import { type ColourMap, cssColour, type Rgb } from "../plots/plane";
+import type { Linked, Model } from "../view";
+import { makeActions } from "./actions";
+import { type Mode, type Pattern, Patterns, type Place } from "./attention_data";
+import { link, makePatchStrip } from "./linked_view";
+import { itemOf } from "./selection";
+import { Thumbnails } from "./thumbnails";
+import { TokenStrips } from "./token_strips";
+import { makeUpdates } from "./updates";
+
+const MODES: readonly { mode: Mode; name: string; title: string }[] = [
+  { mode: "pattern", name: "Pattern", title: "The weights of attention" },
+  { mode: "values", name: "Value-weighted", title: "The weights times the lengths of the value vectors" },
+  { mode: "difference", name: "Difference", title: "With the patches minus without" },
+];
+/** Of heads that are overlaid; they can be told apart also by color-blind readers (Okabe and Ito). */
+const HUES: readonly Rgb[] = [
+  [0, 114, 178],
+  [213, 94, 0],
+  [0, 158, 115],
+  [204, 121, 167],
+  [230, 159, 0],
+  [86, 180, 233],
+];
+const NEEDS_KERNEL = "Only a smaller picture of this head is here; its weights need the kernel.";
+const WIDE = 900;
+
+export function makeAttentionView(
+  root: HTMLElement,
+  model: Model<AttentionTraits>,
+  onRemove: (undo: () => void) => void,
+): HTMLElement {
+  return new AttentionView(link(root, model, onRemove)).element;
+}
+
+class AttentionView {
+  readonly element: HTMLElement;
+  private patterns: Patterns | null = null;
+  private mode: Mode = "pattern";
+  private isCommonScale = false;
+  /** Which number has the last color in all thumbnails; `null`: each has its own scale. */
+  private limit: number | null = null;
+  private previewed: Place | null = null;
+  private pointed: { query: number | null; key: number | null } | null = null;
+  private readonly thumbnails: Thumbnails;
+  private readonly strips: TokenStrips;
+  private readonly large = element("div", { class: "gp-large-heads" });
+  private readonly title = element("h3", { class: "gp-heading gp-attention-title" });
+  private readonly modes = element("div", { class: "gp-button-group", role: "group", "aria-label": "What is shown" });
+  private readonly rowChoice = element("select", { class: "gp-field", "aria-label": "Row of the batch" });
+  private readonly status = element("p", { class: "gp-note", role: "status" });
+  private readonly side: HTMLElement;
+  private figures: HeatmapFigure[] = [];
+  private loads = 0;
+
+  constructor(private readonly view: Linked<AttentionTraits> & { notices: { element: HTMLElement } }) {
+    const { kernel, model, notices } = view;
+    this.thumbnails = new Thumbnails({
+      preview: (place) => {
+        this.previewed = place;
+        this.drawLarge();
+      },
+      choose: (place, isMore) => this.chooseHead(place, isMore),
+      describe: (place) => this.nameOf(place),
+    });
+    this.strips = new TokenStrips({
+      preview: (position) => {
+        this.pointed = position === null ? null : { query: position, key: position };
+        this.showTokens();
+      },
+      choose: (position) => this.chooseToken(position),
+    });
+    const updates = makeUpdates(
+      view,
+      () => model.get("attention").patches,
+      () => kernel.ask("attend", {}),
+      (isFailed) => this.large.classList.toggle("gp-dimmed", isFailed),
+    );
+    const common = element("input", { type: "checkbox" });
+    common.addEventListener("change", () => {
+      this.isCommonScale = common.checked;
+      this.draw();
+    });
+    this.rowChoice.addEventListener("change", () => this.chooseRow());
+    const head = element(
+      "div",
+      { class: "gp-attention-head" },
+      this.modes,
+      this.rowChoice,
+      element("label", { class: "gp-check" }, common, "One scale for all heads"),
+    );
+    this.side = element("div", { class: "gp-attention-side" }, this.title, this.large, this.strips.element);
+    const actions = makeActions(view, { pathOf });
+    this.element = element(
+      "section",
+      { class: "gp-attention", role: "region", "aria-label": "Attention" },
+      notices.element,
+      head,
+      actions.element,
+      makePatchStrip(view).element,
+      updates.element,
+      this.status,
+      element("div", { class: "gp-attention-body" }, this.thumbnails.element, this.side),
+    );
+    this.listen(model);
+    void this.load();
+  }
+
+  private listen(model: Model<AttentionTraits>): void {
+    const { view } = this;
+    const changed = () => void this.load();
+    model.on("change:attention", changed);
+    model.on("change:cells", changed);
+    let width = view.root.clientWidth;
+    const observer = new ResizeObserver(() => {
+      if (view.root.clientWidth === width) return;
+      width = view.root.clientWidth;
+      this.drawThumbnails();
+    });
+    observer.observe(view.root);
+    view.onRemove(() => {
+      model.off("change:attention", changed);
+      model.off("change:cells", changed);
+      observer.disconnect();
+    });
+    view.onRemove(
+      view.selection.onChange(() => {
+        this.drawLarge();
+        this.mark();
+      }),
+    );
+  }
+
+  /** Reads what the kernel sent; both traits change at once. */
+  private async load(): Promise<void> {
+    this.loads += 1;
+    const load = this.loads;
+    await Promise.resolve();
+    if (load !== this.loads) return;
+    const { model } = this.view;
+    const patterns = await Patterns.decode(model.get("attention"), model.get("cells"));
+    if (load !== this.loads) return;
+    this.patterns = patterns;
+    if (this.mode === "difference" && !patterns.has("patched")) this.mode = "pattern";
+    this.showControls(patterns);
+    this.draw();
+  }
+
+  // -- the kernel ------------------------------------------------------------------------------------------------------
+
+  private say(text: string): void {
+    this.status.textContent = text;
+    this.status.hidden = text === "";
+  }
+
+  private chooseRow(): void {
+    this.view.model.set("row", Number(this.rowChoice.value));
+    try {
+      this.view.model.save_changes();
+    } catch {
+      this.say("Another row needs the kernel.");
+    }
+  }
+
+  // -- what is selected ------------------------------------------------------------------------------------------------
+
+  private headItem(place: Place, more: Partial<Item> = {}, part = "z"): Item {
+    return itemOf(`${this.layer(place).name}.heads[${place.head}].${part}`, more);
+  }
+
+  private layer(place: Place): AttentionLayer {
+    if (this.patterns === null) throw new Error("nothing is shown yet");
+    return this.patterns.layer(place);
+  }
+
+  /** The heads of the items that are selected, each once. */
+  private chosen(): Place[] {
+    const layers = this.patterns?.about.layers ?? [];
+    const found = new Map<string, Place>();
+    for (const { name, head } of this.view.selection.items) {
+      const layer = layers.findIndex((one) => name?.startsWith(`${one.name}.`));
+      const isThere = head !== null && head < (layers[layer]?.heads ?? 0);
+      if (isThere) found.set(`${layer} ${head}`, { layer, head });
+    }
+    return [...found.values()];
+  }
+
+  /** The heads that are large: the one that is pointed at, else those that are selected, else the last of these. */
+  private shown(): Place[] {
+    if (this.previewed !== null) return [this.previewed];
+    const chosen = this.chosen();
+    return chosen.length > 0 ? chosen : [{ layer: 0, head: 0 }];
+  }
+
+  private chooseHead(place: Place, isMore: boolean): void {
+    const [position] = this.pinned();
+    this.view.selection.click(this.headItem(place, { position: isMore ? (position ?? null) : null }), isMore);
+  }
+
+  private pinned(): (number | null)[] {
+    const last = this.view.selection.items.findLast(({ position }) => position !== null);
+    return [last?.position ?? null, last?.key ?? last?.position ?? null];
+  }
+
+  /** Pins a token: the heads that are large at this position; a second click takes it away. */
+  private chooseToken(position: number): void {
+    const isPinned = this.pinned()[0] === position && this.view.selection.items.every(({ key }) => key === null);
+    const heads = this.shown().map((place) => this.headItem(place, { position: isPinned ? null : position }));
+    this.view.selection.set(heads);
+  }
+
+  private chooseCell(position: number, key: number, isMore: boolean): void {
+    const [place] = this.shown().slice(-1);
+    if (place) this.view.selection.click(this.headItem(place, { position, key }, "pattern"), isMore);
+  }
+
+  // -- what is drawn ---------------------------------------------------------------------------------------------------
+
+  private nameOf(place: Place): string {
+    return `Layer ${this.layer(place).title}, head ${place.head}`;
+  }
+
+  private showControls(patterns: Patterns): void {
+    const buttons = MODES.map(({ mode, name, title }) => {
+      const isOff = mode === "difference" ? !patterns.has("patched") : mode === "values" && !patterns.hasLengths;
+      const why = mode === "difference" ? "Choose a patch first" : "The values of this model were not found";
+      const button = element(
+        "button",
+        {
+          type: "button",
+          class: "gp-button",
+          title: isOff ? why : title,
+          disabled: isOff,
+          "aria-pressed": String(mode === this.mode),
+        },
+        name,
+      );
+      button.addEventListener("click", () => {
+        this.mode = mode;
+        for (const [place, other] of buttons.entries())
+          setAttribute(other, "aria-pressed", MODES[place]?.mode === mode);
+        this.draw();
+      });
+      return button;
+    });
+    replaceChildren(this.modes, ...buttons);
+    const { rows } = patterns.about;
+    this.rowChoice.hidden = rows < 2;
+    const options = Array.from({ length: rows }, (_, row) => element("option", { value: row }, `Row ${row}`));
+    replaceChildren(this.rowChoice, element("option", { value: -1 }, `Mean of ${rows} rows`), ...options);
+    this.rowChoice.value = String(this.view.model.get("row"));
+  }
+
+  private draw(): void {
+    this.drawThumbnails();
+    this.drawLarge();
+  }
+
+  private get lastRun(): AttentionRun {
+    return this.patterns?.has("patched") ? "patched" : "clean";
+  }
+
+  private get map(): ColourMap {
+    return this.mode === "difference" ? "diverging" : "sequential";
+  }
+
+  private drawThumbnails(): void {
+    const { patterns } = this;
+    if (patterns === null) return;
+    const width = this.view.root.clientWidth || WIDE;
+    const isBeside = width >= WIDE;
+    setAttribute(this.element, "data-narrow", !isBeside);
+    const known = new Map<string, Pattern>();
+    const patternOf = (place: Place) => {
+      const key = `${place.layer} ${place.head}`;
+      const found = known.get(key) ?? patterns.pattern(place, this.lastRun, this.mode);
+      known.set(key, found);
+      return found;
+    };
+    let limit: number | null = null;
+    // Of differences, how large they are is what matters.
+    if (this.isCommonScale || this.mode === "difference") {
+      limit = 0;
+      for (const [layer, { heads }] of patterns.about.layers.entries()) {
+        for (let head = 0; head < heads; head++) limit = Math.max(limit, largest(patternOf({ layer, head }).values));
+      }
+    }
+    this.limit = limit;
+    this.thumbnails.draw(patterns, isBeside ? Math.min(620, width / 2) : width, { patternOf, map: this.map, limit });
+    this.mark();
+  }
+
+  private mark(): void {
+    const chosen = this.chosen();
+    const many = chosen.length > 1;
+    const marks = chosen.map((place, at) => (many ? { ...place, colour: cssColour(hue(at)) } : place));
+    const names = this.view.selection.items.map(({ layer }) => layer);
+    const layers = this.patterns?.about.layers ?? [];
+    const marked = [...layers.keys()].filter((at) => names.includes(layers[at]?.layer ?? null));
+    this.thumbnails.mark(marks, new Set(marked));
+  }
+
+  private drawLarge(): void {
+    const { patterns } = this;
+    if (patterns === null) return;
+    const places = this.shown();
+    replaceChildren(this.title, ...this.titleParts(places));
+    const runs: AttentionRun[] = this.mode === "difference" ? ["patched"] : patterns.about.runs;
+    this.figures = [];
+    const boxes = runs.map((run) => {
+      const caption =
+        runs.length > 1 ? element("p", { class: "gp-run-title" }, run === "clean" ? "Clean" : "Patched") : null;
+      return element("div", { class: "gp-large-head" }, caption, this.figureOf(places, run, runs.length));
+    });
+    replaceChildren(this.large, ...boxes);
+    this.showTokens();
+    this.showCell();
+    if (this.previewed === null) void this.complete(places);
+  }
+
+  /** Asks for what is missing of the heads that are large. */
+  private async complete(places: readonly Place[]): Promise<void> {
+    const { patterns } = this;
+    const missing = places.filter((place) => !patterns?.pattern(place, "clean", "pattern").isWhole);
+    if (patterns === null || missing.length === 0) return;
+    const found = await Promise.all(missing.map((place) => patterns.complete(place, this.view.kernel)));
+    if (this.patterns !== patterns) return;
+    if (found.every(Boolean)) {
+      if (this.previewed === null) this.drawLarge();
+    } else this.say(NEEDS_KERNEL);
+  }
+
+  private titleParts(places: readonly Place[]): (HTMLElement | string)[] {
+    const [only] = places;
+    if (places.length === 1 && only) return [this.nameOf(only)];
+    return places.flatMap((place, at) => {
+      const patch = element("span", { class: "gp-hue", "aria-hidden": true });
+      patch.style.backgroundColor = cssColour(hue(at));
+      return [element("span", { class: "gp-hue-name" }, patch, this.nameOf(place))];
+    });
+  }
+
+  private figureOf(places: readonly Place[], run: AttentionRun, count: number): HTMLElement {
+    const { patterns } = this;
+    const [first] = places;
+    if (patterns === null || first === undefined) return element("div");
+    const found = places.map((place) => patterns.pattern(place, run, this.mode));
+    const [pattern] = found;
+    const isAlike = found.every(({ values }) => values.length === pattern?.values.length);
+    if (pattern === undefined || !isAlike) {
+      return element(
+        "p",
+        { class: "gp-note" },
+        "These heads have patterns of different sizes: select heads of one kind.",
+      );
+    }
+    const layer = this.layer(first);
+    const combined = found.length > 1 ? { ...pattern, values: greatest(found) } : pattern;
+    const most =
+      (this.isCommonScale ? this.limit : null) ??
+      Math.max(largest(combined.values), ...this.otherRun(places, run, count));
+    const label = (side: "queries" | "keys") => {
+      const texts = (patterns.about.tokens[layer[side]] ?? []).map((text) => visibleToken(text));
+      const noun = side === "queries" ? "query" : "key";
+      return { texts: pattern.isWhole ? texts : [], whole: (at: number) => `${noun} ${at} ${texts[at] ?? ""}` };
+    };
+    const [rowLabels, columnLabels] = [label("queries"), label("keys")];
+    const box = count > 1 ? { width: 330, height: 330 } : { width: 460, height: 460 };
+    const options: ResultOptions = {
+      scale: { map: this.map, low: this.mode === "difference" ? -most : 0, high: most },
+      name: { pattern: "weight", values: "weight × length of the value", difference: "patched − clean" }[this.mode],
+      missing: null,
+      rowTitle: "query ↓",
+      columnTitle: "key →",
+      rowLabels: rowLabels.texts.length > 0 ? rowLabels : null,
+      columnLabels: columnLabels.texts.length > 0 ? columnLabels : null,
+      describe: (row, column) => describeCell(pattern, layer, row, column, rowLabels.texts, columnLabels.texts),
+      choose: (row, column, isMore) => {
+        if (pattern.isWhole) this.chooseCell(row, column, isMore);
+      },
+      point: (cell) => {
+        this.pointed = cell === null || !pattern.isWhole ? null : { query: cell[0], key: cell[1] };
+        this.showTokens();
+      },
+      box,
+      ...(found.length > 1 ? { mixed: this.mixed(found, places, most) } : {}),
+    };
+    const [queries, keys] = layer.full;
+    const heatmap = {
+      type: "heatmap" as const,
+      buffer: 0,
+      rows: pattern.rows,
+      columns: pattern.columns,
+      full: [queries, keys] as [number, number],
+      reduced: pattern.isWhole ? null : "each cell is the largest of a block",
+      slice: "",
+      minimum: 0,
+      maximum: 0,
+      constant: null,
+    };
+    const figure = new HeatmapFigure(heatmap, combined, {
+      title: `${places.map((place) => this.nameOf(place)).join("; ")}${count > 1 ? `, ${run}` : ""}`,
+      result: options,
+    });
+    this.figures.push(figure);
+    return figure.element;
+  }
+
+  /** The largest weight of the same heads in the other run, so that both have one scale. */
+  private otherRun(places: readonly Place[], run: AttentionRun, count: number): number[] {
+    if (count < 2 || this.patterns === null) return [];
+    const other: AttentionRun = run === "clean" ? "patched" : "clean";
+    return places.map((place) => largest(this.patterns?.pattern(place, other, this.mode).values ?? []));
+  }
+
+  /** Each head in a color of its own, from the background on. */
+  private mixed(
+    found: readonly Pattern[],
+    places: readonly Place[],
+    most: number,
+  ): NonNullable<ResultOptions["mixed"]> {
+    const isDark = getComputedStyle(this.view.root).colorScheme === "dark";
+    const ground: Rgb = isDark ? [24, 26, 30] : [255, 255, 255];
+    const colour = (index: number): Rgb => {
+      const parts = found.map(({ values }) => (most > 0 ? Math.min(1, Math.abs(values[index] ?? 0) / most) : 0));
+      const total = parts.reduce((sum, part) => sum + part, 0);
+      const strength = Math.min(1, Math.max(...parts));
+      const mix = (channel: 0 | 1 | 2) => {
+        const own = parts.reduce((sum, part, at) => sum + part * hue(at)[channel], 0) / (total || 1);
+        return Math.round(ground[channel] + (own - ground[channel]) * strength);
+      };
+      return [mix(0), mix(1), mix(2)];
+    };
+    const names = this.titleParts(places);
+    return { colour, legend: element("span", { class: "gp-legend" }, ...names, `strongest: ${most.toPrecision(3)}`) };
+  }
+
+  private showTokens(): void {
+    const { patterns } = this;
+    const places = this.shown();
+    const [first] = places;
+    if (patterns === null || first === undefined) return;
+    const found = places.map((place) => patterns.pattern(place, this.lastRun, this.mode));
+    const [pattern] = found;
+    if (pattern === undefined || found.some(({ values }) => values.length !== pattern.values.length)) return;
+    const layer = this.layer(first);
+    const [query = null, key = null] = this.pinned();
+    const [rows, columns] = layer.full;
+    const { pointed } = this;
+    this.strips.show({
+      pattern: found.length > 1 ? { ...pattern, values: greatest(found) } : pattern,
+      queries: patterns.about.tokens[layer.queries] ?? [],
+      keys: patterns.about.tokens[layer.keys] ?? [],
+      run: this.mode === "pattern" && patterns.has("patched") ? "patched: " : "",
+      query: within(pointed ? pointed.query : query, rows),
+      key: within(pointed ? pointed.key : key, columns),
+    });
+  }
+
+  /** Marks the weight that is selected, or the query. */
+  private showCell(): void {
+    const last = this.view.selection.items.at(-1);
+    const [place] = this.shown().slice(-1);
+    const isWhole = place && this.patterns?.pattern(place, this.lastRun, this.mode).isWhole;
+    const row = place && isWhole ? within(last?.position ?? null, this.layer(place).full[0]) : null;
+    const isWeight = place && last?.name === this.headItem(place, {}, "pattern").name;
+    for (const figure of this.figures) figure.show(row === null ? [] : [[row, isWeight ? (last?.key ?? null) : null]]);
+  }
+}
+
+function hue(at: number): Rgb {
+  return HUES[at % HUES.length] ?? [0, 0, 0];
+}
+
+function within(position: number | null, count: number): number | null {
+  return position !== null && position < count ? position : null;
+}
+
+function largest(values: ArrayLike<number>): number {
+  let most = 0;
+  for (let at = 0; at < values.length; at++) most = Math.max(most, Math.abs(values[at] ?? 0));
+  return most;
+}
+
+/** Of each cell, the number that is farthest from zero. */
+function greatest(patterns: readonly Pattern[]): Float32Array {
+  const [first, ...others] = patterns;
+  const found = Float32Array.from(first?.values ?? []);
+  for (const { values } of others) {
+    for (let at = 0; at < found.length; at++) {
+      const value = values[at] ?? 0;
+      if (Math.abs(value) > Math.abs(found[at] ?? 0)) found[at] = value;
+    }
+  }
+  return found;
+}
+
+function describeCell(
+  { rows, columns, isWhole }: Pattern,
+  { full }: AttentionLayer,
+  row: number,
+  column: number,
+  queries: readonly string[],
+  keys: readonly string[],
+): string {
+  if (isWhole) return `query ${row} (${queries[row] ?? ""}), key ${column} (${keys[column] ?? ""})`;
+  const range = (noun: string, at: number, count: number, all: number) => {
+    const block = Math.ceil(all / count);
+    return `${noun} ${at * block} to ${Math.min(all, (at + 1) * block) - 1}`;
+  };
+  return `${range("queries", row, rows, full[0])}, ${range("keys", column, columns, full[1])}`;
+}
+
+/** The path of an item with its slice: of a value of heads the batch comes first, then positions. */
+export function pathOf({ name, position, key }: Item): string | null {
+  if (name === null) return null;
+  if (position === null) return name;
+  return `${name}[:, ${position}${key === null ? "" : `, ${key}`}]`;
+}

@@ -1,0 +1,145 @@
+/** The tokens twice: what a token looks at, and who looks at it. Pointing at one previews, a click pins. */
+import { element, replaceChildren, setAttribute } from "../page/dom";
+import { formatNumber } from "../page/numbers";
+import { visibleToken } from "../page/visible";
+import type { Pattern } from "./attention_data";
+
+export interface StripOptions {
+  preview(position: number | null): void;
+  choose(position: number, isMore: boolean): void;
+}
+
+/** What is shown of a head; `query` and `key`: the tokens that the strips are about. */
+export interface StripContent {
+  pattern: Pattern;
+  queries: readonly string[];
+  keys: readonly string[];
+  query: number | null;
+  key: number | null;
+  /** Of which run, where there are two: `patched: `. */
+  run: string;
+}
+
+/** The strongest background: text on it can still be read. */
+const STRONGEST = 45;
+const NAMED = 3;
+
+export class TokenStrips {
+  readonly element: HTMLElement;
+  private readonly strips: Strip[];
+  private readonly note = element(
+    "p",
+    { class: "gp-note" },
+    "Point at a token to see what it looks at, and what looks at it; click to pin it.",
+  );
+
+  constructor(options: StripOptions) {
+    const looksAt = new Strip("looks at", options);
+    const lookedAt = new Strip("is looked at by", options);
+    this.strips = [looksAt, lookedAt];
+    this.element = element("div", { class: "gp-strips" }, looksAt.element, lookedAt.element, this.note);
+  }
+
+  show({ pattern, queries, keys, query, key, run }: StripContent): void {
+    const [looksAt, lookedAt] = this.strips;
+    const { rows, columns, values, isWhole } = pattern;
+    const isUsable = isWhole && queries.length === rows && keys.length === columns;
+    const row = isUsable && query !== null ? values.subarray(query * columns, (query + 1) * columns) : null;
+    const column =
+      isUsable && key !== null ? Float32Array.from({ length: rows }, (_, at) => values[at * columns + key] ?? 0) : null;
+    looksAt?.show(keys, row, query, query === null ? null : (queries[query] ?? null), run);
+    lookedAt?.show(queries, column, key, key === null ? null : (keys[key] ?? null), run);
+    this.note.hidden = query !== null || key !== null;
+  }
+}
+
+class Strip {
+  readonly element: HTMLElement;
+  private readonly title = element("div", { class: "gp-strip-title" });
+  private readonly line: HTMLElement;
+  private texts: readonly string[] = [];
+  private at = 0;
+
+  constructor(
+    private readonly verb: string,
+    options: StripOptions,
+  ) {
+    this.line = element("div", {
+      class: "gp-tokens",
+      role: "group",
+      tabindex: 0,
+      "aria-label": `Tokens, ${verb}: arrow keys go from token to token, Enter pins one`,
+    });
+    const numberOf = (event: Event) => {
+      const found = (event.target as Element).closest<HTMLElement>("[data-at]");
+      return found === null ? null : Number(found.dataset.at);
+    };
+    this.line.addEventListener("pointerover", (event) => {
+      const at = numberOf(event);
+      if (at !== null) options.preview(at);
+    });
+    this.line.addEventListener("pointerleave", () => options.preview(null));
+    this.line.addEventListener("blur", () => options.preview(null));
+    this.line.addEventListener("click", (event) => {
+      const at = numberOf(event);
+      if (at !== null) options.choose(at, event.shiftKey);
+    });
+    this.line.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
+      const chooses = event.key === "Enter" || event.key === " ";
+      if (step === undefined && !chooses) return;
+      event.preventDefault();
+      event.stopPropagation();
+      this.title.setAttribute("aria-live", "polite");
+      if (chooses) {
+        options.choose(this.at, event.shiftKey);
+        return;
+      }
+      this.at = Math.max(0, Math.min(this.texts.length - 1, this.at + (step ?? 0)));
+      options.preview(this.at);
+    });
+    this.element = element("div", { class: "gp-strip" }, this.title, this.line);
+  }
+
+  /** `weights`: of each token; `null`: unknown, or no token is meant. `of`: the token that the strip is about. */
+  show(
+    texts: readonly string[],
+    weights: Float32Array | null,
+    position: number | null,
+    of: string | null,
+    run: string,
+  ): void {
+    if (texts !== this.texts) {
+      this.texts = texts;
+      replaceChildren(
+        this.line,
+        ...texts.map((text, at) =>
+          element("span", { class: "gp-token", "data-at": at, title: `${at}` }, visibleToken(text)),
+        ),
+      );
+    }
+    if (position !== null) this.at = position;
+    const most = weights === null ? 0 : weights.reduce((max, value) => Math.max(max, Math.abs(value)), 0);
+    for (const [at, token] of [...this.line.children].entries()) {
+      const weight = weights?.[at] ?? 0;
+      const part = most > 0 ? Math.round((Math.abs(weight) / most) * STRONGEST) : 0;
+      const own = weight < 0 ? "var(--gp-negative)" : "var(--gp-positive)";
+      (token as HTMLElement).style.backgroundColor = part > 0 ? `color-mix(in srgb, ${own} ${part}%, transparent)` : "";
+      setAttribute(token, "data-active", at === position);
+    }
+    replaceChildren(this.title, run, ...this.words(weights, of, position));
+  }
+
+  private words(weights: Float32Array | null, of: string | null, position: number | null): (HTMLElement | string)[] {
+    if (of === null || weights === null) return [`… ${this.verb}`];
+    const order = [...weights.keys()].sort((one, other) => Math.abs(weights[other] ?? 0) - Math.abs(weights[one] ?? 0));
+    const named = order
+      .slice(0, NAMED)
+      .filter((at) => weights[at] !== 0)
+      .map((at) => `${visibleToken(this.texts[at] ?? "")} (${at}) ${formatNumber(weights[at] ?? 0, 3)}`);
+    return [
+      element("strong", {}, visibleToken(of)),
+      ` (${position}) ${this.verb}: ${named.join(", ") || "0 everywhere"}`,
+    ];
+  }
+}

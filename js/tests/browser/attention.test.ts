@@ -1,0 +1,228 @@
+import axe from "axe-core";
+import { afterEach, expect, test, vi } from "vitest";
+import widget from "../../src/index";
+import type { AttentionTraits, Item } from "../../src/kernel/protocol";
+import { itemOf } from "../../src/views/selection";
+import "../../src/style.css";
+import { FakeModel } from "../fixtures";
+
+const [LAYERS, HEADS, SIZE] = [2, 2, 4];
+const TOKENS = ["The", " cat", " sat", " down"];
+const undos: (() => void)[] = [];
+
+/** Weight of head 1 in layer 1: query 3 looks at key 2 only; the other heads look at themselves. */
+function cellOf(layer: number, head: number, query: number, key: number): number {
+  const isSpecial = layer === 1 && head === 1 && query === 3;
+  return key === (isSpecial ? 2 : query) ? 255 : 0;
+}
+
+async function packed(runs: number): Promise<DataView> {
+  const parts: Uint8Array[] = [];
+  for (let run = 0; run < runs; run++) {
+    for (let layer = 0; layer < LAYERS; layer++) {
+      // Scales, then scales and lengths of values: key 2 has a value of length 3, the others of length 1.
+      const lengths = Uint8Array.from({ length: HEADS * SIZE }, (_, at) => (at % SIZE === 2 ? 255 : 85));
+      const cells = Uint8Array.from({ length: HEADS * SIZE * SIZE }, (_, at) => {
+        const [head, query, key] = [Math.floor(at / SIZE / SIZE), Math.floor(at / SIZE) % SIZE, at % SIZE];
+        return run === 1 && layer === 1 ? 0 : cellOf(layer, head, query, key);
+      });
+      parts.push(
+        new Uint8Array(Float32Array.of(1, 1).buffer),
+        new Uint8Array(Float32Array.of(3, 3).buffer),
+        lengths,
+        cells,
+      );
+    }
+  }
+  const stream = new Blob(parts as BlobPart[]).stream().pipeThrough(new CompressionStream("deflate"));
+  return new DataView(await new Response(stream).arrayBuffer());
+}
+
+async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
+  return {
+    front_end: new DataView(new ArrayBuffer(0)),
+    about: { view: "attention", name: "pg", model_id: "fake", version: "0" },
+    session: { version: 0, patches: [], can_undo: false, can_redo: false },
+    group,
+    selection: [],
+    row: 0,
+    cells: await packed(runs),
+    attention: {
+      version: 1,
+      patches: 0,
+      runs: runs === 2 ? ["clean", "patched"] : ["clean"],
+      rows: 1,
+      call: "pg(ids)",
+      is_whole: true,
+      tokens: [TOKENS],
+      layers: Array.from({ length: LAYERS }, (_, layer) => ({
+        name: `layers[${layer}].attn`,
+        title: `${layer}`,
+        layer,
+        heads: HEADS,
+        value_heads: HEADS,
+        full: [SIZE, SIZE],
+        shape: [SIZE, SIZE],
+        queries: 0,
+        keys: 0,
+      })),
+    },
+  };
+}
+
+async function shown(runs = 1) {
+  const model = new FakeModel<AttentionTraits>(await traits(runs));
+  const el = document.createElement("div");
+  el.style.width = "1000px";
+  document.body.append(el);
+  const remove = await widget.render({ model: model as never, el });
+  undos.push(() => {
+    remove();
+    el.remove();
+  });
+  await vi.waitFor(() => expect(el.querySelector(".gp-large-head canvas")).not.toBeNull());
+  const query = <E extends Element = HTMLElement>(selector: string) => el.querySelector(selector) as E;
+  const text = (selector: string) => query(selector).textContent ?? "";
+  const at = (layer: number, head: number) => {
+    const box = query(".gp-heads-field canvas").getBoundingClientRect();
+    return {
+      clientX: box.left + ((head + 0.5) * box.width) / HEADS,
+      clientY: box.top + ((layer + 0.5) * box.height) / LAYERS,
+      bubbles: true,
+    };
+  };
+  const field = query(".gp-heads-field");
+  const hover = (layer: number, head: number) => field.dispatchEvent(new PointerEvent("pointermove", at(layer, head)));
+  const click = (layer: number, head: number, shiftKey = false) =>
+    field.dispatchEvent(new MouseEvent("click", { ...at(layer, head), shiftKey }));
+  const button = (name: string) =>
+    [...el.querySelectorAll("button")].find((one) => one.textContent?.trim() === name) as HTMLButtonElement;
+  return { model, el, query, text, field, hover, click, button };
+}
+
+afterEach(() => {
+  for (const undo of undos.splice(0)) undo();
+  delete document.body.dataset.jpThemeLight;
+  document.body.removeAttribute("style");
+});
+
+test("hovering previews a head, a click selects it, Shift overlays", async () => {
+  const { click, field, hover, model, text } = await shown();
+  hover(1, 1);
+  expect(text(".gp-attention-title")).toBe("Layer 1, head 1");
+  expect(model.get("selection")).toEqual([]);
+  field.dispatchEvent(new PointerEvent("pointerleave"));
+  expect(text(".gp-attention-title")).toBe("Layer 0, head 0");
+  click(1, 1);
+  expect(model.get("selection")).toEqual([itemOf("layers[1].attn.heads[1].z")]);
+  expect(text(".gp-attention-title")).toBe("Layer 1, head 1");
+  click(0, 1, true);
+  expect(model.get("selection").map(({ layer }) => layer)).toEqual([1, 0]);
+  expect(text(".gp-attention-title")).toBe("Layer 1, head 1Layer 0, head 1");
+  expect(text(".gp-selected-text")).toBe("layers[1].attn.heads[1].z, layers[0].attn.heads[1].z");
+});
+
+test("a token shows what it looks at and what looks at it", async () => {
+  const { click, el, model, query } = await shown();
+  click(1, 1);
+  const titles = () => [...el.querySelectorAll(".gp-strip-title")].map((title) => title.textContent);
+  const token = query(".gp-token[data-at='3']");
+  token.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+  expect(titles()).toEqual(["␣down (3) looks at: ␣sat (2) 1", "␣down (3) is looked at by: 0 everywhere"]);
+  token.click();
+  expect(model.get("selection")).toEqual([itemOf("layers[1].attn.heads[1].z", { position: 3 })]);
+  query(".gp-tokens").dispatchEvent(new PointerEvent("pointerleave"));
+  expect(titles()[0]).toBe("␣down (3) looks at: ␣sat (2) 1");
+});
+
+test("a click on a weight selects it, with the lengths of values as its weight in that mode", async () => {
+  const { button, click, model, query, text } = await shown();
+  click(1, 1);
+  button("Value-weighted").click();
+  const canvas = query(".gp-large-head canvas");
+  const { height, width } = canvas.getBoundingClientRect();
+  const place = { offsetX: (2.5 * width) / SIZE, offsetY: (3.5 * height) / SIZE };
+  const event = new MouseEvent("click", { bubbles: true });
+  for (const [name, value] of Object.entries(place)) Object.defineProperty(event, name, { value });
+  canvas.dispatchEvent(event);
+  expect(model.get("selection")).toEqual([itemOf("layers[1].attn.heads[1].pattern", { position: 3, key: 2 })]);
+  expect(text(".gp-selected-text")).toBe("layers[1].attn.heads[1].pattern[:, 3, 2]");
+  expect(text(".gp-strip-title")).toBe("␣down (3) looks at: ␣sat (2) 3");
+});
+
+test("with patches, both runs are side by side, and their difference", async () => {
+  const { button, click, el, text } = await shown(2);
+  expect([...el.querySelectorAll(".gp-run-title")].map((title) => title.textContent)).toEqual(["Clean", "Patched"]);
+  click(1, 1);
+  button("Difference").click();
+  expect(el.querySelectorAll(".gp-large-head canvas").length).toBe(1);
+  expect(text(".gp-large-head .gp-range")).toBe("-11");
+});
+
+test("actions are edits of the patches; other patches make the kernel run again", async () => {
+  const { button, click, model, query } = await shown();
+  expect(button("Zero").disabled).toBe(true);
+  click(0, 1);
+  button("Zero").click();
+  await vi.waitFor(() => expect(model.sent.length).toBe(1));
+  const items = [itemOf("layers[0].attn.heads[1].z")];
+  expect(model.sent[0]).toMatchObject({
+    request: "edit",
+    payload: { based_on: 0, edit: { action: "act", act: "zero", items, value: null } },
+  });
+  button("Steer …").click();
+  const field = query<HTMLInputElement>(".gp-action-form input");
+  field.value = "2 * d";
+  query<HTMLFormElement>(".gp-action-form").requestSubmit();
+  model.trigger("msg:custom", { id: (model.sent[0] as { id: number }).id, result: { version: 1 } }, []);
+  await vi.waitFor(() => expect(model.sent.length).toBe(2));
+  expect(model.sent[1]).toMatchObject({ payload: { based_on: 1, edit: { act: "steer", value: "2 * d" } } });
+  model.set("session", { version: 2, patches: [], can_undo: true, can_redo: false });
+  await vi.waitFor(() => expect(model.sent.at(-1)).toMatchObject({ request: "attend" }));
+});
+
+test("without a kernel, heads can be chosen, and patches say why not", async () => {
+  const { button, click, model, text } = await shown();
+  model.trigger("comm:close");
+  click(1, 0);
+  expect(text(".gp-attention-title")).toBe("Layer 1, head 0");
+  expect(button("Zero").disabled).toBe(true);
+  expect(button("Zero").title).toContain("kernel");
+  expect(button("Copy path").disabled).toBe(false);
+});
+
+test("views of a group share the selection in the page, without a kernel", async () => {
+  const one = await shown();
+  const other = await shown();
+  one.click(1, 1);
+  expect(other.model.get("selection")).toEqual([itemOf("layers[1].attn.heads[1].z")]);
+  expect(other.text(".gp-attention-title")).toBe("Layer 1, head 1");
+  const resid: Item = itemOf("layers[0].resid_post", { position: 2 });
+  other.model.set("selection", [resid]); // from the kernel
+  expect(other.query(".gp-layer-labels [data-selected]").textContent).toBe("0");
+  expect(other.query(".gp-token[data-active]").textContent).toBe("␣sat");
+});
+
+test("the keyboard reaches heads and tokens", async () => {
+  const { el, field, model, text } = await shown();
+  const press = (target: Element, key: string, shiftKey = false) =>
+    target.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, bubbles: true }));
+  for (const key of ["ArrowRight", "ArrowRight", "ArrowDown"]) press(field, key);
+  expect(text(".gp-heads .gp-unseen")).toBe("Layer 1, head 1");
+  press(field, "Enter");
+  expect(model.get("selection").map(({ name }) => name)).toEqual(["layers[1].attn.heads[1].z"]);
+  const tokens = el.querySelector(".gp-tokens") as Element;
+  for (const key of ["ArrowRight", "ArrowRight", "Enter"]) press(tokens, key);
+  expect(model.get("selection").at(-1)?.position).toBe(2);
+});
+
+test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => {
+  document.body.dataset.jpThemeLight = isLight;
+  document.body.style.background = isLight === "true" ? "#fff" : "#111";
+  const { click, el, query } = await shown(2);
+  click(1, 1);
+  click(0, 0, true);
+  query(".gp-token[data-at='3']").click();
+  const found = await axe.run(el, { rules: { region: { enabled: false } } });
+  expect(found.violations.map(({ id, nodes }) => [id, nodes[0]?.html])).toEqual([]);
+});

@@ -1,0 +1,189 @@
+"""Patched models that `torch.compile` compiles once for all values of their patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError, UnknownPathError
+from graphpatch_notebook.patches.kinds import Patch
+from tests.experiments.hooked import GPT2_OUTPUT
+from tests.integrations.test_torch_compile import MASKED_BY_VMAP, gpt2
+from tests.zoo import installed
+
+X = torch.linspace(-1, 1, 6).view(2, 3)
+
+
+class Mlp(nn.Module):
+    """What it computes is written down once more in `by_hand`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        hidden = torch.relu(self.up(x)) * scale
+        return self.down(hidden)
+
+
+def by_hand(model: Mlp, x: Tensor, added: Any = 0, replaced: Any = None, bias: Any = None) -> Tensor:
+    hidden = torch.relu(model.up(x)) * 2.0
+    hidden = torch.cat([hidden[:, :1], hidden[:, 1:2] + added, hidden[:, 2:]], 1)
+    out = nn.functional.linear(hidden, model.down.weight, model.down.bias if bias is None else bias)
+    if replaced is not None:
+        out = out.clone()
+        out[0] = replaced
+    return out
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def model() -> Mlp:
+    return Mlp().eval()
+
+
+@pytest.fixture(scope="module")
+def pg(model: Mlp) -> PatchableGraph:
+    return PatchableGraph(model, X)
+
+
+def test_other_values_do_not_compile_again(model: Mlp, pg: PatchableGraph) -> None:
+    add, replace = AddPatch(value=torch.ones(2, 1), slice=(slice(None), slice(1, 2))), ReplacePatch(value=0.5, slice=0)
+    bias = ReplacePatch(value=torch.zeros(3))
+    patches = {"hidden": add, "output": [replace], "down.bias": bias, "up.output": AddPatch(value=0)}
+    backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = pg.compile(patches, X, backend=backend)
+    with torch.no_grad():
+        for number in (0.5, 2, True, -1.25, 0):  # as a user sets them
+            add.value, bias.value, replace.value = torch.randn(2, 1), torch.randn(3), number
+            assert torch.equal(compiled(X), by_hand(model, X, add.value, number, bias.value))
+            assert torch.equal(compiled(X * 3), by_hand(model, X * 3, add.value, number, bias.value))
+        assert backend.frame_count == 1
+        replace.value, add.value, add.slice = 7.0, torch.zeros(2, 4), None  # what is not a value compiles again
+        assert torch.equal(compiled(X), by_hand(model, X, 0, 7.0, bias.value))
+        model.up.weight.mul_(2)  # weights are those of the model
+        assert torch.equal(compiled(X), by_hand(model, X, 0, 7.0, bias.value))
+    replace.value = "7"
+    with pytest.raises(PatchValueError, match="ReplacePatch: value must be a tensor or a number, not str"):
+        compiled(X)
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same_within_rounding(model: Mlp, pg: PatchableGraph) -> None:
+    add = AddPatch(value=0.0, slice=(slice(None), slice(1, 2)))
+    compiled = pg.compile({"hidden": add}, X)
+    compiled(X)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for number in range(100):
+        add.value = number / 7
+        torch.testing.assert_close(compiled(X), by_hand(model, X, add.value))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+def test_gradients_reach_values_and_weights(model: Mlp, pg: PatchableGraph) -> None:
+    value = torch.ones(2, 1, requires_grad=True)
+    compiled = pg.compile({"hidden": AddPatch(value=value, slice=(..., slice(1, 2)))}, X, backend="aot_eager")
+    wanted = (value, model.up.weight)
+    found = torch.autograd.grad(compiled(X).square().sum(), wanted)
+    expected = torch.autograd.grad(by_hand(model, X, value).square().sum(), wanted)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_patches_that_are_active_are_part_of_it(model: Mlp, pg: PatchableGraph) -> None:
+    steer = AddPatch(value=1.0, slice=(slice(None), slice(1, 2)))
+    edited = pg.edit({"output": ReplacePatch(value=0.25, slice=0)})
+    with edited.patch({"hidden": steer}):
+        compiled = edited.compile({"hidden": steer}, X, backend="eager")
+    steer.value = 3.0
+    # The patch of the block around it is the same object: it adds twice.
+    assert torch.equal(compiled(X), by_hand(model, X, torch.tensor(3.0) + 3.0, 0.25))
+    with pg.patch({"hidden": ProbePatch()}), pytest.raises(GraphError, match="'hidden': a ProbePatch may run"):
+        pg.compile({"output": ZeroPatch()}, X)
+
+
+class Counting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.numel()
+        return x * count
+
+
+class OwnAdd(AddPatch):
+    def op(self, original_output: Any) -> Any:
+        return original_output + 1
+
+
+@pytest.mark.parametrize(
+    ("patches", "kind", "message"),
+    [
+        ({"hidden": CustomPatch(torch.neg)}, GraphError, "'hidden': a CustomPatch may run other Python code"),
+        ({"up.output": [ZeroPatch(), RecordPatch()]}, GraphError, "'up.output': a RecordPatch may run"),
+        ({"hidden": OwnAdd(value=1)}, GraphError, "a OwnAdd may run other Python code"),
+        ({"hidden": ZeroPatch(steps=0)}, GraphError, "a graph does not count steps"),
+        ({"hiden": ZeroPatch()}, UnknownPathError, "hidden"),
+        ({"hidden": AddPatch(value="1")}, PatchMapError, "value must be a tensor or a number"),
+        ({"hidden": 3}, PatchMapError, "give a patch or a list of patches"),
+    ],
+)
+def test_refused_before_anything_runs(
+    pg: PatchableGraph, patches: Mapping[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        pg.compile(patches, X)
+
+
+def test_numbers_of_the_model_are_refused() -> None:
+    pg = PatchableGraph(Counting(), X)
+    with pytest.raises(GraphError, match="'size_count': the value is int.*, which compiled code holds as a constant"):
+        pg.compile({"size_count": ReplacePatch(value=2)}, X)
+    with pytest.raises(GraphError, match="to_fx"):  # inputs of another size than the graph is for
+        PatchableGraph(Mlp(), X).compile({"hidden": ZeroPatch()}, X[:1])
+
+
+@pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
+def test_language_models() -> None:
+    model, ids = gpt2()
+    pg = PatchableGraph(model, ids)
+    steer = AddPatch(value=torch.zeros(16), slice=(slice(None), 2))
+    patches: dict[str, Patch[Any]] = {
+        f"transformer.h_0.{GPT2_OUTPUT}": steer,
+        "layers[1].attn.heads[1].z": ZeroPatch(),
+    }
+    backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = pg.compile(patches, ids, allow_doubts=True, backend=backend)
+
+    def steered(_module: nn.Module, _args: Any, output: Any) -> Any:
+        hidden = (output[0] if isinstance(output, tuple) else output).clone()
+        hidden[:, 2] += steer.value
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def without_head(_module: nn.Module, args: Any) -> Any:
+        heads = args[0].clone()
+        heads[..., 8:] = 0
+        return (heads,)
+
+    with torch.no_grad():
+        handles = [
+            model.transformer.h[0].register_forward_hook(steered),
+            model.transformer.h[1].attn.c_proj.register_forward_pre_hook(without_head),
+        ]
+        expected = []
+        for value in (steer.value, torch.randn(16), torch.randn(16)):
+            steer.value = value
+            expected.append((value, model(ids).logits))
+        for handle in handles:
+            handle.remove()
+        for steer.value, logits in expected:
+            torch.testing.assert_close(compiled(ids).logits, logits)
+    assert backend.frame_count == 1

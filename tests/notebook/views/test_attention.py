@@ -1,0 +1,250 @@
+"""What the attention view sends: patterns as eager attention computes them, up to the steps of bytes."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.experiments import show_attention
+from graphpatch_notebook.notebook.session.session import session_of
+from graphpatch_notebook.notebook.views.actions import patches_of
+from graphpatch_notebook.notebook.views.attention import AttentionView
+from graphpatch_notebook.notebook.views.requests import answer
+from graphpatch_notebook.notebook.views.selection import item_of
+from tests.notebook.shells import Shell
+
+LENGTH = 7
+SPECIAL: Any = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+
+
+def models() -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    ids = torch.randint(2, 50, (3, LENGTH))
+    yield (
+        "gpt2",
+        GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=16, vocab_size=50, **SPECIAL)),
+        {"input_ids": ids},
+    )
+    shared = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 50, **SPECIAL}
+    llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **shared))
+    yield "llama", llama, {"input_ids": ids}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "vocab_size": 50, "forced_eos_token_id": 1}
+    bart = BartForConditionalGeneration(BartConfig(**heads, **sizes, **SPECIAL, decoder_start_token_id=0))
+    yield "bart", bart, {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
+
+
+MODELS = {name: (model.eval(), inputs) for name, model, inputs in models()}
+
+
+def sent(view: AttentionView, run: str = "clean") -> list[tuple[np.ndarray, np.ndarray | None, float]]:
+    """Reads the trait as the front end does: of each layer the patterns, the lengths of values, the largest step."""
+    data, at, found = zlib.decompress(view.cells), 0, {}
+
+    def take(dtype: str, count: int) -> np.ndarray:
+        nonlocal at
+        part = np.frombuffer(data, dtype, count, at)
+        at += part.nbytes
+        return part.astype(np.float32)
+
+    for name in view.attention["runs"]:
+        layers: list[tuple[np.ndarray, np.ndarray | None, float]] = []
+        for layer in view.attention["layers"]:
+            heads, values, shape = layer["heads"], layer["value_heads"], layer["shape"]
+            scales, lengths = take("<f4", heads), None
+            if values:
+                length_scales = take("<f4", values)
+                lengths = take("u1", values * layer["full"][1]).reshape(values, -1) * length_scales[:, None] / 255
+            cells = take("u1", heads * shape[0] * shape[1]).reshape(heads, *shape)
+            layers.append((cells * scales[:, None, None] / 255, lengths, float(scales.max()) / 255))
+        found[name] = layers
+    assert at == len(data)
+    return found[run]
+
+
+def eager(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Returns the patterns that the model returns itself, with eager attention."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        with torch.no_grad():
+            found = model(**inputs, output_attentions=True)
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+    if "decoder_attentions" not in found:
+        return list(found.attentions)
+    both = zip(found.decoder_attentions, found.cross_attentions, strict=True)
+    return [*found.encoder_attentions, *(one for pair in both for one in pair)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_sent_is_what_eager_attention_computes(name: str) -> None:
+    model, inputs = MODELS[name]
+    pg = PatchableGraph(model, **inputs)
+    expected = eager(model, inputs)
+    with contextlib.closing(show_attention(pg)) as view:
+        assert [layer["full"] for layer in view.attention["layers"]] == [[*one.shape[2:]] for one in expected]
+        assert view.attention["is_whole"]
+        for row in (-1, 0, 2):
+            view.row = row
+            for (patterns, _, step), one in zip(sent(view), expected, strict=True):
+                wanted = (one.mean(0) if row < 0 else one[row]).numpy()
+                assert np.abs(patterns - wanted).max() <= step / 2 + 1e-6
+                assert patterns.max() > 0.1
+        assert len(view.cells) < 20_000
+
+
+def test_values_are_as_long_as_they_are() -> None:
+    model, inputs = MODELS["llama"]
+    pg = PatchableGraph(model, **inputs)
+    with contextlib.closing(show_attention(pg)) as view:
+        lengths = [one for _, one, _ in sent(view)]
+    for layer, found in enumerate(lengths):
+        values = pg.record(f"layers[{layer}].attn.v", **inputs)[f"layers[{layer}].attn.v"]
+        wanted = values[0].detach().norm(dim=-1).numpy()
+        assert found is not None
+        assert found.shape == wanted.shape == (2, LENGTH)
+        assert np.abs(found - wanted).max() <= wanted.max() / 255
+
+
+class Front:
+    """A front end, as far as requests go."""
+
+    def __init__(self, view: AttentionView) -> None:
+        self.view = view
+
+    def send(self, request: str, **payload: Any) -> tuple[dict[str, Any], list[bytes]]:
+        context = self.view._request_context
+        return answer(context, {"id": 1, "request": request, "payload": payload}, self.view.HANDLERS)
+
+    def ask(self, request: str, **payload: Any) -> dict[str, Any]:
+        reply, _ = self.send(request, **payload)
+        assert "result" in reply, reply
+        found: dict[str, Any] = reply["result"]
+        return found
+
+    def attend(self) -> None:
+        status = self.ask("attend")
+        end = time.monotonic() + 30
+        while status["state"] == "running" and time.monotonic() < end:
+            time.sleep(0.01)
+            status = self.ask("attend")
+        assert status["state"] == "done"
+
+
+def test_patches_have_their_effect_beside_the_clean_patterns() -> None:
+    model, inputs = MODELS["gpt2"]
+    pg = PatchableGraph(model, **inputs)
+    with contextlib.closing(show_attention(pg)) as view:
+        front, session = Front(view), session_of(pg)
+        clean = sent(view)
+        weight = item_of("layers[0].attn.heads[1].pattern", position=4, key=0)
+        for item in (weight, item_of("layers[0].attn.heads[2].z")):
+            version = session.chosen.version
+            edit = {"action": "act", "act": "zero", "items": [item], "value": None}
+            front.ask("edit", based_on=version, edit=edit)
+        assert view.session["version"] == 2 != view.attention["patches"]
+        front.attend()
+        assert view.attention["patches"] == 2
+        assert view.attention["runs"] == ["clean", "patched"]
+        with pg.patch(session.resolve({}).patch_map), torch.no_grad():
+            names = [f"layers[{layer}].attn.pattern" for layer in (0, 1)]
+            wanted = pg.record(names, **inputs)
+        for layer, (patterns, _, step) in enumerate(sent(view, "patched")):
+            assert np.abs(patterns - wanted[names[layer]][0].numpy()).max() <= step / 2 + 1e-6
+        assert sent(view, "patched")[0][0][1, 4, 0] == 0 != clean[0][0][1, 4, 0]
+        assert all(np.array_equal(one[0], other[0]) for one, other in zip(sent(view), clean, strict=True))
+        session.clear()
+        front.attend()
+        assert view.attention["runs"] == ["clean"]
+
+
+def test_long_inputs_are_sent_as_smaller_pictures_and_heads_on_demand() -> None:
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_head": 9, "n_embd": 18, "vocab_size": 50, "n_positions": 700}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **SPECIAL)).eval()
+    ids = torch.randint(50, (1, 700))
+    pg = PatchableGraph(model, ids)
+    with contextlib.closing(show_attention(pg)) as view:
+        front, about = Front(view), view.attention
+        (layer,) = about["layers"]
+        exact = eager(model, {"input_ids": ids})[0][0]
+        rows, columns = layer["shape"]
+        assert not about["is_whole"]
+        assert max(rows, columns) <= 48
+        assert len(view.cells) < 700_000
+        ((pictures, _, step),) = sent(view)
+        block = -(-ids.shape[1] // 48)
+        wanted = torch.nn.functional.max_pool2d(exact, block, ceil_mode=True).numpy()
+        assert np.abs(pictures - wanted).max() <= step / 2 + 1e-6
+        reply, (cells,) = front.send("head", version=about["version"], run="clean", layer=0, head=2)
+        numbers = np.frombuffer(cells, np.uint8).reshape(exact.shape[1:]) * reply["result"]["scale"] / 255
+        assert np.abs(numbers - exact[2].numpy()).max() <= step / 2 + 1e-6
+        for wrong in ({"head": 9}, {"layer": 1}, {"run": "patched"}, {"version": 0}):
+            place = {"version": about["version"], "run": "clean", "layer": 0, "head": 0, **wrong}
+            assert "error" in front.send("head", **place)[0]
+
+
+def test_a_model_without_attention_says_why() -> None:
+    with pytest.raises(GraphError, match="no attention patterns to show: no module of a list"):
+        show_attention(PatchableGraph(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)))
+    model, inputs = MODELS["gpt2"]
+    with pytest.raises(GraphError, match="layers without an attention pattern: 5; there are 0, 1"):
+        show_attention(PatchableGraph(model, **inputs), layers=[0, 5])
+
+
+class Words:
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(f"t{token}" for token in tokens)
+
+
+def test_positions_have_their_tokens() -> None:
+    model, inputs = MODELS["bart"]
+    pg = PatchableGraph(model, **inputs)
+    with contextlib.closing(show_attention(pg, tokens=Words())) as view:
+        about = view.attention
+        texts = [(about["tokens"][one["queries"]], about["tokens"][one["keys"]]) for one in about["layers"]]
+    encoder, decoder = ([f"t{int(token)}" for token in inputs[name][0]] for name in ("input_ids", "decoder_input_ids"))
+    assert texts == [(encoder, encoder), (decoder, decoder), (decoder, encoder)]
+    model, inputs = MODELS["gpt2"]
+    rows = [["same", *(f"{row}{at}" for at in range(1, LENGTH))] for row in range(3)]
+    with contextlib.closing(show_attention(PatchableGraph(model, **inputs), tokens=rows)) as view:
+        assert view.attention["tokens"] == [rows[0]]
+        view.row = -1
+        assert view.attention["tokens"] == [["same", *map(str, range(1, LENGTH))]]
+
+
+def test_the_magic_the_browser_and_pages_without_scripts(shell: Shell) -> None:
+    model, inputs = MODELS["gpt2"]
+    shell.namespace["pg"] = pg = PatchableGraph(model, **inputs)
+    view = shell.ok("%graphpatch attention").value
+    assert repr(view) == "<AttentionView of pg: 8 heads in 2 layers, 7 x 7>"
+    html = view._static_html()
+    picture = base64.b64decode(html.partition("base64,")[2].partition('"')[0])
+    assert picture.startswith(b"\x89PNG")
+    assert f"gp-static-{view._own_id}" in html
+    assert "<script" not in html
+    browser = pg.browse(views=("attention",))
+    browser.select("layers[1].attn.heads[3].z")
+    assert [one["head"] for one in browser.views[0].selection] == [3] == [one["head"] for one in view.selection]
+    with pytest.raises(ValueError, match="there is no view 'lens_'; views are 'attention' and 'lens'"):
+        pg.browse(views=("lens_",))
+    assert patches_of(session_of(pg), "zero", view.selection, None, set())[0].path == "layers[1].attn.heads[3].z"
