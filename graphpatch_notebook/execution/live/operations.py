@@ -111,6 +111,7 @@ class LiveMode(TorchFunctionMode):
                 return None
             leaf = outer
             by_lasti = codes.get(id(leaf.f_code))
+            frame.visits_left = 0  # a function of torch's own may make several calls at this one
         by_chain = by_lasti.get(leaf.f_lasti)
         if by_chain is None:
             by_offset = sites.by_offset.get(id(leaf.f_code), {})
