@@ -171,7 +171,8 @@ def is_swapped(module: Module) -> bool:
 def original_forward(module: Module) -> Callable[..., Any]:
     """Returns the module's own forward, whether it is swapped at present or not."""
     known = _swaps.get(id(module))
-    return known.original if known is not None else getattr(module, innermost_forward(module))
+    original: Callable[..., Any] = known.original if known is not None else getattr(module, innermost_forward(module))
+    return original
 
 
 __all__ = ["Observer", "Swaps", "innermost_forward", "invoke", "is_swapped", "observer", "original_forward"]

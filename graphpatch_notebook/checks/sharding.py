@@ -73,6 +73,11 @@ def runs_shards(module: Module) -> bool:
     return any(map(is_parallel_machinery, around))
 
 
+def holds_some_experts(module: Module) -> bool:
+    """Whether a process holds some of the experts of a module, whole: what it computes is for other rows."""
+    return bool(module.__dict__.get("_is_expert_parallel", False))
+
+
 def note_whole_tensors(memo: dict[int, Any], module: Module, device: torch.device) -> None:
     """Makes `deepcopy` with this `memo` put empty tensors of the whole shape in place of the `DTensor`s of a module."""
     for held in (module._parameters, module._buffers):
@@ -90,3 +95,6 @@ def drop_machinery(copied: Module) -> None:
     """Takes what splits and joins values off a copied module, which holds whole tensors."""
     if is_parallel_machinery(copied.__dict__.get("forward")):
         del copied.__dict__["forward"]
+    if holds_some_experts(copied):  # transformers then counts the experts of this process
+        copied.__dict__["_is_expert_parallel"] = False
+        copied.__dict__["num_experts"] = next(copied.parameters(recurse=False)).shape[0]

@@ -13,13 +13,14 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
+from graphpatch_notebook.inspection.plumbing import plumbing
 from graphpatch_notebook.inspection.resolution import graph_class
 from graphpatch_notebook.paths import format_segment, python_path
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec
@@ -47,6 +48,7 @@ class TreeEntry:
         label: The text behind the name.
         style: The style of the label, for its color.
         children: The nodes below it.
+        is_plumbing: Whether it prepares what the model computes: masks, indices, positions.
         size: How many entries there are from here on down.
         pattern: Equal for entries that look the same but for their own name.
     """
@@ -55,6 +57,7 @@ class TreeEntry:
     label: str
     style: Style
     children: tuple[TreeEntry, ...] = ()
+    is_plumbing: bool = False
     size: int = field(init=False)
     pattern: int = field(init=False)
 
@@ -95,17 +98,28 @@ def frame_entry(frame: Frame, name: str, *, show_all: bool = False, label_of: La
         show_all: Also show values that only carry sizes, constants, and inputs that the example did not have.
         label_of: Returns the label of a value; the default is the label of the tree. With it graphs have no label.
     """
-    entries = (_node_entry(node, show_all, label_of) for node in frame.nodes if show_all or is_shown(node))
-    return TreeEntry(name, "" if label_of else graph_class(frame), "graph", tuple(entries))
+    return _FrameEntries(plumbing(frame.root), show_all, label_of).of_frame(frame, name)
 
 
-def _node_entry(node: Node, show_all: bool, label_of: LabelOf | None) -> TreeEntry:
-    name = format_segment(node.name)
-    if isinstance(node, CallNode):
-        return frame_entry(node.frame, name, show_all=show_all, label_of=label_of)
-    if node.kind == "call":
-        return TreeEntry(name, "" if label_of else graph_class(None), "graph")
-    return spec_entry(node.spec, name, show_all=show_all, label_of=label_of)
+@dataclass(frozen=True, slots=True)
+class _FrameEntries:
+    """Makes the entries of frames, and of the frames below."""
+
+    plumbing: Set[int]
+    show_all: bool
+    label_of: LabelOf | None
+
+    def of_frame(self, frame: Frame | None, name: str, is_plumbing: bool = False) -> TreeEntry:
+        nodes = () if frame is None else (node for node in frame.nodes if self.show_all or is_shown(node))
+        label = "" if self.label_of else graph_class(frame)
+        return TreeEntry(name, label, "graph", tuple(map(self.of_node, nodes)), is_plumbing)
+
+    def of_node(self, node: Node) -> TreeEntry:
+        name, is_plumbing = format_segment(node.name), id(node) in self.plumbing
+        if node.kind == "call":
+            return self.of_frame(node.frame if isinstance(node, CallNode) else None, name, is_plumbing)
+        entry = spec_entry(node.spec, name, show_all=self.show_all, label_of=self.label_of)
+        return replace(entry, is_plumbing=True) if is_plumbing else entry
 
 
 def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
@@ -219,7 +233,7 @@ def _open_breadth_first(top: Row, max_lines: int | None, depth: int | None) -> N
         row, level = queue.popleft()
         if row.run or not row.entry.children:
             continue
-        rows = _folded_runs(row.entry.children) if max_lines is not None else [Row(c) for c in row.entry.children]
+        rows = _folded(row.entry.children) if max_lines is not None else [Row(c) for c in row.entry.children]
         if depth is not None and level >= depth and row.entry.style == "graph":
             rows = []
         elif level == 0 and len(rows) > left:
@@ -230,6 +244,15 @@ def _open_breadth_first(top: Row, max_lines: int | None, depth: int | None) -> N
         left -= len(rows)
         row.rows = rows
         queue.extend((child, level + 1) for child in rows)
+
+
+def _folded(entries: Sequence[TreeEntry]) -> list[Row]:
+    """Returns a row for each entry, but one row for the plumbing, and one for each group of entries that repeats."""
+    aside = tuple(entry for entry in entries if entry.is_plumbing)
+    if not 2 <= len(aside) < len(entries):
+        return _folded_runs(entries)
+    note = f"plumbing: {_nodes(len(aside))} ({aside[0].name} … {aside[-1].name})"
+    return [Row(aside[0], run=aside, note=note), *_folded_runs([entry for entry in entries if not entry.is_plumbing])]
 
 
 def _folded_runs(entries: Sequence[TreeEntry]) -> list[Row]:

@@ -18,6 +18,7 @@ from graphpatch_notebook.errors import PatchShapeError, PatchValueError
 from graphpatch_notebook.torch_compat import distributed_tensors, strided_shard
 
 _SAME = 1e-5
+_FEW = 4  # so many terms do not happen to be equal on all processes
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Placement:
         Downstream of the patches each process may have one term of the gradient: the patches are given the sum, and
         upstream goes the sum on the first process, and zero on the others.
         """
-        gradient = _Gradient(self.mesh)
+        gradient = _Gradient(self.path, self.mesh)
         return (_Open.apply(value, gradient) if value.requires_grad else value), gradient  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -112,9 +113,33 @@ class Placement:
 class _Gradient:
     """Whether each process has one term of a gradient: known once backward has come to what the patches returned."""
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, path: str, mesh: Any) -> None:
+        self.path = path
         self.mesh = mesh
         self.is_sum = False
+
+    def total(self, terms: Tensor) -> Tensor:
+        """Returns the sum of the terms that the processes have.
+
+        Raises:
+            PatchValueError: Some entries are terms, and others are the whole gradient on each process.
+        """
+        group = self.mesh.get_group()
+        least, most, total = (terms.contiguous().clone() for _ in range(3))
+        for reduced, kind in ((least, dist.ReduceOp.MIN), (most, dist.ReduceOp.MAX), (total, dist.ReduceOp.SUM)):
+            dist.all_reduce(reduced, op=kind, group=group)
+        is_same, is_there = least == most, (least != 0) | (most != 0)
+        for dim in range(terms.dim()):
+            others = [other for other in range(terms.dim()) if other != dim]
+            slices_same = is_same.movedim(dim, 0).flatten(1).all(1) if others else is_same
+            slices_there = is_there.movedim(dim, 0).flatten(1).sum(1) if others else is_there.long()
+            if bool((slices_same & (slices_there >= _FEW)).any()):
+                raise PatchValueError(
+                    f"{self.path!r} has no gradient that is known: for a part of the value each process has all of it, "
+                    "and for another part one term of a sum; patch it without gradients, or patch what is computed "
+                    "from it"
+                )
+        return total
 
 
 class _Open(torch.autograd.Function):
@@ -137,15 +162,12 @@ class _Close(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        gradient, group = ctx.gradient, ctx.gradient.mesh.get_group()
+        gradient = ctx.gradient
         mine = sketch(grad).to(grad.device)
         sketches = [torch.empty_like(mine) for _ in range(gradient.mesh.size())]
-        dist.all_gather(sketches, mine, group=group)
+        dist.all_gather(sketches, mine, group=gradient.mesh.get_group())
         gradient.is_sum = not all(is_same_sketch(sketches[0], each) for each in sketches)  # on all processes alike
-        if gradient.is_sum:
-            grad = grad.contiguous().clone()
-            dist.all_reduce(grad, group=group)
-        return grad, None
+        return gradient.total(grad) if gradient.is_sum else grad, None
 
 
 def sketch(value: Tensor) -> Tensor:

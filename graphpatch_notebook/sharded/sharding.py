@@ -13,7 +13,13 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Capture, Frame, Node
 from graphpatch_notebook.checks.meta_runs import MetaRunError, input_shapes, node_key, nodes_by_key, recorded_on_meta
-from graphpatch_notebook.checks.sharding import distributed_tensors, is_distributed, is_sharded, runs_shards
+from graphpatch_notebook.checks.sharding import (
+    distributed_tensors,
+    holds_some_experts,
+    is_distributed,
+    is_sharded,
+    runs_shards,
+)
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
@@ -50,6 +56,7 @@ def with_whole_records(local: Frame) -> Frame:
         for frame in root.walk():
             frame.capture = capture
         sharding.join(root, local, device)
+        sharding.refuse_divided(root)
     root.capture.findings[sharding_of] = sharding
     return root
 
@@ -93,12 +100,15 @@ class Sharding:
             frame.conditions, frame.doubts, frame.value_reads = local.conditions, local.doubts, local.value_reads
             frame.opaque_reason = frame.opaque_reason or local.opaque_reason
         is_leaf = type(frame.module).forward in _LEAVES and runs_shards(frame.module)
+        is_of_experts = any(holds_some_experts(above.module) for above in frame.frames_above())
         known = {} if local is None else nodes_by_key(local)
         for node in frame.nodes:
             other = known.get(node_key(node))
             node.spec = _on(node.spec, device)
             if isinstance(node, CallNode):
                 self.join(node.frame, other.frame if isinstance(other, CallNode) else None, device)
+            elif is_of_experts and (node.kind == "op" or not holds_some_experts(frame.module)):
+                self._refused[id(node)] = "each process computes it for experts of its own"
             elif node.kind == "op" and is_leaf:
                 self._leaves[id(node)] = frame.output_node
             elif node.kind == "op" and (other is None or other.op != node.op):
@@ -107,6 +117,18 @@ class Sharding:
                 self._refused[id(node)] = "this is memory that the model fills in later"
             elif other is not None:
                 node.is_mutated_later |= other.is_mutated_later
+
+    def refuse_divided(self, root: Frame) -> None:
+        """Refuses what is divided by the number of processes, so that their sum is right, and what is made of it.
+
+        The terms are equal on all processes, so a run does not show that they are terms.
+        """
+        for frame in root.walk():
+            if type(frame.module).forward is not nn.Identity.forward or not runs_shards(frame.module):
+                continue
+            own = [node for node in frame.nodes if node.kind != "input"]
+            around = [] if frame.parent is None else [node for node in frame.parent.nodes if node.kind == "op"]
+            self._refused |= {id(node): "each process holds one term of a sum" for node in (*own, *around)}
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -189,6 +211,9 @@ class Sharding:
             return f"the processes hold values of shape {seen[0].shape}, for one of shape {tuple(whole)}"
         differing = [dim for dim, size in enumerate(whole) if any(one.shape[dim] != size for one in seen)]
         if not differing:
+            is_of_shards = any(runs_shards(above.module) for above in target.frame.frames_above())
+            if is_of_shards and target.node.kind == "op" and all(one.is_zero for one in seen):
+                return "it is zero on all processes, and may be where each of them collects its term of a sum"
             if all(is_same_sketch(seen[0].sketch, one.sketch) for one in seen):
                 return Placement(target.path, self.mesh)
             return "each process holds one term of a sum, or a value of its own"
@@ -282,6 +307,11 @@ class _Seen:
 
     shape: tuple[int, ...]
     sketch: Tensor
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all its entries are zero."""
+        return self.sketch[-1].item() == 0
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def using(browser: Browser, server: Server, file: str, name: str, rounds: int) -
 def bundle() -> Iterator[Row]:
     size = sum(file.stat().st_size for file in STATIC.glob("widget.*")) / KILOBYTE
     yield row("bundle: script and style, unpacked", f"{size:.0f} KB", "", True)
-    yield under("bundle: script and style, as they are sent", len(packed()) / KILOBYTE, 60, "KB")
+    yield under("bundle: script and style, as they are sent", len(packed()) / KILOBYTE, 80, "KB")
 
 
 def sections(quick: bool) -> Iterator[Iterator[Row]]:
@@ -212,7 +212,7 @@ def sections(quick: bool) -> Iterator[Iterator[Row]]:
     ):
         browser = launch(playwright)
         file = written(server, "gpt2.ipynb", GPT2)
-        yield showing(browser, server, file, "GPT-2 124M", rounds, (200, 100))
+        yield showing(browser, server, file, "GPT-2 124M", rounds, (150, 100))
         file = written(server, "fifty_thousand.ipynb", FIFTY_THOUSAND)
         yield showing(browser, server, file, "50,000 nodes", rounds, (300, 250))
         yield using(browser, server, file, "50,000 nodes", rounds)

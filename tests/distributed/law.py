@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch
+from graphpatch_notebook import AddPatch, PatchableGraph, PatchValueError, ProbePatch
 from graphpatch_notebook.sharded import sharding_of
 
 RTOL, ATOL = 1e-3, 2e-5
@@ -124,9 +124,9 @@ def _values_problem(
         try:
             with torch.no_grad(), pg.patch({path: [probe, AddPatch(value=0.5, slice=part)]}):
                 outputs.append(whole(run(pg)))
+            seen.append(whole(probe.activation))
         except Exception as error:
             return None if pg is plain else f"{type(error).__name__}: {error}"
-        seen.append(whole(probe.activation))
     if seen[0].shape != seen[1].shape or not _is_close(*seen):
         return "the probe sees another value"
     return None if _is_close(*outputs) else f"the output differs by {(outputs[0] - outputs[1]).abs().max():.1e}"
@@ -141,6 +141,8 @@ def _gradient_problem(
         try:
             with torch.enable_grad(), pg.patch({path: AddPatch(value=added)}):
                 whole(run(pg)).pow(2).sum().backward()
+        except PatchValueError:  # it says that the gradient is not known
+            return None
         except Exception as error:
             return None if pg is plain else f"gradient: {type(error).__name__}: {error}"
         gradients.append(added.grad)

@@ -21,6 +21,7 @@ from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
+from graphpatch_notebook.inspection.plumbing import plumbing
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
 from graphpatch_notebook.inspection.tree import is_clutter, is_shown, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import spec_label, visible
@@ -35,7 +36,7 @@ _GRAPH, _ITEM, _UNUSED = _NUMBERS["graph"], _NUMBERS["item"], _NUMBERS["unused"]
 # In columns of positions in a table: the first position that was not used yet. Long runs of it compress well.
 NEXT = -2
 
-SIZE, HIDDEN, OPAQUE, PATCHABLE, MUTATED, VIEW_FILLED = 1, 2, 4, 8, 16, 32
+SIZE, HIDDEN, OPAQUE, PATCHABLE, MUTATED, VIEW_FILLED, PLUMBING = 1, 2, 4, 8, 16, 32, 64
 
 
 class Skeleton:
@@ -267,6 +268,7 @@ class _Rows:
         self.notes: dict[int, str] = {}
         self.absent_count = 0
         self._used = used_modules(root)
+        self._plumbing = plumbing(root)
         self._add_graph("<root>", type(root.module).__name__, None, root, 0, 0)
 
     def written_names(self) -> list[str]:
@@ -304,14 +306,15 @@ class _Rows:
             self._add(names, type(module).__name__, _UNUSED, -1, 0, None, row)
 
     def _add_nodes(self, frame: Frame, parent: int) -> None:
-        add, tensors = self._add, self._tensors
+        add, tensors, plumbing = self._add, self._tensors, self._plumbing
         for node in frame.nodes:
             kind, spec = node.kind, node.spec
+            flags = PLUMBING if id(node) in plumbing else 0
             if isinstance(node, CallNode):
                 op = type(node.frame.module).__name__
-                self._add_graph(node.name, op, node, node.frame, parent, SIZE * node.is_size)
+                self._add_graph(node.name, op, node, node.frame, parent, flags + SIZE * node.is_size)
                 continue
-            flags = MUTATED * node.is_mutated_later + VIEW_FILLED * node.is_view_filled_later
+            flags += MUTATED * node.is_mutated_later + VIEW_FILLED * node.is_view_filled_later
             if node.is_size:
                 flags += SIZE
             op = node.op if kind == "op" else kind

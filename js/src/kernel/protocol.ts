@@ -30,6 +30,7 @@ export const FLAG = {
   patchable: 8, // a tensor or number: one can patch it
   mutated: 16, // the model writes into this tensor later
   viewFilled: 32, // ... which is a view, so that a patch cuts it off from its base
+  plumbing: 64, // a mask, an index, a position, ...: folded away
 } as const;
 
 /** In `name`, `op` and `spec`: the first position of the table that was not used yet. Long runs of it compress well. */

@@ -51,11 +51,13 @@ class PatchList implements Part {
     const show = () => this.show(view.model.get("session"));
     view.model.on("change:session", show);
     view.onRemove(() => view.model.off("change:session", show));
+    this.watchDrags();
     show();
   }
 
   private show(session: SessionState): void {
     const { patches } = session;
+    this.endDrag();
     const focus = this.focusKey();
     const context = { count: patches.length, act: this.act };
     replaceChildren(this.list, ...patches.map((patch, position) => patchItem(patch, position, context)));
@@ -120,23 +122,72 @@ class PatchList implements Part {
         is_enabled ? `${what} is applied` : `${what} is not applied`,
       );
     } else {
-      this.move(number, action === "up" ? -1 : 1);
+      const by = action === "up" ? -1 : 1;
+      this.move(number, (own) => own + by, `moved #${number} ${action}`);
     }
   };
 
-  private move(number: number, by: number): void {
-    const to = (): number | null => {
-      const { patches } = this.view.model.get("session");
-      const position = patches.findIndex((patch) => patch.number === number) + by;
-      return position < 0 || position >= patches.length ? null : position;
-    };
-    this.edit(
-      () => {
-        const position = to();
-        return position === null ? null : { action: "move", number, position };
-      },
-      `moved #${number} ${by < 0 ? "up" : "down"}`,
+  /** `to`: where it goes, from where it is and from the order of the others. */
+  private move(number: number, to: (own: number, others: number[]) => number, said: string): void {
+    this.edit(() => {
+      const order = this.view.model.get("session").patches.map((patch) => patch.number);
+      const own = order.indexOf(number);
+      const others = order.filter((other) => other !== number);
+      const position = to(own, others);
+      const isMove = own >= 0 && position !== own && position >= 0 && position <= others.length;
+      return isMove ? { action: "move", number, position } : null;
+    }, said);
+  }
+
+  // -- dragging ------------------------------------------------------------------------------------------------------
+
+  private dragged: number | null = null;
+
+  private watchDrags(): void {
+    const { list } = this;
+    list.addEventListener("dragstart", (event) => {
+      const item = itemOf(event);
+      if (!item || !(event.target as Element).closest(".gp-grip")) return;
+      this.dragged = Number(item.dataset.number);
+      event.dataTransfer?.setData("text/plain", `#${this.dragged}`);
+      event.dataTransfer?.setDragImage(item, 8, 8);
+    });
+    list.addEventListener("dragover", (event) =>
+      this.over(event, (item, side) => item.setAttribute("data-drop", side)),
     );
+    list.addEventListener("drop", (event) =>
+      this.over(event, (item, side) => this.drop(Number(item.dataset.number), side)),
+    );
+    list.addEventListener("dragleave", () => this.clearDrop());
+    list.addEventListener("dragend", () => this.endDrag());
+  }
+
+  /** Calls `act` with the patch under the pointer, and the side of it that is nearer; the notebook does not see it. */
+  private over(event: DragEvent, act: (item: HTMLElement, side: "before" | "after") => void): void {
+    const item = itemOf(event);
+    if (this.dragged === null || !item) return;
+    event.preventDefault();
+    event.stopPropagation();
+    this.clearDrop();
+    const box = item.getBoundingClientRect();
+    act(item, event.clientY < box.top + box.height / 2 ? "before" : "after");
+  }
+
+  private drop(target: number, side: "before" | "after"): void {
+    const { dragged } = this;
+    this.endDrag();
+    if (dragged === null || dragged === target) return;
+    const to = (_: number, others: number[]) => others.indexOf(target) + Number(side === "after");
+    this.move(dragged, to, `moved #${dragged} ${side} #${target}`);
+  }
+
+  private clearDrop(): void {
+    for (const item of this.list.children) item.removeAttribute("data-drop");
+  }
+
+  private endDrag(): void {
+    this.dragged = null;
+    this.clearDrop();
   }
 
   // -- as Python -----------------------------------------------------------------------------------------------------
@@ -209,6 +260,10 @@ class PatchList implements Part {
   }
 }
 
+function itemOf(event: Event): HTMLElement | null {
+  return (event.target as Element).closest<HTMLElement>("[data-number]");
+}
+
 /** Not `disabled`, which would take the keyboard's focus away from the button that was just pressed. */
 function enable(button: HTMLButtonElement, isEnabled: boolean): void {
   setAttribute(button, "aria-disabled", isEnabled ? null : "true");
@@ -244,6 +299,7 @@ export function patchItem(patch: PatchState, position: number, { count, act }: C
   const item = element(
     "li",
     { class: patch.is_enabled ? "gp-patch" : "gp-patch gp-patch-off", "data-number": patch.number },
+    element("span", { class: "gp-grip", draggable: "true", title: "Drag to reorder (Alt+↑, Alt+↓)" }),
     checkbox(patch, what, act),
     element("span", { class: "gp-patch-number" }, `#${patch.number}`),
     element("span", { class: `gp-kind gp-kind-${patch.kind}` }, patch.kind),

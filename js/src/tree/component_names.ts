@@ -8,6 +8,23 @@ const SLICE = /^(.*[\w*])\[(\[?[^[\]]*\]?)\]$/;
 const MEMBERS = new RegExp(`^((?:.*\\.)?)(heads|experts)(?:\\[${NUMBERS})?\\.(.+)$`);
 const WHOLE = /^\s*-?\d+\s*$/;
 
+const STREAM = "stream";
+const NEURONS = "neurons";
+const SORTS: Record<string, string> = {
+  resid_pre: STREAM,
+  resid_mid: STREAM,
+  resid_post: STREAM,
+  "mlp.pre": NEURONS,
+  "mlp.post": NEURONS,
+};
+
+/** What a component is, in a word: `stream`, `neurons`; else its own: `q`, `pattern`, `attn_out`, `embed`. */
+export function sortOf(name: string): string {
+  const [, part = ""] = /([\w]+(?:\.\w+)?)$/.exec(name) ?? [];
+  const last = part.slice(part.indexOf(".") + 1);
+  return SORTS[part] ?? SORTS[last] ?? last;
+}
+
 /** The rows that a name means, such as `layers[-1].attn.heads[0:2].z[:, -1]`, `layers[0].resid_*` or `@embed[0]`. */
 export function rowsMeant(text: string, components: readonly Component[]): Set<number> {
   const [, inside = "", layers = "", part = ""] = IN_LAYERS.exec(text) ?? [];

@@ -4,7 +4,8 @@ import type { Component, PatchState } from "../kernel/protocol";
 import { FLAG } from "../kernel/protocol";
 import { element, replaceChildren, setAttribute } from "../page/dom";
 import { visible } from "../page/visible";
-import { CLOSED, type FoldedRun, LEAF } from "./rows";
+import { sortOf } from "./component_names";
+import { CLOSED, type FoldedRun, LEAF, PLUMBING } from "./rows";
 import { insideText, scoreText } from "./scores";
 import type { Skeleton } from "./skeleton";
 import type { TreeState } from "./tree_state";
@@ -66,6 +67,7 @@ export class RowView {
       isPatchable && element("button", rowButton("add", `Patch ${name}`, "Patch (+)")),
     );
     if (mark) this.element.dataset.mark = kind === "run" ? "run" : mark.split(" ")[0];
+    if (run?.name === PLUMBING) this.element.dataset.mark = PLUMBING;
   }
 
   fill(line: number, isActive: boolean): void {
@@ -104,7 +106,7 @@ export class RowView {
     ]);
     if (this.badgesKey === key) return;
     this.badgesKey = key;
-    const badges = components.length > 0 ? [this.componentBadge(components)] : [];
+    const badges = components.length > 0 ? this.componentBadges(components) : [];
     badges.push(...patches.slice(0, MOST_BADGES).map(badge));
     if (patches.length > MOST_BADGES) badges.push(mark(`+${patches.length - MOST_BADGES}`));
     if (below > 0) badges.push(mark(countOf(below, "patch")));
@@ -122,10 +124,20 @@ export class RowView {
     return !first ? "" : this.tree.isByComponent ? visible(this.path) : first.name;
   }
 
+  /** What the first component is in a word; empty without any. */
+  private componentSort(): string {
+    const [first] = this.components();
+    return first ? sortOf(first.name) : "";
+  }
+
   /** The tooltip has all names, and what the dimensions are. */
-  private componentBadge(components: readonly Component[]): HTMLElement {
+  private componentBadges(components: readonly Component[]): HTMLElement[] {
     const title = components.map(({ name, axes }) => `${name}: ${axes.join(", ")}`).join("\n");
-    return element("span", { class: "gp-component", title }, this.componentText());
+    const sort = this.componentSort();
+    return [
+      element("span", { class: "gp-sort", "data-sort": sort, title }, sort),
+      element("span", { class: "gp-component", title }, this.componentText()),
+    ];
   }
 
   /** The row's own score; of a closed graph without one, the strongest of those in it. */
@@ -153,8 +165,9 @@ export class RowView {
     const badges = patches.slice(0, MOST_BADGES).map(badgeText);
     if (patches.length > MOST_BADGES) badges.push(`+${patches.length - MOST_BADGES}`);
     if (below > 0) badges.push(countOf(below, "patch"));
-    const component = this.componentText();
-    const seen = [name, component, ...badges, this.scoreText, mark ?? op, label].filter(Boolean).join(" ");
+    const seen = [name, this.componentSort(), this.componentText(), ...badges, this.scoreText, mark ?? op, label]
+      .filter(Boolean)
+      .join(" ");
     const more = patches.filter((patch) => !patch.is_enabled).map((patch) => `#${patch.number} is switched off`);
     if (note && (kind === "graph" || kind === "unused") && note !== mark) more.push(note);
     return [seen, ...more].join(", ");
@@ -220,7 +233,13 @@ function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {
   };
 }
 
+const ABOUT_PLUMBING = "Masks, indices and positions: integers, booleans, and what is made of them alone";
+
 function shownOfRun(skeleton: Skeleton, run: FoldedRun): Shown {
+  if (run.name === PLUMBING) {
+    const op = countOf(run.rows.length, "row");
+    return { name: PLUMBING, op, label: "", kind: "run", isPatchable: false, note: ABOUT_PLUMBING, mark: op };
+  }
   if (run.name !== undefined) {
     const op = countOf(run.rows.length, "component");
     return { name: visible(run.name), op, label: "", kind: "graph", isPatchable: false, note: null, mark: null };

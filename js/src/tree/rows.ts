@@ -29,7 +29,7 @@ export class Folding {
 
   constructor(
     private readonly skeleton: Skeleton,
-    isShown: (row: number) => boolean,
+    private readonly isShown: (row: number) => boolean,
   ) {
     this.stems = stemsOf(skeleton.columns.names);
     this.patterns = patternsOf(skeleton, isShown);
@@ -46,6 +46,31 @@ export class Folding {
       from += run?.count ?? 1;
     }
     return runs;
+  }
+
+  /**
+   * The rows that are to a repetition of a run what `row` is to its own, itself included: `h_0.attn`, `h_1.attn`, ...
+   *
+   * @param isEach Whether the row itself stands for all repetitions, if it is in a run.
+   */
+  alike(row: number, isEach = true): number[] {
+    const parent = this.skeleton.parent[row] ?? -1;
+    if (parent < 0) return [row];
+    const siblings = this.siblings(parent);
+    const own = siblings.indexOf(row);
+    if (own < 0) return [row];
+    const run = isEach ? this.runs(siblings).find(({ from, count }) => from <= own && own < from + count) : undefined;
+    const first = run ? run.from + ((own - run.from) % run.period) : own;
+    const places = Array.from({ length: run?.times ?? 1 }, (_, time) => first + time * (run?.period ?? 0));
+    return this.alike(parent).flatMap((other) => {
+      const there = other === parent ? siblings : this.siblings(other);
+      return places.flatMap((place) => there[place] ?? []);
+    });
+  }
+
+  /** What is shown in a row, the plumbing first. */
+  private siblings(row: number): number[] {
+    return apart(this.skeleton, [...this.skeleton.children(row)].filter(this.isShown)).flat();
   }
 
   /** Equal for rows that look the same but for the numbers at the ends of their own names. */
@@ -105,11 +130,13 @@ export const LEAF = 0;
 export const CLOSED = 1;
 export const OPEN = 2;
 
-/** What the line of a marker stands for: a folded run; or the components of a layer, which have a `name`. */
+/** What the line of a marker stands for: a folded run; or, with a `name`, the plumbing of a graph or the components of a layer. */
 export interface FoldedRun extends Run {
   rows: number[];
   name?: string;
 }
+
+export const PLUMBING = "plumbing";
 
 /** What decides about the lines. */
 export interface Choice {
@@ -118,7 +145,7 @@ export interface Choice {
   isShown(row: number): boolean;
   /** `null`: all; else those that a search found or a score filter left, and what is above them. */
   kept: Uint8Array | null;
-  /** `null`: nothing is folded. */
+  /** `null`: nothing is folded, plumbing neither. */
   folding: Folding | null;
   isRunOpen(first: number): boolean;
   /** `null`: as they came up. */
@@ -213,10 +240,12 @@ export function layOut(skeleton: Skeleton, choice: Choice): Lines {
     if (isOpen) addRows(children(row), line, level + 1);
   }
 
-  function addRows(rows: number[], parent: number, level: number): void {
+  function addRows(all: number[], parent: number, level: number): void {
+    const [aside, rows] = choice.folding ? apart(skeleton, all) : [[], all];
     const runs = choice.folding?.runs(rows) ?? [];
-    const size = rows.length - runs.reduce((sum, run) => sum + run.count - 1, 0);
-    let position = 0;
+    let position = Math.min(aside.length, 1);
+    const size = position + rows.length - runs.reduce((sum, run) => sum + run.count - 1, 0);
+    if (position) addRun(group(PLUMBING, aside), parent, level, position, size);
     for (let at = 0, next = 0; at < rows.length; position += 1) {
       const run = runs[next];
       if (run?.from === at) {
@@ -243,6 +272,18 @@ export function layOut(skeleton: Skeleton, choice: Choice): Lines {
   return lines;
 }
 
+/** A marker for rows that need not follow one another. */
+function group(name: string, rows: number[]): FoldedRun {
+  return { name, rows, from: 0, count: rows.length, period: rows.length, times: 1 };
+}
+
+/** Siblings sorted into plumbing, if a marker for it saves a line and other rows are left, and the rest. */
+export function apart(skeleton: Skeleton, siblings: number[]): [plumbing: number[], rest: number[]] {
+  const aside = siblings.filter((row) => skeleton.has(row, FLAG.plumbing));
+  if (aside.length < 2 || aside.length === siblings.length) return [[], siblings];
+  return [aside, siblings.filter((row) => !skeleton.has(row, FLAG.plumbing))];
+}
+
 /** The lines of the view by components: a marker for each layer, the layer's components in it, and what is in no layer. */
 export function layOutComponents(skeleton: Skeleton, components: readonly Component[], choice: Choice): Lines {
   const lines = new Lines(skeleton, 1 + 2 * components.length);
@@ -256,7 +297,7 @@ export function layOutComponents(skeleton: Skeleton, components: readonly Compon
       continue;
     }
     const isGroupOpen = choice.isRunOpen(first);
-    lines.addRun({ name, rows, from: 0, count: rows.length, period: rows.length, times: 1 });
+    lines.addRun(group(name, rows));
     const line = lines.add(~first, 0, 2, at + 1, groups.length, isGroupOpen ? OPEN : CLOSED);
     if (isGroupOpen) for (const [below, row] of rows.entries()) lines.add(row, line, 3, below + 1, rows.length, LEAF);
   }
@@ -323,8 +364,8 @@ export function withAncestors(skeleton: Skeleton, rows: readonly number[]): Uint
 const BALANCED = 24;
 
 /**
- * Which rows are open at first: breadth first, as many as make some 20 to 25 lines, a run of equal layers counted as
- * one. A graph that holds nearly everything is opened in any case: the layers are to be seen. Graphs of ops only are
+ * Which rows are open at first: breadth first, as many as make some 20 to 25 lines, plumbing and a run of equal layers
+ * counted as one. A graph that holds nearly everything is opened in any case: the layers are to be seen. Graphs of ops only are
  * opened if there is room for all of them.
  */
 export function firstOpen(skeleton: Skeleton, folding: Folding, isShown: (row: number) => boolean): number[] {
@@ -333,16 +374,16 @@ export function firstOpen(skeleton: Skeleton, folding: Folding, isShown: (row: n
   let left = BALANCED - 1;
   const queue = [0];
   for (const row of queue) {
-    const children = [...skeleton.children(row)].filter(isShown);
+    const [aside, children] = apart(skeleton, [...skeleton.children(row)].filter(isShown));
     const graphs = children.filter((child) => skeleton.kind[child] === GRAPH);
     const runs = folding.runs(children);
-    const lines = children.length - runs.reduce((sum, run) => sum + run.count - 1, 0);
+    const lines = Math.min(aside.length, 1) + children.length - runs.reduce((sum, run) => sum + run.count - 1, 0);
     const holdsMost = (skeleton.end[row] ?? 0) - row > 0.5 * skeleton.length;
     if (graphs.length === 0 && row > 0) ends.push({ row, lines });
     if (lines === 0 || (graphs.length === 0 && row > 0) || (lines > left && !holdsMost)) continue;
     open.push(row);
     left -= lines;
-    const repeated = new Set(runs.flatMap((run) => children.slice(run.from + run.period, run.from + run.count)));
+    const repeated = new Set(runs.flatMap((run) => children.slice(run.from, run.from + run.count)));
     queue.push(...graphs.filter((child) => !repeated.has(child)));
   }
   const all = ends.reduce((sum, end) => sum + end.lines, 0);

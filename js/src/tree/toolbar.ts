@@ -47,7 +47,7 @@ class ToolbarView implements Toolbar {
     this.sizes = toggle("Sizes", "Show what only carries sizes, constants and flags", () =>
       tree.setShowsSizes(!tree.showsSizes),
     );
-    this.folding = toggle("Fold repeats", "Fold runs of equal layers into one row each", () =>
+    this.folding = toggle("Fold repeats", "Fold equal layers into one row, and masks, indices and positions", () =>
       tree.setFolded(!tree.isFolded),
     );
     this.components = toggle("Components", "Show layers and their components in place of modules and nodes", () =>

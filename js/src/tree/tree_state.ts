@@ -51,7 +51,7 @@ export class TreeState {
   /** The line that has the focus: a row, or `~first` for the marker of a folded run. */
   active: number;
   readonly found: Found;
-  isFolded = false;
+  isFolded = true;
   /** Whether the lines are layers and their components, instead of graphs and their nodes. */
   isByComponent = false;
   scores: Scores | null = null;
@@ -82,6 +82,7 @@ export class TreeState {
     this.readScores();
     this.readQuery();
     this.lines = this.layOut();
+    if (this.active > 0) this.showActive();
     this.listen();
   }
 
@@ -159,12 +160,13 @@ export class TreeState {
       }
       if (!this.isFiltered) this.saveOpen();
       if (this.isByComponent) this.closedFound.clear();
-      if (this.folding || this.isByComponent) this.openRunsAbove(row);
+      this.openRunsAbove(row);
     });
     this.select(row);
   }
 
   private openRunsAbove(row: number): void {
+    if (!this.folding && !this.isByComponent) return;
     for (let tries = 0; tries < 50; tries++) {
       this.lines = this.layOut();
       const seen = this.lines.ids[this.lines.lineOf(row)] ?? 0;
@@ -175,11 +177,13 @@ export class TreeState {
 
   // -- what is open ----------------------------------------------------------------------------------------------------
 
+  /** Opens or closes a row; one of folded repetitions in all of them. */
   setOpen(id: number, isOpen: boolean): void {
     this.setAllOpen([id], isOpen);
   }
 
-  setAllOpen(ids: readonly number[], isOpen: boolean): void {
+  setAllOpen(rows: readonly number[], isOpen: boolean): void {
+    const ids = this.folding ? rows.flatMap((id) => this.alike(id)) : rows;
     this.changed(() => {
       for (const id of ids) {
         const [set, at] = id < 0 ? [this.openRuns, ~id] : [this.open, id];
@@ -196,10 +200,36 @@ export class TreeState {
       this.setAllOpen([0, ...this.lines.runs.keys()], true);
       return;
     }
+    this.changed(() => {
+      const rows = this.folding?.alike(row) ?? [row];
+      for (const each of rows) this.openBelow(each);
+      if (!this.isFiltered) this.saveOpen();
+      this.openRunsBelow(rows);
+    });
+  }
+
+  private openRunsBelow(rows: readonly number[]): void {
+    const isBelow = (id: number) => rows.some((row) => row < ~id && ~id < (this.skeleton.end[row] ?? 0));
+    for (let before = -1; this.folding && before < this.openRuns.size; ) {
+      before = this.openRuns.size;
+      this.lines = this.layOut();
+      for (const id of this.lines.runs.keys()) if (isBelow(id)) this.openRuns.add(~id);
+    }
+  }
+
+  private openBelow(row: number): void {
     const end = this.skeleton.end[row] ?? 0;
-    const rows = [];
-    for (let below = row; below < end; below++) if (this.skeleton.hasChildren(below)) rows.push(below);
-    this.setAllOpen(rows, true);
+    for (let below = row; below < end; below++) {
+      if (!this.skeleton.hasChildren(below)) continue;
+      if (this.isFiltered) this.closedFound.delete(below);
+      else this.open.add(below);
+    }
+  }
+
+  private alike(id: number): number[] {
+    const { folding } = this;
+    if (!folding) return [id];
+    return id < 0 ? folding.alike(~id, false).map((first) => ~first) : folding.alike(id);
   }
 
   /** Closes everything but the whole model. */
@@ -235,10 +265,12 @@ export class TreeState {
   /** The name that a line shows: that of its row; in the view by components that of the layer, or of what is in it. */
   nameOf(id: number): string {
     const row = id < 0 ? ~id : id;
+    const group = this.lines.runs.get(id)?.name;
     const name = this.components.get(row)?.[0]?.name;
+    if (group !== undefined) return group;
     if (!this.isByComponent || name === undefined) return this.skeleton.nameOf(row);
     const layer = layerOf(name);
-    return id < 0 ? layer : layer ? name.slice(layer.length + 1) : name;
+    return layer ? name.slice(layer.length + 1) : name;
   }
 
   /** Folding rows that were found or sorted would hide what was asked for. */
@@ -378,7 +410,15 @@ export class TreeState {
     const selected = this.readSelected();
     if (selected === (this.active < 0 ? ~this.active : this.active)) return;
     this.active = selected;
+    this.showActive();
+    this.tell("lines");
     this.tell("followed");
+  }
+
+  /** Opens what folds the selected row away; what is closed above it stays closed. */
+  private showActive(): void {
+    if ([...this.skeleton.ancestors(this.active)].every((above) => this.open.has(above)))
+      this.openRunsAbove(this.active);
   }
 
   private readQuery(): void {

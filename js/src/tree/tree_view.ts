@@ -165,8 +165,11 @@ class TreeView implements Tree {
   private toggle(id: number, isDeep: boolean): void {
     const state = this.tree.lines.states[this.tree.lines.lineOf(id)];
     if (state === LEAF) return;
+    // The row stays under the pointer, also where others above it open alike.
+    const before = this.tree.lines.lineOf(id);
     if (isDeep && id >= 0 && state === CLOSED) this.tree.expandBelow(id);
     else this.tree.setOpen(id, state === CLOSED);
+    this.element.scrollTop += (this.tree.lines.lineOf(id) - before) * ROW;
   }
 }
 

@@ -111,7 +111,10 @@ class LensView implements Part {
     view.onRemove(view.selection.onChange(follow));
     view.model.on("change:stream", redraw);
     view.onRemove(() => view.model.off("change:stream", redraw));
-    view.onRemove(view.kernel.onState(() => this.offerStreams()));
+    const offer = () => {
+      if (this.streams.options.length > 0) this.offerStreams(); // otherwise the numbers are not unpacked yet
+    };
+    view.onRemove(view.kernel.onState(offer));
   }
 
   /** Shows other numbers. */

@@ -31,6 +31,8 @@ export function itemOf(name: string | null, more: Partial<Item> = {}): Item {
 export class Selection {
   private readonly listeners = new Set<() => void>();
   private saving: ReturnType<typeof setTimeout> | undefined;
+  /** What was set here and is not sent yet. The host's echo of what was sent before would take it back. */
+  private unsent: Item[] | null = null;
 
   constructor(
     private readonly model: Model<Pick<LinkedTraits, "group" | "selection">>,
@@ -41,6 +43,10 @@ export class Selection {
       if (group === model.get("group") && !isSame(items, this.items)) model.set("selection", [...items]);
     };
     const tell = () => {
+      if (this.unsent && !isSame(this.unsent, this.items)) {
+        model.set("selection", this.unsent);
+        return;
+      }
       for (const listener of [...this.listeners]) listener();
     };
     document.addEventListener(EVENT, heard);
@@ -57,7 +63,8 @@ export class Selection {
   /** Selects these items instead of the ones before, in all views. */
   set(items: readonly Item[]): void {
     if (isSame(items, this.items)) return;
-    this.model.set("selection", [...items]);
+    this.unsent = [...items];
+    this.model.set("selection", this.unsent);
     const detail: News = { group: this.model.get("group"), items };
     document.dispatchEvent(new CustomEvent<News>(EVENT, { detail }));
     this.saving ??= setTimeout(() => this.flush(), SAVE_AFTER);
@@ -84,6 +91,7 @@ export class Selection {
     if (this.saving === undefined) return;
     clearTimeout(this.saving);
     this.saving = undefined;
+    this.unsent = null;
     try {
       this.model.save_changes();
     } catch {

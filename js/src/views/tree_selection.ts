@@ -19,8 +19,9 @@ export function joinSelection(view: View, state: TreeState): void {
     isFollowing = false;
   };
   const lead = () => {
-    const row = state.activeRow;
-    const name = state.components.get(row)?.[0]?.name ?? view.skeleton.path(row);
+    const row = state.active;
+    // The row of what is folded stands for several: none of them is selected.
+    const name = row < 0 ? "" : (state.components.get(row)?.[0]?.name ?? view.skeleton.path(row));
     view.selection.set(name ? [itemOf(name)] : []);
   };
   view.onRemove(view.selection.onChange(follow));

@@ -38,6 +38,36 @@ afterEach(() => {
   vi.restoreAllMocks();
 });
 
+describe("dragging", () => {
+  const drag = (of: HTMLElement | undefined, type: string, side: "before" | "after" = "before") => {
+    const event = new MouseEvent(type, { bubbles: true, cancelable: true, clientY: side === "before" ? -1 : 1 });
+    (type === "dragstart" ? of?.querySelector(".gp-grip") : of)?.dispatchEvent(event);
+    return event;
+  };
+  const dropped = async (from: number, onto: number, side: "before" | "after") => {
+    rig.session([ONE, TWO, THREE]);
+    drag(items()[from], "dragstart");
+    expect(drag(items()[onto], "dragover", side).defaultPrevented).toBe(true);
+    drag(items()[onto], "drop", side);
+    await settled();
+    return edits().at(-1)?.edit;
+  };
+
+  it.each([
+    [0, 2, "after", 2],
+    [0, 2, "before", 1],
+    [2, 0, "before", 0],
+  ] as const)("moves patch %d to patch %d, %s it", async (from, onto, side, position) => {
+    expect(await dropped(from, onto, side)).toEqual({ action: "move", number: from + 1, position });
+  });
+
+  it("to where it was changes nothing, nor does what was dragged from elsewhere", async () => {
+    expect(await dropped(1, 1, "after")).toBeUndefined();
+    expect(await dropped(0, 1, "before")).toBeUndefined();
+    expect(drag(items()[0], "dragover").defaultPrevented).toBe(false);
+  });
+});
+
 describe("what is shown", () => {
   it("is how to choose one, where there are none", () => {
     expect(list.element.getAttribute("role")).toBe("region");

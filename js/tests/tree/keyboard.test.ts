@@ -70,6 +70,7 @@ test("arrows, Home and End go through the rows that are seen", () => {
 });
 
 test("right opens, then goes in; left closes, then goes out", () => {
+  widget.state.setFolded(false);
   widget.state.select(widget.row("transformer.h_1"));
   widget.press("ArrowRight");
   expect(widget.at).toBe("transformer.h_1");
@@ -86,6 +87,7 @@ test("right opens, then goes in; left closes, then goes out", () => {
 });
 
 test("letters go to the next row of that name; the same letter goes on", () => {
+  widget.state.setFolded(false);
   widget.state.setOpen(widget.row("transformer.h_0"), false);
   for (const [letter, path] of [
     ["h", "transformer.h_0"],
@@ -111,6 +113,7 @@ test("a beginning ends where one walks on", () => {
 });
 
 test("* opens all siblings", () => {
+  widget.state.setFolded(false);
   widget.state.select(widget.row("transformer.h_1"));
   widget.press("*");
   for (const layer of [0, 3]) expect(widget.state.lines.has(widget.row(`transformer.h_${layer}.mlp`))).toBe(true);

@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import type { PatchState } from "../../src/kernel/protocol";
+import { FLAG, type PatchState } from "../../src/kernel/protocol";
 import { CLOSED, Folding, firstOpen, OPEN } from "../../src/tree/rows";
 import { insideText, Scores, scoreText } from "../../src/tree/scores";
 import { Skeleton } from "../../src/tree/skeleton";
@@ -31,12 +31,79 @@ function patchAt(path: string, number = 1): PatchState {
   return { path, kind: "zero", number, row: row(path), ...fields, ...state };
 }
 
-test("the first view shows the layers, closed, and is of balanced height", () => {
+test("the first view shows the layers, folded and closed, and is of balanced height", () => {
   const { seen, tree } = opened();
+  expect(seen()).toContain("~transformer.h_0");
+  expect(seen().filter((path) => /h_\d/.test(path))).toHaveLength(1);
+  expect(tree.lines.length).toBeGreaterThan(10);
+  expect(tree.lines.length).toBeLessThan(32);
+  tree.setFolded(false);
   for (const layer of [0, 5]) expect(seen()).toContain(`transformer.h_${layer}`);
   expect(seen()).not.toContain("transformer.h_1.attn");
-  expect(tree.lines.length).toBeGreaterThan(15);
-  expect(tree.lines.length).toBeLessThan(32);
+});
+
+test("of folded layers all open alike, also what is in them; each by itself once they are not folded", () => {
+  const { seen, tree, model } = opened({ expanded: [0, row("transformer")] });
+  const marker = ~row("transformer.h_0");
+  const layers = [0, 1, 2, 3, 4, 5];
+  const opens = (part: string) => layers.map((layer) => seen().includes(`transformer.h_${layer}.${part}`));
+  tree.setOpen(marker, true);
+  tree.setOpen(row("transformer.h_2"), true);
+  expect(opens("attn")).toEqual(layers.map(() => true));
+  tree.setOpen(row("transformer.h_4.attn"), true);
+  expect(opens("attn.query")).toEqual(layers.map(() => true));
+  expect(model.get("expanded")).toHaveLength(2 + 2 * layers.length);
+  tree.setOpen(row("transformer.h_1"), false);
+  expect(opens("attn")).toEqual(layers.map(() => false));
+  tree.setFolded(false);
+  tree.setOpen(row("transformer.h_3"), true);
+  expect(opens("attn")).toEqual(layers.map((layer) => layer === 3));
+});
+
+test("plumbing is one row in front, which opens, also in all layers alike; searches find what is in it", () => {
+  const columns = new ColumnsBuilder();
+  const flags = FLAG.plumbing;
+  columns.graph("<root>", "Model", () => {
+    columns.row("input", "ids", { spec: tensor(8) });
+    columns.row("input", "positions", { spec: tensor(8), flags });
+    for (let layer = 0; layer < 4; layer++) {
+      columns.graph(`h_${layer}`, "Block", () => {
+        columns.row("input", "mask", { spec: tensor(8), flags });
+        columns.row("op", "mul", { op: "mul", spec: tensor(8) });
+        columns.row("op", "le", { op: "le", spec: tensor(8), flags });
+      });
+    }
+    columns.row("op", "bias", { op: "to", spec: tensor(8), flags });
+    columns.graph("only", "Masks", () => columns.row("op", "and", { op: "and", spec: tensor(8), flags }));
+  });
+  const own = new Skeleton(columns.columns);
+  const { seen, tree } = opened({ expanded: [0] }, own);
+  const at = (path: string) => Array.from({ length: own.length }, (_, id) => own.path(id)).indexOf(path);
+  expect(seen()).toEqual(["", "~positions", "ids", "~h_0", "only"]);
+  const line = tree.lines.lineOf(at("bias"));
+  expect([tree.lines.ids[line], tree.lines.positions[line], tree.lines.sizes[line]]).toEqual([~at("positions"), 1, 4]);
+  expect(tree.nameOf(~at("positions"))).toBe("plumbing");
+  tree.setOpen(~at("positions"), true);
+  expect(seen().slice(0, 4)).toEqual(["", "~positions", "positions", "bias"]);
+  tree.setOpen(~at("h_0"), true);
+  tree.setOpen(at("h_1"), true);
+  expect(seen().filter((path) => path.startsWith("h_2"))).toEqual(["h_2", "h_2.mul"]);
+  tree.setOpen(~at("h_1.mask"), true);
+  expect(seen()).toContain("h_3.le");
+  tree.search("le");
+  expect(seen()).toContain("h_3.le");
+  tree.search("");
+  tree.collapseAll();
+  tree.reveal(at("h_3.le"));
+  expect(seen()).toContain("h_3.le");
+  expect(seen()).not.toContain("bias");
+  expect(opened({ expanded: [0], selected: at("bias") }, own).seen()).toContain("bias"); // `pg.browse("bias")`
+  const other = opened({ expanded: [0] }, own);
+  other.model.set("selected", at("bias")); // `browser.select("bias")`
+  expect(other.seen()).toContain("bias");
+  tree.setShowsSizes(true);
+  tree.setFolded(false);
+  expect(seen()).not.toContain("~positions");
 });
 
 test("80 layers count as one; a flat graph of thousands is not opened in part", () => {
@@ -56,6 +123,7 @@ test("sizes and clutter are shown on request, patched rows always", () => {
   const { seen, tree, model } = opened({
     expanded: [0, row("transformer"), row("transformer.h_0"), row("transformer.h_0.attn")],
   });
+  tree.setFolded(false);
   expect(seen()).not.toContain("transformer.h_0.attn.size");
   model.set("session", {
     version: 2,
