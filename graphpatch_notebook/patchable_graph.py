@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.browser.widget import Browser
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _COMPILES_ITSELF = (
     "the model compiles a function while it runs, as flex_attention does, and torch.compile fails where the run is "
     "observed; load the model with attn_implementation='sdpa' (or 'eager'), whose patterns can be patched"
@@ -142,7 +144,7 @@ class PatchableGraph(ModuleDelegate):
             **example_kwargs: Example inputs, by keyword; `extraction_options` as for `PatchableGraph`.
 
         Raises:
-            OSError: There is no such config, or it cannot be downloaded.
+            OSError: The config does not exist, or it cannot be downloaded.
             CaptureError: The model computes with the values of its weights in Python.
 
         Example:
@@ -902,6 +904,21 @@ class PatchableGraph(ModuleDelegate):
         paths = self._captured.permanent_paths
         permanent = f"\n  permanent patches: {', '.join(paths)}" if paths else ""
         return f"{type(self).__name__}(\n  (_graph_module): {inside}{permanent}\n)"
+
+
+def runs_where_the_model_is(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes a function of a `PatchableGraph` run in the processes that have the model of a `RemoteGraph`."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        __tracebackhide__ = True
+        run_there: Any = getattr(type(args[0]), "run_there", None) if args else None
+        if run_there is None:
+            return function(*args, **kwargs)
+        result: _T = run_there(args[0], run, *args[1:], **kwargs)
+        return result
+
+    return run
 
 
 def captured(pg: PatchableGraph) -> CapturedModel:

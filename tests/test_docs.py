@@ -15,7 +15,7 @@ from graphpatch_notebook import GraphPatchWarning
 from tests.versions import SELECTION
 
 ROOT = Path(__file__).parents[1]
-HAVE_TESTS_OF_THEIR_OWN = {"CONTRIBUTING.md", "coming_from.md", "sharded.md"}
+HAVE_TESTS_OF_THEIR_OWN = {"CONTRIBUTING.md", "coming_from.md", "remote.md", "sharded.md"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text("utf8"))]

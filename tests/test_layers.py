@@ -48,6 +48,7 @@ LAYERS = [
     "experiments/attribution",
     "experiments/circuits",
     "experiments/datasets",
+    "experiments/remote",
     "experiments/plotting",
     "experiments",
     "notebook/display",

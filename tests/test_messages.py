@@ -199,7 +199,7 @@ def test_a_model_without_example_inputs_is_told_how_to_give_some() -> None:
 
 
 def test_files(pg: PatchableGraph, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=re.escape(f"there is no folder {str(tmp_path / 'no')!r}")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"the folder does not exist: {str(tmp_path / 'no')!r}")):
         pg.save(tmp_path / "no" / "file")
     with pytest.raises(IsADirectoryError, match="is a folder: give the name of a file in it"):
         pg.save(tmp_path)
@@ -227,7 +227,7 @@ def test_models_of_another_file(pg: PatchableGraph, tmp_path: Path) -> None:
 
 def test_files_of_exported_programs(tmp_path: Path) -> None:
     file = tmp_path / "program.pt2"
-    with pytest.raises(FileNotFoundError, match=r"there is no file .*program\.pt2"):
+    with pytest.raises(FileNotFoundError, match=r"the file does not exist: .*program\.pt2"):
         PatchableGraph.from_exported(file)
     file.write_text("hello")
     with pytest.raises(SerializationError, match=r"program\.pt2' is not a file that torch\.export\.save wrote"):

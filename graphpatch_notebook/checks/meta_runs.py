@@ -130,6 +130,11 @@ def _is_size(spec: Any) -> bool:
     return isinstance(spec, ScalarSpec) and type(spec.value) is int and spec.value > 1
 
 
+def copy_on_meta(root: Frame) -> Module:
+    """Returns a copy of a captured model on the meta device, without weights and without hooks of users."""
+    return _copied(root)[0]
+
+
 # -- the copy ----------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,12 @@ _SWAPS = frozenset("transpose swapaxes swapdims".split())
 
 
 def stream_axes(
-    shape: Sequence[int], last: str = "channel", widths: Collection[int] = (), *, is_sequence_first: bool = False
+    shape: Sequence[int],
+    last: str = "channel",
+    widths: Collection[int] = (),
+    *,
+    is_sequence_first: bool = False,
+    has_streams: bool = False,
 ) -> Axes:
     """Returns the axes of a value with a vector of features for each position: the batch first, the features last.
 
@@ -27,12 +32,13 @@ def stream_axes(
         last: What the features are.
         widths: The numbers of features, if the features may be second: they are if only that dimension has one.
         is_sequence_first: Whether positions come before the batch.
+        has_streams: Whether each position has several vectors (hyper-connections).
     """
     if len(shape) == 2:
         return "token", last
     if len(shape) == 3 and is_sequence_first:
         return "position", "batch", last
-    between = {3: ("position",), 4: ("height", "width")}.get(len(shape))
+    between = {3: ("position",), 4: ("position", "stream") if has_streams else ("height", "width")}.get(len(shape))
     if between is None:
         between = tuple(f"position_{number}" for number in range(len(shape) - 2))
     if len(shape) > 2 and shape[-1] not in widths and shape[1] in widths:

@@ -72,6 +72,7 @@ class Layer:
         start, end: The stream at its input and at its output.
         steps: The trail from `start` to `end`.
         is_sequence_first: Whether the stream has its positions before the batch.
+        has_streams: Whether it is several streams, as the third dimension.
     """
 
     frame: Frame
@@ -79,10 +80,13 @@ class Layer:
     end: Place
     steps: list[Step] = field(default_factory=list)
     is_sequence_first: bool = False
+    has_streams: bool = False
 
     def axes(self, value: Value, last: str = "channel") -> Axes:
         """Returns the axes of a value that is laid out like the stream."""
-        return stream_axes(value.shape, last, self.widths, is_sequence_first=self.is_sequence_first)
+        return stream_axes(
+            value.shape, last, self.widths, is_sequence_first=self.is_sequence_first, has_streams=self.has_streams
+        )
 
     @functools.cached_property
     def widths(self) -> frozenset[int]:

@@ -22,6 +22,7 @@ from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, norm_name, prove
 from graphpatch_notebook.components.writes import Write, Writes
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import TensorSpec
 
 Index: TypeAlias = "tuple[int | slice, ...]"
 
@@ -256,7 +257,11 @@ class _Finder:
         self.found.evidence.stacks.append((stack, named))
 
     def _mark_layout(self, stack: Stack) -> None:
-        """Marks the layers of a stream with its positions before the batch, as its first attention shows."""
+        """Marks the layers of a stream with several vectors for each token, or with its positions before the batch."""
+        shape = stack.layers[0].start.value.shape
+        given = [node.spec for node in self._trails.flow.root.inputs() if isinstance(node.spec, TensorSpec)]
+        for layer in stack.layers:
+            layer.has_streams = len(shape) == 4 and any(tuple(spec.shape) == shape[:2] for spec in given)
         writes = ((layer, write) for layer in stack.layers for write in self._writes.of(layer))
         found = next(((layer, write) for layer, write in writes if write.kind in ("attn", "cross_attn")), None)
         if found is not None:

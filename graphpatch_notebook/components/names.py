@@ -204,10 +204,11 @@ class Found(Protocol):
 def look_up(found: Found, text: str) -> list[Component]:
     """Returns the components that a name means: one, or several for lists, slices and `*`, also in words.
 
-    Negative numbers count from the end. With `*`, layers that do not have the component are left out.
+    Negative numbers count from the end. With `*`, layers that do not have the component are left out. Where query heads
+    share keys and values, `heads[3].*` means those that query head 3 reads.
 
     Raises:
-        UnknownPathError: There is no such component. The message has the reason, and the nearest names.
+        UnknownPathError: The component does not exist. The message has the reason, and the nearest names.
     """
     try:
         name = parse_name(text)
@@ -289,12 +290,16 @@ def _matching(found: Found, name: ComponentName, text: str) -> list[ComponentNam
 
 def _of_layer(found: Found, name: ComponentName, text: str) -> Iterator[Component]:
     """Yields the components that a name with one layer means."""
+    is_pattern = any("*" in word for word in name.words)
     for one in _matching(found, name, text):
-        yield from _of_one(found, one, text)
+        yield from _of_one(found, one, text, is_pattern)
 
 
-def _of_one(found: Found, name: ComponentName, text: str) -> Iterator[Component]:
-    """Yields the components that a name with one layer, and without `*` in its words, means."""
+def _of_one(found: Found, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
+    """Yields the components that a name with one layer, and without `*` in its words, means.
+
+    If it is one of those that a pattern stands for, its numbers are those of query heads.
+    """
     if name.words[-1] == "result" and name.words[0].endswith("attn"):
         raise UnknownPathError(f"{text!r}: {_of_result(name)}")
     bare = replace(name, members=None, index=())
@@ -313,11 +318,26 @@ def _of_one(found: Found, name: ComponentName, text: str) -> Iterator[Component]
     dim = whole.axes.index(name.axis)
     if len(whole.index) > dim and whole.index[dim] != slice(None):
         raise UnknownPathError(f"{text!r}: {whole.name!r} is a part along its dimension of the {word} already")
-    numbers = slice(None) if name.members is None else name.members
-    for number in _counted(numbers, whole.shape[dim], word, text):
+    numbers, count = slice(None) if name.members is None else name.members, whole.shape[dim]
+    queries = _query_heads(found, bare) if word == "heads" else count
+    if is_pattern and count < queries:
+        numbers = tuple(dict.fromkeys(each * count // queries for each in _counted(numbers, queries, word, text)))
+    elif isinstance(numbers, int) and count <= numbers < queries:
+        own = str(replace(name, members=numbers * count // queries))
+        raise UnknownPathError(
+            f"{text!r}: {numbers} is out of range: {queries} heads share {count}: head {numbers} reads {own!r}"
+        )
+    for number in _counted(numbers, count, word, text):
         index = [*whole.index, *(slice(None),) * (dim + 1 - len(whole.index))]
         index[dim] = number
         yield _sliced(replace(whole, index=tuple(index)), replace(name, members=number), text)
+
+
+def _query_heads(found: Found, bare: ComponentName) -> int:
+    """Returns how many heads the queries have that go with a component of heads; 0 if that is not known."""
+    keys = [str(replace(bare, words=(bare.words[0], part))) for part in "qz"]
+    known = [found[key] for key in keys if key in found and "head" in found[key].axes]
+    return next((one.shape[one.axes.index("head")] for one in known), 0)
 
 
 def _of_result(name: ComponentName) -> str:
@@ -348,7 +368,7 @@ def _one(found: Found, key: str, text: str) -> Component:
     close = nearest(key, names)
     why = f": {reason}" if reason else ""
     hint = f"; nearest: {', '.join(map(repr, close))}" if close else ""
-    raise UnknownPathError(f"there is no component {text!r}{why}{hint}")
+    raise UnknownPathError(f"unknown component {text!r}{why}{hint}")
 
 
 def _reason(found: Found, key: str) -> str | None:

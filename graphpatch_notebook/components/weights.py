@@ -182,7 +182,7 @@ class ComponentWeights:
         if isinstance(head, slice):
             return torch.stack([matrix.of(number) for number in range(matrix.heads)[head]])
         if not -matrix.heads <= head < matrix.heads:
-            raise IndexError(f"{self.name}[{layer}] has {matrix.heads} heads, so there is no head {head}")
+            raise IndexError(f"{self.name}[{layer}] has {matrix.heads} heads; {head} is out of range")
         return matrix.of(head % matrix.heads)
 
     def heads(self, layer: int) -> int:
@@ -191,7 +191,7 @@ class ComponentWeights:
 
     def _matrix(self, layer: int) -> _Matrix:
         if not -len(self) <= layer < len(self):
-            raise IndexError(f"{self.name} has {len(self)} layers, so there is no layer {layer}")
+            raise IndexError(f"{self.name} has {len(self)} layers; {layer} is out of range")
         layer %= len(self)
         if layer in self.missing:
             raise GraphError(f"{self.name}[{layer}] was not found: {self.missing[layer]}")
@@ -268,7 +268,7 @@ def _weights(root: Frame, stack: str, name: str) -> ComponentWeights | Tensor:
     components = find(root)
     if stack not in components.layers:
         stacks = ", ".join(repr(each) for each in components.layers) or "none"
-        raise GraphError(f"there is no stack of layers {stack!r}; the stacks are {stacks}: pg.weights[stack]")
+        raise GraphError(f"unknown stack of layers {stack!r}; the stacks are {stacks}: pg.weights[stack]")
     finder, prefix = _finder(root), f"{stack}." if stack else ""
     if name in ("W_E", "W_U"):
         try:

@@ -27,7 +27,7 @@ class InsidePatch(Patch[Any]):
         name: The name of the splice.
         part: The part.
         patches: The patches.
-        problem_without: What is wrong if there is no such splice.
+        problem_without: What is wrong if the splice does not exist.
     """
 
     name: str

@@ -15,7 +15,8 @@
 A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
 `KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap`, `plot_heads` and `plot_scores` draw
 them, `save_figure` saves a plot, and `save_result` and `load_result` write and read files. In a notebook,
-`show_heatmap` and `show_circuit` display a result, and `show_lens` what each layer of a model says.
+`show_heatmap` and `show_circuit` display a result, `show_lens` what each layer of a model
+says, and `show_generation` what it generates.
 
 The functions in `methods` make one patch map for each cell. `engine` runs the cells, and `executors` distributes them.
 `attribution` and `circuits` run the model with gradients instead, and `datasets` runs it on batch after batch.
@@ -47,9 +48,11 @@ from graphpatch_notebook.experiments.plotting.plots import (
     save_figure,
     show_attention,
     show_circuit,
+    show_generation,
     show_heatmap,
     show_lens,
 )
+from graphpatch_notebook.experiments.remote import remote
 from graphpatch_notebook.experiments.results.files import load_result, save_result
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -85,11 +88,13 @@ __all__ = [
     "plot_heatmap",
     "plot_scores",
     "record_to",
+    "remote",
     "ridge_probes",
     "save_figure",
     "save_result",
     "show_attention",
     "show_circuit",
+    "show_generation",
     "show_heatmap",
     "show_lens",
     "sweep",

@@ -93,7 +93,7 @@ def build(frame: Frame, targets: Targets) -> BuiltGraph:
     """
     if frame.opaque_reason is not None:
         where = format_path(frame.path) or "the root"
-        raise GraphError(f"there is no graph of {where} ({type(frame.module).__name__}): {frame.opaque_reason}")
+        raise GraphError(f"{where} has no graph ({type(frame.module).__name__}): {frame.opaque_reason}")
     if frame.custom_graph is not None:
         return BuiltGraph(frame.custom_graph)
     return _GraphBuilder(frame, targets).build()

@@ -245,7 +245,7 @@ class CompiledGraphModule(GraphModule):
         """Returns how the code calls the graph module of a call node."""
         callee = self._callee_of(node)
         if callee is None:
-            raise GraphError(f"there is no graph module for the call {node.name!r} in {self.path or 'the root'!r}")
+            raise GraphError(f"the call {node.name!r} in {self.path or 'the root'!r} has no graph module")
         # The target first, as it usually fits: a graph may have thousands of calls and children.
         names = itertools.chain([node.target], (name for name, _ in self.named_children()))
         paths = (f"{name}.{node.call_index}" if node.call_count > 1 else name for name in names)

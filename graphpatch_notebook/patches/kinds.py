@@ -139,6 +139,13 @@ class Patch(Generic[T]):
         """Returns the value that replaces `original_output` (may be the same object)."""
         raise NotImplementedError(f"{type(self).__name__} must define op(self, original_output)")
 
+    def values_kept(self) -> list[Any]:
+        """Returns the values that the patch keeps, in order."""
+        return []
+
+    def forget(self) -> None:
+        """Lets go of the values that the patch keeps."""
+
     def problem(self, shape: torch.Size | None) -> str | None:
         """Returns why this patch cannot be used for a node, or `None` if it can.
 
@@ -399,6 +406,12 @@ class ProbePatch(Patch[Any]):
         _check_unchanged(self._kept, self._version)
         return self._kept
 
+    def values_kept(self) -> list[Any]:
+        return [] if self._kept is None else [self.activation]
+
+    def forget(self) -> None:
+        self._kept = self._version = None
+
 
 @dataclass(eq=False)
 class RecordPatch(Patch[Any]):
@@ -432,6 +445,13 @@ class RecordPatch(Patch[Any]):
         """
         self._since(0)
         return self._kept
+
+    def values_kept(self) -> list[Any]:
+        return self.activations
+
+    def forget(self) -> None:
+        self._kept.clear()
+        self._versions.clear()
 
     def _since(self, count: int) -> list[Any]:
         """Returns the values after the first `count`, and checks only these."""

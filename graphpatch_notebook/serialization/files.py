@@ -36,7 +36,7 @@ def checked_target(file: Any, function: str) -> Path | IO[bytes]:
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder: give the name of a file in it")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(path.parent)!r}: make it first, or choose another")
+        raise FileNotFoundError(f"the folder does not exist: {str(path.parent)!r}: make it first, or choose another")
     return path
 
 
@@ -96,7 +96,7 @@ def _contents(file: Path, writer: str) -> tuple[dict[str, str], dict[str, Tensor
     if file.is_dir():
         raise IsADirectoryError(f"{str(file)!r} is a folder: give the name of a file that {writer} wrote")
     if not file.is_file():
-        raise FileNotFoundError(f"there is no file {str(file)!r}")
+        raise FileNotFoundError(f"the file does not exist: {str(file)!r}")
     with safe_open(file, framework="pt") as opened:
         return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
 

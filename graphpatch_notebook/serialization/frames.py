@@ -293,7 +293,7 @@ class FrameReader:
         items = item.items()
         entries = [entry.fields(*_FIELDS, optional=("graph", "own_graph")) for entry in items]
         if not entries:
-            raise item.error("there is no frame")
+            raise item.error("a frame is missing")
         self._callers: dict[int, tuple[Frame, CallNode, int]] = {}
         self.frames = [self._frame(fields) for fields in entries]
         for number, fields in enumerate(entries):

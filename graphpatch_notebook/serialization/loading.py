@@ -121,7 +121,7 @@ def _assembled(
     fields = _checked_fields(content)
     frames = fields["frames"].items()
     if not frames:
-        raise fields["frames"].error("there is no frame")
+        raise fields["frames"].error("a frame is missing")
     live = {module for module, is_stored in map(_module_of, frames) if not is_stored}
     root = _module_of(frames[0])[0]
     if originals is not None and is_guarded:
@@ -254,6 +254,6 @@ def originals_of(fields: Mapping[str, Item], model: Module) -> dict[int, Module]
                 pair(index, inner, f"{path}.{name.text()}".lstrip("."))
 
     if not frames or "module" not in frames[0].entries():
-        raise fields["frames"].error("there is no frame")
+        raise fields["frames"].error("a frame is missing")
     pair(frames[0].entries()["module"], model, "")
     return found

@@ -2,7 +2,14 @@
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
 import { makeActivation } from "./details/activation_view";
 import { makePopup } from "./details/popup";
-import type { AttentionTraits, CircuitTraits, HeatmapTraits, LensTraits } from "./kernel/protocol";
+import type {
+  AttentionTraits,
+  CircuitTraits,
+  GenerationTraits,
+  HeatmapTraits,
+  LensTraits,
+  LinkedTraits,
+} from "./kernel/protocol";
 import { showFailure, watchErrors } from "./page/boundary";
 import { copyText, element } from "./page/dom";
 import { followTheme } from "./page/theme";
@@ -16,8 +23,9 @@ import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
 import { makeToolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
 import { makeTree } from "./tree/tree_view";
-import type { Model, Part, View } from "./view";
+import type { Linked, Model, Part, View } from "./view";
 import { makeAttentionView } from "./views/attention_view";
+import { makeGenerationView } from "./views/generation_view";
 import { makeLensView } from "./views/lens_view";
 import { link } from "./views/linked_view";
 import { joinSelection } from "./views/tree_selection";
@@ -27,7 +35,8 @@ type HeatmapModel = Model<HeatmapTraits>;
 type CircuitModel = Model<CircuitTraits>;
 type LensModel = Model<LensTraits>;
 type AttentionModel = Model<AttentionTraits>;
-type AnyModel = Model | HeatmapModel | CircuitModel | LensModel | AttentionModel;
+type GenerationModel = Model<GenerationTraits>;
+type AnyModel = Model | HeatmapModel | CircuitModel | LensModel | AttentionModel | GenerationModel;
 
 /** Shows the model in `el`. Returns a function that removes the view. */
 async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Promise<Undo> {
@@ -46,7 +55,9 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
     const current = shown;
     try {
       // A model without a tree: that of `show_heatmap` or `show_circuit`.
-      if (isOfLens(model)) return await fillLens(root, model, (undo) => undos.push(undo));
+      const onRemove = (undo: Undo) => undos.push(undo);
+      if (isOfLens(model)) return await fillLinked(root, model, makeLensView, onRemove);
+      if (isOfGeneration(model)) return await fillLinked(root, model, makeGenerationView, onRemove);
       if (isOfHeatmap(model)) return fillHeatmap(root, model, (undo) => undos.push(undo));
       if (isOfAttention(model)) return fillAttention(root, model, (undo) => undos.push(undo));
       if (isOfCircuit(model)) return fillCircuit(root, model, (undo) => undos.push(undo));
@@ -138,12 +149,27 @@ function isOfLens(model: AnyModel): model is LensModel {
   return (model as LensModel).get("about")?.view === "lens";
 }
 
-async function fillLens(root: HTMLElement, model: LensModel, onRemove: (undo: Undo) => void): Promise<void> {
+function isOfGeneration(model: AnyModel): model is GenerationModel {
+  return (model as GenerationModel).get("about")?.view === "generation";
+}
+
+type MakeView<T extends LinkedTraits> = (
+  view: Linked<T>,
+  place: (part: Part) => void,
+  onError: (error: unknown) => void,
+) => Promise<void>;
+
+async function fillLinked<T extends LinkedTraits>(
+  root: HTMLElement,
+  model: Model<T>,
+  make: MakeView<T>,
+  onRemove: (undo: Undo) => void,
+): Promise<void> {
   const linked = link(root, model, onRemove);
-  const show = (part: Part) => root.append(linked.notices.element, part.element);
-  await makeLensView(linked, show, (error) => showFailure(root, error));
+  const place = (part: Part) => root.append(linked.notices.element, part.element);
   onRemove(watchErrors(import.meta.url, (message) => linked.notices.error(message)));
   onRemove(hideStaticTree(model.get("about").model_id, root));
+  await make(linked, place, (error) => showFailure(root, error));
 }
 
 function isOfCircuit(model: Model | CircuitModel): model is CircuitModel {

@@ -27,7 +27,7 @@ def case_of(architecture: Architecture) -> Case:
     """Returns an architecture as a case of the zoo.
 
     Raises:
-        NotSmall: There is no such case.
+        NotSmall: The case does not exist.
     """
     special = special_of(architecture)
     config = _config(architecture)

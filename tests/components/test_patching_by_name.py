@@ -167,7 +167,7 @@ def test_problems_are_found_before_anything_runs(pg):
     with pytest.raises(UnknownPathError) as error:
         pg.patch(patch_map).__enter__()
     for part in (
-        "no component 'layers[0].mlp_otu'; nearest: 'layers[0].mlp_out'",
+        "unknown component 'layers[0].mlp_otu'; nearest: 'layers[0].mlp_out'",
         "3 is out of range: there are 3 layers",
         "dimension 2 of 'layers[0].mlp_out' has 6 entries",
         "'layers[0].mlp_out[..., 1:3]': ZeroPatch: slice [..., 2] is out of range",

@@ -97,13 +97,13 @@ def test_weights_are_views_of_the_parameters_where_they_can_be() -> None:
 @pytest.mark.parametrize(
     ("read", "error", "message"),
     [
-        (lambda w: w.W_Q[2], IndexError, "W_Q has 2 layers, so there is no layer 2"),
-        (lambda w: w.W_K[0, 2], IndexError, r"W_K\[0\] has 2 heads, so there is no head 2"),
+        (lambda w: w.W_Q[2], IndexError, "W_Q has 2 layers; 2 is out of range"),
+        (lambda w: w.W_K[0, 2], IndexError, r"W_K\[0\] has 2 heads; 2 is out of range"),
         (lambda w: w.W_out[0, 1], IndexError, "not divided into heads"),
         (lambda w: w.W_Q[0, 1, 2], IndexError, "by layer and head"),
         (lambda w: w.W_Q[3:], IndexError, "takes none of them"),
         (lambda w: w.W_q, AttributeError, "there are no weights 'W_q'"),
-        (lambda w: w["decoder"].W_Q, GraphError, "there is no stack of layers 'decoder'; the stacks are ''"),
+        (lambda w: w["decoder"].W_Q, GraphError, "unknown stack of layers 'decoder'; the stacks are ''"),
     ],
 )
 def test_what_does_not_exist_is_an_error(read: Callable[[Any], Any], error: type[Exception], message: str) -> None:

@@ -107,7 +107,7 @@ def test_it_is_in_session_files(pg: Shell, tmp_path: Path) -> None:
     assert [str(patch) for patch in session_file.load(session, tmp_path / "session.json")] == [*map(str, chosen)]
     del PATCH_KINDS["flip"]
     try:
-        with pytest.raises(ChosenPatchError, match="there is no kind 'flip'"):
+        with pytest.raises(ChosenPatchError, match="unknown kind 'flip'"):
             ChosenPatch("up.output", "flip")
     finally:
         register_patch_kind(PatchKind("flip", FlipPatch, "turns the value around"))

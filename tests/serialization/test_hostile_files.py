@@ -150,7 +150,7 @@ def nested(depth: int) -> Any:
         (set_at("schema", value="1"), "there should be a whole number"),
         (set_at("extra", value=1), "the field 'extra' is unknown"),
         (without("frames"), "the field 'frames' is missing"),
-        (set_at("frames", value=[]), "there is no frame"),
+        (set_at("frames", value=[]), "a frame is missing"),
         (set_at("frames", 0, "module", value=10**9), "a whole number from 0 to"),
         (set_at("frames", 0, "module", value=True), "a whole number"),
         (set_at("frames", 0, "nodes", 0, "kind", value="evil"), "one of input, parameter"),

@@ -251,6 +251,7 @@ def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., 
     The model never sees `config`: if it differs from the model's, the method runs on a stand-in.
     """
 
+    @functools.wraps(generate)
     def generate_with(*args: Any, **kwargs: Any) -> Any:
         module: Module = generate.__self__  # type: ignore[attr-defined]  # a bound method
         if _are_equal(config, module.__dict__.get(GENERATION_CONFIG)):

@@ -45,7 +45,7 @@ from graphpatch_notebook.experiments.methods.positions import PositionDim, Posit
 from graphpatch_notebook.experiments.results.arrays import metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.values import TensorSpec, readable_children
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 
+@runs_where_the_model_is
 def attribute(
     pg: PatchableGraph,
     metric: Callable[[Any], Any],

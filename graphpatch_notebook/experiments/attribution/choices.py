@@ -29,7 +29,7 @@ class Choices:
         routing: `"free"` or `"frozen"`.
 
     Raises:
-        ExperimentError: There is no such routing.
+        ExperimentError: The routing does not exist.
     """
 
     def __init__(self, routing: Routing) -> None:

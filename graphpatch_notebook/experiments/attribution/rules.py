@@ -596,7 +596,7 @@ def rules_of(method: Method) -> DerivativeRules:
     """Returns the derivative rules of a method, for one pair of runs.
 
     Raises:
-        ExperimentError: There is no such method.
+        ExperimentError: The method does not exist.
     """
     check_method(method)
     return _BY_METHOD.get(method, DerivativeRules)()
@@ -606,7 +606,7 @@ def check_method(method: Any, known: Sequence[str] = METHODS) -> None:
     """Checks the name of a method.
 
     Raises:
-        ExperimentError: There is no such method.
+        ExperimentError: The method does not exist.
     """
     if method not in known:
         renamed = '; "attribution" is called "gradient" now' if method == "attribution" else ""

@@ -52,7 +52,7 @@ from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.warning_places import level_of_caller, warn
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 
+@runs_where_the_model_is
 def attribute_edges(
     pg: PatchableGraph,
     metric: Callable[[Any], Any] | Sequence[Callable[[Any], Any]],
@@ -73,6 +74,7 @@ def attribute_edges(
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
     heads: bool = True,
+    experts: bool = False,
     max_bytes: int = 2**30,
     batch: int | str | None = "auto",
 ) -> DataArray:
@@ -108,6 +110,9 @@ def attribute_edges(
         senders: Names of senders, or patterns such as `layers[*].mlp_out`; all by default.
         receivers: Names of receivers, or patterns.
         heads: Whether heads of attention are nodes of their own.
+        experts: Whether experts are senders of their own, `layers[2].experts[5].out` (what the expert writes, times its
+            weight), in models that keep what each chosen expert of a token writes. Where they do not, and where a
+            shared expert is added, `mlp_out` is the sender, and `skipped` says why.
         max_bytes: The memory limit for what is computed beside the runs. Scores do not change.
         batch: For `"exact"`: how many edges run in one forward, as for `pg.sweep`.
 
@@ -121,7 +126,7 @@ def attribute_edges(
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, or the inputs differ
             in shape.
-        UnknownPathError: There is no such sender or receiver.
+        UnknownPathError: The sender or receiver does not exist.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -145,7 +150,7 @@ def attribute_edges(
     points, limit, choices = midpoints(steps), checked_bytes(max_bytes), Choices(routing)
     fractions = points if method == "integrated" else [0.0]
     batches = batches_of(pg, metric, clean, corrupted)
-    nodes = nodes_of(pg.nodes.root, heads=heads)
+    nodes = nodes_of(pg.nodes.root, heads=heads, experts=experts)
     _warn_of_skipped(nodes)
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
@@ -177,7 +182,7 @@ def attribute_edges(
 
 def _warn_of_skipped(nodes: Nodes) -> None:
     """Warns if whole components are missing: the scores are then those of a part of the model."""
-    missing = {name: why for name, why in nodes.skipped.items() if "heads[*]" not in name}
+    missing = {name: why for name, why in nodes.skipped.items() if "[*]." not in name and not name.endswith("heads[*]")}
     if missing:
         name, why = next(iter(missing.items()))
         warn(
@@ -241,7 +246,7 @@ def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) 
     """Returns the names that patterns mean, in order; `*` is any number.
 
     Raises:
-        UnknownPathError: There is no such name.
+        UnknownPathError: The name does not exist.
 
     Example:
         >>> chosen(["@embed", "layers[0].mlp_out", "layers[1].mlp_out"], "layers[*].mlp_out", "sender")
@@ -255,7 +260,7 @@ def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) 
         matching = {name for name in names if regex.fullmatch(name)}
         if not matching:
             close = ", ".join(map(repr, nearest(pattern, list(names))))
-            raise UnknownPathError(f"there is no {what} {pattern!r}; nearest: {close}")
+            raise UnknownPathError(f"unknown {what} {pattern!r}; nearest: {close}")
         found |= matching
     return [name for name in names if name in found]
 
@@ -293,9 +298,7 @@ def _exact_effects(
     found.clean, found.corrupted = float(clean.measurement.values), runs.metric
     Deltas(nodes, Recorded(clean.values), Recorded(runs.values), 0).check(nodes)
     with torch.no_grad():
-        changes = {
-            id(writer): writer.written(clean.values[writer.path] - runs.values[writer.path]) for writer in nodes.writers
-        }
+        changes = {id(writer): writer.change(clean.values, runs.values) for writer in nodes.writers}
         for reader in nodes.readers:
             read = writers_in(reader.source)
             senders = [name for writer in nodes.writers if writer in read for name in writer.names if name in columns]
@@ -329,7 +332,7 @@ class Recorded:
 
 def recorded_paths(nodes: Nodes) -> list[str]:
     """Returns the paths of all that senders write and norms read, and of what receivers read without a linear map."""
-    paths = [writer.path for writer in nodes.writers]
+    paths = [path for writer in nodes.writers for path in writer.paths]
     paths += nodes.norm_paths
     paths += [path for reader in nodes.readers if reader.projection is None for path in reader.paths]
     return list(dict.fromkeys(paths))
@@ -470,7 +473,7 @@ class Deltas:
         return self._written(writer) if self._kept is None else self._kept[self._columns[id(writer)]]
 
     def _written(self, writer: Writer) -> Tensor:
-        return writer.written(self._clean.values[writer.path] - self._corrupted.values[writer.path])
+        return writer.change(self._clean.values, self._corrupted.values)
 
     def together(self, writers: Sequence[Writer]) -> Iterator[tuple[slice, Tensor]]:
         """Yields the differences of writers: of those next to each other at once, each with their columns of scores."""
@@ -494,7 +497,8 @@ class Deltas:
         """
         totals: dict[int, Tensor] = {}
         # Of a stream in single precision, components may write in half.
-        coarsest = max(torch.finfo(value.dtype).eps for value in self._clean.values.values())
+        values = [value for value in self._clean.values.values() if value.is_floating_point()]
+        coarsest = max(torch.finfo(value.dtype).eps for value in values)
 
         def total(term: Summand) -> Tensor:
             source = term.source

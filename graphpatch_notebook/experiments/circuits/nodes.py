@@ -19,7 +19,9 @@ from graphpatch_notebook.experiments.circuits.stream import (
     Writer,
     boundary_path,
     in_order,
+    is_same,
 )
+from graphpatch_notebook.values import TensorSpec, ValueSpec
 
 _LETTERS = "qkv"
 
@@ -80,20 +82,22 @@ class Nodes:
         return list(dict.fromkeys(norm.path for reader in self.readers for norm in norms_in(reader.source)))
 
 
-def nodes_of(root: Frame, *, heads: bool = True) -> Nodes:
+def nodes_of(root: Frame, *, heads: bool = True, experts: bool = False) -> Nodes:
     """Returns the senders and receivers of a captured model; each capture is searched once.
 
     Args:
         root: The root frame of the capture.
         heads: Whether heads of attention are nodes of their own.
+        experts: Whether experts are senders of their own.
 
     Raises:
         ExperimentError: The model has no layers with a residual stream that can be followed.
     """
-    known: dict[bool, Nodes] = root.capture.findings.setdefault(nodes_of, {})
-    if heads not in known:
-        known[heads] = _Finder(root, find(root), heads).found
-    found = known[heads]
+    known: dict[tuple[bool, bool], Nodes] = root.capture.findings.setdefault(nodes_of, {})
+    key = (heads, experts)
+    if key not in known:
+        known[key] = _Finder(root, find(root), heads, experts).found
+    found = known[key]
     if not found.readers or not found.writers:
         where, why = next(iter({**find(root).missing, **found.skipped}.items()), ("layers[*]", "nothing was found"))
         raise ExperimentError(f"the model has no edges between components: {where}: {why}")
@@ -124,7 +128,7 @@ _Cut = Callable[[Node, Value], bool]
 class _Finder:
     """Finds senders and receivers in what `components` found."""
 
-    def __init__(self, root: Frame, components: Components, heads: bool) -> None:
+    def __init__(self, root: Frame, components: Components, heads: bool, experts: bool) -> None:
         evidence = components.evidence
         self._root = root
         self._components = components
@@ -133,6 +137,7 @@ class _Finder:
         self._stacks: list[tuple[Stack, list[NamedLayer]]] = evidence.stacks
         self._ends = evidence.ends
         self._has_heads = heads
+        self._has_experts = experts
         self._by_value: dict[Value, Writer] = {}
         self._heads: dict[str, Writer] = {}
         self.found = Nodes(self._flow)
@@ -170,6 +175,8 @@ class _Finder:
 
     def _add_writer(self, named: NamedLayer, each: NamedWrite) -> None:
         writer = self._of_heads(named, each) if self._has_heads else None
+        if self._has_experts and each.mlp is not None and each.mlp.router is not None:
+            writer = self._of_experts(named, each.write.value, each.mlp.router)
         if writer is None:
             name = f"{named.name}{each.kind}_out"
             writer = Writer((name,), each.write.value, boundary_path(self._flow, each.write.value))
@@ -194,6 +201,24 @@ class _Finder:
             self.found.skipped[f"{start}.heads[*].z"] = str(problem)
             return None
         return writer
+
+    def _of_experts(self, named: NamedLayer, written: Value, router: Value) -> Writer | None:
+        """Returns the writer of the experts, if what is added is the sum of what the chosen ones write for each row."""
+        flow, value = self._flow, written
+        while (moving := flow.moving(value.node)) and value.op != "sum" and is_same(value) and len(moving) == 1:
+            value = moving[0]
+        made = value.node.whole
+        dim = made.kwargs.get("dim", made.args[1] if len(made.args) > 1 else None)
+        problem = "what each chosen expert writes is not one value, or more than that is added (a shared expert)"
+        if value.op == "sum" and len(moving) == 1 and len(moving[0].shape) == 3 and dim in (1, -2):
+            inputs = {place.path: place.value.spec for place in flow.inputs(flow.frame_of[value.node])}
+            numbers = [path for path, spec in inputs.items() if _are_numbers(spec, moving[0].shape[:2])]
+            if len(numbers) == 1:
+                names = tuple(f"{named.name}experts[{number}].out" for number in range(router.shape[-1]))
+                return Writer(names, value, flow.path(moving[0]), choice=numbers[0])
+            problem = "the numbers of the chosen experts were not found"
+        self.found.skipped[f"{named.name}experts[*].out"] = problem
+        return None
 
     def _input_path(self, linear: Value) -> str:
         """Returns the path of what a linear map reads: at the input of its module, if it is that of a module."""
@@ -395,6 +420,11 @@ class _Finder:
 
     def _unsorted(self) -> list[tuple[Stack, list[NamedLayer]]]:
         return self._components.evidence.stacks
+
+
+def _are_numbers(spec: ValueSpec, shape: tuple[int, ...]) -> bool:
+    """Whether a value is a tensor of integers of this shape."""
+    return isinstance(spec, TensorSpec) and tuple(spec.shape) == shape and not spec.dtype.is_floating_point
 
 
 def _at(value: Value) -> _Cut:

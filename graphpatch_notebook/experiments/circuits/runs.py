@@ -8,6 +8,7 @@ replaces what a receiver reads, and reads the senders of the same run.
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,8 +78,8 @@ def nodes_like(pg: PatchableGraph, feeds: Mapping[str, Sequence[str]]) -> Nodes:
         ExperimentError: The model has other nodes.
     """
     wanted = {receiver: tuple(senders) for receiver, senders in feeds.items()}
-    for heads in (True, False):
-        nodes = nodes_of(pg.nodes.root, heads=heads)
+    for heads, experts in itertools.product((True, False), (False, True)):
+        nodes = nodes_of(pg.nodes.root, heads=heads, experts=experts)
         if nodes.feeds == wanted:
             return nodes
     other = next(iter(set(wanted.items()) ^ set(nodes.feeds.items())), ("", ""))[0]
@@ -108,7 +109,7 @@ def kept_edges(nodes: Nodes, circuit: Circuit) -> Kept:
 
 def base_paths(nodes: Nodes) -> list[str]:
     """Returns the paths of what senders write, norms read and receivers read."""
-    paths = [*(writer.path for writer in nodes.writers), *nodes.norm_paths]
+    paths = [*(path for writer in nodes.writers for path in writer.paths), *nodes.norm_paths]
     paths += [path for reader in nodes.readers for path in reader.paths]
     return list(dict.fromkeys(paths))
 
@@ -177,12 +178,12 @@ class Stream:
         self.last = last
         self._written: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def written(self, writer: Writer, now: Tensor) -> Tensor:
+    def written(self, writer: Writer, now: Mapping[str, Tensor]) -> Tensor:
         """Returns what senders write in a run, minus what they write in the corrupted one; once for each run."""
         key = (threading.get_ident(), id(writer))
         known = self._written.get(key)
-        if known is None or known[0] is not now:
-            known = self._written[key] = (now, writer.written(now - self.values[writer.path]))
+        if known is None or known[0] is not now[writer.path]:
+            known = self._written[key] = (now[writer.path], writer.change(now, self.values))
         return known[1]
 
     def forget(self) -> None:
@@ -255,7 +256,8 @@ class ReadPatch(Patch[Any]):
     @property
     def sources(self) -> Sequence[str]:
         """The paths of what the senders write."""
-        return list(dict.fromkeys(writer.path for reader in self.readers for writer in self._used(reader)))
+        used = (writer for reader in self.readers for writer in self._used(reader))
+        return list(dict.fromkeys(path for writer in used for path in writer.paths))
 
     def reading(self, values: Sequence[Any]) -> ReadPatch:
         """Returns a copy whose `op` uses these values of the senders."""
@@ -292,9 +294,7 @@ class ReadPatch(Patch[Any]):
             id(writer): np.array([[sender in self.kept[name] for sender in writer.names] for name in names])
             for writer in self._used(reader)
         }
-        read = self.stream.changes(
-            reader.source, kept, lambda writer: self.stream.written(writer, self._read[writer.path])
-        )
+        read = self.stream.changes(reader.source, kept, lambda writer: self.stream.written(writer, self._read))
         if read is None:
             return
         if reader.projection is None:

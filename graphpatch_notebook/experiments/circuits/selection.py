@@ -18,7 +18,7 @@ from graphpatch_notebook.experiments.circuits.nodes import Nodes
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, kept_edges, nodes_like
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ Selection: TypeAlias = Literal["top", "greedy"]
 _SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
+@runs_where_the_model_is
 def circuit(
     pg: PatchableGraph,
     scores: DataArray,
@@ -170,6 +171,7 @@ class Ranking:
         return found
 
 
+@runs_where_the_model_is
 def faithfulness(
     pg: PatchableGraph,
     scores: DataArray | Mapping[str, DataArray],

@@ -41,27 +41,46 @@ class NoPathError(ExperimentError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writer:
-    """What a component adds to the residual stream: one sender, or one for each head.
+    """What a component adds to the residual stream: one sender, or one for each head or expert.
 
     Attributes:
         names: The names of the senders.
-        value: What is added; for heads, the sum of what they write.
-        path: The path of the value that is recorded: `value` itself, or what the linear map of the heads reads.
-        projection: The linear map of the heads; `None` if one sender writes the value itself.
+        value: What is added; for heads and experts, the sum of what they write.
+        path: The path of the value that is recorded: `value` itself, what the linear map of the heads reads, or what
+            the chosen experts write, of shape `(rows, chosen, channels)`.
+        projection: The linear map of the heads.
+        choice: The path of the numbers of the chosen experts, of shape `(rows, chosen)`.
     """
 
     names: tuple[str, ...]
     value: Value
     path: str
     projection: Projection | None = None
+    choice: str = ""
 
-    def written(self, recorded: Tensor) -> Tensor:
-        """Returns what each sender writes, of shape `(senders, rows, channels)`, from the recorded value."""
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all that is recorded."""
+        return (self.path, self.choice) if self.choice else (self.path,)
+
+    def change(self, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
+        """Returns what each sender writes in one run, minus the same in another: `(senders, rows, channels)`.
+
+        Args:
+            now: The values of a run, by path.
+            before: The values of the other run.
+        """
+        if self.choice:
+            return self._by_expert(now) - self._by_expert(before)
+        rows = rows_of(now[self.path] - before[self.path])
         if self.projection is None:
-            return rows_of(recorded)[None]
-        weight, heads = self.projection.weight(), self.projection.heads.to(recorded.device)
-        rows = rows_of(recorded)
+            return rows[None]
+        weight, heads = self.projection.weight(), self.projection.heads.to(rows.device)
         return torch.stack([rows[:, index_of(numbers)] @ weight[index_of(numbers)] for numbers in heads])
+
+    def _by_expert(self, run: Mapping[str, Tensor]) -> Tensor:
+        written, chosen = run[self.path], run[self.choice]
+        return torch.stack([(written * (chosen == expert)[..., None]).sum(1) for expert in range(len(self.names))])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,7 +241,7 @@ class LinearPaths:
             return []
         if (norm := self._trails.norms.get(value)) is not None:
             return [norm.given.value]
-        is_step = value.op in ADDITIONS or value.op in SCALINGS or value.op in NORMS or _is_same(value)
+        is_step = value.op in ADDITIONS or value.op in SCALINGS or value.op in NORMS or is_same(value)
         return self._flow.moving(value.node) if is_step else []
 
     def depends(self, value: Value) -> bool:
@@ -260,7 +279,7 @@ class LinearPaths:
             found = self._of_addition(value)
         elif value.op in SCALINGS:
             found = self._of_scaling(value)
-        elif _is_same(value):
+        elif is_same(value):
             found = self._of_view(value)
         if found is None:
             raise NoPathError(f"{self._flow.path(value)} ({value.op or value.node.kind}) is not linear in the stream")
@@ -374,7 +393,7 @@ def _with(terms: Sum, step: Step) -> Sum:
     return tuple(Summand(term.source, (*term.steps, step)) for term in terms)
 
 
-def _is_same(value: Value) -> bool:
+def is_same(value: Value) -> bool:
     """Whether an operation returns the values of what it reads, in the same rows or in others."""
     if value.op in _ALTERED:
         return False

@@ -11,13 +11,14 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import Dataset as Examples
 from graphpatch_notebook.experiments.datasets.batches import RowReader, batches_of, read_batch
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.selections import PositionSelection
 
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
 
 
+@runs_where_the_model_is
 def mean_values(
     pg: PatchableGraph,
     patterns: Any,

@@ -23,7 +23,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import Dataset as Examples
 from graphpatch_notebook.experiments.datasets.batches import RowReader, Rows, batches_of, read_batch
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 
 if TYPE_CHECKING:
     from xarray import Dataset
@@ -33,6 +33,7 @@ _BAG = 256
 """The number of random features of a bag of tokens."""
 
 
+@runs_where_the_model_is
 def ridge_probes(
     pg: PatchableGraph,
     patterns: Any,

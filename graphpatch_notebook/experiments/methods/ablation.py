@@ -31,7 +31,7 @@ from graphpatch_notebook.experiments.methods.positions import (
 )
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import ReplacePatch, ZeroPatch
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 Method: TypeAlias = Literal["zero", "mean", "resample"]
 
 
+@runs_where_the_model_is
 def ablate(
     pg: PatchableGraph,
     paths: Paths,

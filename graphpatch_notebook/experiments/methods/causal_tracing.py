@@ -35,7 +35,7 @@ from graphpatch_notebook.experiments.methods.positions import (
 from graphpatch_notebook.experiments.methods.reference_runs import Array, MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Noise:
         return [AddPatch(value=draw.to(clean.device, clean.dtype), slice=index) for draw in draws]
 
 
+@runs_where_the_model_is
 def causal_trace(
     pg: PatchableGraph,
     clean: Any,

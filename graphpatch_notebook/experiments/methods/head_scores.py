@@ -16,7 +16,7 @@ from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names
 from graphpatch_notebook.experiments.methods.lens import arranged, component, layer_count
 from graphpatch_notebook.experiments.methods.reference_runs import record
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, ZeroPatch
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _SCORES = ("induction", "previous token", "duplicate token")
 
 
+@runs_where_the_model_is
 def head_scores(
     pg: PatchableGraph,
     *inputs: Any,
@@ -134,6 +135,7 @@ def _mean(pattern: Tensor, mask: Tensor) -> Tensor:
     return (attended * counted[:, None]).sum((0, 2)) / count
 
 
+@runs_where_the_model_is
 def composition_scores(pg: PatchableGraph, kind: Literal["Q", "K", "V"], *, stack: str = "") -> DataArray:
     """Returns how much of what each head writes is read by each later head, as queries, keys or values.
 
@@ -230,7 +232,7 @@ def keep_heads(
         A patch map: for `pg.patch`, or for `pg.edit`, which gives a graph that always runs as this circuit.
 
     Raises:
-        ExperimentError: There is no such head, or the reference is missing.
+        ExperimentError: The head does not exist, or the reference is missing.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -289,7 +291,7 @@ def _checked_heads(heads: Iterable[tuple[int, int]], counts: Sequence[int]) -> s
         layer, head = map(int, pair)
         if not -len(counts) <= layer < len(counts) or not -counts[layer] <= head < counts[layer]:
             raise ExperimentError(
-                f"there is no head {(layer, head)}: the model has {len(counts)} layers, of {counts[0]} heads"
+                f"unknown head {(layer, head)}: the model has {len(counts)} layers, of {counts[0]} heads"
             )
         kept.add((layer % len(counts), head % counts[layer]))
     return kept

@@ -42,7 +42,7 @@ class Mixing:
 
     Attributes:
         where: The path of the input of the projection, in which heads are separate; `None` if it cannot be patched.
-        repair: How to separate the heads if there is no such path.
+        repair: How to separate the heads if the path does not exist.
     """
 
     where: str | None

@@ -21,7 +21,7 @@ from graphpatch_notebook.experiments.methods.arguments import check_graph, check
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.inspection.resolution import resolve
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import Key, take
@@ -52,11 +52,11 @@ def layer_count(pg: PatchableGraph, stack: str) -> int:
     """Returns the number of layers of a stack.
 
     Raises:
-        ExperimentError: There is no such stack of layers.
+        ExperimentError: The stack of layers does not exist.
     """
     if stack not in pg.components.layers:
         stacks = ", ".join(map(repr, pg.components.layers)) or "none"
-        raise ExperimentError(f"there is no stack of layers {stack!r} in this model; stack= is one of: {stacks}")
+        raise ExperimentError(f"unknown stack of layers {stack!r} in this model; stack= is one of: {stacks}")
     return pg.components.layers[stack]
 
 
@@ -71,6 +71,7 @@ def arranged(value: Tensor, axes: Sequence[str], wanted: Sequence[str]) -> Tenso
 # -- the logit lens ----------------------------------------------------------------------------------------------------
 
 
+@runs_where_the_model_is
 def logit_lens(
     pg: PatchableGraph,
     *inputs: Any,
@@ -208,6 +209,7 @@ def of_rows(logits: Tensor, tokens: Tensor) -> Tensor:
 # -- direct logit attribution ------------------------------------------------------------------------------------------
 
 
+@runs_where_the_model_is
 def direct_logit_attribution(
     pg: PatchableGraph,
     *inputs: Any,

@@ -30,7 +30,7 @@ from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import component_grid
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.values import TensorSpec, readable_children
 from graphpatch_notebook.warning_places import warn_each_time
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 
+@runs_where_the_model_is
 def path_patch(
     pg: PatchableGraph,
     sender: End | list[End],

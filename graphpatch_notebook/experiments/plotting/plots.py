@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.display.circuit import CircuitView
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
     from graphpatch_notebook.notebook.views.attention import AttentionView
+    from graphpatch_notebook.notebook.views.generation import GenerationView
     from graphpatch_notebook.notebook.views.lens import LensView
     from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -249,6 +250,7 @@ def show_heatmap(
     rows: str | None = None,
     origin: str | None = None,
     title: str | None = None,
+    pg: PatchableGraph | None = None,
     **options: Any,
 ) -> ResultHeatmap:
     """Returns an interactive heatmap of a result for the notebook, with tooltips, zoom and selection.
@@ -264,6 +266,8 @@ def show_heatmap(
         rows: The vertical dimension.
         origin: Whether the first row is the `"lower"` or the `"upper"` one.
         title: The title.
+        pg: The graph that the result is of: cells then are a part of the selection of its views. A click selects the
+            path, layer, head and position of the cell in all of them, and what is selected there is marked.
         **options: `center`, `limits`, `labels`, `relative_to`.
 
     Raises:
@@ -280,7 +284,11 @@ def show_heatmap(
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 
     grid = grid_of(result, DisplayOptions(**options), tokens=tokens, rows=rows)
-    return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
+    if pg is None:
+        return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
+    from graphpatch_notebook.notebook.views.result_view import LinkedHeatmap
+
+    return LinkedHeatmap(grid, title, is_upward=is_upward(grid, origin), graph=pg)
 
 
 def show_attention(
@@ -413,6 +421,55 @@ def show_lens(
     workspace = workspace_of_user(sys._getframe(1).f_globals)
     given = Inputs(inputs, input_kwargs) if inputs or input_kwargs else None
     return lens_of(pg, workspace, given, LensOptions(target, stream, tokens, row, stack))
+
+
+def show_generation(
+    pg: PatchableGraph,
+    *inputs: Any,
+    max_new_tokens: int = 20,
+    tokens: Any = None,
+    score: Any = "log_probability",
+    **input_kwargs: Any,
+) -> GenerationView:
+    """Returns a view of the tokens that the model generates, colored by a score of each step.
+
+    Tokens are chosen greedily. Pointing at a token shows the probable ones of its step; a click on one of these
+    branches there: the generation goes on with that token, and both lines are shown. With patches, the lines without
+    and with them are shown. Selected tokens can be patched: the patch acts in their steps only.
+
+    Args:
+        pg: The graph, of a model with a method `generate`.
+        *inputs: Arguments of `generate`, positional: one prompt. Without inputs, those of the browser, or the example
+            inputs.
+        max_new_tokens: How many tokens are generated at most.
+        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`).
+        score: What the colors are: `"log_probability"` of the token, `"entropy"` of its step (both in nats), or a
+            number for each step of the run without patches.
+        **input_kwargs: Arguments of `generate`, by keyword.
+
+    Raises:
+        ExperimentError: The model cannot generate, or an argument does not fit.
+        SessionError: There are no inputs, or a patch context is active.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from graphpatch_notebook.experiments import show_generation
+        >>> config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, bos_token_id=None, eos_token_id=None)
+        >>> ids = torch.arange(6)[None]
+        >>> pg = PatchableGraph(GPT2LMHeadModel(config).eval(), ids)
+        >>> view = show_generation(pg, ids, max_new_tokens=3)
+        >>> view.branch(1, 7)
+        >>> [line["name"] for line in view.generation["lines"]]
+        ['Without patches', 'Branch at step 1']
+    """
+    from graphpatch_notebook.notebook.views.generation import GenerationOptions, generation_of
+    from graphpatch_notebook.notebook.views.opening import workspace_of_user
+
+    workspace = workspace_of_user(sys._getframe(1).f_globals)
+    given = Inputs(inputs, input_kwargs) if inputs or input_kwargs else None
+    return generation_of(pg, workspace, given, GenerationOptions(max_new_tokens, tokens, score))
 
 
 def _axes_for(sides: Sequence[Side], ax: Axes | None) -> tuple[Axes, tuple[float, float]]:

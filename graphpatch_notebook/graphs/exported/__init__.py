@@ -61,7 +61,7 @@ def _checked_file(file: str | os.PathLike[str]) -> str:
     """Returns the name of a file that may hold a program. For other files torch prints a traceback before it raises."""
     name = os.fspath(file)
     if not Path(name).is_file():
-        raise FileNotFoundError(f"there is no file {name!r}")
+        raise FileNotFoundError(f"the file does not exist: {name!r}")
     if not zipfile.is_zipfile(name):
         raise SerializationError(f"{name!r} is not a file that torch.export.save wrote")
     return name

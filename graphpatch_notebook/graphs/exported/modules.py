@@ -59,7 +59,7 @@ class ExportedModule(Module):
             return 0
         name = type(self).__name__
         if not self._graphs:
-            raise GraphError(f"the exported program never calls this {name}, so there is no graph of it to run")
+            raise GraphError(f"the exported program never calls this {name}, so it has no graph to run")
         counts = _calls_so_far.get()
         if counts is None:
             raise GraphError(

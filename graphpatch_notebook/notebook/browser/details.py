@@ -43,7 +43,7 @@ def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
         ('relu', 'relu = torch.nn.functional.relu(input_1, inplace = False)', [{'row': 3, 'text': 'output'}])
     """
     if not 0 <= row < len(skeleton):
-        raise SessionError(f"there is no row {row}: the tree has {len(skeleton):,}; show the graph again")
+        raise SessionError(f"unknown row {row}: the tree has {len(skeleton):,}; show the graph again")
     place = skeleton.place(row)
     if place is None:
         return _of_unused(skeleton, row)

@@ -83,7 +83,7 @@ def export(
     off = len(patches.patches) - len(patches.enabled)
     if not patches.enabled:
         there = f"; all {off} are disabled: enable one" if off else ": choose one"
-        raise ExportError(f"there is no patch to export{there} first")
+        raise ExportError(f"nothing to export{there} first")
     if paths := captured(session.graph).permanent_paths:
         raise ExportError(
             f"this graph has permanent patches ({', '.join(paths)}), which are not chosen ones: export those of the "

@@ -136,7 +136,7 @@ def help_on(text: str) -> None:
             continue
         command = commands().get(name)
         if command is None:
-            raise SessionError(f"there is no command {name!r}; nearest: {', '.join(nearest(name, list(commands())))}")
+            raise SessionError(f"unknown command {name!r}; nearest: {', '.join(nearest(name, list(commands())))}")
         usage = textwrap.wrap(command.line, 79, subsequent_indent=" " * 8, break_on_hyphens=False)
         print("\n".join([*usage, f"    {command.summary}", "", explained(name)]))
 
@@ -190,9 +190,9 @@ def _unknown(workspace: Workspace, name: str) -> str:
     if name in workspace.graphs():
         return f"{name!r} is a graph, not a command; %graphpatch use {name} selects it"
     if name in _OTHER_WORDS:
-        return f"there is no command {name!r}; use {_OTHER_WORDS[name]}"
+        return f"unknown command {name!r}; use {_OTHER_WORDS[name]}"
     close = ", ".join(map(repr, nearest(name, list(commands()))))
-    return f"there is no command {name!r}; nearest: {close}; %graphpatch help shows all"
+    return f"unknown command {name!r}; nearest: {close}; %graphpatch help shows all"
 
 
 # --------------------------------------------------------------------------------------------------------------------

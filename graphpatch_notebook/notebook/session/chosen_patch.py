@@ -95,7 +95,7 @@ class ChosenPatch:
                 _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.kind not in PATCH_KINDS:
             close, names = nearest(self.kind, list(PATCH_KINDS), 1), ", ".join(PATCH_KINDS)
-            raise ChosenPatchError("kind", f"there is no kind {self.kind!r}; nearest: {close[0]!r} of {names}")
+            raise ChosenPatchError("kind", f"unknown kind {self.kind!r}; nearest: {close[0]!r} of {names}")
         self._check_fields_of_kind()
         for what, parse in (("slice", parse_slice), ("value", parse_expression), ("steps", parse_numbers)):
             self._check_text(what, parse)
@@ -249,12 +249,12 @@ class ChosenPatches:
         """Returns the patch with this number.
 
         Raises:
-            SessionError: There is no such patch.
+            SessionError: The patch does not exist.
         """
         found = next((patch for patch in self.patches if patch.number == number), None)
         if found is None:
             there = ", ".join(f"#{patch.number}" for patch in self.patches)
-            raise SessionError(f"there is no patch #{number}; " + (f"chosen: {there}" if there else "none is chosen"))
+            raise SessionError(f"unknown patch #{number}; " + (f"chosen: {there}" if there else "none is chosen"))
         return found
 
     def only(self, numbers: Iterable[int]) -> ChosenPatches:

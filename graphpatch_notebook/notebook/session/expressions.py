@@ -133,11 +133,11 @@ def undefined(name: str | None, namespace: Iterable[str]) -> str:
 
     Example:
         >>> undefined("stear", ["steer", "_", "In"])
-        "there is no variable 'stear'; nearest: steer"
+        "unknown variable 'stear'; nearest: steer"
     """
     mine = [other for other in namespace if not other.startswith("_") and other not in _OF_IPYTHON]
     close = nearest(name or "", mine)
-    return f"there is no variable {name!r}" + (f"; nearest: {', '.join(close)}" if close else "")
+    return f"unknown variable {name!r}" + (f"; nearest: {', '.join(close)}" if close else "")
 
 
 def free_names(source: str) -> list[str]:

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
 from graphpatch_notebook.execution import is_part_of_splice
@@ -383,17 +385,45 @@ class Session:
 
 
 def by_value(root: Frame, patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
-    """Returns the patches by the value that they are on, as in a patch map: by the first of its names that is used."""
+    """Returns the patches by the value that they are on, as in a patch map: by the first of its names that is used.
+
+    Where patches on a value and on a part of it take turns, a value has several names, so that their order remains.
+    """
     names: dict[tuple[str, str], str] = {}
+    last: dict[str, tuple[str, str]] = {}
     found: dict[str, list[ChosenPatch]] = {}
     for patch in patches:
-        try:
+        target, value = None, (patch.path, "")
+        with suppress(Unresolvable):  # a part of a splice; all else is reported when the patches are used
             target = resolve(root, patch.path)
             value = (target.path, index_text(target.index) if target.index else "")
-        except Unresolvable:  # a part of a splice; all else is reported when the patches are used
-            value = (patch.path, "")
-        found.setdefault(names.setdefault(value, patch.path), []).append(patch)
+        if value not in names:
+            names[value] = patch.path
+        elif target is not None and last[value[0]] != value:
+            names[value] = _other_name(root, target, found)
+        last[value[0]] = value
+        found.setdefault(names[value], []).append(patch)
     return found
+
+
+def _other_name(root: Frame, target: Target, used: Container[str]) -> str:
+    """Returns a name of a value that is not used yet: that of its component, with a slice that takes all of it."""
+    whole = [name for name, one in find(root).items() if one.path == target.path and not one.index]
+    part = [index_text(target.index)] if target.index else []
+    for name in whole:
+        for count in range(_DIMENSIONS):
+            inside = ", ".join([*part, *[":"] * count])
+            text = f"{name}[{inside}]" if inside else name
+            with suppress(Unresolvable):
+                if text not in used and resolve(root, text).index == target.index:
+                    return text
+    raise SessionError(
+        f"patches on {target.path!r} and on a part of it take turns too often: move them, so that those on one of them "
+        "follow each other"
+    )
+
+
+_DIMENSIONS = 8
 
 
 def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sliced:

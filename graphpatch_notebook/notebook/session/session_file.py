@@ -318,7 +318,7 @@ def _mistakes(entry: Any, where: str) -> list[str]:
 
 def _unknown(given: dict[str, Any], known: list[str], where: str) -> list[str]:
     return [
-        f"{where}there is no field {_shown(name)}; nearest: {nearest(name[:100], known, 1)[0]!r}"
+        f"{where}unknown field {_shown(name)}; nearest: {nearest(name[:100], known, 1)[0]!r}"
         for name in given
         if name not in known
     ]

@@ -93,7 +93,7 @@ class Workspace:
         if name in self.namespace:
             what = f"{name!r} is not a PatchableGraph but an object of {type(value).__name__}"
         else:
-            what = f"there is no variable {name!r}"
+            what = f"unknown variable {name!r}"
         raise SessionError(f"{what}; {self._what_is_there(name)}")
 
     def find(self) -> ActiveGraph | None:
@@ -127,7 +127,7 @@ class Workspace:
         """
         found = self.find()
         if found is None:
-            raise SessionError(f"there is no PatchableGraph yet; {self._what_is_there('')}")
+            raise SessionError(f"no PatchableGraph yet; {self._what_is_there('')}")
         return found
 
     def _what_is_there(self, name: str) -> str:

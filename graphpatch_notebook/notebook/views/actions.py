@@ -74,7 +74,7 @@ class _Place:
 
         Raises:
             SessionError: The item has no name, or its value does not have such a position.
-            ChosenPatchError: There is no such value.
+            ChosenPatchError: The value does not exist.
         """
         name = item["name"]
         if not name:
@@ -124,7 +124,7 @@ def _patch(session: Session, act: str, place: _Place, value: str | None, taken: 
             return ChosenPatch(path, "custom", value=_mean(place))
         case "probe":
             return ChosenPatch(path, "probe", slice=part, name=session.free_name(path, taken))
-    raise SessionError(f"there is no action {act!r:.80}; it is one of {', '.join(ACTS)}")
+    raise SessionError(f"unknown action {act!r:.80}; it is one of {', '.join(ACTS)}")
 
 
 def _typed(value: str | None) -> str:

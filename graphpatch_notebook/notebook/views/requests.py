@@ -224,7 +224,7 @@ def _handled(context: RequestContext, message: Any, handlers: Handlers) -> Answe
     handler = handlers.get(name)
     if handler is None:
         close = ", ".join(map(repr, nearest(name[:_LONGEST_NAME], list(handlers))))
-        raise SessionError(f"there is no request {_shown(name)}; nearest: {close}; is the page older than the kernel?")
+        raise SessionError(f"unknown request {_shown(name)}; nearest: {close}; is the page older than the kernel?")
     return handler(context, request.part("payload"))
 
 
@@ -259,13 +259,15 @@ def _edit(context: RequestContext, payload: Payload) -> Answer:
         case "redo":
             session.redo(version)
         case other:
-            raise SessionError(f"there is no edit {_shown(other)}")
+            raise SessionError(f"unknown edit {_shown(other)}")
     return {"version": session.chosen.version}, []
 
 
 def _acts(context: RequestContext, edit: Payload) -> list[ChosenPatch]:
     items, taken = edit.items("items"), context.workspace.results.names_of_others()
-    return patches_of(context.session, edit.text("act"), items, edit.text_or_none("value"), taken)
+    made = patches_of(context.session, edit.text("act"), items, edit.text_or_none("value"), taken)
+    steps = edit.text_or_none("steps")
+    return [replace(patch, steps=steps) for patch in made]
 
 
 def _change(context: RequestContext, edit: Payload, version: int) -> None:
@@ -341,7 +343,7 @@ def _notes(context: RequestContext, patch: ChosenPatch, before: ChosenPatch | No
 def _export(context: RequestContext, payload: Payload) -> Answer:
     form = payload.text("form")
     if form not in ("graphpatch", "hooks"):
-        raise SessionError(f"there is no form {_shown(form)}: it is 'graphpatch' or 'hooks'")
+        raise SessionError(f"unknown form {_shown(form)}: it is 'graphpatch' or 'hooks'")
     # With the inputs of *Run*, so that the numbers are equal.
     origin = replace(context.session.origin, arguments=payload.text_or_none("inputs") or context.written())
     return {"code": str(export(context.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []

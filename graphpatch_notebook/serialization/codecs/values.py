@@ -160,7 +160,7 @@ def decoded_device(item: Item) -> torch.device:
     try:
         return torch.device(item.text())
     except RuntimeError:
-        raise item.error(f"there is no device {item.text()[:40]!r} here") from None
+        raise item.error(f"unknown device {item.text()[:40]!r} here") from None
 
 
 def _constant_of(name: str) -> Callable[[Item, _Decode], Any]:

@@ -190,6 +190,44 @@ export interface LensRow {
   label: string;
 }
 
+/** The traits of a generation view, which `show_generation` shows. */
+export interface GenerationTraits extends LinkedTraits {
+  generation: Generation;
+  /** Deflated numbers: see `readGeneration` in generation_data.ts. */
+  numbers: DataView;
+}
+
+export type Score = "log_probability" | "entropy" | "given";
+
+/** Generated tokens: a line without patches, one with them if there are any, and branches. */
+export interface Generation {
+  /** The texts of the prompt; empty if they are not known. */
+  prompt: string[];
+  /** The texts of all tokens that are shown. */
+  vocabulary: string[];
+  /** Their numbers. */
+  tokens: number[];
+  /** How many probable tokens each step has. */
+  top: number;
+  lines: GenerationLine[];
+  /** What the colours are at first. */
+  score: Score;
+  /** Whether numbers were given, for the first line. */
+  has_given: boolean;
+  /** The version of the patches that the numbers are for. */
+  version: number;
+  remarks: string[];
+}
+
+export interface GenerationLine {
+  name: string;
+  steps: number;
+  /** The number of the branch; `null` for the lines that are none. */
+  branch: number | null;
+  /** The step in which the branch has another token. */
+  start: number;
+}
+
 /** The traits of the widget of `show_circuit`, which has `front_end` besides, and nothing else of the above. */
 export interface CircuitTraits {
   circuit: CircuitPicture;
@@ -259,6 +297,18 @@ export interface HeatmapTraits {
   values: DataView;
   /** The selected cell, counted from the top left one; set by the front end. */
   cell: [row: number, column: number] | null;
+  /** Of a heatmap that takes part in the selection of a graph: as in `LinkedTraits`, and what its cells select. */
+  group?: string;
+  selection?: Item[];
+  cell_items?: CellItems;
+}
+
+/** What each row and column selects; `null`: nothing. A cell is both. */
+export interface CellItems {
+  rows: Item[] | null;
+  columns: Item[] | null;
+  /** Whether a layer and a head together are the output of that head. */
+  is_of_heads: boolean;
 }
 
 /** A result with two dimensions, in the order in which it is seen: the top row first. */
@@ -381,8 +431,8 @@ export type Edit =
   | { action: "remove"; numbers: number[] }
   /** Trusts the file that this patch is from. */
   | { action: "trust"; number: number }
-  /** Adds a patch for each of the selected items. `value`: what was typed, for the acts that need it. */
-  | { action: "act"; act: Act; items: Item[]; value: string | null }
+  /** Adds a patch for each of the selected items. `value`: what was typed, for the acts that need it; `steps`: as in a patch. */
+  | { action: "act"; act: Act; items: Item[]; value: string | null; steps: string | null }
   | { action: "clear" | "undo" | "redo" };
 
 /** What can be done with a selection. */
@@ -579,6 +629,11 @@ export interface Requests {
   activation_interrupt: { payload: { id: number }; result: ActivationStatus };
   /** Numbers of a lens view for the patches as they are now, and for another stream; asked again until they are there. */
   lens: { payload: { stream: string | null }; result: JobStatus };
+  /** Tokens for the patches as they are now; `line`, `step` and `token` of a new branch; the number of one to remove. */
+  generation: {
+    payload: { line: number | null; step: number | null; token: number | null; remove: number | null };
+    result: JobStatus;
+  };
   /** The view was closed: the kernel drops the value. */
   activation_close: { payload: { id: number }; result: Record<string, never> };
   /** Patterns of an attention view for the patches as they are now; asked again until they are there. */

@@ -11,6 +11,7 @@ import {
   colourOf,
   cssColour,
   cssGradient,
+  isLight,
   MISSING,
   MISSING_STRIPE,
   type Plane,
@@ -162,12 +163,6 @@ function tokenLabels(tokens: string[] | null | undefined, count: number): AxisLa
   if (tokens?.length !== count) return null;
   const texts = tokens.map(visibleToken);
   return { texts, whole: (index) => texts[index] ?? "" };
-}
-
-/** Whether black is easier to read on a colour than white. */
-function isLight([red, green, blue]: Rgb): boolean {
-  const [r = 0, g = 0, b = 0] = [red, green, blue].map((part) => (part / 255) ** 2.2);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18;
 }
 
 function fitted(context: CanvasRenderingContext2D, text: string, room: number): string {

@@ -50,6 +50,12 @@ export function colour(value: number, map: ColourMap): Rgb {
   return [mix(0), mix(1), mix(2)];
 }
 
+/** Whether black is easier to read on a colour than white. */
+export function isLight([red, green, blue]: Rgb): boolean {
+  const [r = 0, g = 0, b = 0] = [red, green, blue].map((part) => (part / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18;
+}
+
 export function cssColour([red, green, blue]: Rgb): string {
   return `rgb(${red}, ${green}, ${blue})`;
 }

@@ -1,11 +1,12 @@
 /** The heatmap of a result: what `show_heatmap` of the kernel shows. A click on a cell goes back as the trait `cell`. */
 
 import { GONE, SAVED, watchLife } from "../kernel/kernel_life";
-import type { Heatmap, HeatmapTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
+import type { Heatmap, HeatmapTraits, Item, LinkedTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
 import { element } from "../page/dom";
 import { formatNumber } from "../page/numbers";
 import type { Model } from "../view";
-import { HeatmapFigure, type ResultOptions } from "./heatmap";
+import { Selection } from "../views/selection";
+import { HeatmapFigure, type Place, type ResultOptions } from "./heatmap";
 import type { AxisLabels } from "./heatmap_frame";
 import { readPlane } from "./plane";
 
@@ -29,19 +30,23 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
   const { title, rows, columns } = result;
   const selection = element("p", { class: "gp-note", "aria-live": "polite" });
 
+  const linked = linkedOf(model, onRemove);
   const showCell = () => {
     const cell = model.get("cell");
-    figure.show(cell === null ? [] : [cell]);
+    const own: Place[] = cell === null ? [] : [cell];
+    const others = linked?.places() ?? [];
+    figure.show(others.length > 0 ? others : own);
     selection.hidden = cell === null;
     if (cell === null) return;
     const value = values.getFloat32(4 * (cell[0] * columns.values.length + cell[1]), true);
     const number = element("strong", { class: "gp-number" }, formatNumber(value, 5));
     selection.replaceChildren(`Selected: ${describeCell(result, ...cell)}: `, number);
   };
-  const choose = (row: number, column: number) => {
+  const choose = (row: number, column: number, isMore: boolean) => {
     const before = model.get("cell");
     const isSame = before !== null && before[0] === row && before[1] === column;
     model.set("cell", isSame ? null : [row, column]);
+    linked?.click(row, column, isMore);
     try {
       model.save_changes();
     } catch {
@@ -74,6 +79,13 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     title: title ?? result.name,
     result: options,
   });
+  const follow = () => {
+    const [row, column] = linked?.places().find((place) => !place.includes(null)) ?? [null, null];
+    const cell: HeatmapTraits["cell"] = row === null || column === null ? null : [row, column];
+    if (String(cell) !== String(model.get("cell"))) model.set("cell", cell);
+    showCell();
+  };
+  if (linked !== null) onRemove(linked.selection.onChange(follow));
   model.on("change:cell", showCell);
   onRemove(() => model.off("change:cell", showCell));
   showCell();
@@ -91,4 +103,41 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
 function asHeatmap({ rows, columns, full, reduced }: ResultHeatmap): Heatmap {
   const size = { rows: rows.values.length, columns: columns.values.length };
   return { type: "heatmap", buffer: 0, ...size, full, reduced, slice: "", minimum: 0, maximum: 0, constant: null };
+}
+
+/** Cells as items of the selection of a graph; `null` for a heatmap that does not take part in one. */
+function linkedOf(model: Model<HeatmapTraits>, onRemove: (undo: () => void) => void) {
+  const items = model.get("cell_items");
+  if (items === undefined || (items.rows === null && items.columns === null)) return null;
+  const plain = model as unknown as Model<Pick<LinkedTraits, "group" | "selection">>;
+  const selection = new Selection(plain, onRemove);
+  const itemOf = (row: number, column: number): Item => {
+    const parts = [items.rows?.[row], items.columns?.[column]].filter((part) => part !== undefined);
+    const of = <K extends keyof Item>(key: K) => parts.find((part) => part[key] !== null)?.[key] ?? null;
+    const item = { name: of("name"), layer: of("layer"), head: of("head"), position: of("position"), key: of("key") };
+    const isHead = items.is_of_heads && item.layer !== null && item.head !== null;
+    return isHead ? { ...item, name: `layers[${item.layer}].attn.heads[${item.head}].z` } : item;
+  };
+  const places = () =>
+    selection.items.flatMap((item): Place[] => {
+      const [row, column] = [placeAmong(items.rows, item), placeAmong(items.columns, item)];
+      return row === null && column === null ? [] : [[row, column]];
+    });
+  return {
+    selection,
+    places,
+    click: (row: number, column: number, isMore: boolean) => selection.click(itemOf(row, column), isMore),
+  };
+}
+
+/** The row or column that an item means: that of its name, else that of its layer and head, or of its position. */
+function placeAmong(parts: readonly Item[] | null, item: Item): number | null {
+  if (parts === null) return null;
+  const isSame = (part: Item) => {
+    const keys = (["layer", "head", "position", "key"] as const).filter((key) => part[key] !== null);
+    return keys.length > 0 && keys.every((key) => part[key] === item[key]);
+  };
+  const own = parts.findIndex(({ name }) => name !== null && name === item.name);
+  const found = own >= 0 ? own : parts.findIndex(isSame);
+  return found >= 0 ? found : null;
 }

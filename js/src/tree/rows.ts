@@ -26,6 +26,8 @@ const MANY_TIMES = 4;
 export class Folding {
   private readonly stems: Int32Array;
   private readonly patterns: Float64Array;
+  /** By parent: the siblings that were asked for last. */
+  private readonly known = new Map<number, { siblings: readonly number[]; runs: Run[] }>();
 
   constructor(
     private readonly skeleton: Skeleton,
@@ -37,6 +39,19 @@ export class Folding {
 
   /** The runs among siblings, in order; rows that are in none are left out. */
   runs(siblings: readonly number[]): Run[] {
+    if (siblings.length < FEWEST_ROWS) return [];
+    const parent = this.skeleton.parent[siblings[0] ?? 0] ?? 0;
+    const known = this.known.get(parent);
+    // Patched rows are shown among the others: then the siblings are not those of before.
+    if (known && known.siblings.length === siblings.length) {
+      if (siblings.every((row, at) => row === known.siblings[at])) return known.runs;
+    }
+    const runs = this.search(siblings);
+    this.known.set(parent, { siblings, runs });
+    return runs;
+  }
+
+  private search(siblings: readonly number[]): Run[] {
     const keys = siblings.map((row) => this.key(row));
     const isGraph = siblings.map((row) => this.skeleton.kind[row] === GRAPH);
     const runs: Run[] = [];

@@ -11,13 +11,16 @@ const GRAPH = KINDS.indexOf("graph");
 const INPUT = KINDS.indexOf("input");
 const OP = KINDS.indexOf("op");
 
+/** The rows that can be found; and those of them that only carry sizes, or do not. */
+type Candidates = Record<"all" | "onlySizes" | "withoutSizes", number[]>;
+
 /** The properties of rows that queries test, computed by the first query that needs them. */
 export class SearchIndex {
   private madePaths: string[] | null = null;
-  private madeTexts: string[] | null = null;
+  private madeTexts: JoinedTexts | null = null;
   private madeNodes: Int32Array | null = null;
   private components: readonly Component[] = [];
-  private madeCandidates: Record<"all" | "withoutSizes", number[]> | null = null;
+  private madeCandidates: Candidates | null = null;
 
   constructor(private readonly skeleton: Skeleton) {}
 
@@ -38,12 +41,21 @@ export class SearchIndex {
     return this.candidates.withoutSizes.length;
   }
 
-  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. Values that only carry sizes are found where the terms ask for them, or `withSizes`. */
-  find(terms: readonly Term[], patched: ReadonlySet<number>, withSizes = false): number[] {
-    const asksForSizes =
-      withSizes || terms.some((term) => term.kind === "is" && term.value === "size" && !term.isExcluded);
-    let rows = asksForSizes ? this.candidates.all : this.candidates.withoutSizes;
+  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. Values that only carry sizes are found where the terms ask for them. */
+  find(terms: readonly Term[], patched: ReadonlySet<number>): number[] {
+    const asksForSizes = terms.some((term) => term.kind === "is" && term.value === "size" && !term.isExcluded);
+    return this.among(asksForSizes ? "all" : "withoutSizes", terms, patched);
+  }
+
+  /** How many values that only carry sizes the terms hold for. */
+  countInSizes(terms: readonly Term[], patched: ReadonlySet<number>): number {
+    return this.among("onlySizes", terms, patched).length;
+  }
+
+  private among(which: keyof Candidates, terms: readonly Term[], patched: ReadonlySet<number>): number[] {
+    let rows = this.candidates[which];
     for (const term of terms) {
+      if (rows.length === 0) break;
       const test = this.test(term, patched);
       rows = rows.filter((row) => test(row) !== term.isExcluded);
     }
@@ -66,15 +78,16 @@ export class SearchIndex {
   }
 
   /** By row: path, torch function and names of components in lower case. */
-  private get texts(): string[] {
+  private get texts(): JoinedTexts {
     if (this.madeTexts === null) {
       const { skeleton, nodes } = this;
       const ops = skeleton.columns.ops.map((op) => `\n${op.toLowerCase()}`);
-      this.madeTexts = this.paths.map((path, row) => {
+      const texts = this.paths.map((path, row) => {
         const node = nodes[row] ?? 0;
         return path.toLowerCase() + (skeleton.kind[node] === OP ? (ops[skeleton.op[node] ?? 0] ?? "") : "");
       });
-      for (const { row, name } of this.components) this.madeTexts[row] += `\n${name.toLowerCase()}`;
+      for (const { row, name } of this.components) texts[row] += `\n${name.toLowerCase()}`;
+      this.madeTexts = new JoinedTexts(texts);
     }
     return this.madeTexts;
   }
@@ -85,7 +98,7 @@ export class SearchIndex {
     return this.madeNodes;
   }
 
-  private get candidates(): Record<"all" | "withoutSizes", number[]> {
+  private get candidates(): Candidates {
     if (this.madeCandidates === null) {
       const { skeleton, nodes } = this;
       const all: number[] = [];
@@ -93,8 +106,9 @@ export class SearchIndex {
         if (skeleton.has(row, FLAG.patchable) && skeleton.kind[row] !== GRAPH && !isAbsent(skeleton, row))
           all.push(row);
       }
-      const withoutSizes = all.filter((row) => !skeleton.has(nodes[row] ?? row, FLAG.size));
-      this.madeCandidates = { all, withoutSizes };
+      const isSize = (row: number) => skeleton.has(nodes[row] ?? row, FLAG.size);
+      const [onlySizes, withoutSizes] = [all.filter(isSize), all.filter((row) => !isSize(row))];
+      this.madeCandidates = { all, onlySizes, withoutSizes };
     }
     return this.madeCandidates;
   }
@@ -107,7 +121,9 @@ export class SearchIndex {
         const { texts } = this;
         const parts = term.value.split("*");
         const meant = rowsMeant(term.value, this.components);
-        return (row) => hasParts(texts[row] ?? "", parts) || meant.has(row);
+        const has = texts.having(parts.reduce((longest, part) => (part.length > longest.length ? part : longest)));
+        if (parts.length === 1) return (row) => has[row] === 1 || meant.has(row);
+        return (row) => (has[row] === 1 && hasParts(texts.of(row), parts)) || meant.has(row);
       }
       case "exact": {
         const { paths } = this;
@@ -163,6 +179,46 @@ export class SearchIndex {
         return (row) => skeleton.kind[nodes[row] ?? 0] === kind;
       }
     }
+  }
+}
+
+const MOST_KNOWN = 4;
+
+/** Texts in one string: to look through it takes a fraction of the time that looking through each does. */
+class JoinedTexts {
+  private readonly all: string;
+  /** By text: where it begins; one more at the end. */
+  private readonly starts: Int32Array;
+  private readonly known = new Map<string, Uint8Array>();
+
+  constructor(texts: readonly string[]) {
+    this.all = texts.join("\0");
+    this.starts = new Int32Array(texts.length + 1);
+    for (const [at, text] of texts.entries()) this.starts[at + 1] = (this.starts[at] ?? 0) + text.length + 1;
+  }
+
+  of(at: number): string {
+    return this.all.slice(this.starts[at], (this.starts[at + 1] ?? 0) - 1);
+  }
+
+  /** By text: 1 where it contains `part`. */
+  having(part: string): Uint8Array {
+    const known = this.known.get(part) ?? this.look(part);
+    if (this.known.size >= MOST_KNOWN) this.known.clear();
+    this.known.set(part, known);
+    return known;
+  }
+
+  private look(part: string): Uint8Array {
+    const { all, starts } = this;
+    const found = new Uint8Array(starts.length - 1);
+    if (part === "") return found.fill(1);
+    for (let at = 0, from = all.indexOf(part); from >= 0; from = all.indexOf(part, starts[at])) {
+      while ((starts[at + 1] ?? all.length) <= from) at += 1;
+      found[at++] = 1;
+      if (at >= found.length) break;
+    }
+    return found;
   }
 }
 
@@ -232,7 +288,7 @@ export class Found {
     try {
       const terms = parseQuery(text);
       this.matches = terms.length ? this.index.find(terms, patched) : null;
-      this.inSizes = this.matches?.length === 0 ? this.index.find(terms, patched, true).length : 0;
+      this.inSizes = this.matches?.length === 0 ? this.index.countInSizes(terms, patched) : 0;
     } catch (error) {
       if (!(error instanceof QueryError)) throw error;
       this.error = error.message;

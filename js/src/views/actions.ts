@@ -52,7 +52,7 @@ export function makeActions(view: Linked, { pathOf }: ActionOptions): Part {
   const items = () => view.selection.items.filter((item) => pathOf(item) !== null);
   const act = (act: Act, value: string | null) => {
     const chosen = [...items()];
-    void tryEdit(view, () => ({ action: "act", act, items: chosen, value }), `${act}: ${text()}`);
+    void tryEdit(view, () => ({ action: "act", act, items: chosen, value, steps: null }), `${act}: ${text()}`);
   };
   const ask = ({ act: name, field }: Choice, button: HTMLElement) => {
     const input = element("input", {

@@ -65,7 +65,7 @@ class Strip {
     options: StripOptions,
   ) {
     this.line = element("div", {
-      class: "gp-tokens",
+      class: "gp-token-strip",
       role: "group",
       tabindex: 0,
       "aria-label": `Tokens, ${verb}: arrow keys go from token to token, Enter pins one`,

@@ -131,7 +131,7 @@ test("a token shows what it looks at and what looks at it", async () => {
   expect(titles()).toEqual(["␣down (3) looks at: ␣sat (2) 1", "␣down (3) is looked at by: 0 everywhere"]);
   token.click();
   expect(model.get("selection")).toEqual([itemOf("layers[1].attn.heads[1].z", { position: 3 })]);
-  query(".gp-tokens").dispatchEvent(new PointerEvent("pointerleave"));
+  query(".gp-token-strip").dispatchEvent(new PointerEvent("pointerleave"));
   expect(titles()[0]).toBe("␣down (3) looks at: ␣sat (2) 1");
 });
 
@@ -168,7 +168,7 @@ test("actions are edits of the patches; other patches make the kernel run again"
   const items = [itemOf("layers[0].attn.heads[1].z")];
   expect(model.sent[0]).toMatchObject({
     request: "edit",
-    payload: { based_on: 0, edit: { action: "act", act: "zero", items, value: null } },
+    payload: { based_on: 0, edit: { action: "act", act: "zero", items, value: null, steps: null } },
   });
   button("Steer …").click();
   const field = query<HTMLInputElement>(".gp-action-form input");
@@ -211,7 +211,7 @@ test("the keyboard reaches heads and tokens", async () => {
   expect(text(".gp-heads .gp-unseen")).toBe("Layer 1, head 1");
   press(field, "Enter");
   expect(model.get("selection").map(({ name }) => name)).toEqual(["layers[1].attn.heads[1].z"]);
-  const tokens = el.querySelector(".gp-tokens") as Element;
+  const tokens = el.querySelector(".gp-token-strip") as Element;
   for (const key of ["ArrowRight", "ArrowRight", "Enter"]) press(tokens, key);
   expect(model.get("selection").at(-1)?.position).toBe(2);
 });

@@ -5,6 +5,7 @@ import widget from "../../src/index";
 import type { HeatmapTraits, ResultHeatmap } from "../../src/kernel/protocol";
 import { colour } from "../../src/plots/plane";
 import "../../src/style.css";
+import { itemOf } from "../../src/views/selection";
 import { FakeModel } from "../fixtures";
 import { float32 } from "../job_fixtures";
 
@@ -381,4 +382,31 @@ test("values that do not fit are said to be so", async () => {
   vi.spyOn(console, "error").mockImplementation(() => undefined);
   const { el } = await shown({}, [1, 2]);
   expect(el.querySelector("[role=alert]")?.textContent).toContain("8 bytes for a heatmap of 3 x 4");
+});
+
+test("a heatmap of a graph takes part in its selection", async () => {
+  const first = await shown();
+  const columns = [0, 1, 2, 3].map((position) => itemOf(null, { position }));
+  const rows = [2, 1, 0].map((layer) => itemOf(`layers[${layer}].mlp_out`));
+  const linked = { group: "g", selection: [], cell_items: { rows, columns, is_of_heads: false } };
+  const model = new FakeModel<HeatmapTraits>({ ...first.model.traits, ...linked });
+  const el = document.createElement("div");
+  document.body.append(el);
+  const remove = await widget.render({ model, el });
+  const canvas = el.querySelector("canvas") as HTMLCanvasElement;
+  await userEvent.click(canvas, centre(canvas, 1, 2));
+  expect(model.get("selection")).toEqual([itemOf("layers[1].mlp_out", { position: 2 })]);
+  expect(model.get("cell")).toEqual([1, 2]);
+  await vi.waitFor(() => expect(model.saved).toBe(2)); // the cell, and the selection
+  // What another view selects: a head of a layer marks the row of the layer.
+  const item = itemOf("layers[2].attn.heads[0].z");
+  const detail = { group: "g", items: [item] };
+  document.dispatchEvent(new CustomEvent("graphpatch:selection", { detail }));
+  expect(model.get("cell")).toBe(null);
+  expect(el.querySelector(".gp-heatmap-mark")?.getBoundingClientRect().width).toBe(
+    canvas.getBoundingClientRect().width,
+  );
+  remove();
+  el.remove();
+  expect(model.listening).toBe(0);
 });

@@ -465,7 +465,7 @@ def test_components_in_half_precision_add_to_a_stream_in_single_precision() -> N
 def test_errors() -> None:
     it, other = task("gpt2"), task("llama (grouped heads)")
     scores = it.scores("gradient")
-    with pytest.raises(UnknownPathError, match=r"there is no sender 'layers\[0\].mlp'; nearest: .*mlp_out"):
+    with pytest.raises(UnknownPathError, match=r"unknown sender 'layers\[0\].mlp'; nearest: .*mlp_out"):
         it.scores("gradient", senders="layers[0].mlp")
     with pytest.raises(ExperimentError, match="the nodes are not those of this model"):
         circuit(other.pg, scores)
@@ -511,3 +511,89 @@ def test_what_adds_up_in_training_mode_only_by_chance_is_an_error() -> None:
     with pytest.warns(ExperimentWarning, match=remark):
         circuit_patches(pg, chosen, it.corrupted)
     assert math.isfinite(attribute_edges(it.pg.eval(), it.metric, it.clean, it.corrupted).attrs["conservation"])
+
+
+class Experts(nn.Module):
+    """Computes the chosen experts of each row, and keeps what each of them writes."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, width, width) / 2)
+
+    def forward(self, rows: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        written = torch.einsum("rd,rkde->rke", rows, self.weight[chosen]).tanh()
+        return (written * shares[..., None]).sum(dim=1)
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.norm, self.gate, self.experts = nn.LayerNorm(8), nn.Linear(8, 5), Experts(5, 8)
+        self.shared = nn.Linear(8, 8) if shared else None
+
+    def forward(self, stream: Tensor) -> Tensor:
+        rows = self.norm(stream).reshape(-1, 8)
+        shares, chosen = self.gate(rows).softmax(-1).topk(2, -1)
+        added = self.experts(rows, chosen, shares)
+        if self.shared is not None:
+            added = added + torch.tanh(self.shared(rows))
+        return stream + added.reshape(stream.shape)
+
+
+class ExpertModel(nn.Module):
+    """A stream with a mixture of experts in each layer."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.norm, self.head = nn.Embedding(30, 8), nn.LayerNorm(8), nn.Linear(8, 30)
+        self.layers = nn.ModuleList(ExpertBlock(shared) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        stream = self.embed(ids)
+        for layer in self.layers:
+            stream = layer(stream)
+        return self.head(self.norm(stream))
+
+
+def test_experts_are_senders_of_their_own() -> None:
+    model = ExpertModel().eval()
+    clean, corrupted = torch.arange(12).reshape(2, 6), torch.arange(12, 24).reshape(2, 6)
+    pg = PatchableGraph(model, clean)
+
+    def metric(logits: Tensor) -> Tensor:
+        return logits[:, -1, 3].sum()
+
+    whole = attribute_edges(pg, metric, clean, corrupted, method="secant", routing="frozen")
+    apart = attribute_edges(pg, metric, clean, corrupted, method="secant", routing="frozen", experts=True)
+    names = [f"layers[0].experts[{number}].out" for number in range(5)]
+    summed = apart.sel(sender=names).sum("sender").values
+    np.testing.assert_allclose(summed, np.nan_to_num(whole.sel(sender="layers[0].mlp_out").values), atol=1e-5)
+    assert apart.conservation == pytest.approx(1, abs=1e-5)
+
+    exact = attribute_edges(
+        pg, metric, clean, corrupted, method="exact", experts=True, senders=names, receivers="@logits"
+    )
+    writes: dict[str, Tensor] = {}
+    for key, ids in (("clean", clean), ("corrupted", corrupted)):
+        rows = model.layers[0].norm(model.embed(ids)).reshape(-1, 8)
+        shares, chosen = model.layers[0].gate(rows).softmax(-1).topk(2, -1)
+        dense = torch.einsum("rd,nde->rne", rows, model.layers[0].experts.weight).tanh()
+        writes[key] = dense * torch.zeros(len(rows), 5).scatter(1, chosen, shares)[..., None]
+    change = (writes["clean"] - writes["corrupted"]).reshape(2, 6, 5, 8)
+    stream = model.layers[1](model.layers[0](model.embed(corrupted)))
+    before = metric(model.head(model.norm(stream)))
+    expected = [metric(model.head(model.norm(stream + change[:, :, number]))) - before for number in range(5)]
+    torch.testing.assert_close(torch.tensor(exact.values[0]).float(), torch.stack(expected).detach(), atol=1e-5, rtol=0)
+
+    circuit_of_all = circuit(pg, apart, edges=apart.attrs["edges"])
+    with torch.no_grad(), pg.patch(circuit_patches(pg, circuit_of_all, corrupted)):
+        torch.testing.assert_close(pg(clean), model(clean), atol=1e-4, rtol=0)
+
+
+def test_experts_beside_a_shared_one_are_one_sender() -> None:
+    ids = torch.arange(12).reshape(2, 6)
+    pg = PatchableGraph(ExpertModel(shared=True).eval(), ids)
+    scores = attribute_edges(pg, lambda logits: logits[:, -1, 3].sum(), ids, ids.flip(1), experts=True)
+    assert "shared expert" in scores.skipped["layers[0].experts[*].out"]
+    assert "layers[0].mlp_out" in scores.sender.values

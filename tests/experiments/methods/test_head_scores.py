@@ -129,7 +129,7 @@ def test_means_over_the_batch_keep_positions(pg: PatchableGraph) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads": [(0, 4)], "method": "zero"}, r"there is no head \(0, 4\): the model has 2 layers, of 4 heads"),
+        ({"heads": [(0, 4)], "method": "zero"}, r"unknown head \(0, 4\): the model has 2 layers, of 4 heads"),
         ({"heads": [3], "method": "zero"}, "heads are pairs of layer and head"),
         ({"heads": []}, "needs reference inputs"),
         ({"heads": [], "method": "zero", "reference": IDS}, "'zero' takes none"),

@@ -189,7 +189,7 @@ def test_logits_that_are_not_such_sums_are_errors() -> None:
         ({"target": 1, "by": "token"}, "by must be 'layer', 'head' or 'neuron'"),
         ({"target": 1, "position": 7}, "position 7 is out of range for 7 positions"),
         ({"target": 1, "position": [0, 1, 2]}, "one for each of the 2 rows"),
-        ({"target": 1, "stack": "decoder"}, "there is no stack of layers 'decoder'"),
+        ({"target": 1, "stack": "decoder"}, "unknown stack of layers 'decoder'"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
@@ -200,5 +200,5 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
 
 def test_models_without_layers() -> None:
     pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(ExperimentError, match="there is no stack of layers '' in this model"):
+    with pytest.raises(ExperimentError, match="unknown stack of layers '' in this model"):
         logit_lens(pg, torch.ones(1, 2))

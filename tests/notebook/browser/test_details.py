@@ -148,7 +148,7 @@ def test_what_cannot_be_patched_says_so() -> None:
 
 def test_a_row_that_is_not_there(outer: PatchableGraph) -> None:
     for row in (-1, 10**6):
-        with pytest.raises(SessionError, match="there is no row"):
+        with pytest.raises(SessionError, match="unknown row"):
             details(outer, skeleton_of(outer), row)
 
 

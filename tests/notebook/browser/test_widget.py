@@ -531,7 +531,7 @@ def test_show_takes_tokenizer_and_inputs(pg: Shell) -> None:
     status = line_of(browser).ask("run", inputs=None)["result"]
     browser._shared.runs.wait(status["id"])
     assert torch.equal(pg.namespace["given"], 2 * pg.namespace["x"])
-    assert "there is no variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
+    assert "unknown variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
     assert "arguments of a call" in pg.refused('%graphpatch show --inputs "x)"')
     assert "unknown option --tokenzer; nearest: --tokenizer" in pg.refused("%graphpatch show --tokenzer tok")
 
@@ -653,7 +653,7 @@ def test_requests_in_a_kernel(kernel: Kernel) -> None:
     edit = {"action": "add", "patch": fields("sub_0.linear", "replace", value="7.0")}
     assert asked(kernel, model_id, "edit", based_on=version, edit=edit)["result"] == {"version": version + 1}
     assert kernel.value("%%graphpatch\npg(x)[0, 0].item()") == "7.0"
-    assert "no row" in asked(kernel, model_id, "details", row=10**6)["error"]["message"]
+    assert "unknown row" in asked(kernel, model_id, "details", row=10**6)["error"]["message"]
 
 
 def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

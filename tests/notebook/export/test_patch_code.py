@@ -220,13 +220,13 @@ def test_patches_that_are_off_are_left_out(session: Session) -> None:
     assert "up.linear" not in export(session)
 
     session.change(1, is_enabled=False)
-    with pytest.raises(ExportError, match=r"no patch to export; all 2 are disabled: enable one first"):
+    with pytest.raises(ExportError, match=r"nothing to export; all 2 are disabled: enable one first"):
         export(session)
 
 
 def test_there_is_nothing_to_export(session: Session) -> None:
     for form in ("graphpatch", "hooks"):
-        with pytest.raises(ExportError, match=r"there is no patch to export: choose one first"):
+        with pytest.raises(ExportError, match=r"nothing to export: choose one first"):
             export(session, form)  # type: ignore[arg-type]
 
 

@@ -149,12 +149,12 @@ def test_what_is_expanded(line: str, becomes: str) -> None:
 def test_what_cannot_be_expanded(deep: Shell) -> None:
     deep.ok("index = 1")
     assert deep.refused("%graphpatch zero layers_{indx}.mlp.output").startswith(
-        "{indx}: there is no variable 'indx'; nearest: index"
+        "{indx}: unknown variable 'indx'; nearest: index"
     )
     assert deep.refused("%graphpatch zero layers_{1 // 0}.output").startswith(
         "{1 // 0} cannot be evaluated: ZeroDivisionError"
     )
-    assert "no variable 'indx'" in deep.refused("%graphpatch probe layers_1.mlp.output h_$indx")
+    assert "unknown variable 'indx'" in deep.refused("%graphpatch probe layers_1.mlp.output h_$indx")
     assert deep.refused("%graphpatch zero layers_*.mlp.output[:, 0]") == (
         "'layers_*.mlp.output' is a pattern for several nodes, but a patch has one node: choose them in a loop, "
         "for i in range(...): with %graphpatch zero layers_{i}.mlp.output[:, 0] in its body"
@@ -240,7 +240,7 @@ def test_no_quotes_are_advised_around_values(pg: Shell) -> None:
     ],
 )
 def test_words_of_other_tools(pg: Shell, word: str, meant: str) -> None:
-    assert pg.refused(f"%graphpatch {word} #1").startswith(f"there is no command {word!r}; use {meant}")
+    assert pg.refused(f"%graphpatch {word} #1").startswith(f"unknown command {word!r}; use {meant}")
 
 
 @pytest.mark.parametrize("kind", ["input", "output", "parameter", "buffer"])
@@ -259,8 +259,8 @@ def test_a_refused_file_says_how_to_overwrite_it(pg: Shell, tmp_path: object) ->
 
 
 def test_names_that_stand_for_nothing_are_told_of(shell: Shell) -> None:
-    assert shell.refused("%graphpatch wrap pg = modl(x)").startswith("there is no variable 'modl'; nearest: model")
-    assert shell.refused("%graphpatch wrap pg = model(xx)").startswith("there is no variable 'xx'; nearest: x")
+    assert shell.refused("%graphpatch wrap pg = modl(x)").startswith("unknown variable 'modl'; nearest: model")
+    assert shell.refused("%graphpatch wrap pg = model(xx)").startswith("unknown variable 'xx'; nearest: x")
     assert "pg" not in shell.namespace
 
 

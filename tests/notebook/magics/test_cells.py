@@ -288,11 +288,11 @@ def test_patches_that_the_context_refuses(zero: Shell) -> None:
     ("line", "message"),
     [
         ("zero x", r"'zero' is a command; write it on a line of its own: %graphpatch zero x"),
-        ("nope", r"there is no variable 'nope'; graphs: pg"),
+        ("nope", r"unknown variable 'nope'; graphs: pg"),
         ("model", r"'model' is not a PatchableGraph but an object of Mlp; graphs: pg"),
         ("pg pg", r"unexpected argument 'pg'; write %%graphpatch \[NAME\]"),
         ("--only", r"--only needs at least one patch"),
-        ("--only #7", r"there is no patch #7; chosen: #1"),
+        ("--only #7", r"unknown patch #7; chosen: #1"),
         ("--only hiden", r"no chosen patch matches 'hiden'; nearest: 'hidden'"),
         ("--ony #1", r"unknown option --ony"),
     ],

@@ -150,13 +150,13 @@ def test_use(pg: Shell) -> None:
     assert pg.ok("%graphpatch use pg").out == "pg: Mlp, 14 nodes, 0 patches chosen\n"
     pg.ok("%graphpatch zero hidden")
     assert (chosen(pg), chosen(pg, "other")) == (["zero hidden"], ["zero mul"])
-    assert pg.refused("%graphpatch use pgg") == "there is no variable 'pgg'; graphs: pg, other"
+    assert pg.refused("%graphpatch use pgg") == "unknown variable 'pgg'; graphs: pg, other"
     assert pg.refused("%graphpatch use model").startswith("'model' is not a PatchableGraph but an object of Mlp")
     assert pg.refused("%graphpatch use") == "use takes the name of a graph; graphs: pg, other"
 
 
 def test_which_graph_is_active(shell: Shell) -> None:
-    message = "there is no PatchableGraph yet; make one: %graphpatch wrap pg = model(EXAMPLE INPUTS)"
+    message = "no PatchableGraph yet; make one: %graphpatch wrap pg = model(EXAMPLE INPUTS)"
     assert shell.refused("%graphpatch zero hidden") == message
     shell.ok("from graphpatch_notebook import PatchableGraph\na = PatchableGraph(model, x)\na;")
     shell.ok("%graphpatch zero hidden")  # the only one
@@ -174,7 +174,7 @@ def test_which_graph_is_active(shell: Shell) -> None:
     shell.ok("%graphpatch zero down.weight")
     assert chosen(shell, "a") == ["zero hidden", "zero up.weight", "zero down.weight"]
     shell.ok("del a")
-    assert shell.refused("%graphpatch list").startswith("there is no PatchableGraph yet")
+    assert shell.refused("%graphpatch list").startswith("no PatchableGraph yet")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -304,14 +304,14 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
     for line in ("", "list", "probe mul", "ls", "export"):
         pg.ok(f"%graphpatch {line}")
     pg.ok("%%graphpatch\npg(x)")
-    assert "there is no variable 'nope'; graphs: pg" in pg.refused("%%graphpatch nope\npg(x)")
+    assert "unknown variable 'nope'; graphs: pg" in pg.refused("%%graphpatch nope\npg(x)")
     assert "is not a PatchableGraph but an object of" in pg.refused("%graphpatch use dead")
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("zeroo hidden", r"there is no command 'zeroo'; nearest: 'zero'"),
+        ("zeroo hidden", r"unknown command 'zeroo'; nearest: 'zero'"),
         ("pg", r"'pg' is a graph, not a command; %graphpatch use pg selects it"),
         ("zero", r"zero needs the path of a node"),
         ("zero hiden", r"no node 'hiden' in the root graph; nearest: 'hidden'"),
@@ -340,7 +340,7 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         ),
         ("probe hidden[:, 8]", r"'hidden': slice \[:, 8\] is out of range: dimension 1 of .*has 8 entries"),
         ("rm", r"rm needs a patch"),
-        ("rm #1", r"there is no patch #1; none is chosen"),
+        ("rm #1", r"unknown patch #1; none is chosen"),
         ("rm hidden", r"no chosen patch matches 'hidden'; no patch is chosen"),
         ("clear all", r"clear takes no arguments, but got 'all'; to remove some, use rm"),
         ("undo 2", r"undo takes no arguments"),
@@ -350,9 +350,9 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         ("show hidden up", r"unexpected argument 'up'; this command takes one path"),
         ("code nope", r".*'nope'"),
         ("shape hidden[0, 0, 0]", r"'hidden': slice \[0, 0, 0\] has 3 dimensions"),
-        ("help nope", r"there is no command 'nope'; nearest:"),
+        ("help nope", r"unknown command 'nope'; nearest:"),
         ("export all", r"unexpected argument 'all'"),
-        ("export", r"there is no patch to export"),
+        ("export", r"nothing to export"),
         ("save", r"save takes one file name"),
         ("load a b", r"load takes one file name"),
         ("find /mlp/", r".*regular expressions are not searched"),
@@ -406,7 +406,7 @@ def test_rm(four: Shell, specs: str, left: list[str]) -> None:
 def test_rm_of_what_is_not_there_removes_nothing(four: Shell) -> None:
     message = "no chosen patch matches 'hiden'; nearest: 'hidden', "
     assert four.refused("%graphpatch rm #1 hiden").startswith(message)
-    assert four.refused("%graphpatch rm #1 #9") == "there is no patch #9; chosen: #1, #2, #3, #4"
+    assert four.refused("%graphpatch rm #1 #9") == "unknown patch #9; chosen: #1, #2, #3, #4"
     assert len(chosen(four)) == 4
 
 

@@ -172,7 +172,7 @@ def test_planes_are_checked_before_anything_runs(pg: PatchableGraph) -> None:
         with pytest.raises(ChosenPatchError) as caught:
             runs.start_activation(path, plane, False, None)
         assert caught.value.field == field
-    with pytest.raises(ChosenPatchError, match="no variable 'y'") as caught:
+    with pytest.raises(ChosenPatchError, match="unknown variable 'y'") as caught:
         runs.start_activation("hidden", None, False, "y")
     assert caught.value.field == "inputs"
     assert pg._module.runs == count

@@ -229,7 +229,7 @@ def test_given_inputs_are_a_tuple_a_dict_or_one_value(pg: PatchableGraph, given:
 @pytest.mark.parametrize(
     ("typed", "match"),
     [
-        ("nothing", "there is no variable 'nothing'"),
+        ("nothing", "unknown variable 'nothing'"),
         ("1 +", "are not the arguments of a call"),
         (") + f(", "are not the arguments of a call"),
         ("x)(x", "are not the arguments of a call"),

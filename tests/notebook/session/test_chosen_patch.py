@@ -55,7 +55,7 @@ def test_becomes_the_patch_that_a_person_would_write(chosen: ChosenPatch, patch:
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [
-        ({"kind": "zeor"}, "kind", "there is no kind 'zeor'; nearest: 'zero' of zero, add"),
+        ({"kind": "zeor"}, "kind", "unknown kind 'zeor'; nearest: 'zero' of zero, add"),
         ({"kind": "add"}, "value", "add needs a value: a number or a tensor"),
         ({"kind": "custom"}, "value", "custom needs a value: a function"),
         ({"value": "3"}, "value", "zero takes no value, but '3' was given"),

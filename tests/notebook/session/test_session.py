@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook import PatchableGraph, ProbePatch
 from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
+from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session, session_of
+from tests.zoo import case_by_name
 
 
 class Pair(nn.Module):
@@ -170,7 +172,7 @@ def test_a_number_stays_that_of_its_patch_when_others_go(session: Session) -> No
     session.extend([zero("relu"), zero("hidden"), zero()])
     session.remove([1])
     assert session.chosen.find(3).path == "linear.linear"
-    with pytest.raises(SessionError, match="there is no patch #1; chosen: #2, #3"):
+    with pytest.raises(SessionError, match="unknown patch #1; chosen: #2, #3"):
         session.remove([2, 1])
     assert len(session.chosen.patches) == 2
 
@@ -482,6 +484,34 @@ def test_an_origin_names_what_it_is_made_from(origin: Origin, names: set[str]) -
 def test_an_origin_is_python(texts: tuple[Any, ...]) -> None:
     with pytest.raises(SessionError):
         Origin(*texts)
+
+
+def test_patches_on_a_value_and_on_its_part_keep_their_order() -> None:
+    case = case_by_name("gpt2-sdpa")
+    model, ids = case.build(), torch.arange(6)[None]
+    graph = PatchableGraph(model, ids)
+    session, z = Session(graph), graph.components["layers[1].attn.z"]
+    whole, head = z.path, "layers[1].attn.heads[1].z"
+    for path, kind, value in (
+        (whole, "add", "1.0"),
+        (head, "zero", None),
+        (z.name, "add", "2.0"),
+        (head, "add", "3.0"),
+        (whole, "add", "1.0"),
+        (head, "add", "0.5"),
+    ):
+        session.add(ChosenPatch(path, kind, value=value))
+    expected = graph.record(z.name, ids)[z.name] + 4.0
+    expected[:, 1] = 6.5
+    probe = ProbePatch()
+    chosen = session.resolve({}).patch_map
+    with torch.no_grad(), graph.patch({**chosen, f"{z.name}[:, :, :]": probe}):
+        result = graph(ids)
+    torch.testing.assert_close(probe.activation, expected)
+    names: dict[str, Any] = {"pg": graph, "ids": ids}
+    code = export(session, origin=Origin("pg", "model", "ids"))
+    exec(str(code), names)
+    assert torch.equal(names["output"].logits, result.logits)
 
 
 def test_patches_are_grouped_by_value_and_parts_of_splices_can_be_chosen() -> None:

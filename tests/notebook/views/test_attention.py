@@ -159,7 +159,7 @@ def test_patches_have_their_effect_beside_the_clean_patterns() -> None:
         weight = item_of("layers[0].attn.heads[1].pattern", position=4, key=0)
         for item in (weight, item_of("layers[0].attn.heads[2].z")):
             version = session.chosen.version
-            edit = {"action": "act", "act": "zero", "items": [item], "value": None}
+            edit = {"action": "act", "act": "zero", "items": [item], "value": None, "steps": None}
             front.ask("edit", based_on=version, edit=edit)
         assert view.session["version"] == 2 != view.attention["patches"]
         front.attend()

@@ -178,5 +178,5 @@ def test_a_view_that_cannot_be_shown_is_an_error(gpt2: tuple[PatchableGraph, Ten
         pg(ids)
         with pytest.raises(SessionError, match="a patch context is active"):
             show_lens(pg, ids)
-    with pytest.raises(ExperimentError, match="there is no stack of layers"):
+    with pytest.raises(ExperimentError, match="unknown stack of layers"):
         show_lens(PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2)))

@@ -1,0 +1,339 @@
+"""A graph whose model runs in other processes: the engines of an IPython cluster, one for each rank of the model.
+
+    notebook                                   engines
+    RemoteGraph: a model without weights       PatchableGraph: the model, or this rank's part of it
+      names, shapes, tree, patches   ------->  the same patches, the same call
+      outputs, what probes keep      <-------  of the first engine
+
+Engines are started by ipyparallel: on this machine, by SSH, by MPI or by SLURM. Patches, inputs and functions are
+pickled (functions by cloudpickle, as Dask does), and run in all engines.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import signal
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.checks.meta_runs import copy_on_meta
+from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note
+from graphpatch_notebook.execution import GENERATION_CONFIG, Recording, innermost
+from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
+from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import Patch, ProbePatch
+from graphpatch_notebook.values import mapped
+from graphpatch_notebook.warning_places import warn_each_time
+
+_RECIPE = """\
+    def build():
+        return AutoModelForCausalLM.from_pretrained("gpt2").eval()
+
+    pg = remote(cluster, build, input_ids=ids)"""
+_POLL = 0.2  # seconds
+_PATIENCE = 30.0  # seconds for engines to answer an interrupt
+
+
+def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **example_kwargs: Any) -> RemoteGraph:
+    """Returns a `PatchableGraph` of a model that runs in the engines of a cluster.
+
+    Each engine builds the model by `recipe`, and keeps it. The result has the names, shapes and code of the model, but
+    no weights: browsing it sends nothing. Calls in a patch context run in all engines with the same patches, and return
+    what the first engine returns, on the CPU. So do `generate`, `record`, sweeps and all experiments, magics and the
+    browser.
+
+    Functions (of `CustomPatch`, metrics, `make_patches`) run in the engines: what they change there, such as a list
+    that they append to, does not change here. Gradients do not pass between processes; `attribute` computes them there.
+
+    Args:
+        cluster: A client of ipyparallel (`ipyparallel.Client`), or some of its engines (`client[:2]`). If the model is
+            sharded, these are its ranks, in order; start their process group in `recipe`.
+        recipe: A function without arguments that returns the model, or a `PatchableGraph` of it, in an engine.
+        *example_args: Example inputs, positional.
+        **example_kwargs: Example inputs, by keyword.
+
+    Raises:
+        ExperimentError: `cluster` has no engines, `recipe` holds the model itself, or an engine died.
+        Exception: Any error that `recipe` or the model raises in an engine.
+
+    Example:
+        >>> import ipyparallel
+        >>> from graphpatch_notebook.experiments import remote
+        >>> with ipyparallel.Cluster(n=2) as client:  # doctest: +SKIP
+        ...     pg = remote(client, build, input_ids=ids)
+        ...     with pg.patch({"layers[3].attn.heads[5].z": ZeroPatch()}):
+        ...         logits = pg(input_ids=ids).logits
+    """
+    extra("ipyparallel", "remote")
+    if isinstance(recipe, Module) or not callable(recipe):
+        raise ExperimentError(
+            "recipe is a function that builds the model where it runs, so that no weights are sent:\n" + _RECIPE
+        )
+    engines = Engines(cluster)
+    made, (args, kwargs) = engines.run(
+        _build_there, ("the recipe", recipe), ("the inputs", (example_args, example_kwargs))
+    )
+    model, options = pickle.loads(made)
+    result = RemoteGraph(model, options, *args, **kwargs)
+    result.__dict__["_engines"] = engines
+    return result
+
+
+class RemoteGraph(PatchableGraph):
+    """A `PatchableGraph` whose model runs in the engines of a cluster: see `remote`."""
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True
+        name = None if function is self._module else function.__name__
+        context = innermost(self._captured)
+        if context is not None:
+            has_steps = any(patch.steps is not None for entry in context.plan.entries for patch in entry.patches)
+            if has_steps and context.calls.has_runs:
+                raise GraphError(
+                    "patches with steps= count the calls of one block, and each call here is one of its own in the "
+                    "engines: call generate(), or enter a block for each step"
+                )
+            context.calls.has_runs = context.calls.is_used = True
+        patches = self._active_patches()
+        output, kept = self._there.run(
+            _call_there,
+            ("a patch", patches),
+            ("an input", (name, args, kwargs)),
+            ("the generation config", getattr(self, GENERATION_CONFIG, None)),
+            ("", torch.is_grad_enabled()),
+        )
+        for patch, values in zip(_keepers(patches), kept, strict=True):
+            patch.forget()
+            for value in values:
+                patch.op(value)
+        return output
+
+    def run_there(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns `function(pg, *args, **kwargs)` of the first engine; it runs in all of them.
+
+        There, `pg` is the graph of the model, in a context with the patches that are active here.
+
+        Args:
+            function: The function. It is pickled, and so is what it returns.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
+
+        Raises:
+            ExperimentError: An engine died, or something cannot be pickled.
+            Exception: What the function raises.
+        """
+        __tracebackhide__ = True
+        task = ("the function", function), ("an argument", (args, kwargs))
+        return self._there.run(_apply_there, ("a patch", self._active_patches()), *task)
+
+    def record(self, patterns: Any, *inputs: Any, **options: Any) -> Recording:
+        """Returns the values at some paths, on the CPU: see `PatchableGraph.record`."""
+        __tracebackhide__ = True
+        given = patterns if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
+        values: dict[str, Any] = self.run_there(_recorded, [str(pattern) for pattern in given], *inputs, **options)
+        probes = {path: ProbePatch() for path in values}
+        for path, probe in probes.items():
+            probe.op(values[path])
+        return Recording(probes, self._captured, is_whole=options.get("positions") is None)
+
+    def sweep(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a sweep in the engines: see `PatchableGraph.sweep`."""
+        __tracebackhide__ = True
+        return self.run_there(PatchableGraph.sweep, *args, **kwargs | {"progress": False})
+
+    def verify(self, *args: Any, **kwargs: Any) -> Any:
+        """Compares the graphs with the model in the engines: see `PatchableGraph.verify`."""
+        __tracebackhide__ = True
+        return self.run_there(PatchableGraph.verify, *args, **kwargs)
+
+    def edit(self, patch_map: Any) -> PatchableGraph:
+        """Returns a graph of the same engines, all calls of which have these patches: see `PatchableGraph.edit`."""
+        __tracebackhide__ = True
+        return self._joined(super().edit(patch_map))
+
+    def __copy__(self) -> PatchableGraph:
+        return self._joined(super().__copy__())
+
+    def _joined(self, other: PatchableGraph) -> PatchableGraph:
+        other.__dict__["_engines"] = self._there
+        return other
+
+    @property
+    def _there(self) -> Engines:
+        engines: Engines = self.__dict__["_engines"]
+        return engines
+
+    def _active_patches(self) -> _Patches:
+        context = innermost(self._captured)
+        plan = context.plan if context is not None else self._captured.permanent_plan
+        return [] if plan is None else [(entry.target.text, list(entry.patches)) for entry in plan.entries]
+
+
+_Patches: TypeAlias = "list[tuple[str, list[Patch[Any]]]]"
+
+
+def _recorded(pg: PatchableGraph, patterns: list[str], *inputs: Any, **options: Any) -> dict[str, Any]:
+    return dict(pg.record(patterns, *inputs, **options))
+
+
+# -- in an engine ------------------------------------------------------------------------------------------------------
+
+_graphs: dict[str, PatchableGraph] = {}
+
+
+def _answer(token: str, is_first: bool, task: bytes) -> bytes:
+    """Runs a task in an engine. Returns whether it is done, its warnings, and its result or its error, as bytes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", GraphPatchWarning)
+        try:
+            function, *parts = unpacked(task)
+            result = function(token, *parts)
+            is_right, answer = True, packed([("what is returned", result if is_first else None)])
+        except (Exception, KeyboardInterrupt) as error:
+            is_right, answer = False, _packed_error(error)
+    given = {
+        (str(each.message), each.category): None for each in caught if issubclass(each.category, GraphPatchWarning)
+    }
+    return packed([("", (is_right, list(given), answer))])
+
+
+def _packed_error(error: BaseException) -> bytes:
+    try:
+        data = packed([("the error", error)])
+        unpacked(data)  # errors with parameters of their own may be pickled, and not come back
+    except Exception:
+        return packed([("the error", ExperimentError(f"{type(error).__name__}: {error}"))])
+    return data
+
+
+def _build_there(token: str, recipe: Callable[[], Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    import cloudpickle
+
+    made = recipe()
+    pg = _graphs[token] = made if isinstance(made, PatchableGraph) else PatchableGraph(made, *inputs[0], **inputs[1])
+    model = captured(pg)
+    examples = model.examples
+    given = inputs if examples is None else (examples.args, examples.kwargs)
+    return cloudpickle.dumps((copy_on_meta(model.root), model.options)), mapped(given, _on_cpu)
+
+
+def _call_there(token: str, patches: _Patches, call: tuple[Any, ...], config: Any, is_with_gradients: bool) -> Any:
+    name, args, kwargs = call
+    pg = _graphs[token]
+    if config is not None and captured(pg).options.copy_transformers_generation_config:
+        pg.generation_config = config
+    with torch.set_grad_enabled(is_with_gradients), pg.patch(_patch_map(patches)):
+        output = (pg if name is None else getattr(pg, name))(*args, **kwargs)
+    kept = [patch.values_kept() for patch in _keepers(patches)]
+    return mapped((output, kept), _on_cpu)
+
+
+def _keepers(patches: _Patches) -> list[Patch[Any]]:
+    return [patch for _, listed in patches for patch in listed if patch.only_keeps]
+
+
+def _apply_there(token: str, patches: _Patches, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    pg = _graphs[token]
+    with pg.patch(_patch_map(patches)) if patches else nullcontext():
+        return mapped(function(pg, *given[0], **given[1]), _on_cpu)
+
+
+def _patch_map(patches: _Patches) -> dict[Any, list[Patch[Any]]]:
+    found: dict[Any, list[Patch[Any]]] = {}
+    for path, listed in patches:
+        found.setdefault(path, []).extend(listed)
+    return found
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+class Engines:
+    """Runs tasks in all engines of a cluster at once.
+
+    Args:
+        cluster: A client of ipyparallel, or a view of some of its engines.
+
+    Raises:
+        ExperimentError: It is neither, or has no engines.
+    """
+
+    def __init__(self, cluster: Any) -> None:
+        client = getattr(cluster, "client", cluster)
+        if not hasattr(client, "direct_view"):
+            raise ExperimentError(
+                f"remote takes a client of ipyparallel, or a view of its engines, not {type(cluster).__name__}"
+            )
+        targets = client.ids if client is cluster else cluster.targets
+        self._ids: list[int] = [targets] if isinstance(targets, int) else list(targets)
+        if not self._ids:
+            raise ExperimentError("the cluster has no engines: start some with ipyparallel.Cluster(n=...)")
+        self._client = client
+        self._token = uuid.uuid4().hex
+
+    def run(self, function: Callable[..., Any], *parts: tuple[str, Any]) -> Any:
+        """Returns what `function` returns in the first engine. `parts` are its arguments, with names for messages.
+
+        Raises:
+            ExperimentError: An engine died, or a part cannot be pickled.
+            KeyboardInterrupt: The user interrupted it; the engines were interrupted, too.
+            Exception: What the function raised.
+        """
+        __tracebackhide__ = True
+        task = packed([("the task", function), *parts])
+        waiting = {
+            engine: self._client[engine].apply_async(_answer, self._token, engine == self._ids[0], task)
+            for engine in self._ids
+        }
+        answers: dict[int, tuple[bool, list[tuple[str, type[GraphPatchWarning]]], bytes]] = {}
+        try:
+            self._collect(waiting, answers, math.inf)
+        except BaseException:  # an interrupt, or an engine died: the others are not left waiting for it
+            alive = [engine for engine in waiting if engine in self._client.ids]
+            if alive:
+                self._client.send_signal(signal.SIGINT, alive, block=False)
+            with suppress(ExperimentError):
+                self._collect(waiting, answers, _PATIENCE)
+            raise
+        for message, category in dict.fromkeys(given for _, warned, _ in answers.values() for given in warned):
+            warn_each_time(message, category)
+        for engine in self._ids:
+            is_right, _, data = answers[engine]
+            if not is_right:
+                result = unpacked(data)[0]
+                if len(self._ids) > 1:
+                    add_note(result, f"raised in engine {engine} of {len(self._ids)}")
+                raise result
+        return unpacked(answers[self._ids[0]][2])[0]
+
+    def _collect(self, waiting: dict[int, Any], answers: dict[int, Any], seconds: float) -> None:
+        """Waits for answers, and moves those that arrive."""
+        deadline = time.monotonic() + seconds
+        while waiting and time.monotonic() < deadline:
+            for engine, result in list(waiting.items()):
+                if not result.ready():
+                    continue
+                del waiting[engine]
+                try:
+                    answers[engine] = unpacked(result.get())[0]
+                except Exception as error:  # ipyparallel raises errors of its own
+                    raise ExperimentError(
+                        f"engine {engine} of the cluster did not answer: {type(error).__name__}: {error}. If it died, "
+                        "start the cluster again and make the graph anew"
+                    ) from None
+            if waiting:
+                next(iter(waiting.values())).wait(_POLL)

@@ -1,0 +1,428 @@
+"""The generation view: the tokens that a model generates, without and with the patches, and branches of these.
+
+js/src/views/generation_view.ts draws them.
+"""
+
+from __future__ import annotations
+
+import html
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import traitlets
+from torch import Tensor
+
+from graphpatch_notebook.errors import ExperimentError, SessionError
+from graphpatch_notebook.experiments.engine.cells import PatchMap
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.plotting.labels import tick_text
+from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.display.tokens import token_text
+from graphpatch_notebook.notebook.run.model_calls import inputs_for_run
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.computed import ComputedView, Work
+from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.warning_places import collected_warnings
+
+_TOP = 10
+_MOST_BRANCHES = 20
+_GREEDY = {"do_sample": False, "num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Generated tokens, and what the model said at each step.
+
+    Attributes:
+        tokens: The tokens, one for each step.
+        log_probability: Their log-probabilities, in nats.
+        entropy: The entropy of the distribution of each step, in nats.
+        top: The most probable tokens of each step, of shape (step, top).
+        probabilities: Their probabilities.
+        size: The size of the vocabulary.
+    """
+
+    tokens: list[int]
+    log_probability: Numbers
+    entropy: Numbers
+    top: np.ndarray[Any, np.dtype[np.int64]]
+    probabilities: Numbers
+    size: int
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A continuation with another token at a step.
+
+    Attributes:
+        line: The line that it is a branch of.
+        is_patched: Whether it is generated with the patches.
+        tokens: The tokens up to the other one, which is the last.
+    """
+
+    line: int
+    is_patched: bool
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GenerationContext(RequestContext):
+    """The objects that requests of a generation view read and change.
+
+    Attributes:
+        follow: Adds or removes a branch, and returns the status of the runs.
+    """
+
+    follow: Callable[[Payload], Answer] = lambda _: ({}, [])
+
+
+class Generator:
+    """Generates greedily from one prompt.
+
+    Args:
+        graph: The graph, of a model with `generate`.
+        inputs: The arguments of `generate`.
+        max_new_tokens: How many tokens are generated at most.
+
+    Raises:
+        ExperimentError: The model does not have `generate`, or there are several prompts.
+    """
+
+    def __init__(self, graph: PatchableGraph, inputs: Inputs, max_new_tokens: int) -> None:
+        if not callable(getattr(captured(graph).module, "generate", None)):
+            raise ExperimentError("this model does not have a method generate")
+        if inputs.rows != 1:
+            raise ExperimentError(f"the view shows one prompt: give inputs with one row, not {inputs.rows}")
+        if max_new_tokens < 1:
+            raise ExperimentError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        self._graph, self._inputs, self._count = graph, inputs, max_new_tokens
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens of the prompt; empty if they are not known."""
+        ids = self._inputs.kwargs.get("input_ids", next(iter(self._inputs.args), None))
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+            return []
+        return [int(token) for token in ids[0]]
+
+    def run(self, patches: Mapping[str, Sequence[Patch[Any]]], forced: Sequence[int] = ()) -> Continuation:
+        """Returns the continuation; the first tokens are those that are given.
+
+        All steps run, also those of tokens that are given, so that steps of patches have the same numbers.
+        """
+        fresh = self._inputs.fresh()
+        options: dict[str, Any] = {**_GREEDY, **fresh.kwargs, "max_new_tokens": self._count}
+        if forced:
+            options["logits_processor"] = [*options.get("logits_processor", ()), _Forced(forced)]
+        given: PatchMap = {**patches}
+        with torch.no_grad(), self._graph.patch(given):
+            output = self._graph.generate(*fresh.args, **options)
+        logits = torch.stack([step[0] for step in output.logits]).float()
+        tokens = output.sequences[0, -len(logits) :]
+        logs = logits.log_softmax(-1)
+        top = logs.topk(min(_TOP, logs.shape[-1]))
+        return Continuation(
+            [int(token) for token in tokens],
+            logs.gather(-1, tokens[:, None])[:, 0].double().cpu().numpy(),
+            -(logs.exp() * logs.clamp_min(-1e30)).sum(-1).double().cpu().numpy(),
+            top.indices.cpu().numpy(),
+            top.values.exp().double().cpu().numpy(),
+            logs.shape[-1],
+        )
+
+
+class _Forced:
+    """Leaves one token for each of the first steps: a `LogitsProcessor` of transformers."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._start: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        length = input_ids.shape[1]
+        self._start = length if self._start is None else self._start
+        step = length - self._start
+        if step >= len(self._tokens):
+            return scores
+        left = torch.full_like(scores, -torch.inf)
+        left[:, self._tokens[step]] = 0
+        return left
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """What a generation view shows.
+
+    Attributes:
+        max_new_tokens: How many tokens are generated at most.
+        tokens: A tokenizer; `None` for the one that was given to the browser.
+        score: What the colors are: `"log_probability"`, `"entropy"`, or a number for each step.
+    """
+
+    max_new_tokens: int = 20
+    tokens: Any = None
+    score: Any = "log_probability"
+
+
+def generation_of(
+    graph: PatchableGraph, workspace: Workspace, inputs: Inputs | None, options: GenerationOptions
+) -> GenerationView:
+    """Returns a new generation view of a graph.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        inputs: The arguments of `generate`; `None`: the inputs of *Run*.
+        options: What it shows.
+
+    Raises:
+        ExperimentError: The model cannot generate, or an option does not fit.
+        SessionError: There are no inputs, or a patch context is active.
+        TypeError: The tokenizer is not valid.
+    """
+    session, shared = session_for_view(graph, workspace, tokenizer=options.tokens)
+    if inputs is None:
+        found = inputs_for_run(session, workspace.namespace, shared.typed(), shared.runs.inputs)
+        inputs = Inputs(*found.copy())
+    generator = Generator(graph, inputs, options.max_new_tokens)
+    return GenerationView(graph, session, workspace, generator, shared.runs.tokenizer, _checked_score(options.score))
+
+
+def _checked_score(score: Any) -> str | tuple[float, ...]:
+    if isinstance(score, str):
+        if score not in ("log_probability", "entropy"):
+            raise ExperimentError(f"score is 'log_probability', 'entropy', or a number for each step, not {score!r}")
+        return score
+    numbers = np.asarray(score.detach().cpu() if isinstance(score, Tensor) else score, dtype=np.float64)
+    if numbers.ndim != 1:
+        raise ExperimentError(f"give a number for each step, not an array of shape {numbers.shape}")
+    return tuple(numbers.tolist())
+
+
+class GenerationView(ComputedView):
+    """The tokens that a model generates. `show_generation` returns it.
+
+    Args:
+        graph: The graph.
+        session: The session of the graph.
+        workspace: The user's variables.
+        generator: Generates tokens.
+        tokenizer: Turns tokens into text; `None`: they are numbers.
+        score: What the colors are at first; or the numbers.
+    """
+
+    generation = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    numbers = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
+
+    VIEW: ClassVar[str] = "generation"
+    COMPUTED: ClassVar[tuple[str, ...]] = ("generation", "numbers")
+    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
+    HANDLERS: ClassVar[Handlers] = {**HANDLERS, "generation": lambda context, payload: context.follow(payload)}
+
+    def __init__(
+        self,
+        graph: PatchableGraph,
+        session: Session,
+        workspace: Workspace,
+        generator: Generator,
+        tokenizer: Any,
+        score: str | tuple[float, ...],
+    ) -> None:
+        self._generator, self._tokenizer, self._score = generator, tokenizer, score
+        self._branches: list[Branch] = []
+        self._shown_lines = _Lines()
+        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+        steps = len(self._shown_lines.continuations[0].tokens)
+        if not isinstance(score, str) and len(score) != steps:
+            raise ExperimentError(
+                f"score has {len(score)} numbers, and {steps} tokens were generated: give one for each"
+            )
+
+    def branch(self, step: int, token: int, *, line: int = 0) -> None:
+        """Generates again with another token at a step.
+
+        Args:
+            step: The step.
+            token: The other token.
+            line: The line that is branched: 0 is the one without patches, 1 the one with them, if there are any.
+
+        Raises:
+            SessionError: There is no such line or step, or there are too many branches.
+        """
+        self._add_branch(line, step, token)
+        self.update()
+
+    def _add_branch(self, line: int, step: int, token: int) -> None:
+        lines = self._shown_lines
+        if not 0 <= line < len(lines.continuations):
+            raise SessionError(f"there is no line {line}; there are {len(lines.continuations)}")
+        before = lines.continuations[line]
+        if not 0 <= step < len(before.tokens):
+            raise SessionError(f"there is no step {step}; line {line} has {len(before.tokens)}")
+        if not 0 <= token < self._vocabulary_size:
+            raise SessionError(f"token {token} is not one of the {self._vocabulary_size} tokens of the vocabulary")
+        if len(self._branches) >= _MOST_BRANCHES:
+            raise SessionError(f"there are {_MOST_BRANCHES} branches already: remove one first")
+        forced = (*before.tokens[:step], token)
+        self._branches.append(Branch(line, lines.is_patched[line], forced))
+
+    @property
+    def _vocabulary_size(self) -> int:
+        return self._shown_lines.continuations[0].size
+
+    # -- the numbers ---------------------------------------------------------------------------------------------------
+
+    def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
+        generator, branches = self._generator, [*self._branches]
+
+        def work() -> Callable[[], None]:
+            lines = _Lines(branches=branches)
+            lines.add("Without patches", generator.run({}))
+            if patches:
+                with collected_warnings() as lines.remarks:
+                    lines.add("With the patches", generator.run(patches), is_patched=True)
+            for branch in branches:
+                own = patches if branch.is_patched else {}
+                name = f"Branch at step {len(branch.tokens) - 1}" + (", with the patches" if own else "")
+                with collected_warnings():  # the same as those of the whole
+                    lines.add(name, generator.run(own, branch.tokens), is_patched=bool(own), branch=branch)
+
+            def keep() -> None:
+                self._shown_lines = lines
+
+            return keep
+
+        return work
+
+    def _made_context(self, workspace: Workspace) -> GenerationContext:
+        shared = self._shared
+        return GenerationContext(self._session, workspace, shared.runs, shared.typed, shared.written, self._asked)
+
+    def _asked(self, payload: Payload) -> Answer:
+        is_changed = False
+        if (step := payload.number_or_none("step")) is not None:
+            self._add_branch(payload.number("line"), step, payload.number("token"))
+            is_changed = True
+        if (removed := payload.number_or_none("remove")) is not None:
+            if not 0 <= removed < len(self._branches):
+                raise SessionError(f"there is no branch {removed}")
+            del self._branches[removed]
+            is_changed = True
+        return self._follow(is_changed=is_changed)
+
+    # -- values of traits ----------------------------------------------------------------------------------------------
+
+    def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
+        match name:
+            case "generation":
+                return self._state()
+            case "numbers":
+                return self._packed()
+            case _:
+                return super()._value_of_trait(name, graph)
+
+    @property
+    def _vocabulary(self) -> list[int]:
+        shown = self._shown_lines.continuations
+        return sorted({int(token) for one in shown for token in (*one.tokens, *one.top.ravel())})
+
+    def _text(self, token: int) -> str:
+        return str(token) if self._tokenizer is None else token_text(self._tokenizer, token)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns the `Generation` of the front end."""
+        lines, vocabulary = self._shown_lines, self._vocabulary
+        return {
+            "prompt": [self._text(token) for token in self._generator.prompt],
+            "vocabulary": [self._text(token) for token in vocabulary],
+            "tokens": vocabulary,
+            "top": lines.continuations[0].top.shape[1],
+            "lines": [
+                {
+                    "name": name,
+                    "steps": len(one.tokens),
+                    "branch": None if branch is None else lines.branches.index(branch),
+                    "start": 0 if branch is None else len(branch.tokens) - 1,
+                }
+                for name, one, branch in zip(lines.names, lines.continuations, lines.branch_of, strict=True)
+            ],
+            "score": self._score if isinstance(self._score, str) else "given",
+            "has_given": not isinstance(self._score, str),
+            "version": self._computed_for,
+            "remarks": [*lines.remarks],
+        }
+
+    def _packed(self) -> bytes:
+        """Returns the numbers of all lines, as `readGeneration` in generation_data.ts reads them."""
+        vocabulary, parts = np.array(self._vocabulary), []
+        for one in self._shown_lines.continuations:
+            parts.append(np.searchsorted(vocabulary, one.tokens).astype("<u4"))
+            parts += [one.log_probability.astype("<f4"), one.entropy.astype("<f4")]
+            parts += [np.searchsorted(vocabulary, one.top).astype("<u4"), one.probabilities.astype("<f4")]
+        if not isinstance(self._score, str):
+            parts.append(np.array(self._score, dtype="<f4"))
+        return zlib.compress(b"".join(part.tobytes() for part in parts), 6)
+
+    # -- display -------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        lines = self._shown_lines
+        texts = "".join(self._text(token) for token in lines.continuations[0].tokens)
+        return f"<GenerationView of {self._session.origin.graph}: {texts!r:.80}, {len(lines.names)} lines>"
+
+    def _static_html(self) -> str:
+        return "\n".join(self._static_lines())
+
+    def _static_lines(self) -> Iterator[str]:
+        yield f'<div class="gp-static gp-static-{html.escape(self._own_id)}">'
+        name = escaped(f"Generation of {self._session.origin.graph}")
+        yield f"<p><strong>{name}</strong> (log-probabilities in nats; for the live view, run the cell)</p>"
+        prompt = escaped("".join(map(self._text, self._generator.prompt)))
+        yield f"<p>Prompt: <code>{prompt}</code></p>"
+        for title, one in zip(self._shown_lines.names, self._shown_lines.continuations, strict=True):
+            tokens = (escaped(tick_text(self._text(token), is_token=True)) for token in one.tokens)
+            cells = (
+                f"<code>{text}</code>&nbsp;{log:.2f}" for text, log in zip(tokens, one.log_probability, strict=True)
+            )
+            yield f"<p>{escaped(title)}: {' '.join(cells)}</p>"
+        yield "</div>"
+
+
+@dataclass
+class _Lines:
+    """The lines that are shown, the one without patches first.
+
+    Attributes:
+        branches: The branches among them.
+        names: Their titles.
+        continuations: Their tokens.
+        is_patched: Whether they are generated with the patches.
+        branch_of: The branch that each is; `None` for the first ones.
+        remarks: Warnings of the run with the patches.
+    """
+
+    branches: list[Branch] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    continuations: list[Continuation] = field(default_factory=list)
+    is_patched: list[bool] = field(default_factory=list)
+    branch_of: list[Branch | None] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def add(
+        self, name: str, continuation: Continuation, *, is_patched: bool = False, branch: Branch | None = None
+    ) -> None:
+        """Adds a line."""
+        self.names.append(name)
+        self.continuations.append(continuation)
+        self.is_patched.append(is_patched)
+        self.branch_of.append(branch)

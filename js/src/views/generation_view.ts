@@ -1,0 +1,359 @@
+/** The generation view: tokens as text, coloured by a score of each step; branches at a token; patches of steps. */
+import type { Act, Generation, GenerationTraits, Score } from "../kernel/protocol";
+import { element, icon, replaceChildren, setAttribute } from "../page/dom";
+import { formatNumber, formatPercent } from "../page/numbers";
+import { visibleToken } from "../page/visible";
+import { tryEdit } from "../patches/edits";
+import { type ColourMap, colour, cssColour, cssGradient, isLight } from "../plots/plane";
+import type { Linked, Part } from "../view";
+import { type GenerationNumbers, readGeneration, type Steps } from "./generation_data";
+import { makePatchStrip } from "./linked_view";
+import { itemOf } from "./selection";
+import { makeUpdates } from "./updates";
+
+const SCORES: Record<Score, string> = {
+  log_probability: "log-probability (nats)",
+  entropy: "entropy (nats)",
+  given: "given score",
+};
+/** The actions of the form, and an example of what is typed for them. */
+const ACTS: readonly [act: Act, text: string, example: string | null][] = [
+  ["zero", "Zero", null],
+  ["mean", "Mean", null],
+  ["steer", "Steer by", "4.0 * direction"],
+];
+
+let views = 0;
+
+/** `place`: puts the view into the page, before it is drawn. */
+export async function makeGenerationView(
+  view: Linked<GenerationTraits>,
+  place: (part: Part) => void,
+  onError: (error: unknown) => void,
+): Promise<void> {
+  const shown = new GenerationView(view);
+  place(shown);
+  let round = 0;
+  const show = async () => {
+    round += 1;
+    const current = round;
+    const generation = view.model.get("generation");
+    const numbers = await readGeneration(generation, view.model.get("numbers"));
+    if (current === round) shown.show(generation, numbers);
+  };
+  const again = () => void show().catch(onError);
+  view.model.on("change:numbers", again);
+  view.onRemove(() => view.model.off("change:numbers", again));
+  await show();
+}
+
+class GenerationView implements Part {
+  readonly element: HTMLElement;
+  private readonly lines = element("div", { class: "gp-generation-lines" });
+  private readonly details = element("div", { class: "gp-lens-details" });
+  private readonly legend = element("div", { class: "gp-legend" });
+  private readonly scores = element("select", { class: "gp-field" });
+  private readonly remarks = element("ul", { class: "gp-lens-remarks gp-note" });
+  private readonly form: StepForm;
+  private readonly updates;
+  private generation!: Generation;
+  private numbers!: GenerationNumbers;
+  private tokens: HTMLButtonElement[][] = [];
+  /** The token whose probable ones are shown. */
+  private pinned: [line: number, step: number] | null = null;
+
+  constructor(private readonly view: Linked<GenerationTraits>) {
+    const ask = () => view.kernel.ask("generation", { line: null, step: null, token: null, remove: null });
+    this.updates = makeUpdates(
+      view,
+      () => view.model.get("generation").version,
+      ask,
+      (isFailed) => this.lines.classList.toggle("gp-dimmed", isFailed),
+    );
+    this.form = new StepForm(view);
+    this.scores.id = `gp-generation-score-${views++}`;
+    this.scores.addEventListener("change", () => this.colour());
+    this.lines.addEventListener("keydown", (event) => this.onKey(event));
+    const bar = element(
+      "div",
+      { class: "gp-lens-bar" },
+      element("h3", { class: "gp-heading" }, "Generation"),
+      element("span", { class: "gp-lens-choice" }, element("label", { for: this.scores.id }, "Color"), this.scores),
+      this.legend,
+      this.updates.element,
+    );
+    this.element = element(
+      "section",
+      { class: "gp-result gp-lens gp-generation", "aria-label": "Generation" },
+      bar,
+      element("div", { class: "gp-generation-body" }, this.lines, this.details),
+      this.remarks,
+      this.form.element,
+      makePatchStrip(view).element,
+    );
+    const follow = () => this.follow();
+    view.onRemove(view.selection.onChange(follow));
+    view.onRemove(view.kernel.onState(() => this.generation && this.explain()));
+  }
+
+  /** Shows other tokens. */
+  show(generation: Generation, numbers: GenerationNumbers): void {
+    const before = this.scores.value;
+    this.generation = generation;
+    this.numbers = numbers;
+    const known = (Object.keys(SCORES) as Score[]).filter((score) => score !== "given" || generation.has_given);
+    this.scores.replaceChildren(...known.map((value) => element("option", { value }, SCORES[value])));
+    this.scores.value = before || generation.score;
+    replaceChildren(this.remarks, ...generation.remarks.map((remark) => element("li", {}, remark)));
+    this.remarks.hidden = generation.remarks.length === 0;
+    const [line, step] = this.pinned ?? [-1, -1];
+    if (step >= (generation.lines[line]?.steps ?? 0)) this.pinned = null;
+    this.draw();
+  }
+
+  // -- the tokens ----------------------------------------------------------------------------------------------------
+
+  private draw(): void {
+    const prompt = this.generation.prompt.map(visibleToken).join("");
+    const first = element(
+      "p",
+      { class: "gp-generation-prompt" },
+      element("span", { class: "gp-muted" }, "Prompt "),
+      element("code", {}, prompt),
+    );
+    this.tokens = this.numbers.lines.map((steps, line) => this.buttonsOf(steps, line));
+    const lines = this.generation.lines.map(({ name, branch }, line) => {
+      const remove = branch === null ? null : this.removeButton(branch, name);
+      return element(
+        "div",
+        { class: "gp-generation-line", role: "group", "aria-label": name },
+        element("h4", { class: "gp-lens-run" }, name, remove),
+        element("div", { class: "gp-generation-tokens" }, ...(this.tokens[line] ?? [])),
+      );
+    });
+    replaceChildren(this.lines, this.generation.prompt.length > 0 && first, ...lines);
+    this.colour();
+    this.follow();
+  }
+
+  private buttonsOf(steps: Steps, line: number): HTMLButtonElement[] {
+    const start = this.generation.lines[line]?.start ?? 0;
+    const isBranch = this.generation.lines[line]?.branch !== null;
+    return Array.from(steps.tokens, (token, step) => {
+      const tokens = { type: "button", class: "gp-generated", tabindex: line === 0 && step === 0 ? 0 : -1 };
+      const button = element("button", tokens, this.text(token));
+      if (isBranch && step < start) button.classList.add("gp-generated-before");
+      if (isBranch && step === start) button.classList.add("gp-generated-branch");
+      const point = () => this.explain([line, step]);
+      button.addEventListener("pointerenter", point);
+      button.addEventListener("focus", point);
+      button.addEventListener("pointerleave", () => this.explain());
+      button.addEventListener("click", (event) => this.choose(line, step, event.shiftKey));
+      return button;
+    });
+  }
+
+  private removeButton(branch: number, name: string): HTMLElement {
+    const remove = element(
+      "button",
+      { type: "button", class: "gp-button gp-quiet", "aria-label": `Remove: ${name}`, title: "Remove" },
+      icon("close"),
+    );
+    remove.addEventListener("click", () => this.ask({ remove: branch }));
+    return remove;
+  }
+
+  private ask(what: { line?: number; step?: number; token?: number; remove?: number }): void {
+    const nothing = { line: null, step: null, token: null, remove: null };
+    this.updates.follow(this.view.kernel.ask("generation", { ...nothing, ...what }));
+  }
+
+  private text(token: number): string {
+    return visibleToken(this.generation.vocabulary[token] ?? "");
+  }
+
+  // -- the colours ---------------------------------------------------------------------------------------------------
+
+  private get score(): Score {
+    return this.scores.value as Score;
+  }
+
+  /** The scores of a line; `null`: it has none. */
+  private scoresOf(line: number): Float32Array | null {
+    const steps = this.numbers.lines[line];
+    if (this.score === "given") return line === 0 ? this.numbers.given : null;
+    return (this.score === "entropy" ? steps?.entropy : steps?.logProbability) ?? null;
+  }
+
+  private colour(): void {
+    const all = this.numbers.lines.flatMap((_, line) => [...(this.scoresOf(line) ?? [])]).filter(Number.isFinite);
+    const [least, most] = [Math.min(...all, 0), Math.max(...all, 0)];
+    const isSigned = least < 0 && most > 0;
+    const map: ColourMap = isSigned ? "diverging" : "sequential";
+    const limit = Math.max(-least, most);
+    const [low, high] = isSigned ? [-limit, limit] : [least, most];
+    this.tokens.forEach((buttons, line) => {
+      const scores = this.scoresOf(line);
+      const steps = this.numbers.lines[line];
+      buttons.forEach((button, step) => {
+        const score = scores?.[step];
+        const shade = score === undefined ? null : colour(high === low ? 0.5 : (score - low) / (high - low), map);
+        button.style.background = shade === null ? "" : cssColour(shade);
+        button.style.color = shade === null ? "" : isLight(shade) ? "#000" : "#fff";
+        const token = this.text(steps?.tokens[step] ?? 0);
+        const words = score === undefined ? "" : `, ${SCORES[this.score]} ${formatNumber(score, 3)}`;
+        setAttribute(button, "aria-label", `step ${step}: ${token}${words}`);
+      });
+    });
+    const bar = element("span", { class: "gp-legend-bar", "aria-hidden": "true" });
+    bar.style.backgroundImage = cssGradient(map);
+    const end = (value: number) => element("span", { class: "gp-number" }, formatNumber(value, 3));
+    replaceChildren(this.legend, element("span", { class: "gp-range" }, end(low), bar, end(high)));
+  }
+
+  // -- what is selected ----------------------------------------------------------------------------------------------
+
+  private choose(line: number, step: number, isMore: boolean): void {
+    this.pinned = [line, step];
+    this.view.selection.click(itemOf(null, { position: this.generation.prompt.length + step }), isMore);
+    this.explain();
+  }
+
+  /** The steps of the tokens that are selected: a position is that of a token. */
+  private get steps(): number[] {
+    const first = this.generation.prompt.length;
+    const longest = Math.max(...this.generation.lines.map(({ steps }) => steps));
+    const steps = this.view.selection.items.map(({ position }) => (position ?? -1) - first);
+    return [...new Set(steps.filter((step) => step >= 0 && step < longest))].sort((one, other) => one - other);
+  }
+
+  private follow(): void {
+    if (this.generation === undefined) return;
+    const chosen = new Set(this.steps);
+    for (const buttons of this.tokens) {
+      buttons.forEach((button, step) => {
+        setAttribute(button, "aria-pressed", chosen.has(step));
+      });
+    }
+    this.form.show([...chosen]);
+    this.explain();
+  }
+
+  private onKey(event: KeyboardEvent): void {
+    const focused = event.target as HTMLButtonElement;
+    const line = this.tokens.findIndex((buttons) => buttons.includes(focused));
+    const step = this.tokens[line]?.indexOf(focused) ?? -1;
+    const targets: Record<string, [line: number, step: number]> = {
+      ArrowLeft: [line, step - 1],
+      ArrowRight: [line, step + 1],
+      ArrowUp: [line - 1, step],
+      ArrowDown: [line + 1, step],
+      Home: [line, 0],
+      End: [line, (this.tokens[line]?.length ?? 0) - 1],
+    };
+    const [to, at] = targets[event.key] ?? [-1, -1];
+    const target = this.tokens[to]?.[at];
+    if (line < 0 || target === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    for (const button of this.tokens.flat()) button.tabIndex = button === target ? 0 : -1;
+    target.focus();
+  }
+
+  /** The probable tokens of a step, each with a button that branches there. */
+  private explain(pointed: [line: number, step: number] | null = null): void {
+    const place = pointed ?? this.pinned;
+    if (place === null) {
+      const how = "Point at a token to see what else was probable; click it to branch there.";
+      replaceChildren(this.details, element("p", { class: "gp-note" }, how));
+      return;
+    }
+    const [line, step] = place;
+    const steps = this.numbers.lines[line];
+    const { lines, top, tokens } = this.generation;
+    if (steps === undefined) return;
+    const isLost = this.view.kernel.state === "lost";
+    const rows = Array.from({ length: top }, (_, rank) => {
+      const token = steps.top[step * top + rank] ?? 0;
+      const probability = steps.probabilities[step * top + rank] ?? 0;
+      const isTaken = token === steps.tokens[step];
+      const bar = element("span", { class: "gp-lens-share", "aria-hidden": "true" });
+      bar.style.width = `${Math.round(100 * probability)}%`;
+      const label = `Branch with ${this.text(token)} at step ${step}`;
+      const branch = element("button", { type: "button", class: "gp-button", "aria-label": label }, "Branch");
+      branch.disabled = isLost;
+      branch.addEventListener("click", () => this.ask({ line, step, token: tokens[token] ?? 0 }));
+      return element(
+        "tr",
+        isTaken ? { class: "gp-lens-target" } : {},
+        element("td", {}, element("code", {}, this.text(token))),
+        element("td", { class: "gp-number" }, bar, formatPercent(probability)),
+        element("td", {}, isTaken ? element("span", { class: "gp-muted" }, "taken") : branch),
+      );
+    });
+    const heading = element("h4", { class: "gp-lens-run" }, `${lines[line]?.name}, step ${step}`);
+    const log = formatNumber(steps.logProbability[step] ?? 0, 3);
+    const numbers = `log-probability ${log}, entropy ${formatNumber(steps.entropy[step] ?? 0, 3)} nats`;
+    const list = element("table", { class: "gp-lens-list gp-generation-list" }, element("tbody", {}, ...rows));
+    replaceChildren(this.details, heading, element("p", { class: "gp-note" }, numbers), list);
+  }
+}
+
+/** Adds a patch that acts in the selected steps only. */
+class StepForm implements Part {
+  readonly element: HTMLFormElement;
+  private readonly words = element("span", { class: "gp-muted" });
+  private readonly path = field("Value to patch", "layers[0].mlp_out");
+  private readonly value = field("Value, as Python", "");
+  private readonly act = element("select", { class: "gp-field", "aria-label": "What the patch does" });
+  private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Patch these steps");
+  private steps: number[] = [];
+
+  constructor(private readonly view: Linked<GenerationTraits>) {
+    this.act.append(...ACTS.map(([value, text]) => element("option", { value }, text)));
+    this.element = element(
+      "form",
+      { class: "gp-action-form gp-generation-form" },
+      this.words,
+      this.act,
+      this.path,
+      this.value,
+      this.apply,
+    );
+    this.act.addEventListener("change", () => this.showAct());
+    this.element.addEventListener("submit", (event) => {
+      event.preventDefault();
+      void this.add();
+    });
+    view.onRemove(view.kernel.onState(() => this.show(this.steps)));
+    this.showAct();
+    this.show([]);
+  }
+
+  show(steps: number[]): void {
+    this.steps = steps;
+    const named = this.view.selection.items.findLast(({ name }) => name !== null)?.name;
+    if (named && this.path.value === "") this.path.value = named;
+    this.apply.disabled = steps.length === 0 || this.view.kernel.state === "lost";
+    this.words.textContent = steps.length === 0 ? "Select tokens to patch their steps." : `Steps ${steps.join(", ")}:`;
+  }
+
+  private showAct(): void {
+    const example = ACTS.find(([act]) => act === this.act.value)?.[2] ?? null;
+    this.value.hidden = example === null;
+    this.value.placeholder = example ?? "";
+  }
+
+  private async add(): Promise<void> {
+    if (this.path.value.trim() === "") return this.path.focus();
+    const item = itemOf(this.path.value.trim());
+    const steps = this.steps.join(", ");
+    const value = this.value.hidden ? null : this.value.value;
+    const said = `patched ${item.name} in steps ${steps}`;
+    await tryEdit(this.view, () => ({ action: "act", act: this.act.value as Act, items: [item], value, steps }), said);
+  }
+}
+
+function field(label: string, placeholder: string): HTMLInputElement {
+  return element("input", { class: "gp-field", type: "text", "aria-label": label, placeholder, spellcheck: "false" });
+}

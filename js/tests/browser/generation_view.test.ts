@@ -1,0 +1,135 @@
+import axe from "axe-core";
+import { afterEach, expect, test, vi } from "vitest";
+import { userEvent } from "vitest/browser";
+import widget from "../../src/index";
+import type { Generation, GenerationTraits } from "../../src/kernel/protocol";
+import "../../src/style.css";
+import { itemOf } from "../../src/views/selection";
+import { FakeModel, traits } from "../fixtures";
+
+const TOP = 2;
+const HOSTILE = "<img src=x onerror=window.wasRun=1>";
+
+const undos: (() => void)[] = [];
+afterEach(() => {
+  for (const undo of undos.splice(0)) undo();
+});
+
+function generation(changes: Partial<Generation> = {}): Generation {
+  return {
+    prompt: ["The", " cat"],
+    vocabulary: [" sat", HOSTILE, " on"],
+    tokens: [7, 8, 9],
+    top: TOP,
+    lines: [{ name: "Without patches", steps: 3, branch: null, start: 0 }],
+    score: "log_probability",
+    has_given: false,
+    version: 0,
+    remarks: [],
+    ...changes,
+  };
+}
+
+/** The tokens 0, 1, 2; the other probable one of each step is the next one. */
+function line(): ArrayBuffer[] {
+  return [
+    new Uint32Array([0, 1, 2]).buffer,
+    new Float32Array([-0.5, -1, -2]).buffer,
+    new Float32Array([0.25, 0.5, 1]).buffer,
+    new Uint32Array([0, 1, 1, 2, 2, 0]).buffer,
+    new Float32Array([0.5, 0.25, 0.5, 0.25, 0.5, 0.25]).buffer,
+  ];
+}
+
+async function shown(changes: Partial<Generation> = {}, ...more: ArrayBuffer[]) {
+  const stream = new Blob([...line(), ...more]).stream().pipeThrough(new CompressionStream("deflate"));
+  const { session, group } = traits();
+  const model = new FakeModel<GenerationTraits>({
+    front_end: new DataView(new ArrayBuffer(0)),
+    session: { ...session, version: 0, patches: [] },
+    group,
+    selection: [],
+    about: { view: "generation", name: "pg", model_id: "abc", version: "0" },
+    generation: generation(changes),
+    numbers: new DataView(await new Response(stream).arrayBuffer()),
+  });
+  const el = document.createElement("div");
+  document.body.append(el);
+  const remove = await widget.render({ model, el });
+  undos.push(() => {
+    remove();
+    el.remove();
+  });
+  const sent = (request: string) => model.sent.filter((one) => (one as { request: string }).request === request);
+  return { model, el, remove, sent, tokens: [...el.querySelectorAll<HTMLButtonElement>(".gp-generated")] };
+}
+
+test("tokens have the colour and the words of their score, and branch at a click", async () => {
+  const { el, tokens, sent } = await shown();
+  expect(tokens.map((token) => token.getAttribute("aria-label"))).toEqual([
+    "step 0: ␣sat, log-probability (nats) -0.5",
+    `step 1: ${HOSTILE.replaceAll(" ", "␣")}, log-probability (nats) -1`,
+    "step 2: ␣on, log-probability (nats) -2",
+  ]);
+  expect(new Set(tokens.map((token) => token.style.background)).size).toBe(3);
+  expect(el.querySelector(".gp-legend")?.textContent).toBe("-20");
+  await userEvent.selectOptions(el.querySelector("select") as HTMLSelectElement, "entropy");
+  expect(tokens[2]?.getAttribute("aria-label")).toBe("step 2: ␣on, entropy (nats) 1");
+  await userEvent.click(tokens[0] as HTMLButtonElement);
+  const branch = el.querySelector<HTMLButtonElement>("[aria-label^='Branch with']") as HTMLButtonElement;
+  expect(branch.getAttribute("aria-label")).toBe(`Branch with ${HOSTILE.replaceAll(" ", "␣")} at step 0`);
+  await userEvent.click(branch);
+  expect(sent("generation")).toMatchObject([{ payload: { line: 0, step: 0, token: 8, remove: null } }]);
+  expect("wasRun" in window).toBe(false);
+});
+
+test("selected tokens are positions, also those that are selected elsewhere, and a patch is for their steps", async () => {
+  const { model, el, tokens, sent } = await shown();
+  (tokens[0] as HTMLButtonElement).focus();
+  await userEvent.keyboard("{ArrowRight}{Enter}");
+  expect(model.get("selection")).toEqual([itemOf(null, { position: 3 })]);
+  await vi.waitFor(() => expect(model.saved).toBe(1));
+  model.set(
+    "selection",
+    [3, 4].map((position) => itemOf("layers[1].mlp_out", { position })),
+  );
+  expect(tokens.map((token) => token.getAttribute("aria-pressed"))).toEqual(["false", "true", "true"]);
+  await userEvent.click(el.querySelector(".gp-generation-form .gp-primary") as HTMLButtonElement);
+  await vi.waitFor(() => expect(sent("edit")).toHaveLength(1));
+  const edit = { action: "act", act: "zero", items: [itemOf("layers[1].mlp_out")], value: null, steps: "1, 2" };
+  expect(sent("edit")[0]).toMatchObject({ payload: { edit } });
+  const kind = el.querySelector(".gp-generation-form select") as HTMLSelectElement;
+  await userEvent.selectOptions(kind, "steer");
+  expect(el.querySelector<HTMLInputElement>("[aria-label='Value, as Python']")?.hidden).toBe(false);
+  const { violations } = await axe.run(el, { resultTypes: ["violations"] });
+  expect(violations).toEqual([]);
+});
+
+test("branches stand below, and are removed; given scores are those of the first line", async () => {
+  const branch = { name: "Branch at step 1", steps: 3, branch: 0, start: 1 };
+  const given = new Float32Array([-1, 0, 3]).buffer;
+  const lines = [...generation().lines, branch];
+  const { el, tokens, sent } = await shown({ lines, has_given: true, score: "given" }, ...line(), given);
+  expect(tokens).toHaveLength(6);
+  expect(tokens[0]?.getAttribute("aria-label")).toContain("given score -1");
+  expect(tokens[5]?.getAttribute("aria-label")).toBe("step 2: ␣on");
+  expect(el.querySelector(".gp-legend")?.textContent).toBe("-33");
+  expect(tokens.map((token) => token.className)).toEqual([
+    ...Array(3).fill("gp-generated"),
+    "gp-generated gp-generated-before",
+    "gp-generated gp-generated-branch",
+    "gp-generated",
+  ]);
+  await userEvent.click(el.querySelector("[aria-label='Remove: Branch at step 1']") as HTMLButtonElement);
+  expect(sent("generation")).toMatchObject([{ payload: { remove: 0, step: null } }]);
+});
+
+test("without a kernel, tokens are read, and nothing can be branched; nothing is left of a view", async () => {
+  const { model, el, remove, tokens } = await shown();
+  model.trigger("comm:close");
+  await userEvent.click(tokens[1] as HTMLButtonElement);
+  expect(el.querySelector<HTMLButtonElement>("[aria-label^='Branch with']")?.disabled).toBe(true);
+  expect(el.querySelector<HTMLButtonElement>(".gp-generation-form .gp-primary")?.disabled).toBe(true);
+  remove();
+  expect(model.listening).toBe(0);
+});

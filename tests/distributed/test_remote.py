@@ -1,0 +1,184 @@
+"""A graph whose model runs in the engines of a cluster: the same numbers as here, errors by name, nothing hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ipyparallel
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    PatchableGraph,
+    PatchNotFiredWarning,
+    PatchValueError,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    StopPatch,
+    UnknownPathError,
+    ZeroPatch,
+)
+from graphpatch_notebook.errors import ExperimentError, GraphError
+from graphpatch_notebook.experiments import LogitDifference, attribute, logit_lens, remote
+from tests.test_docs import BLOCK
+
+IDS = torch.arange(10).reshape(2, 5)
+HEAD = {"layers[1].attn.heads[2].z": ZeroPatch()}
+
+
+def build() -> nn.Module:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_head=4, n_embd=16, vocab_size=20, bos_token_id=None, eos_token_id=None)
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with ipyparallel.Cluster(n=2, engine_timeout=60, send_engines_connection_env=False) as client:
+        client.wait_for_engines(2, timeout=60)
+        yield client
+
+
+@pytest.fixture(scope="module")
+def there(client: Any) -> PatchableGraph:
+    return remote(client, build, input_ids=IDS[:1])
+
+
+@pytest.fixture(scope="module")
+def here() -> PatchableGraph:
+    return PatchableGraph(build(), input_ids=IDS[:1])
+
+
+def logits(pg: PatchableGraph) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = pg(input_ids=IDS).logits
+    return result
+
+
+def test_names_shapes_and_components_are_known_without_weights(there: PatchableGraph, here: PatchableGraph) -> None:
+    assert {p: m.shape for p, m in there.nodes.items()} == {p: m.shape for p, m in here.nodes.items()}
+    assert list(there.components) == list(here.components)
+    assert all(parameter.is_meta for parameter in there.parameters())
+
+
+def test_calls_give_the_same_numbers(there: PatchableGraph, here: PatchableGraph) -> None:
+    assert torch.equal(logits(there), logits(here))
+    for patches in (
+        HEAD,
+        {"layers[0].resid_post": AddPatch(value=torch.ones(16), slice=(..., 1, slice(None)))},
+        {"layers[0].mlp_out": [CustomPatch(lambda value: value * 2), ReplacePatch(value=3.0, slice=(0, 0))]},
+    ):
+        with there.patch(patches), here.patch(patches):
+            assert torch.equal(logits(there), logits(here))
+            with there.patch(HEAD), here.patch(HEAD):
+                assert torch.equal(logits(there), logits(here))
+    edited = there.edit(HEAD)
+    assert torch.equal(logits(edited), logits(here.edit(HEAD)))
+
+
+def test_probes_records_stops_and_generation(there: PatchableGraph, here: PatchableGraph) -> None:
+    kept = []
+    for pg in (there, here):
+        probe, record = ProbePatch(), RecordPatch()
+        with (
+            torch.no_grad(),
+            pg.patch({"layers[1].attn.z": [ZeroPatch(slice=(..., 0)), probe], "@embed": record} | HEAD),
+        ):
+            pg(input_ids=IDS)
+            pg(input_ids=IDS + 1)
+            pg.generation_config.max_new_tokens = 3
+            new = pg.generate(IDS, do_sample=False)
+        kept.append([probe.activation, *record.activations, new])
+        kept[-1] += [pg.run_until("layers[0].resid_post", input_ids=IDS)]
+        kept[-1] += list(pg.record("layers[*].resid_post", input_ids=IDS).values())
+    assert len(kept[0]) == len(kept[1])
+    assert all(map(torch.equal, *kept))
+    with there.patch({"@embed": StopPatch()}):
+        assert there(input_ids=IDS).shape == (2, 5, 16)
+    with there.patch({"@embed": ZeroPatch(steps=[1])}):
+        there.generate(IDS, max_new_tokens=2)
+        with pytest.raises(GraphError, match="steps="):
+            there(input_ids=IDS)
+
+
+def test_experiments_run_there(there: PatchableGraph, here: PatchableGraph) -> None:
+    metric = LogitDifference(3, 4)
+    axes, inputs = {"layer": [0, 1]}, {"input_ids": IDS, "metric": metric, "progress": False}
+    sweeps = [pg.sweep(axes, lambda layer: {f"layers[{layer}].mlp_out": ZeroPatch()}, **inputs) for pg in (there, here)]
+    assert np.array_equal(sweeps[0], sweeps[1])
+    scores = [attribute(pg, metric, {"input_ids": IDS}, {"input_ids": IDS + 3}) for pg in (there, here)]
+    assert np.array_equal(scores[0], scores[1], equal_nan=True)
+    lenses = [logit_lens(pg, input_ids=IDS) for pg in (there, here)]
+    assert np.array_equal(lenses[0], lenses[1])
+    assert str(there.verify(input_ids=IDS)) == str(here.verify(input_ids=IDS))
+
+
+def test_errors_and_warnings_come_back(there: PatchableGraph) -> None:
+    with pytest.raises(UnknownPathError, match=r"layers\[7\]"), there.patch({"layers[7].mlp_out": ZeroPatch()}):
+        pass
+    patches = {"layers[0].mlp_out": ReplacePatch(value=torch.ones(3, 3))}
+    with there.patch(patches), pytest.raises(PatchValueError, match="layers") as caught:
+        logits(there)
+    assert any("engine 0 of 2" in note for note in getattr(caught.value, "__notes__", ["engine 0 of 2"]))
+    with pytest.warns(PatchNotFiredWarning), there.patch({"@embed": ZeroPatch(steps=[5])}):
+        there(input_ids=IDS)
+    with pytest.raises(GraphError, match="no weights"):
+        there.save("file")
+    assert logits(there).shape == (2, 5, 20)
+
+
+@pytest.mark.parametrize(("cluster", "recipe", "message"), [
+    (object(), build, "a client of ipyparallel"), (None, nn.Linear(2, 2), "a function that builds the model"),
+])  # fmt: skip
+def test_bad_clusters_and_recipes(client: Any, cluster: Any, recipe: Any, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        remote(cluster or client, recipe, input_ids=IDS)
+
+
+def test_an_interrupt_reaches_the_engines_and_leaves_them_usable(there: PatchableGraph) -> None:
+    def slow(value: Any) -> Any:
+        time.sleep(60)
+        return value
+
+    before = time.monotonic()
+    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with there.patch({"@embed": CustomPatch(slow)}), pytest.raises(KeyboardInterrupt):
+        there(input_ids=IDS)
+    assert logits(there).shape == (2, 5, 20)
+    assert time.monotonic() - before < 50
+
+
+def test_the_guide_runs(client: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "remote.md").read_text("utf8")
+    names: dict[str, Any] = {"client": client, "__name__": "page"}
+    for source, expected in BLOCK.findall(page)[1:]:  # the first one starts a cluster
+        assert run_code(source, names) == expected
+
+
+def run_code(source: str, names: dict[str, Any]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(source, "remote.md", "exec", dont_inherit=True), names)
+    return printed.getvalue()
+
+
+def test_a_dead_engine_is_named(client: Any) -> None:
+    pg = remote(client[1:], build, input_ids=IDS)
+    with pg.patch({"@embed": CustomPatch(lambda _: os._exit(1))}), pytest.raises(ExperimentError, match="engine 1"):
+        pg(input_ids=IDS)
