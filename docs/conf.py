@@ -6,7 +6,9 @@ where the files are read as they are.
 
 from __future__ import annotations
 
+import base64
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from sphinx.util.nodes import make_refnode
 
 import graphpatch_notebook
 from graphpatch_notebook import experiments
+from graphpatch_notebook.notebook.display.displayed_widget import packed
 
 project = "graphpatch-notebook"
 author = "graphpatch-notebook contributors"
@@ -31,7 +34,7 @@ exclude_patterns = [".*", "build", "node_modules", "js", "tests", "graphpatch_no
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks are committed with their outputs; a test runs them again. The gallery is run.
-nb_ipywidgets_js = {"saved_page.js": {"type": "module"}}  # shows the views of the gallery, without a network
+nb_ipywidgets_js = {"saved_page.js": {"type": "module"}}  # shows the views, without a network
 autodoc_default_options = {"members": True}
 add_module_names = False
 autodoc_member_order = "bysource"
@@ -110,6 +113,19 @@ def check_all_names_are_documented(app: Sphinx, env: BuildEnvironment) -> None:
             _logger.warning("%s: not in the reference", name)
 
 
+def add_front_end(app: Sphinx, page: str, source: list[str]) -> None:
+    """Gives the widgets of a notebook their front end, which the committed notebooks leave out."""
+    if app.env.doc2path(page).suffix != ".ipynb":
+        return
+    notebook = json.loads(source[0])
+    buffer = {"path": ["front_end"], "encoding": "base64", "data": base64.b64encode(packed()).decode()}
+    for saved in notebook["metadata"].get("widgets", {}).values():
+        for widget in saved["state"].values():
+            if "_esm" in widget["state"]:
+                widget.setdefault("buffers", []).append(buffer)
+    source[0] = json.dumps(notebook)
+
+
 def write_llms_txt(app: Sphinx, error: Exception | None) -> None:
     """Puts llms.txt into the root of the site; its links lead to the sources of the pages, as agents read Markdown."""
     text = (Path(app.confdir) / "llms.txt").read_text("utf8")
@@ -120,4 +136,5 @@ def setup(app: Sphinx) -> None:
     app.connect("missing-reference", resolve_public_name)
     app.connect("autodoc-process-docstring", check_docstring, priority=400)  # before napoleon rewrites it
     app.connect("env-check-consistency", check_all_names_are_documented)
+    app.connect("source-read", add_front_end)
     app.connect("build-finished", write_llms_txt)

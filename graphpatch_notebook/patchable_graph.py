@@ -844,7 +844,8 @@ class PatchableGraph(ModuleDelegate):
         self._captured.check_weights()
         context = innermost(self._captured)
         if (sharding := sharding_of(self._captured.root)) is not None:
-            sharding.check_call(function, () if context is None else context.plan.entries)
+            plan = self._captured.permanent_plan if context is None else context.plan
+            sharding.check_call(function, () if plan is None else plan.entries)
         if context is not None:
             return call_patched(context, function, args, kwargs)
         if not self._captured.has_patched_calls:

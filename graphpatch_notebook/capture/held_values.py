@@ -379,6 +379,8 @@ def plain_tensors(value: Any) -> list[Tensor]:
 def _collect(value: Any, found: list[Tensor]) -> None:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     for item in items:
+        if type(item) in PLAIN_VALUES:
+            continue
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, (tuple, list, dict)):

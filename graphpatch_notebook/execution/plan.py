@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture import data_loop_of, data_loops, held_by
+from graphpatch_notebook.capture import call_sites, data_loop_of, data_loops, held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site, SourceLine
 from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.execution.positions import Restriction
@@ -112,7 +112,7 @@ class SiteEntries(list[Entry]):
 
 OpEntries: TypeAlias = "dict[int, SiteEntries]"
 """The entries on the ops of one call site, by occurrence."""
-_ByChain: TypeAlias = "dict[tuple[int, ...], OpEntries]"
+EntriesByChain: TypeAlias = "dict[tuple[int, ...], OpEntries]"
 
 
 @dataclass(slots=True, eq=False)
@@ -124,10 +124,13 @@ class PatchedSites:
             steps above it, then the occurrence.
         by_lasti: The same by the interpreter's own offsets, filled during runs: specialized code has several for one
             instruction.
+        visits: How many calls have entries; zero if a call may come after the last of them that is to be reported.
     """
 
-    by_offset: dict[int, dict[int, _ByChain]] = field(default_factory=dict)
-    by_lasti: dict[int, dict[int, _ByChain]] = field(default_factory=dict)
+    by_offset: dict[int, dict[int, EntriesByChain]] = field(default_factory=dict)
+    by_lasti: dict[int, dict[int, EntriesByChain]] = field(default_factory=dict)
+    visits: int = 0
+    _may_repeat: bool = False
 
     def entries_at(self, site: Site, occurrence: int) -> SiteEntries:
         """Returns the entries at one call site and occurrence, for new ones to be added."""
@@ -137,6 +140,9 @@ class PatchedSites:
         by_occurrence = self.by_offset.setdefault(id(code), {}).setdefault(offset, {}).setdefault(chain, {})
         if occurrence not in by_occurrence:
             by_occurrence[occurrence] = SiteEntries()
+            if not self._may_repeat:
+                self._may_repeat = call_sites.may_repeat(site)
+                self.visits = 0 if self._may_repeat else self.visits + 1
         return by_occurrence[occurrence]
 
 
@@ -197,9 +203,7 @@ class FramePlan:
         is_edited = self.override is not None and self.frame.custom_graph is None
         return is_edited or any(plan.entries for plan in self.walk())
 
-    def _needs_mode(self) -> bool:
-        if self.sites is not None or not isinstance(self.frame.module, _FUSED):
-            return self.sites is not None
+    def _runs_unfused(self) -> bool:
         below = [plan for by_index in self.calls.values() for plan in by_index.values()]
         if isinstance(self.frame.module, torch.nn.TransformerEncoder):  # its layers themselves are called
             return any(plan.sites is not None or plan.calls for plan in below)
@@ -271,18 +275,18 @@ class FramePlan:
         """
         if self.override is not None:
             self.override.names = frozenset(self.override.entries)
-        for name, entries in list(self.inputs.items()):
+        for name, entries in list(self.inputs.items()) if self.inputs else ():
             position = self.position_of(name)
             if len(entries) == 1 and entries[0].watch is not None and position >= 0:
                 self.watched_inputs.append((position, name, entries[0]))
                 del self.inputs[name]
-        for path, entries in list(self.tensors.items()):
+        for path, entries in list(self.tensors.items()) if self.tensors else ():
             is_watched = len(entries) == 1 and entries[0].watch is not None
             is_plain = entries[0].target.node.kind == "parameter" and held_by(self.frame.module, path) is None
             if is_watched and is_plain:
                 self.watched_tensors.append((path, entries[0]))
                 del self.tensors[path]
-        self.needs_mode = self._needs_mode()
+        self.needs_mode = self.sites is not None or (isinstance(self.frame.module, _FUSED) and self._runs_unfused())
         given = self.inputs or self.watched_inputs or self.probed_inputs
         held = self.tensors or self.watched_tensors
         self.is_bare = not (given or held or self.override or self.skips or self.needs_mode)

@@ -88,7 +88,7 @@ class Placement:
                 f"patch must keep them, not make a value of shape {tuple(whole.shape)}"
             )
         again = kinds.DTensor.from_local(whole.contiguous(), self.mesh, [kinds.Replicate()], run_check=False)
-        return again.redistribute(placements=[self._shard()]).to_local().contiguous()
+        return again.redistribute(placements=[self._shard()]).to_local().clone(memory_format=torch.contiguous_format)
 
     def _shard(self) -> Any:
         assert self.dim is not None

@@ -59,7 +59,7 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
       if (isOfLens(model)) return await fillLinked(root, model, makeLensView, onRemove);
       if (isOfGeneration(model)) return await fillLinked(root, model, makeGenerationView, onRemove);
       if (isOfHeatmap(model)) return fillHeatmap(root, model, (undo) => undos.push(undo));
-      if (isOfAttention(model)) return fillAttention(root, model, (undo) => undos.push(undo));
+      if (isOfAttention(model)) return await fillAttention(root, model, (undo) => undos.push(undo));
       if (isOfCircuit(model)) return fillCircuit(root, model, (undo) => undos.push(undo));
       const skeleton = await decodeSkeleton(model.get("skeleton"));
       if (shown === current) fill(root, model, skeleton, (undo) => undos.push(undo));
@@ -140,8 +140,8 @@ function isOfAttention(model: AnyModel): model is AttentionModel {
   return (model as AttentionModel).get("about")?.view === "attention";
 }
 
-function fillAttention(root: HTMLElement, model: AttentionModel, onRemove: (undo: () => void) => void): void {
-  root.append(makeAttentionView(root, model, onRemove));
+async function fillAttention(root: HTMLElement, model: AttentionModel, onRemove: (undo: Undo) => void): Promise<void> {
+  await makeAttentionView(root, model, (error) => showFailure(root, error), onRemove);
   onRemove(hideStaticTree(model.get("about").model_id, root));
 }
 

@@ -26,6 +26,8 @@ async function unpack(data: DataView): Promise<FrontEnd> {
 
 async function render(context: { model: Model; el: HTMLElement }): Promise<Undo> {
   const { model, el } = context;
+  // A notebook that was saved without the front end: the HTML beside the view stays in its place.
+  if (!model.get("front_end")?.byteLength) return () => undefined;
   const style = document.createElement("style");
   try {
     unpacked ??= unpack(model.get("front_end"));

@@ -57,7 +57,9 @@ def look_at_conservation(case: Case, finding: Finding) -> None:
     if exact.change <= BOUND:
         finding.notes.append(f"conservation: rounding: the metric changes by {exact.change:.0e} of itself only")
         return
-    finding.notes += [f"conservation: {cause}" for cause in causes or [f"{exact.error} in double precision"]]
+    in_double = "; ".join(exact.causes) if exact.error is None else f"{exact.error:.0e} in double precision"
+    left = "" if routing == "free" or found.error is None else f" ({found.error:.0e} if the routing is frozen)"
+    finding.notes += [f"conservation: {cause}{left}" for cause in causes or [f"not known: {in_double}"]]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How close attribution comes to patching, on small models trained on six tasks: `hatch run attribution-benchmark`.
 
 The truth is computed by patching: for each node, pair of inputs, position and head, and for each edge. Models that are
-not shipped are trained first, in about half an hour; they are kept in build/.
+not shipped are trained first, in about twenty minutes; they are kept in build/.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def report(title: str, about: str | None, sections: Callable[[bool], Iterable[It
     torch.manual_seed(0)
     started = time.perf_counter()
     table = Table(title=f"{title}, torch {torch.__version__}, one thread, medians of alternating runs")
-    for column in ("what", "measured", "must", ""):
+    for column in ("what", "measured", "asked", ""):
         table.add_column(column)
     for section in sections(quick):
         for what, measured, must, holds in section:

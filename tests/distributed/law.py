@@ -10,13 +10,13 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpatch_notebook import AddPatch, PatchableGraph, PatchValueError, ProbePatch
+from graphpatch_notebook import AddPatch, Patch, PatchableGraph, PatchValueError
 from graphpatch_notebook.sharded import sharding_of
 
 RTOL, ATOL = 1e-3, 2e-5
@@ -80,7 +80,7 @@ def compare(
     held = [path for path in chosen if there[path].kind in ("parameter", "buffer")]
     computed = [path for path in chosen if path not in held]
     count = len(computed) if most_gradients is None else most_gradients
-    differentiated = set(rng.sample(computed, min(count, len(computed))))
+    differentiated = set(rng.sample(computed, min(count, len(computed)))) if _has_gradients(sharded, run) else set()
     for path in chosen:
         problem = _values_problem(plain, sharded, path, run)
         if problem is None and path in differentiated:
@@ -120,16 +120,40 @@ def _values_problem(
     # Across the parts of two ranks.
     part = tuple(slice(size // 4, size // 2 + 1) for size in shape)
     for pg in (plain, sharded):
-        probe = ProbePatch()
+        kept: list[Tensor] = []
         try:
-            with torch.no_grad(), pg.patch({path: [probe, AddPatch(value=0.5, slice=part)]}):
+            with torch.no_grad(), pg.patch({path: [_Keep(kept=kept), AddPatch(value=0.5, slice=part)]}):
                 outputs.append(whole(run(pg)))
-            seen.append(whole(probe.activation))
+            seen.append(kept[0])
         except Exception as error:
             return None if pg is plain else f"{type(error).__name__}: {error}"
     if seen[0].shape != seen[1].shape or not _is_close(*seen):
         return "the probe sees another value"
     return None if _is_close(*outputs) else f"the output differs by {(outputs[0] - outputs[1]).abs().max():.1e}"
+
+
+def _has_gradients(sharded: PatchableGraph, run: Callable[[PatchableGraph], Tensor]) -> bool:
+    """Whether the model has gradients when it is sharded, without patches: some are not made for it."""
+    try:
+        with torch.enable_grad():
+            whole(run(sharded)).pow(2).sum().backward()
+    except RuntimeError:
+        return False
+    finally:
+        sharded.zero_grad(set_to_none=True)
+    return True
+
+
+@dataclass(kw_only=True, eq=False)
+class _Keep(Patch[Tensor]):
+    """Keeps a copy of the value: the model may write into the value itself."""
+
+    observes_only: ClassVar[bool] = True
+    kept: list[Tensor]
+
+    def op(self, original_output: Tensor) -> Tensor:
+        self.kept.append(original_output.detach().clone())
+        return original_output
 
 
 def _gradient_problem(

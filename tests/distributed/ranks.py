@@ -183,6 +183,7 @@ def different_patches(pg: PatchableGraph) -> dict[str, Any]:
     said = {
         "none": refusal(lambda patches: patched(pg, patches), {path: ZeroPatch()} if rank else {}),
         "slice": refusal(lambda patches: patched(pg, patches), {path: ZeroPatch(slice=(..., rank))}),
+        "edited": refusal(lambda patches: pg.edit(patches)(X), {path: ZeroPatch(slice=(..., rank))}),
         "contents": refusal(
             lambda patches: patched(pg, patches), {path: AddPatch(value=torch.full((16,), 1 + rank * 1e-6))}
         ),

@@ -52,7 +52,7 @@ def test_refusals(found: list[dict[str, Any]]) -> None:
 def test_ranks_that_differ(found: list[dict[str, Any]]) -> None:
     """Raised on all of them, at once, and the next call works."""
     for rank, said in enumerate(one["tensor parallel"]["other"] for one in found):
-        for name in ("none", "slice", "contents"):
+        for name in ("none", "slice", "edited", "contents"):
             assert said[name].startswith("ShardedCallError: the patches differ between the processes"), name
         assert f"process {rank} has patches on {'blocks_0.up.linear' if rank else 'none'}" in said["none"]
         assert said["same"] == "it ran"

@@ -48,7 +48,6 @@ def execute(notebook: NotebookNode, names: tuple[str, ...] = ()) -> tuple[Notebo
         timeout=300,
         kernel_name="python3",
         record_timing=False,
-        store_widget_state=False,  # it would hold the whole front end
         resources={"metadata": {"path": str(EXAMPLES)}},
     )
     # Threads of several kernels would wait for each other: most notebooks are many small steps.
@@ -56,6 +55,7 @@ def execute(notebook: NotebookNode, names: tuple[str, ...] = ()) -> tuple[Notebo
     report = running.cells.pop()
     for output in outputs(running):
         _remove_machine_folders(output)
+    _remove_front_end(running)
     return running, json.loads(report.outputs[0].text)
 
 
@@ -72,6 +72,14 @@ def text(cell: NotebookNode) -> str:
     return "".join(
         output["text"] if "text" in output else output["data"].get("text/plain", "") for output in cell.outputs
     )
+
+
+def _remove_front_end(notebook: NotebookNode) -> None:
+    """Removes what the state of every widget holds again. Where the site is built, docs/conf.py puts it back."""
+    for saved in notebook.metadata.get("widgets", {}).values():
+        for model in saved["state"].values():
+            if "buffers" in model:
+                model["buffers"] = [buffer for buffer in model["buffers"] if buffer["path"] != ["front_end"]]
 
 
 def _remove_machine_folders(output: NotebookNode) -> None:

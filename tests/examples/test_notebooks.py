@@ -188,9 +188,20 @@ def test_browser_finds_where_the_answer_becomes_known() -> None:
     assert min(scores[f"{attention}{name}"] for name in ("attn_output_1", "c_proj.output")) > 0.9
 
 
+def test_views_are_committed_with_their_state_and_without_the_front_end() -> None:
+    view = "application/vnd.jupyter.widget-view+json"
+    for file in NOTEBOOKS:
+        notebook = read(file)
+        shown = [output["data"][view]["model_id"] for output in outputs(notebook) if view in output.get("data", {})]
+        saved = list(notebook.metadata.get("widgets", {}).values())
+        assert len(saved) == bool(shown), file.name
+        assert all(model_id in saved[0]["state"] for model_id in shown), file.name
+        assert "['front_end']" not in str(saved), file.name
+        assert len(str(saved)) < 60_000 * (1 + len(shown)), file.name
+
+
 def test_browser_leaves_a_tree_that_lives_without_a_kernel() -> None:
     notebook = read(EXAMPLES / "05_browser.ipynb")
-    assert "widgets" not in notebook.metadata
     trees = [output["data"]["text/html"] for output in outputs(notebook) if "gp-static" in str(output)]
     assert len(trees) == 2
     for tree in trees:

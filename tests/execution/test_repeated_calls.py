@@ -671,3 +671,46 @@ def test_an_experiment_warns_once() -> None:
         warnings.simplefilter("default")
         pg.sweep({"by": [0.0, 1.0, 2.0]}, lambda by: {"chosen_1": AddPatch(by)}, x, metric=torch.sum, progress=False)
     assert [each.category for each in told] == [DataLoopWarning]
+
+
+def _several(x: Tensor, times: int) -> list[Tensor]:
+    return [torch.tanh(x) for _ in range(times)]
+
+
+class InOneForward(nn.Module):
+    """Repeats an operation in the ways that Python has."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor, times: int = 1) -> Tensor:
+        if self.way == "for":
+            found = []
+            for _ in range(times):
+                y = torch.tanh(x)
+                found.append(y)
+        elif self.way == "while":
+            found = []
+            while len(found) < times:
+                y = torch.tanh(x)
+                found.append(y)
+        elif self.way == "comprehension":
+            found = [torch.tanh(x) for _ in range(times)]
+        elif self.way == "generator":
+            found = list(torch.tanh(x) for _ in range(times))  # noqa: C400
+        elif self.way == "map":
+            found = list(map(lambda _: torch.tanh(x), range(times)))  # noqa: C417  # the loop is in C
+        else:
+            found = _several(x, times)
+        return torch.stack(found).sum(0) + 1
+
+
+@pytest.mark.parametrize("way", ["for", "while", "comprehension", "generator", "map", "function"])
+def test_repetitions_are_reported_after_the_last_patched_operation_of_a_forward(way):
+    pg = PatchableGraph(InOneForward(way), X)
+    (path,) = [path for path, node in pg.nodes.items() if node.op == "tanh"]
+    with pg.patch({path: ZeroPatch()}):
+        assert torch.equal(pg(X), torch.ones(2, 3))
+        with pytest.warns(RepeatedCallWarning, match="more often in this run"):
+            assert torch.equal(pg(X, times=2), torch.tanh(X) + 1)

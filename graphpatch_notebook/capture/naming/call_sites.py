@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphpatch_notebook.capture.naming.bytecode import Assigned, assigned_variable, instruction_offset
+from graphpatch_notebook.capture.naming.bytecode import Assigned, assigned_variable, instruction_offset, is_in_loop
 from graphpatch_notebook.capture.records import Site
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -37,7 +37,8 @@ def invoke(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return forward(*args, **kwargs)
 
 
-_INVOKE = invoke.__code__
+INVOKE = invoke.__code__
+"""The code at which a frame begins."""
 
 
 class _Code:
@@ -85,11 +86,6 @@ def count_as_users(code: CodeType) -> None:
     _known(code).is_users = True
 
 
-def is_invoke(code: CodeType) -> bool:
-    """Whether this is the code of `invoke`, at which a frame begins."""
-    return code is _INVOKE
-
-
 def is_users(code: CodeType) -> bool:
     """Whether this is code that counts as a step of a call site: neither torch's inner code nor of this package."""
     return _known(code).is_users
@@ -117,7 +113,7 @@ def leaf_frame(frame: FrameType | None) -> FrameType | None:
         known = _codes.get(id(code)) or _known(code)
         if known.is_users:
             return frame
-        if code is _INVOKE:
+        if code is INVOKE:
             return last
         last, frame = frame, frame.f_back
     return None
@@ -150,8 +146,9 @@ def is_offloading(frame: FrameType | None) -> bool:
     if leaf is None or _known(leaf.f_code).is_offloading:
         return leaf is not None
     above = leaf.f_back
-    while above is not None and above.f_code is not _INVOKE:
-        if _known(above.f_code).is_hook_of_offloading:
+    while above is not None and above.f_code is not INVOKE:
+        code = above.f_code
+        if (_codes.get(id(code)) or _known(code)).is_hook_of_offloading:
             return True
         above = above.f_back
     return False
@@ -160,7 +157,7 @@ def is_offloading(frame: FrameType | None) -> bool:
 def caller_of_hidden(frame: FrameType) -> FrameType | None:
     """Returns the caller of a frame that does not run the user's code; `None` for one that does, and at the end."""
     code = frame.f_code
-    if code is _INVOKE or (_codes.get(id(code)) or _known(code)).is_users:
+    if code is INVOKE or (_codes.get(id(code)) or _known(code)).is_users:
         return None
     return frame.f_back
 
@@ -203,20 +200,26 @@ def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[C
     last = None
     while frame is not None:
         code = frame.f_code
-        if code is _INVOKE:
+        if code is INVOKE:
             if last is not None and _counts_as_forward(last):
                 # `forward` itself counts even where it is one of torch's inner modules.
                 offset = offset_in(last)
                 key += (id(last.f_code), offset)
                 steps.append((last.f_code, offset))
             return tuple(key), steps
-        known = _known(code)
+        known = _codes.get(id(code)) or _known(code)
         if known.is_users:
             offset = known.offset(frame.f_lasti)
             key += (id(code), offset)
             steps.append((code, offset))
         last, frame = frame, frame.f_back
     return None, steps
+
+
+def may_repeat(site: Site) -> bool:
+    """Whether one call of a `forward` may come to a site several times: it is in a loop, or in a function it calls."""
+    (code, offset), *inner = site.steps
+    return bool(inner) or is_in_loop(code, offset)
 
 
 def _counts_as_forward(frame: FrameType) -> bool:
@@ -228,13 +231,13 @@ def _counts_as_forward(frame: FrameType) -> bool:
 def chain_above(leaf: FrameType) -> tuple[int, ...]:
     """Returns the call sites above a frame of the user's code: what `chain` finds, without the leaf itself."""
     at = leaf.f_back
-    if at is not None and at.f_code is _INVOKE:  # the call is in `forward` itself, as most are
+    if at is not None and at.f_code is INVOKE:  # the call is in `forward` itself, as most are
         return ()
     key: list[int] = []
     last = leaf
     while at is not None:
         code = at.f_code
-        if code is _INVOKE:
+        if code is INVOKE:
             if last is not leaf and _counts_as_forward(last):
                 key += (id(last.f_code), offset_in(last))
             break
@@ -250,7 +253,7 @@ def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
 
     `None` if the call is inside another of torch's functions: the variable is not for its result.
     """
-    while frame is not None and frame.f_code is not _INVOKE:
+    while frame is not None and frame.f_code is not INVOKE:
         code = frame.f_code
         if _known(code).is_users:
             return assigned_variable(code, frame.f_lasti)

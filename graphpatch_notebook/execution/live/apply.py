@@ -96,12 +96,17 @@ class Applier:
         shape = entry.observed_shape
         if shape is None or not isinstance(value, Tensor):
             return False
-        with self.unseen():
-            if value.shape != shape:
-                return False
-            self.fired.ids.add(id(entry))  # before: the last patch of `pg.record` ends the run
-            for patch in entry.patches:
-                patch.op(value)
+        if self.is_under_mode:
+            with without_torch_functions():
+                return self._observe(entry, shape, value)
+        return self._observe(entry, shape, value)
+
+    def _observe(self, entry: Entry, shape: torch.Size, value: Tensor) -> bool:
+        if value.shape != shape:
+            return False
+        self.fired.ids.add(id(entry))  # before: the last patch of `pg.record` ends the run
+        for patch in entry.patches:
+            patch.op(value)
         return True
 
     def apply(self, entry: Entry, value: Any) -> Any:

@@ -17,16 +17,18 @@ class FrameRun:
 
     Attributes:
         plan: What is patched in it; `None` if nothing is.
-        sites: The call sites of patched ops in it; `None` if there are none.
+        sites: The call sites of patched ops that are still to come in it; `None` if there are none.
+        visits_left: How many calls at these have entries; negative if that is not known.
         counts: How often each submodule was called, and each patched call site was reached, so far (by id).
         inputs: The arguments of its `forward`.
     """
 
-    __slots__ = ("counts", "inputs", "plan", "sites")
+    __slots__ = ("counts", "inputs", "plan", "sites", "visits_left")
 
     def __init__(self, plan: FramePlan | None, inputs: CallInputs = ((), {})) -> None:
         self.plan = plan
         self.sites = None if plan is None else plan.sites
+        self.visits_left = 0 if self.sites is None else self.sites.visits
         self.counts: dict[int, int] = {}
         self.inputs = inputs
 

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture import call_sites, decomposition_of
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.live.apply import Applier, write_back
-from graphpatch_notebook.execution.plan import Entry, FramePlan, SiteEntries
+from graphpatch_notebook.execution.live.frames import FrameRun
+from graphpatch_notebook.execution.plan import EntriesByChain, Entry, FramePlan, SiteEntries
 from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
 
@@ -41,14 +42,17 @@ class LiveMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
-        sites = self.stack[-1].sites
+        frame = self.stack[-1]
+        sites = frame.sites
         if sites is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         leaf = sys._getframe(1)
         # The short way of `_entries_at`, written out: most calls are at instructions where nothing is patched.
-        by_lasti = sites.by_lasti.get(id(leaf.f_code), _NOTHING)
-        by_chain = by_lasti.get(leaf.f_lasti)
-        entries = None if by_chain is _NOTHING else self._entries_at(leaf)
+        by_lasti = sites.by_lasti.get(id(leaf.f_code))
+        if by_lasti is None or (by_chain := by_lasti.get(leaf.f_lasti)) is None:
+            entries = self._entries_at(leaf)
+        else:
+            entries = self._entries_of(frame, by_chain, leaf) if by_chain else None
         if entries is not None and entries.inside is not None:
             result = self.open_call(entries.inside, func, args, kwargs or {})
             return self._patched(entries, result, args, kwargs or {})
@@ -107,14 +111,17 @@ class LiveMode(TorchFunctionMode):
                 return None
             leaf = outer
             by_lasti = codes.get(id(leaf.f_code))
+            frame.visits_left = 0  # a function of torch's own may make several calls at this one
         by_chain = by_lasti.get(leaf.f_lasti)
         if by_chain is None:
             by_offset = sites.by_offset.get(id(leaf.f_code), {})
             by_chain = by_lasti[leaf.f_lasti] = by_offset.get(call_sites.offset_in(leaf), _NOTHING)
-        if not by_chain:
-            return None
+        return self._entries_of(frame, by_chain, leaf) if by_chain else None
+
+    def _entries_of(self, frame: FrameRun, by_chain: EntriesByChain, leaf: FrameType) -> SiteEntries | None:
+        """Returns the entries on the op at an instruction with patched ops, and counts the call."""
         above = leaf.f_back
-        is_in_forward = above is not None and call_sites.is_invoke(above.f_code)
+        is_in_forward = above is not None and above.f_code is call_sites.INVOKE
         by_occurrence = by_chain.get(() if is_in_forward else call_sites.chain_above(leaf))
         if by_occurrence is None:
             return None
@@ -122,7 +129,11 @@ class LiveMode(TorchFunctionMode):
         occurrence = frame.counts.get(key, 0)
         frame.counts[key] = occurrence + 1
         entries = by_occurrence.get(occurrence)
-        if entries is None and occurrence >= len(by_occurrence):
+        if entries is not None:
+            frame.visits_left -= 1
+            if not frame.visits_left:
+                frame.sites = None
+        elif occurrence >= len(by_occurrence):
             self.frames.repetitions.of_op(occurrence, by_occurrence)
         return entries
 
@@ -153,7 +164,7 @@ _RECOMPUTED = (
     "patched, so that gradients would be wrong: run without gradients (torch.no_grad), switch checkpointing off, or "
     "patch a value outside of that function"
 )
-_NOTHING: dict[Any, Any] = {}
+_NOTHING: EntriesByChain = {}
 
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -162,7 +173,7 @@ _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 def is_in_checkpoint() -> bool:
     """Whether activation checkpointing lies between the calling frame and this one: it runs again in backward."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not call_sites.is_invoke(frame.f_code):
+    while frame is not None and frame.f_code is not call_sites.INVOKE:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
             return True
         frame = frame.f_back

@@ -34,12 +34,16 @@ const HUES: readonly Rgb[] = [
 const NEEDS_KERNEL = "Only a smaller picture of this head is here; its weights need the kernel.";
 const WIDE = 900;
 
-export function makeAttentionView(
+/** Puts the view into `root`; resolves when it is drawn. */
+export async function makeAttentionView(
   root: HTMLElement,
   model: Model<AttentionTraits>,
+  onError: (error: unknown) => void,
   onRemove: (undo: () => void) => void,
-): HTMLElement {
-  return new AttentionView(link(root, model, onRemove)).element;
+): Promise<void> {
+  const view = new AttentionView(link(root, model, onRemove), onError);
+  root.append(view.element);
+  await view.load();
 }
 
 class AttentionView {
@@ -62,7 +66,10 @@ class AttentionView {
   private figures: HeatmapFigure[] = [];
   private loads = 0;
 
-  constructor(private readonly view: Linked<AttentionTraits> & { notices: { element: HTMLElement } }) {
+  constructor(
+    private readonly view: Linked<AttentionTraits> & { notices: { element: HTMLElement } },
+    private readonly onError: (error: unknown) => void,
+  ) {
     const { kernel, model, notices } = view;
     this.thumbnails = new Thumbnails({
       preview: (place) => {
@@ -112,12 +119,11 @@ class AttentionView {
       element("div", { class: "gp-attention-body" }, this.thumbnails.element, this.side),
     );
     this.listen(model);
-    void this.load();
   }
 
   private listen(model: Model<AttentionTraits>): void {
     const { view } = this;
-    const changed = () => void this.load();
+    const changed = () => void this.load().catch(this.onError);
     model.on("change:attention", changed);
     model.on("change:cells", changed);
     let width = view.root.clientWidth;
@@ -141,7 +147,7 @@ class AttentionView {
   }
 
   /** Reads what the kernel sent; both traits change at once. */
-  private async load(): Promise<void> {
+  async load(): Promise<void> {
     this.loads += 1;
     const load = this.loads;
     await Promise.resolve();

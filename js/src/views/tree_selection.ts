@@ -6,13 +6,17 @@ import { itemOf } from "./selection";
 
 export function joinSelection(view: View, state: TreeState): void {
   let isFollowing = false;
+  // Its row is not known before the kernel has said where components are.
+  let unknown: string | null = null;
   const rowOf = (name: string | null): number | null => {
     if (!name) return null;
     const [meant] = rowsMeant(name, [...state.components.values()].flat());
     return meant ?? view.skeleton.find(name);
   };
   const follow = () => {
-    const row = rowOf(view.selection.items.at(-1)?.name ?? null);
+    const name = view.selection.items.at(-1)?.name ?? null;
+    const row = rowOf(name);
+    unknown = row === null ? name : null;
     if (row === null || row === state.activeRow) return;
     isFollowing = true;
     view.reveal(row);
@@ -28,6 +32,7 @@ export function joinSelection(view: View, state: TreeState): void {
   view.onRemove(
     state.onChange((change) => {
       if (change === "selected" && !isFollowing) lead();
+      if (change === "lines" && unknown !== null && state.components.size > 0) follow();
     }),
   );
 }

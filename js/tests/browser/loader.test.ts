@@ -13,6 +13,12 @@ function host(): HTMLElement {
   return el;
 }
 
+test("nothing is shown if the front end was not saved with the widget", async () => {
+  const el = host();
+  await loader.render({ model: new FakeModel(traits({ front_end: new DataView(new ArrayBuffer(0)) })), el });
+  expect(el.childElementCount).toBe(0);
+});
+
 test("the front end is unpacked and shown with its style; nothing of it is left afterwards", async () => {
   const el = host();
   const js = `export default { async render({ model, el }) {

@@ -1,4 +1,5 @@
 import { afterEach, expect, test, vi } from "vitest";
+import type { Component } from "../../src/kernel/protocol";
 import { TreeState } from "../../src/tree/tree_state";
 import { itemOf } from "../../src/views/selection";
 import { joinSelection } from "../../src/views/tree_selection";
@@ -35,4 +36,37 @@ test("the row of folded layers selects none of them", () => {
   state.select(row("lm_head"));
   state.select(~row("transformer.h_0"));
   expect(view.selection.items).toEqual([]);
+});
+
+function ofComponents() {
+  const { view, state, row: rowOf } = joined();
+  view.reveal = (row) => state.reveal(row);
+  const row = rowOf("transformer.h_1.attn.attn_output");
+  const axes = ["batch", "head", "query", "channel"];
+  const z: Component = { row, name: "layers[1].attn.z", axes, shape: [1, 4, 8, 16] };
+  return { view, state, row, z };
+}
+
+test("the row of a component is revealed, and what is selected of it stays selected", () => {
+  const { row, state, view, z } = ofComponents();
+  state.setComponents([z]);
+  const item = itemOf("layers[1].attn.heads[2].z", { position: 3 });
+  view.selection.set([item]);
+  expect(state.activeRow).toBe(row);
+  expect(view.selection.items).toEqual([item]);
+});
+
+test("it is revealed also if the components become known later", () => {
+  const { row, state, view, z } = ofComponents();
+  view.selection.set([itemOf("layers[1].attn.heads[2].z")]);
+  expect(state.activeRow).toBe(0);
+  state.setComponents([z]);
+  expect(state.activeRow).toBe(row);
+});
+
+test("the row of a component selects it by its name", () => {
+  const { row, state, view, z } = ofComponents();
+  state.setComponents([z]);
+  state.select(row);
+  expect(view.selection.items).toEqual([itemOf("layers[1].attn.z")]);
 });
