@@ -1,0 +1,65 @@
+"""The lens view in JupyterLab: a click on a cell, a patch of it, and the lens with the patch; a branch of a generation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from tests.browser.notebook_page import NotebookPage
+
+MODEL = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.experiments import show_generation, show_lens
+
+torch.manual_seed(0)
+config = GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=40, bos_token_id=None, eos_token_id=None)
+model = GPT2LMHeadModel(config).eval()
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter, std=0.4)
+ids = torch.arange(6)[None]
+pg = PatchableGraph(model, ids)
+"""
+SHOW = """
+lens = show_lens(pg, ids, target=7)
+lens
+"""
+GENERATE = """
+generation = show_generation(pg, ids, max_new_tokens=5)
+generation
+"""
+
+
+def test_a_cell_is_patched_by_a_click_and_generated_tokens_branch(
+    notebook: NotebookPage, write: Callable[..., str], take_picture: Callable[[str], Path]
+) -> None:
+    notebook.open(write(MODEL, SHOW, GENERATE))
+    for cell in range(3):
+        notebook.run(cell)
+    lens = notebook.cell(1).get_by_role("region", name="Logit lens")
+    canvas = lens.get_by_role("img").first
+    expect(canvas).to_be_visible()
+    box = canvas.bounding_box()
+    assert box is not None
+    # The lowest row is that of the embeddings.
+    canvas.click(position={"x": 4.5 * box["width"] / 6, "y": 2.5 * box["height"] / 4})
+    expect(lens).to_contain_text("layers[0].resid_post[:, 4]")
+    lens.get_by_role("button", name="Zero").click()
+    expect(lens.get_by_text("With the patches").first).to_be_visible()
+    expect(lens.get_by_role("img")).to_have_count(3)
+    assert notebook.value("[lens.lens['runs'], lens.selection[0]['layer'], lens.selection[0]['position']]") == [2, 0, 4]
+    take_picture("lens")
+    generation = notebook.cell(2).get_by_role("region", name="Generation")
+    # A patch of one position by its index does not fit the steps of one token.
+    expect(generation).to_contain_text("The run failed")
+    lens.get_by_role("button", name="Undo").click()
+    expect(generation).not_to_contain_text("The run failed")
+    generation.get_by_role("button", name=re.compile("^step 2:")).first.click()
+    generation.get_by_role("button", name=re.compile("^Branch with .* at step 2$")).first.click()
+    expect(generation.get_by_role("group", name=re.compile("^Branch at step 2"))).to_be_visible()
+    assert notebook.value("len(generation.generation['lines'])") == 2
+    take_picture("generation")
