@@ -250,7 +250,8 @@ class PatchableGraph(ModuleDelegate):
                 or one value.
             tokenizer: Converts token ids to text (by `decode` or `convert_ids_to_tokens`), for language models.
             circuit: A circuit of this model. Its picture is shown above the tree, to patch components by click.
-            views: The names of views to show above the tree: "attention", "lens". What is selected in one is selected in all.
+            views: The names of views to show above the tree: "attention", "lens". What is selected in one is selected
+                in all.
 
         Raises:
             UnknownPathError: The path does not exist; the message names the closest ones.

@@ -1,4 +1,4 @@
-"""The lens view in JupyterLab: a click on a cell, a patch of it, and the lens with the patch; a branch of a generation."""
+"""The lens view in JupyterLab: a click on a cell patches it; a generation branches."""
 
 from __future__ import annotations
 
