@@ -27,14 +27,16 @@ META = torch.device("meta")
 def parameter_without_values(module: Module) -> str:
     """Returns the name of a parameter on the meta device; empty if there is none.
 
-    Parameters that accelerate loads for each call of their module have values.
+    Those that accelerate loads for each call of their module, or of one around it, have values.
     """
-    for path, owner in module.named_modules():
-        if "_hf_hook" in owner.__dict__:
-            continue
-        for name, parameter in owner.named_parameters(recurse=False):
-            if parameter.is_meta:
-                return f"{path}.{name}" if path else name
+    if "_hf_hook" in module.__dict__:
+        return ""
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta:
+            return name
+    for name, child in module.named_children():
+        if found := parameter_without_values(child):
+            return f"{name}.{found}"
     return ""
 
 

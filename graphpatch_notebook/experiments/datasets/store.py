@@ -197,6 +197,7 @@ class ActivationStore(Mapping[str, "StoredValues"]):
         folder: The folder that `record_to` wrote.
 
     Attributes:
+        examples: How many examples there are.
         example: The number of the example of each position's row, an array of shape (rows).
         position: The position of each row.
         token: The token of each row; -1 if the model does not take tokens.
@@ -245,7 +246,6 @@ class ActivationStore(Mapping[str, "StoredValues"]):
 
     @functools.cached_property
     def examples(self) -> int:
-        """How many examples there are."""
         return sum(int(_notes_of(shard)["examples"]) for shard in self._shards)
 
     @functools.cached_property
@@ -275,6 +275,15 @@ class StoredValues:
         path: The path.
         shape: The shape.
         dtype: The dtype.
+
+    Example:
+        >>> import tempfile
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2, 3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     values = record_to(pg, folder, "sub_0.output", torch.ones(5, 3), batch_size=2)["sub_0.output"]
+        ...     print(values, values[[0, 4]].shape, [tuple(chunk.shape) for chunk in values.chunks()])
+        <StoredValues 'sub_0.output' (5, 3) torch.float32> torch.Size([2, 3]) [(5, 3)]
     """
 
     def __init__(self, store: ActivationStore, path: str, shards: Sequence[Path], *, has_positions: bool) -> None:
