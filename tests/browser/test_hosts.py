@@ -119,7 +119,9 @@ def test_voila(
 def marimo(tmp_path: Path) -> Iterator[str]:
     """The address of a notebook in marimo."""
     file = tmp_path / "story.py"
-    body = "\n".join(f"    {line}" for line in MODEL.strip().splitlines())
+    # marimo shows what a cell ends with, and nothing beside it.
+    source = MODEL.strip().removesuffix("browser") + "import marimo\nmarimo.vstack([*browser.views, browser])"
+    body = "\n".join(f"    {line}" for line in source.splitlines())
     file.write_text(f"{MARIMO}{body}\n    return\n", encoding="utf8")
     port = free_port()
     command = [sys.executable, "-m", "marimo", "run", file.name, "--headless", "--no-token", "--host=127.0.0.1"]
