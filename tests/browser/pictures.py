@@ -21,9 +21,9 @@ import torch
 from transformers import GPT2LMHeadModel
 from graphpatch import PatchableGraph
 
-WORDS = '''^ a quick brown fox jumps over the lazy dog while nobody watched red blue green grey white black north south east
-west left right up down one two three four five six seven milk bread tea wine salt gold iron wood sun moon star rain snow wind
-sea hill lake tree bird fish cat cow book song door bell road ship king'''.split()
+WORDS = '''^ a quick brown fox jumps over the lazy dog while nobody watched red blue green grey white black north
+south east west left right up down one two three four five six seven milk bread tea wine salt gold iron
+wood sun moon star rain snow wind sea hill lake tree bird fish cat cow book song door bell road ship king'''.split()
 
 class tokenizer:
     decode = staticmethod(lambda tokens: " ".join(WORDS[token] for token in tokens))
