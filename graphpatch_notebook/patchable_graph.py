@@ -133,8 +133,8 @@ class PatchableGraph(ModuleDelegate):
         """Returns a `PatchableGraph` of a model of transformers without weights: names, shapes and code, to browse.
 
         The model takes no memory: its parameters are on the meta device. A session of patches that is written here
-        can be loaded where the weights are. To run the model, load weights into it with
-        `pg.load_state_dict(weights, assign=True)`; until then, calls of the model raise an error.
+        can be loaded where the weights are. To run the model, load weights into it with its `load_state_dict` and
+        `assign=True`; until then, calls of the model raise an error.
 
         Args:
             config: A config of transformers, or the name or the folder of one.

@@ -90,7 +90,14 @@ def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **exampl
 
 
 class RemoteGraph(PatchableGraph):
-    """A `PatchableGraph` whose model runs in the engines of a cluster: see `remote`."""
+    """A `PatchableGraph` whose model runs in the engines of a cluster: see `remote`.
+
+    Example:
+        >>> from graphpatch_notebook.experiments import remote
+        >>> pg = remote(client, build, input_ids=ids)  # doctest: +SKIP
+        >>> pg.run_there(lambda there: torch.cuda.memory_allocated())  # doctest: +SKIP
+        16060522496
+    """
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True

@@ -36,6 +36,21 @@ with torch.no_grad():
     pg = PatchableGraph(GPT2_124M.build(), GPT2_124M.inputs())
 """
 SHOW = "browser = pg.browse()\nbrowser"
+TREE = '[role="tree"][aria-label="Graph"] [role="treeitem"]'
+ATTENTION = """
+from graphpatch_notebook.experiments import show_attention
+
+view = show_attention(pg, torch.arange({tokens})[None])
+view
+"""
+LENS = """
+from graphpatch_notebook.experiments import show_lens
+
+view.close()
+view = show_lens(pg, torch.arange(16)[None])
+view.selection = [{"name": "layers[5].attn.heads[3].z", "layer": 5, "head": 3, "position": None, "key": None}]
+view
+"""
 SEARCHES = ("mlp", "op:mul", "layers_12", "q_proj", "shape:16", "layers_1*weight", "nothing like this", "")
 
 # A frame is painted when the first task after its animation callbacks runs.
@@ -72,9 +87,9 @@ const listen = (_, {{ msg, direction }}) => {{
 }};
 kernel.anyMessage.connect(listen);
 const content = app.shell.currentWidget.content;
-content.activeCellIndex = argument;
+content.activeCellIndex = argument.cell;
 void app.commands.execute("notebook:run-cell");
-await until(() => rows().length > 0);
+await until(() => document.querySelector(argument.selector) !== null);
 const seen = await painted();
 await until(() => ended !== null);
 kernel.anyMessage.disconnect(listen);
@@ -144,9 +159,9 @@ def notebook(browser: Browser, server: Server, file: str) -> Iterator[NotebookPa
         yield shown
 
 
-def written(server: Server, name: str, build: str) -> str:
-    """Writes a notebook whose first cell makes `pg` and whose second shows it."""
-    nbformat.write(notebook_of((build, SHOW)), server.folder / name)
+def written(server: Server, name: str, build: str, *shows: str) -> str:
+    """Writes a notebook whose first cell makes `pg`, and whose others show it."""
+    nbformat.write(notebook_of((build, *(shows or (SHOW,)))), server.folder / name)
     return name
 
 
@@ -167,7 +182,7 @@ def showing(
         with notebook(browser, server, file) as shown:
             if number == 0:
                 shown.run(0)
-            found.append(shown.measure(_SHOW, 1))
+            found.append(shown.measure(_SHOW, {"cell": 1, "selector": TREE}))
     milliseconds, kilobytes = limits
     yield under(f"{name}: first paint after the cell ends", median(found), milliseconds, "ms")
     from_display = statistics.median(one["fromDisplay"] for one in found)
@@ -180,7 +195,7 @@ def showing(
 def using(browser: Browser, server: Server, file: str, name: str, rounds: int) -> Iterator[Row]:
     """Scrolling and searching, with every row open."""
     with notebook(browser, server, file) as shown:
-        elements = [shown.measure(_SHOW, 1)["elements"]]
+        elements = [shown.measure(_SHOW, {"cell": 1, "selector": TREE})["elements"]]
         shown.page.get_by_role("button", name="Expand all").click()
         shares = [((7 * number) % 11) / 11 for number in range(1, rounds + 1)]
         jumps = shown.measure(_SCROLL, shares)
@@ -194,6 +209,47 @@ def using(browser: Browser, server: Server, file: str, name: str, rounds: int) -
         time = median([one for one in searches if one["query"] == slowest])
         yield row(f"{name}, {rows}: search redraw, the slowest: {slowest!r}", f"{time:.0f} ms", "", True)
         yield under(f"{name}: DOM elements, at most", max(elements), 400, "")
+
+
+# From the click to the paint of the patched lens beside the other; then the patch is taken back.
+_ZERO = f"""
+{_PAINTED}
+const buttons = () => [...document.querySelectorAll(".gp-lens button")];
+const button = (name) => buttons().find((one) => one.textContent.trim() === name);
+const taken = [];
+for (let round = 0; round < argument; round += 1) {{
+  await until(() => button("Zero") && !button("Zero").disabled);
+  const started = performance.now();
+  button("Zero").click();
+  await until(() => document.querySelectorAll(".gp-lens-figure").length > 1);
+  taken.push({{ milliseconds: (await painted()) - started }});
+  button("Undo").click();
+  await until(() => document.querySelectorAll(".gp-lens-figure").length === 1);
+}}
+return taken;
+"""
+
+
+def linked_views(browser: Browser, server: Server, rounds: int) -> Iterator[Row]:
+    """The attention view and the lens of GPT-2 124M, with random weights."""
+    shows = (ATTENTION.format(tokens=64), ATTENTION.format(tokens=512), LENS)
+    file = written(server, "views.ipynb", GPT2, *shows)
+    for cell, tokens in ((1, 64), (2, 512)):
+        found = []
+        for number in range(rounds):
+            with notebook(browser, server, file) as shown:
+                if number == 0 and cell == 1:
+                    shown.run(0)
+                found.append(shown.measure(_SHOW, {"cell": cell, "selector": ".gp-attention canvas"}))
+        from_display = statistics.median(one["fromDisplay"] for one in found)
+        name = f"GPT-2 124M, attention of 144 heads x {tokens} tokens"
+        yield under(f"{name}: first paint after the message that displays it", from_display, 300, "ms")
+        sent, front_end = (max(one[what] for one in found) / KILOBYTE for what in ("sent", "frontEnd"))
+        yield under(f"{name}: what is sent, without the front end", sent - front_end, 1000, "KB")
+    with notebook(browser, server, file) as shown:
+        shown.measure(_SHOW, {"cell": 3, "selector": ".gp-lens canvas"})
+        name = "GPT-2 124M, 16 tokens: a click on *Zero* for a head of layer 5 to the updated lens"
+        yield under(name, median(shown.measure(_ZERO, rounds)), 500, "ms")
 
 
 def bundle() -> Iterator[Row]:
@@ -216,6 +272,7 @@ def sections(quick: bool) -> Iterator[Iterator[Row]]:
         file = written(server, "fifty_thousand.ipynb", FIFTY_THOUSAND)
         yield showing(browser, server, file, "50,000 nodes", rounds, (300, 250))
         yield using(browser, server, file, "50,000 nodes", rounds)
+        yield linked_views(browser, server, rounds)
         browser.close()
 
 

@@ -1,4 +1,4 @@
-"""The same story in each host of notebooks: open, search, zero a value, run, copy the code."""
+"""The same story in each host of notebooks: open, search, attention, click a head to zero it, run, copy the code."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from tests.browser.notebook_page import NotebookPage
 from tests.browser.server import Server, environment, free_port, wait_until_started
 from tests.browser.tree_page import TreeView
 
-# Without the patch the outputs are 6, since a row of the softmax has a sum of 1; with it, they are 5.
 MODEL = """
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 from graphpatch_notebook import PatchableGraph
 
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(dim=-1), torch.nn.Linear(4, 2))
-with torch.no_grad():
-    for layer, weight, bias in ((model[0], 0, 0), (model[2], 1, 5)):
-        layer.weight.fill_(weight)
-        layer.bias.fill_(bias)
-pg = PatchableGraph(model, torch.rand(3, 4))
-browser = pg.browse()
+torch.manual_seed(0)
+sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
+config = GPT2Config(**sizes, use_cache=False, initializer_range=1.0)
+pg = PatchableGraph(GPT2LMHeadModel(config).eval(), torch.arange(6)[None])
+browser = pg.browse(views=("attention",))
 browser
 """
+HEAD = "layers[0].attn.heads[1].z"
 MARIMO = """
 import marimo
 
@@ -46,13 +45,19 @@ def has_the_story(view: TreeView, cells: Literal["inserts", "copies"]) -> None:
     """Runs the story to its end."""
     expect(view.tree).to_be_visible()
     view.search("op:softmax")
-    expect(view.row("softmax")).to_be_visible()
-    expect(view.row("sub_0")).to_have_count(0)
-    view.patch("sub_1.softmax", "zero")
-    expect(view.chosen).to_contain_text("sub_1.softmax")
+    expect(view.row("pattern")).to_be_visible()
+    expect(view.row("mlp")).to_have_count(0)
+    attention = view.place.get_by_role("region", name="Attention")
+    heads = attention.get_by_role("group", name="Heads")
+    box = heads.bounding_box()
+    assert box is not None
+    heads.click(position={"x": 0.75 * box["width"], "y": 0.25 * box["height"]})
+    attention.get_by_role("button", name="Zero").click()
+    expect(view.chosen).to_contain_text(HEAD)
+    expect(attention.get_by_text("Patched", exact=True)).to_be_visible()
     view.button("Run").click()
     expect(view.runs).to_contain_text(re.compile(r"ran with patch #1"))
-    expect(view.runs).to_contain_text("6 → 5")
+    expect(view.runs).to_contain_text("→")
     view.button("Copy as Python").click()
     expect(view.button("Copy as Python")).to_contain_text("Copied")
     assert "ZeroPatch()" in view.page.evaluate("navigator.clipboard.readText()")
@@ -114,7 +119,9 @@ def test_voila(
 def marimo(tmp_path: Path) -> Iterator[str]:
     """The address of a notebook in marimo."""
     file = tmp_path / "story.py"
-    body = "\n".join(f"    {line}" for line in MODEL.strip().splitlines())
+    # marimo shows what a cell ends with, and nothing beside it.
+    source = MODEL.strip().removesuffix("browser") + "import marimo\nmarimo.vstack([*browser.views, browser])"
+    body = "\n".join(f"    {line}" for line in source.splitlines())
     file.write_text(f"{MARIMO}{body}\n    return\n", encoding="utf8")
     port = free_port()
     command = [sys.executable, "-m", "marimo", "run", file.name, "--headless", "--no-token", "--host=127.0.0.1"]

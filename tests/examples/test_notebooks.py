@@ -40,6 +40,7 @@ NAMES = {
     ),
     "04_magics": ("accuracy_without", "to_follower", "share_without", "share_with_10", "share_with_20", "code"),
     "05_browser": ("without_head", "scores"),
+    "09_by_clicks": ("said",),
     "08_circuits": ("proved", "proved_names"),
     "06_causal_tracing": ("trace", "trace_lost", "without", "edges", "shares", "correlations"),
 }
@@ -272,3 +273,8 @@ def test_cells_with_components_run_unchanged_on_other_families(family: str) -> N
     assert found["lens"].sizes["layer"] == 3
     shown = found["margin"](found["circuit"](found["inputs"])).item()
     assert shown != found["margin"](found["pg"](found["inputs"])).item()
+
+
+def test_the_patch_of_the_clicks_is_that_of_the_head() -> None:
+    found = run("09_by_clicks")[1]["said"]
+    assert found["clean"] == "jumps" != found["zeroed"]

@@ -266,7 +266,7 @@ holds a graph already, its chosen patches are carried over.
     "attention": (
         """
 --tokenizer NAME  the variable of a tokenizer: positions have their tokens
---inputs ARGS     inputs instead of the example inputs: "ids, attention_mask=mask"
+--inputs ARGS     other inputs than the example: "ids, attention_mask=mask"
 """,
         ("attention", "attention --tokenizer tokenizer"),
     ),
