@@ -504,7 +504,7 @@ class PatchableGraph(ModuleDelegate):
             assert context is not None
             check_compilable(context.plan.entries)
             graph = self.to_fx(inputs, input_kwargs, allow_doubts=allow_doubts, any_size=any_size)
-        return CompiledModel(graph, copies, backend, mode)
+        return CompiledModel(graph, copies, self._captured.module, backend, mode)
 
     def _code_of(self, frame: Frame) -> str:
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)

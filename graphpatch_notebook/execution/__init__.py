@@ -26,6 +26,7 @@ from graphpatch_notebook.execution.live.stand_in import (
 )
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import (
+    DECODER_TOKENS,
     Restriction,
     restriction_of,
     row_and_position_dims,
@@ -39,6 +40,7 @@ from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps,
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
 __all__ = [
+    "DECODER_TOKENS",
     "GENERATION_CONFIG",
     "CapturedModel",
     "CompiledModel",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import Module
 
 from graphpatch_notebook.errors import GraphError, PatchValueError
 from graphpatch_notebook.execution.plan import Entry
@@ -34,21 +35,46 @@ class CompiledModel:
         tensor([3., 1.])
     """
 
-    def __init__(self, graph: fx.GraphModule, patches: CompiledPatches, backend: Any, mode: str | None) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, patches: CompiledPatches, model: Module, backend: Any, mode: str | None
+    ) -> None:
         self.graph = graph
         self._patches = patches
+        # The graph refers to these, so writes into weights have their effect, and other parameters or modules do not.
+        self._parts = [(name, module, _parts_of(module)) for name, module in model.named_modules()]
         self._compiled: Callable[..., Any] = torch.compile(graph, fullgraph=True, backend=backend, mode=mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled model with the current values of the patches.
 
         Raises:
-            GraphError: The inputs or the mode of the model differ from those it was captured with.
-            PatchValueError: The value of a patch is neither a tensor nor a number.
+            GraphError: The mode of the model (train or eval), a parameter or a module is another one than when it was
+                compiled; or the inputs differ from those.
+            PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
         __tracebackhide__ = True
+        for name, module, parts in self._parts:
+            if not _are_same(parts, _parts_of(module)):
+                raise GraphError(
+                    f"{name or 'the model'!r} has another mode (train or eval), or other parameters or modules, than "
+                    "when it was compiled: call pg.compile again"
+                )
         self._patches.read()
-        return self._compiled(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except RuntimeError:
+            # The compiler hides why the graph refused inputs or values behind an error of its own: without it, the
+            # graph raises that error itself.
+            self.graph(*args, **kwargs)
+            raise
+
+
+def _parts_of(module: Module) -> list[Any]:
+    return [module.training, *module._parameters.values(), *module._modules.values()]
+
+
+def _are_same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 class CompiledPatches:
@@ -102,7 +128,7 @@ class _CopiedPatch:
     def read(self) -> None:
         """Reads the fields of the user's patch."""
         fields = vars(self._given)
-        if len(self._read) == len(fields) and all(map(operator.is_, self._read, fields.values())):
+        if _are_same(self._read, [*fields.values()]):
             return
         self._read = [*fields.values()]
         value = fields.get("value")

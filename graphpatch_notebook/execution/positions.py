@@ -107,26 +107,36 @@ def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
     return found[0]
 
 
-def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None]:
-    """Returns which dimensions of a target's whole value hold the batch and the sequence.
+def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None, bool]:
+    """Returns which dimensions of a target's whole value hold the batch and the sequence, and if that is an encoder's.
 
-    The latter is `None` if the value has no positions, as a pooled output, or if the model does not take tokens.
+    The second is `None` if the value has no positions, as a pooled output, or if the model does not take tokens. Keys
+    and values of attention have the positions that are attended to.
 
     Raises:
-        ValueError: The former is not known.
+        ValueError: That is not known.
     """
     axes = axes_of(root, target)
     if "batch" in axes and len(along := sequence_dims(axes)) <= 1:
-        return axes.index("batch"), along[0] if along else None
+        row_dim, kept = axes.index("batch"), target.kept_dims
+        keys = [dim for dim, axis in enumerate(axes) if axis == "key"]
+        along = [dim for dim in along or keys if dim in kept]
+        if _token_spec(root) is None or not along:
+            return row_dim, None, False
+        if axes[along[0]] != "key":
+            return row_dim, along[0], _is_inside(encoder_of(root), target)
+        return row_dim, *_dimension(root, target, None)
     whole = target.whole
     if not isinstance(whole, TensorSpec) or not whole.shape:
         raise ValueError(f"it was {whole} when it was captured, and only tensors have rows")
     if _token_spec(root) is None:
-        return 0, None
-    known, sequence = dimensions_of(root), _sequence(root)
-    assert sequence is not None
-    dim = _dimension(root, target, None)[0] if known.dims_like(whole, sequence) else None
-    return row_dimension(root, target, -1 if dim is None else dim), dim
+        return 0, None, False
+    known = dimensions_of(root)
+    sequences = filter(None, (_sequence(root), _encoder_sequence(root)))
+    dim, is_encoder = None, False
+    if any(known.dims_like(whole, sequence) for sequence in sequences):
+        dim, is_encoder = _dimension(root, target, None)
+    return row_dimension(root, target, -1 if dim is None else dim), dim, is_encoder
 
 
 def sequence_dims(axes: Sequence[str]) -> list[int]:
@@ -134,10 +144,16 @@ def sequence_dims(axes: Sequence[str]) -> list[int]:
     return [dim for dim, axis in enumerate(axes) if axis in ("position", "query")]
 
 
-def token_inputs(root: Frame) -> Sequence[str]:
-    """Returns the parameters of a model's `forward` whose second dimension is the sequence that it works on."""
+def token_inputs(root: Frame, *, is_encoder: bool = False) -> Sequence[str]:
+    """Returns the parameters of a model's `forward` whose second dimension is the sequence that it works on.
+
+    Args:
+        root: The frame of the model.
+        is_encoder: Of an encoder-decoder model, those of the sequence of the encoder.
+    """
     names = {parameter.name for parameter in root.parameters}
-    return [name for name in (DECODER_TOKENS if "decoder_input_ids" in names else TOKENS) if name in names]
+    has_decoder = "decoder_input_ids" in names and not is_encoder
+    return [name for name in (DECODER_TOKENS if has_decoder else TOKENS) if name in names]
 
 
 def encoder_of(root: Frame) -> Module | None:
@@ -165,9 +181,8 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
     if given is not None and not -len(kept) <= given < len(kept):
         part = tuple(shape[dim] for dim in kept)
         raise ValueError(f"position_dim={given} is out of range for the value recorded here, of shape {part}")
-    encoder, of_encoder = encoder_of(root), _encoder_sequence(root)
-    is_inside = encoder is not None and any(frame.module is encoder for frame in target.frame.frames_above())
-    sequences = {True: of_encoder} if is_inside else {False: sequence, True: of_encoder}
+    of_encoder = _encoder_sequence(root)
+    sequences = {True: of_encoder} if _is_inside(encoder_of(root), target) else {False: sequence, True: of_encoder}
     known = dimensions_of(root)
     found = [
         (dim, is_encoder)
@@ -195,6 +210,10 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
         return found[0]
     encoder_length = None if of_encoder is None else of_encoder[0]
     raise ValueError(_unclear(shape, sequence[0], encoder_length, given, [dim for dim, _ in found]))
+
+
+def _is_inside(encoder: Module | None, target: Target) -> bool:
+    return encoder is not None and any(frame.module is encoder for frame in target.frame.frames_above())
 
 
 def _only_keys(shape: tuple[int, ...], length: int, kept: list[int], dims: list[int]) -> str:

@@ -33,6 +33,15 @@ class Mlp(nn.Module):
         return self.down(hidden)
 
 
+class WithDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x)
+
+
 def by_hand(model: Mlp, x: Tensor, added: Any = 0, replaced: Any = None, bias: Any = None) -> Tensor:
     hidden = torch.relu(model.up(x)) * 2.0
     hidden = torch.cat([hidden[:, :1], hidden[:, 1:2] + added, hidden[:, 2:]], 1)
@@ -152,6 +161,31 @@ def test_numbers_of_the_model_are_refused() -> None:
 
 
 @pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.train(),
+        lambda model: model.load_state_dict(Mlp().state_dict(), assign=True),
+        lambda model: setattr(model, "up", nn.Linear(3, 4)),
+    ],
+)
+def test_other_weights_and_modes_are_refused(change: Any) -> None:
+    model = Mlp().eval()
+    compiled = PatchableGraph(model, X).compile({"hidden": ZeroPatch()}, X, backend="eager")
+    assert torch.equal(compiled(X), model.down(torch.zeros(2, 4)))
+    change(model)
+    with pytest.raises(GraphError, match="compile again"):
+        compiled(X)
+
+
+def test_errors_of_the_graph_are_not_hidden_by_those_of_the_compiler() -> None:
+    model = WithDropout().eval()
+    compiled = PatchableGraph(model, X).compile({"output": AddPatch(value=1.0)}, X, backend="eager")
+    assert torch.equal(compiled(X), X + 1)
+    with pytest.raises(GraphError, match="dimension 0 of 'x' is 5"):
+        compiled(torch.ones(5, 3))
+
+
 def test_language_models() -> None:
     model, ids = gpt2()
     pg = PatchableGraph(model, ids)

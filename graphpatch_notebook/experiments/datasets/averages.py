@@ -59,7 +59,13 @@ def mean_values(
     dtypes: dict[str, torch.dtype] = {}
     for batch in batches_of(dataset, batch_size):
         for path, value in read_batch(pg, reader, batch, 0)[1].items():
-            sums[path] = sums.get(path, torch.zeros(())) + value.sum(0, dtype=torch.float64)
+            total = value.sum(0, dtype=torch.float64)
+            if path in sums and sums[path].shape != total.shape:
+                raise ExperimentError(
+                    f"a row of {path!r} has the shape {tuple(sums[path].shape)} in one batch, and {tuple(total.shape)} "
+                    "in another: pad all batches to one length"
+                )
+            sums[path] = sums[path] + total if path in sums else total
             counts[path] = counts.get(path, 0) + len(value)
             dtypes[path] = value.dtype
     if not any(counts.values()):

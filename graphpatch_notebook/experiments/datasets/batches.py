@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import bind, signature_of
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import CapturedModel, row_and_position_dims, token_inputs
+from graphpatch_notebook.execution import DECODER_TOKENS, CapturedModel, row_and_position_dims, token_inputs
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -65,11 +66,27 @@ def _parts(whole: tuple[tuple[Any, ...], dict[str, Any]], part: slice, count: in
 
 def digest_of(batch: Inputs) -> str:
     """Returns a digest of the tensors of a batch."""
+    return _digest(batch.tensors())
+
+
+def sample_digest_of(weights: Iterable[Tensor]) -> str:
+    """Returns a digest of some entries of each weight: a model that was trained in between has another one."""
+    # Where entries cannot be read, of weights that are offloaded or sharded, shapes count.
+    return _digest(
+        torch.zeros(weight.shape, device="meta")
+        if weight.is_meta or is_distributed(weight)
+        else weight.detach().flatten()[:: weight.numel() // 64 + 1]
+        for weight in weights
+    )
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for tensor in batch.tensors():
-        flat = tensor.detach().cpu().contiguous()
-        digest.update(f"{tuple(flat.shape)}{flat.dtype}".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.ndim else repr(flat.item()).encode())
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        if not tensor.is_meta:
+            flat = tensor.detach().cpu().contiguous()
+            digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.ndim else repr(flat.item()).encode())
     return digest.hexdigest()
 
 
@@ -80,7 +97,7 @@ class Rows:
     Attributes:
         examples: The number of the example in the dataset, of shape (rows).
         positions: The position in its sequence, of shape (rows).
-        tokens: The token, of shape (rows); -1 if the model does not take tokens.
+        tokens: The token, of shape (rows); -1 if they are not known, as of a model that does not take tokens.
         kept: Which entries of (examples, positions) of the batch they are, of that shape; padding is left out.
     """
 
@@ -119,25 +136,37 @@ class RowReader:
             raise ExperimentError(
                 "there is nothing to record: give a path, or a pattern such as 'layers[*].resid_post'"
             )
-        self.by_path = {path: _dims(model, target) for path, target in targets.items()}
+        found = {path: _dims(model, target) for path, target in targets.items()}
+        self.by_path = {path: (row_dim, position_dim) for path, (row_dim, position_dim, _) in found.items()}
+        sequences = {is_encoder: path for path, (_, dim, is_encoder) in found.items() if dim is not None}
+        if len(sequences) > 1:
+            raise ExperimentError(
+                f"{sequences[True]!r} has the positions of the encoder, and {sequences[False]!r} those of the decoder: "
+                "ask for them one after the other"
+            )
+        self._is_encoder = True in sequences
 
     def tokens(self, batch: Inputs) -> Tensor | None:
         """Returns the tokens of a batch, or their embeddings; `None` if the model does not take any."""
-        given = self._given(batch)
-        return next((given[name] for name in token_inputs(self._model.root) if given.get(name) is not None), None)
+        name = self._token_input(batch)
+        return None if name is None else self._given(batch)[name]
+
+    def _token_input(self, batch: Inputs) -> str | None:
+        given, names = self._given(batch), token_inputs(self._model.root, is_encoder=self._is_encoder)
+        return next((name for name in names if given.get(name) is not None), None)
 
     def _given(self, batch: Inputs) -> dict[str, Any]:
         return bind(signature_of(self._model.module.forward), batch.args, batch.kwargs) or {}
 
     def rows(self, batch: Inputs, first: int) -> Rows:
         """Returns the rows of a batch, the first example of which has number `first`."""
-        tokens = self.tokens(batch)
-        if tokens is None:
+        tokens, name = self.tokens(batch), self._token_input(batch)
+        if tokens is None or name is None:
             count = batch.rows or 0
             none = torch.full((count,), -1)
             return Rows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
         count, length = tokens.shape[:2]
-        mask = self._given(batch).get("attention_mask")
+        mask = self._given(batch).get("decoder_attention_mask" if name in DECODER_TOKENS else "attention_mask")
         kept = torch.ones(count, length, dtype=torch.bool)
         if isinstance(mask, Tensor) and mask.shape == kept.shape:
             kept &= mask.cpu().bool()
@@ -146,7 +175,8 @@ class RowReader:
             wanted[self._positions.within(0, length)] = True
             kept &= wanted
         example, position = kept.nonzero(as_tuple=True)
-        ids = tokens.cpu()[kept] if tokens.ndim == 2 else torch.full((len(example),), -1)
+        # The model shifts labels to get its tokens.
+        ids = tokens.cpu()[kept] if tokens.ndim == 2 and name != "labels" else torch.full((len(example),), -1)
         return Rows(example + first, position, ids, kept)
 
     def of_value(self, path: str, value: Tensor, rows: Rows) -> Tensor:
@@ -171,13 +201,15 @@ class RowReader:
         return self.by_path[path][1] is not None
 
 
-def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None]:
+def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None, bool]:
     try:
-        row_dim, position_dim = row_and_position_dims(model.root, target)
+        row_dim, position_dim, is_encoder = row_and_position_dims(model.root, target)
     except ValueError as error:
         raise ExperimentError(f"{target.text!r}: {error}") from None
     kept = target.kept_dims
-    return kept.index(row_dim), None if position_dim is None else kept.index(position_dim)
+    if row_dim not in kept:
+        raise ExperimentError(f"{target.text!r} takes a part of dimension {row_dim}, which has the examples")
+    return kept.index(row_dim), None if position_dim is None else kept.index(position_dim), is_encoder
 
 
 def read_batch(

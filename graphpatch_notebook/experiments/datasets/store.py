@@ -25,7 +25,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.datasets.batches import Dataset, RowReader, batches_of, digest_of, read_batch
+from graphpatch_notebook.experiments.datasets.batches import (
+    Dataset,
+    RowReader,
+    batches_of,
+    digest_of,
+    read_batch,
+    sample_digest_of,
+)
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.selections import PositionSelection
@@ -54,7 +61,7 @@ def record_to(
     Memory holds one batch and one shard. Each row of a value is one position of one example; padding, where the
     `attention_mask` is 0, is left out. Values without positions have one row for each example. Active patches have
     their effect. If the folder has a store of the same values, the call continues after the batches that are stored,
-    and compares these with the dataset.
+    and compares these with the dataset, and the weights of the model with those of the first call (not the patches).
 
     Args:
         pg: The graph.
@@ -70,7 +77,7 @@ def record_to(
     Raises:
         UnknownPathError: A path does not exist, or a pattern matches nothing; nothing ran.
         ExperimentError: It is not known where the batch is in a value; the folder holds other values, or was recorded
-            on another dataset; rows of a value have different shapes.
+            on another dataset or with other weights; rows of a value have different shapes.
 
     Example:
         >>> import tempfile, torch
@@ -82,7 +89,8 @@ def record_to(
         (10, 3) torch.Size([2, 3])
     """
     reader = RowReader(pg, patterns, positions)
-    writer = _Writer(Path(folder), reader, {"positions": repr(positions), "dtype": str(dtype)}, shard_bytes)
+    settings = {"positions": repr(positions), "dtype": str(dtype), "weights": sample_digest_of(pg.parameters())}
+    writer = _Writer(Path(folder), reader, settings, shard_bytes)
     for batch in writer.skipped(batches_of(dataset, batch_size)):
         rows, values = read_batch(pg, reader, batch, writer.examples, dtype)
         writer.add(batch, {"example": rows.examples, "position": rows.positions, "token": rows.tokens}, values)
@@ -105,8 +113,8 @@ class _Writer:
         if (folder / _SETTINGS).exists():
             if _read_settings(folder) != document:
                 raise ExperimentError(
-                    f"the folder {str(folder)!r} has a store of other values, positions or another dtype: choose "
-                    "another folder, or delete it"
+                    f"the folder {str(folder)!r} has a store of other values, positions or weights, or of another "
+                    "dtype: choose another folder, or delete it"
                 )
         else:
             if any(folder.iterdir()):

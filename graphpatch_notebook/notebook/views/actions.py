@@ -154,9 +154,27 @@ def _mean(place: _Place) -> str:
             f"{place.path!r} does not have a mean over the batch and the positions"
             + (": select the head instead of one of its weights" if is_pattern else f" ({', '.join(axes)})")
         )
-    mean = f"value.mean({tuple(over) if len(over) > 1 else over[0]}, keepdim=True)"
-    if not place.at:
-        return f"lambda value: {mean}.expand_as(value)"
-    ((dim, index),) = place.at.items()
-    there = ", ".join([":"] * dim + [f"{index}:{index + 1}"])
-    return f"lambda value: value.slice_scatter({mean}.expand_as(value[{there}]), {dim}, {index}, {index + 1})"
+    # A head keeps a mean of its own; a position is replaced by the mean over all positions.
+    heads = [_Part.at(dim, index) for dim, index in place.at.items() if dim not in over]
+    positions = [_Part.at(dim, index) for dim, index in place.at.items() if dim in over]
+    source = "".join(["value", *(head.index for head in heads)])
+    changed = f"{source}.mean({tuple(over) if len(over) > 1 else over[0]}, keepdim=True)"
+    changed += f".expand_as({''.join([source, *(one.index for one in positions)])})"
+    for one in positions:
+        changed = f"{source}.slice_scatter({changed}, {one.place})"
+    for one in heads:
+        changed = f"value.slice_scatter({changed}, {one.place})"
+    return f"lambda value: {changed}"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One index of a dimension as code: `index` takes it from a value, `place` are arguments of `slice_scatter`."""
+
+    index: str
+    place: str
+
+    @classmethod
+    def at(cls, dim: int, index: int) -> _Part:
+        until = index + 1
+        return cls(f"[{', '.join([':'] * dim + [f'{index}:{until}'])}]", f"{dim}, {index}, {until}")

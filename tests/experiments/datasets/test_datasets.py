@@ -222,6 +222,11 @@ def test_a_folder_of_other_values_or_another_dataset_is_refused(pg: PatchableGra
         record_to(pg, tmp_path, STREAMS, examples(4), batch_size=4)
     with pytest.raises(ExperimentError, match="other values"):
         record_to(pg, tmp_path, "layers[0].resid_post", examples(4), batch_size=2)
+    trained = build()
+    with torch.no_grad():
+        trained.transformer.h[0].mlp.c_fc.bias.add_(1)  # type: ignore[union-attr, operator]
+    with pytest.raises(ExperimentError, match="weights"):
+        record_to(PatchableGraph(trained, tokens(3)), tmp_path, STREAMS, examples(4), batch_size=2)
     assert len(ActivationStore(tmp_path)) == 2
     assert record_to(pg, tmp_path, STREAMS, examples(4), batch_size=2).examples == 4
 
@@ -235,6 +240,63 @@ def test_means_are_those_over_all_rows_and_ablate(pg: PatchableGraph) -> None:
     with pg.patch({"layers[1].resid_post": ReplacePatch(value=means["layers[1].resid_post"])}):
         logits = pg(**inputs).logits
     assert torch.allclose(logits, logits[:1, :1].expand_as(logits), atol=1e-5)
+
+
+@pytest.mark.parametrize("has_one_length", [True, False])
+def test_encoders_and_decoders_have_positions_of_their_own(tmp_path: Path, has_one_length: bool) -> None:
+    from transformers import BartConfig, BartModel
+
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads"), 2
+    )
+    widths = dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 8)
+    model = BartModel(BartConfig(**sizes, **widths, vocab_size=30, max_position_embeddings=16)).eval()
+    inputs = examples(5)
+    decoded = torch.randint(3, 30, (5, LENGTH if has_one_length else 4))
+    mask = torch.ones_like(decoded)
+    mask[0, 2:] = 0
+    inputs |= {"decoder_input_ids": decoded, "decoder_attention_mask": mask}
+    pg = PatchableGraph(model, **inputs)
+    found = []
+    parts: list[Any] = [model.encoder.layers[0], model.decoder.layers[0]]
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
+        for layer in parts
+    ]
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    masks = inputs["attention_mask"].bool(), mask.bool()
+    paths = [f"{stack}.layers[0].resid_post" for stack in ("encoder", "decoder")]
+    for path, value, kept, ids in zip(paths, found, masks, (inputs["input_ids"], decoded), strict=True):
+        store = record_to(pg, tmp_path / path[:7], path, inputs, batch_size=2)
+        assert torch.allclose(store[path][:], value[kept], atol=1e-5)
+        assert store.token.tolist() == ids[kept].tolist()
+    with pytest.raises(ExperimentError, match="one after the other"):
+        mean_values(pg, paths, inputs, batch_size=2)
+
+
+def test_keys_have_positions_and_images_do_not(pg: PatchableGraph, tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTModel
+
+    model, inputs, found = build(), examples(5), []
+    model.transformer.h[1].attn.c_attn.register_forward_hook(lambda _, __, out: found.append(out))  # type: ignore[union-attr, index]
+    with torch.no_grad():
+        model(**inputs)
+    keys = found[0].chunk(3, -1)[1][inputs["attention_mask"].bool()]
+    mean = mean_values(pg, "layers[1].attn.k", inputs, batch_size=2)["layers[1].attn.k"]
+    assert torch.allclose(mean.flatten(), keys.mean(0), atol=1e-5)
+    with pytest.raises(ExperimentError, match=r"the shape \(2, 1\) in one batch, and \(2, 3\) in another"):
+        mean_values(pg, "layers[1].attn.pattern", [tokens(1), tokens(3)])
+    images = torch.randn(3, 3, 4, 4)
+    widths = dict.fromkeys(("hidden_size", "intermediate_size"), 8)
+    vit = ViTModel(ViTConfig(num_hidden_layers=1, num_attention_heads=2, image_size=4, patch_size=2, **widths)).eval()
+    path = "layers[0].resid_post"
+    store = record_to(PatchableGraph(vit, images), tmp_path, path, images, batch_size=2)
+    with torch.no_grad():
+        assert torch.allclose(store[path][:], vit(images, output_hidden_states=True).hidden_states[1], atol=1e-5)
 
 
 def test_results_of_batches_are_averaged(pg: PatchableGraph) -> None:

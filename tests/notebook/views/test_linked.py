@@ -65,12 +65,15 @@ def values(pg: PatchableGraph, session: Session, namespace: dict[str, Any], name
         return pg.record(name, x)[name]
 
 
+@pytest.mark.parametrize("named", [{"name": HEAD}, {"name": "layers[0].attn.z", "head": 1}])
 @pytest.mark.parametrize("position", [None, 2])
 @pytest.mark.parametrize("act", ["zero", "mean", "other_run", "steer"])
-def test_each_action_does_what_it_says(pg: PatchableGraph, session: Session, act: str, position: int | None) -> None:
+def test_each_action_does_what_it_says(
+    pg: PatchableGraph, session: Session, act: str, position: int | None, named: dict[str, Any]
+) -> None:
     x, other = tokens(), tokens()
     typed = {"other_run": "other", "steer": "3.0"}.get(act)
-    session.extend(patches_of(session, act, [item_of(HEAD, position=position)], typed, set()))
+    session.extend(patches_of(session, act, [item_of(**named, position=position)], typed, set()))
     clean = pg.record("layers[0].attn.z", x)["layers[0].attn.z"]
     there = pg.record("layers[0].attn.z", other)["layers[0].attn.z"]
     expected, part = clean.clone(), slice(None) if position is None else position
