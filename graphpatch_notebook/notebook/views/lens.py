@@ -24,7 +24,7 @@ from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
 from graphpatch_notebook.notebook.run.model_calls import inputs_for_run
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.session.workspace import Workspace, counted
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
 from graphpatch_notebook.notebook.views.opening import session_for_view
 from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, RequestContext
@@ -303,7 +303,7 @@ class LensView(ComputedView):
 
     def __repr__(self) -> str:
         rows, positions = len(self._clean[self.stream].names), len(self._readouts.target)
-        patches = f", with {len(self._chosen)} patches" if self._patched else ""
+        patches = f", with {counted(len(self._chosen))}" if self._patched else ""
         return f"<LensView of {self._session.origin.graph}, {self.stream}, {rows} x {positions}{patches}>"
 
     def _static_html(self) -> str | None:

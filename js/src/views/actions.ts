@@ -104,8 +104,7 @@ export function makeActions(view: Linked, { pathOf }: ActionOptions): Part {
     "div",
     { class: "gp-actions", role: "toolbar", "aria-label": "Selection" },
     what,
-    ...buttons,
-    copy,
+    element("div", { class: "gp-action-buttons" }, ...buttons, copy),
   );
   return { element: element("div", { class: "gp-action-bar" }, bar, form) };
 }

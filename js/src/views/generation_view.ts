@@ -335,7 +335,8 @@ class StepForm implements Part {
     const named = this.view.selection.items.findLast(({ name }) => name !== null)?.name;
     if (named && this.path.value === "") this.path.value = named;
     this.apply.disabled = steps.length === 0 || this.view.kernel.state === "lost";
-    this.words.textContent = steps.length === 0 ? "Select tokens to patch their steps." : `Steps ${steps.join(", ")}:`;
+    const chosen = `${steps.length === 1 ? "Step" : "Steps"} ${steps.join(", ")}:`;
+    this.words.textContent = steps.length === 0 ? "Select tokens to patch their steps." : chosen;
   }
 
   private showAct(): void {
