@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import io
 import os
 import signal
@@ -162,6 +164,49 @@ def test_an_interrupt_reaches_the_engines_and_leaves_them_usable(there: Patchabl
         there(input_ids=IDS)
     assert logits(there).shape == (2, 5, 20)
     assert time.monotonic() - before < 50
+
+
+def test_engines_are_the_ranks_of_a_sharded_model(client: Any, tmp_path: Path) -> None:
+    for rank, engine in enumerate(client):
+        engine.apply_sync(be_rank, rank)
+    there = remote(client, functools.partial(build_rank, str(tmp_path / "group")), input_ids=IDS)
+    here = PatchableGraph(build_llama(), input_ids=IDS)
+    assert {p: m.shape for p, m in there.nodes.items()} == {p: m.shape for p, m in here.nodes.items()}
+    units = ZeroPatch(slice=(..., slice(30, 40)))  # of both ranks
+    for patches in ({"layers[1].attn.heads[3].z": ZeroPatch()}, {"layers[0].mlp.post": units}):
+        found = []
+        for pg in (there, here):
+            with pg.patch(patches | {"layers[1].mlp.post": (probe := ProbePatch())}):
+                found.append((logits(pg), probe.activation))
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+
+
+def be_rank(rank: int) -> None:
+    os.environ |= {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def build_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+
+
+def build_rank(store: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    rank, limit = int(os.environ["RANK"]), datetime.timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    split = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    model = build_llama()
+    plan = {
+        name: ColwiseParallel() if name.rpartition(".")[2] in split else RowwiseParallel()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
+    }
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
 
 
 def test_the_guide_runs(client: Any) -> None:
