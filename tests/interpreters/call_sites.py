@@ -40,7 +40,7 @@ class Calls:
 
 def frames_of(frame: FrameType) -> Iterator[FrameType]:
     above: FrameType | None = frame
-    while above is not None and not call_sites.is_invoke(above.f_code):
+    while above is not None and above.f_code is not call_sites.INVOKE:
         yield above
         above = above.f_back
 
