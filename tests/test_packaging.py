@@ -208,6 +208,6 @@ def test_the_metadata_is_whole(wheel: Path) -> None:
     assert (metadata["License-Expression"], metadata["License-File"]) == ("MIT", "LICENSE")
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata["Requires-Python"] == ">=3.10"
-    assert {*metadata.get_all("Provides-Extra", [])} == {"all", "experiments", "quantized", "transformers"}
+    assert {*metadata.get_all("Provides-Extra", [])} == {"all", "experiments", "quantized", "remote", "transformers"}
     assert len(metadata.get_all("Classifier", [])) > 5
     assert metadata["Summary"]

@@ -201,7 +201,7 @@ def test_opaque_frames_have_no_graph() -> None:
     assert root.reason == "the options say to skip it"
     from graphpatch_notebook.graphs.build import build
 
-    with pytest.raises(GraphError, match=r"no graph of the root \(Linear\): the options say to skip it"):
+    with pytest.raises(GraphError, match=r"the root has no graph \(Linear\): the options say to skip it"):
         build(root.frame, root)
 
 

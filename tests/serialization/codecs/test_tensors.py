@@ -122,7 +122,7 @@ def test_tensors_that_cannot_be_written(tensor: Tensor, message: str) -> None:
         ({"dtype": "float31"}, "no dtype"),
         ({"dtype": "int64", "shape": [1], "requires_grad": True}, "cannot require gradients"),
         ({"device": "cuda:99"}, "not there"),
-        ({"device": "nowhere"}, "no device"),
+        ({"device": "nowhere"}, "unknown device"),
         ({"storage": "other"}, "belongs to no tensor"),
     ],
 )
