@@ -91,7 +91,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExampleRows:
     """The rows of a batch: which example and position each belongs to.
 
     Attributes:
@@ -158,13 +158,13 @@ class RowReader:
     def _given(self, batch: Inputs) -> dict[str, Any]:
         return bind(signature_of(self._model.module.forward), batch.args, batch.kwargs) or {}
 
-    def rows(self, batch: Inputs, first: int) -> Rows:
+    def rows(self, batch: Inputs, first: int) -> ExampleRows:
         """Returns the rows of a batch, the first example of which has number `first`."""
         tokens, name = self.tokens(batch), self._token_input(batch)
         if tokens is None or name is None:
             count = batch.rows or 0
             none = torch.full((count,), -1)
-            return Rows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
+            return ExampleRows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
         count, length = tokens.shape[:2]
         mask = self._given(batch).get("decoder_attention_mask" if name in DECODER_TOKENS else "attention_mask")
         kept = torch.ones(count, length, dtype=torch.bool)
@@ -177,9 +177,9 @@ class RowReader:
         example, position = kept.nonzero(as_tuple=True)
         # The model shifts labels to get its tokens.
         ids = tokens.cpu()[kept] if tokens.ndim == 2 and name != "labels" else torch.full((len(example),), -1)
-        return Rows(example + first, position, ids, kept)
+        return ExampleRows(example + first, position, ids, kept)
 
-    def of_value(self, path: str, value: Tensor, rows: Rows) -> Tensor:
+    def of_value(self, path: str, value: Tensor, rows: ExampleRows) -> Tensor:
         """Returns the rows of a value, of shape (rows, ...): copies on the CPU.
 
         Raises:
@@ -214,7 +214,7 @@ def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None, bool]:
 
 def read_batch(
     pg: PatchableGraph, reader: RowReader, batch: Inputs, first: int, dtype: torch.dtype | None = None
-) -> tuple[Rows, dict[str, Tensor]]:
+) -> tuple[ExampleRows, dict[str, Tensor]]:
     """Runs the model on a batch, the first example of which has number `first`.
 
     Returns:
