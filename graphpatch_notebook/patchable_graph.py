@@ -59,8 +59,9 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _COMPILES_ITSELF = (
-    "the model compiles a function while it runs, as flex_attention does, and torch.compile fails where the run is "
-    "observed; load the model with attn_implementation='sdpa' (or 'eager'), whose patterns can be patched"
+    "the model compiles a function while it runs, and torch.compile fails where the run is observed; if it computes "
+    "attention, load the model with attn_implementation='sdpa' (or 'eager'), else call "
+    "torch.compiler.set_stance('force_eager') before"
 )
 _OWN = {"_module", "_captured", "_generation_config"}
 
