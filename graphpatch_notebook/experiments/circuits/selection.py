@@ -254,13 +254,13 @@ def faithfulness(
         for ranking in rankings.values()
         for count in counts
     ]
-    values, ends = np.zeros(len(circuits)), np.zeros(2)
+    sums, ends = np.zeros(len(circuits)), np.zeros(2)
     run = functools.partial(_metrics, nodes.feeds, circuits)
     for ends_here, values_here in map_batches(pg, run, batches, executor=executor, recipe=recipe):
         ends += ends_here
-        values += values_here
-    values = values.reshape(len(rankings), len(counts))
-    values, (high, low) = values / len(batches), ends / len(batches)
+        sums += values_here
+    values = sums.reshape(len(rankings), len(counts)) / len(batches)
+    high, low = ends / len(batches)
     if high == low:
         raise ExperimentError(f"the metric is {high:.6g} on both inputs, so there is no effect to keep")
     curves = (values - low) / (high - low)

@@ -242,12 +242,12 @@ class Dispatch:
     def _run_by_executor(self) -> Iterator[None]:
         try:
             self._look_after_workers()
-            while self._breakage is None:
+            while not self._is_broken:
                 self._submit()
                 if not self._out:
-                    if self._breakage is not None or (self._new is None and not self._again):
+                    if self._new is None and not self._again:
                         break
-                elif self._breakage is None:
+                elif not self._is_broken:
                     self._take_next()
                 yield
             self._take_what_is_there()
@@ -259,6 +259,10 @@ class Dispatch:
                 with contextlib.suppress(Exception):
                     # Released tasks do not run; `cancel` of a cluster would wait forever if the client is closed.
                     (portion.future.cancel if self._cluster is None else portion.future.release)()
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._breakage is not None
 
     def _next(self) -> _Portion | None:
         """Returns the next portion to submit, if there is one: those that were lost come after all new ones."""

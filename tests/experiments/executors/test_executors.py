@@ -693,7 +693,8 @@ def test_where_no_worker_is_left_the_rest_is_run_here(
         r"run; all others that it has not done are run in this process",
         messages,
     )
-    assert re.search(r"layer=1, unit=0: its worker was lost, and no other is left; here it may end", messages)
+    (why,) = (each["error"] for each in result.errors if each["cell"] == {"layer": 1, "unit": 0})
+    assert why.startswith("its worker was lost, and no other is left; here it may end this process")
 
 
 @pytest.mark.parametrize("gone", ["client", "scheduler"])
@@ -751,25 +752,36 @@ def test_a_cluster_that_is_restarted_loses_nothing(pg: PatchableGraph, here: Any
 # -- Ray ---------------------------------------------------------------------------------------------------------------
 
 
+def start(ray: Any) -> None:
+    """On a machine that is busy with other tests, a node may not be up after the 30 seconds that Ray waits."""
+    for is_last in (False, False, True):
+        try:
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
+        except Exception:
+            ray.shutdown()
+            if is_last:
+                raise
+        else:
+            return
+
+
 @pytest.mark.slow
 def test_ray(
     pg: PatchableGraph,
     here: Any,
     one_thread_each: None,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A cell that kills two workers is NaN, all others are right, and a stopped Ray is an error."""
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "100")  # on a busy machine
     import ray
 
     def act(layer: int, unit: int) -> None:
         if (layer, unit) == (2, 4):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with at_most(150):
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
+    with at_most(240):
         try:
+            start(ray)
             executor = RayExecutor()
             with pytest.warns(ExperimentWarning, match="unit=4: its worker was lost 2 times, .*: WorkerCrashedError"):
                 result = swept(pg, acting(act), executor=executor, recipe=build, progress=True)
