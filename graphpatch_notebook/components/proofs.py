@@ -31,7 +31,7 @@ from graphpatch_notebook.components.closeness import (
 from graphpatch_notebook.components.ends import End, Start
 from graphpatch_notebook.components.flow import Place, UnknownValueError, Value
 from graphpatch_notebook.components.mlp import Mlp
-from graphpatch_notebook.components.noise import NoiseRuns, Run, floats, keeping, noise
+from graphpatch_notebook.components.noise import NoiseRuns, ProofRun, floats, keeping, noise
 from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.regions import region
 from graphpatch_notebook.components.writes import Write
@@ -97,7 +97,7 @@ class Verdicts:
                 self.doubts.setdefault(name, problem)
 
 
-def prove(evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: Run) -> Verdicts:
+def prove(evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: ProofRun) -> Verdicts:
     """Returns how components were proved in runs of the model.
 
     Args:
@@ -110,7 +110,7 @@ def prove(evidence: Evidence, paths: Mapping[str, str], known: Collection[str], 
 
 
 class _Prover:
-    def __init__(self, evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: Run) -> None:
+    def __init__(self, evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: ProofRun) -> None:
         self._trails = evidence.trails
         self._flow = evidence.trails.flow
         self._paths = paths

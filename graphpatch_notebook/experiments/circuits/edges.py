@@ -324,7 +324,7 @@ def _exact_effects(
     runs = CircuitRuns(pg, nodes, pair.corrupted, pair.number)
     clean = record(pg, pair.clean, recorded_paths(nodes), pair.number)
     found.clean, found.corrupted = float(clean.measurement.values), runs.metric
-    Deltas(nodes, Recorded(clean.values), Recorded(runs.values), 0).check(nodes)
+    Deltas(nodes, RecordedValues(clean.values), RecordedValues(runs.values), 0).check(nodes)
     with torch.no_grad():
         changes = {id(writer): writer.change(clean.values, runs.values) for writer in nodes.writers}
         for reader in nodes.readers:
@@ -346,7 +346,7 @@ def _exact_effects(
 
 
 @dataclass
-class Recorded:
+class RecordedValues:
     """What was recorded in a run, by path.
 
     Attributes:
@@ -423,7 +423,7 @@ class _Runs:
 
     def _run(
         self, inputs: Inputs, patches: Mapping[str, Patch[Any]], reads: Sequence[str], state: ModuleState
-    ) -> tuple[Recorded, Tensor]:
+    ) -> tuple[RecordedValues, Tensor]:
         state.restore()
         probes = {path: ProbePatch() for path in recorded_paths(self._nodes)}
         merged: dict[str | NodePath, list[Patch[Any]]] = {}
@@ -434,7 +434,7 @@ class _Runs:
         with self._pg.patch(merged, strict=True), choices:
             output = inputs.run(self._pg)
         metric = metric_number(self._batch.metric(output))
-        return Recorded({path: probe.activation.detach() for path, probe in probes.items()}), metric
+        return RecordedValues({path: probe.activation.detach() for path, probe in probes.items()}), metric
 
 
 class _GradientRun:
@@ -474,7 +474,7 @@ class Deltas:
         max_bytes: If the differences are larger, they are computed again when they are needed.
     """
 
-    def __init__(self, nodes: Nodes, clean: Recorded, corrupted: Recorded, max_bytes: int) -> None:
+    def __init__(self, nodes: Nodes, clean: RecordedValues, corrupted: RecordedValues, max_bytes: int) -> None:
         self._clean = clean
         self._corrupted = corrupted
         self._columns: dict[int, slice] = {}
@@ -569,8 +569,8 @@ class _Backwards:
     def __init__(
         self,
         method: Method,
-        clean: Recorded,
-        corrupted: Recorded,
+        clean: RecordedValues,
+        corrupted: RecordedValues,
         deltas: Deltas,
         found: EdgeScores,
         max_bytes: int,

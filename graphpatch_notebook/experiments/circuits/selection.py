@@ -26,7 +26,7 @@ from graphpatch_notebook.warning_places import level_of_caller, warn
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
 
-Selection: TypeAlias = Literal["top", "greedy"]
+SelectionMethod: TypeAlias = Literal["top", "greedy"]
 _SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -36,7 +36,7 @@ def circuit(
     scores: DataArray,
     edges: int = 100,
     *,
-    selection: Selection = "top",
+    selection: SelectionMethod = "top",
     absolute: bool = True,
     prune: bool = True,
 ) -> Circuit:
@@ -123,7 +123,7 @@ class Ranking:
         ExperimentError: The scores are not those of the model.
     """
 
-    def __init__(self, nodes: Nodes, scores: DataArray, selection: Selection, *, absolute: bool) -> None:
+    def __init__(self, nodes: Nodes, scores: DataArray, selection: SelectionMethod, *, absolute: bool) -> None:
         if selection not in ("top", "greedy"):
             raise ExperimentError(f"selection must be 'top' or 'greedy', not {selection!r}")
         own = [list(scores.coords[name].values) for name in ("receiver", "sender")]
@@ -182,7 +182,7 @@ def faithfulness(
     corrupted: Any,
     *,
     sizes: Iterable[int | float] | None = None,
-    selection: Selection = "top",
+    selection: SelectionMethod = "top",
     absolute: bool = True,
     random: int | None = 0,
     executor: Any = None,

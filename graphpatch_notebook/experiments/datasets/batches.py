@@ -82,7 +82,7 @@ def numbered(batches: Iterable[Inputs], first: int = 0) -> Iterator[tuple[int, I
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExampleRows:
     """The rows of a batch: which example and position each belongs to.
 
     Attributes:
@@ -154,13 +154,13 @@ class RowReader:
     def _given(self, batch: Inputs) -> dict[str, Any]:
         return bind(self._signature, batch.args, batch.kwargs) or {}
 
-    def rows(self, batch: Inputs, first: int) -> Rows:
+    def rows(self, batch: Inputs, first: int) -> ExampleRows:
         """Returns the rows of a batch, the first example of which has number `first`."""
         tokens, name = self.tokens(batch), self._token_input(batch)
         if tokens is None or name is None:
             count = batch.rows or 0
             none = torch.full((count,), -1)
-            return Rows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
+            return ExampleRows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
         count, length = tokens.shape[:2]
         mask = self._given(batch).get("decoder_attention_mask" if name in DECODER_TOKENS else "attention_mask")
         kept = torch.ones(count, length, dtype=torch.bool)
@@ -173,9 +173,9 @@ class RowReader:
         example, position = kept.nonzero(as_tuple=True)
         # The model shifts labels to get its tokens.
         ids = tokens.cpu()[kept] if tokens.ndim == 2 and name != "labels" else torch.full((len(example),), -1)
-        return Rows(example + first, position, ids, kept)
+        return ExampleRows(example + first, position, ids, kept)
 
-    def of_value(self, path: str, value: Tensor, rows: Rows) -> Tensor:
+    def of_value(self, path: str, value: Tensor, rows: ExampleRows) -> Tensor:
         """Returns the rows of a value, of shape (rows, ...): copies on the CPU.
 
         Raises:
@@ -210,7 +210,7 @@ def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None, bool]:
 
 def read_batch(
     reader: RowReader, dtype: torch.dtype | None, pg: PatchableGraph, numbered: tuple[int, Inputs]
-) -> tuple[Rows, dict[str, Tensor]]:
+) -> tuple[ExampleRows, dict[str, Tensor]]:
     """Runs the model on a batch, given with the number of its first example.
 
     Returns:

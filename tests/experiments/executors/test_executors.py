@@ -754,15 +754,13 @@ def test_a_cluster_that_is_restarted_loses_nothing(pg: PatchableGraph, here: Any
 
 def start(ray: Any) -> None:
     """On a machine that is busy with other tests, a node may not be up after the 30 seconds that Ray waits."""
-    for is_last in (False, False, True):
-        try:
-            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
-        except Exception:
-            ray.shutdown()
-            if is_last:
-                raise
-        else:
+    options = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "object_store_memory": 10**8}
+    for _ in range(2):
+        with contextlib.suppress(Exception):
+            ray.init(**options)
             return
+        ray.shutdown()
+    ray.init(**options)
 
 
 @pytest.mark.slow
