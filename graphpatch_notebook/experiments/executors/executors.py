@@ -22,7 +22,7 @@ from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.experiments.executors.clusters import Cluster, RayExecutor, WorkersLostError, is_of_ray
 from graphpatch_notebook.experiments.executors.pickling import RECIPE, packed, unpacked
-from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, Work, run_pieces
+from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, SharedWork, run_pieces
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.warning_places import warn_each_time
@@ -44,7 +44,7 @@ class Piece(Protocol):
         """The name of its content in messages."""
 
 
-class Results(Protocol):
+class PieceResults(Protocol):
     """Receives the results of pieces."""
 
     def keep(self, results: Any) -> None:
@@ -114,7 +114,9 @@ def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
         )
 
 
-def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: Work, parts: Sequence[tuple[str, Any]]) -> Task:
+def task_maker(
+    executor: Any, recipe: Any, pg: PatchableGraph, work: SharedWork, parts: Sequence[tuple[str, Any]]
+) -> Task:
     """Returns a function that makes tasks for an executor.
 
     Args:
@@ -196,7 +198,7 @@ class Dispatch:
         self._context = getattr(executor, "_mp_context", None) or multiprocessing.get_context("spawn")
         self._task = task
         self._run_here = run_here
-        self._results: Results
+        self._results: PieceResults
         self._new: Iterator[Sequence[Any]] | None = None
         self._may_begin: Callable[[], bool] = lambda: True
         self._again: deque[_Portion] = deque()
@@ -209,7 +211,7 @@ class Dispatch:
         self.remarks: dict[str, None] = {}
 
     def run(
-        self, portions: Iterable[Sequence[Any]], results: Results, may_begin: Callable[[], bool] = lambda: True
+        self, portions: Iterable[Sequence[Any]], results: PieceResults, may_begin: Callable[[], bool] = lambda: True
     ) -> Iterator[None]:
         """Runs all portions, each a few pieces. After an interrupt, completed results are kept, and futures canceled.
 

@@ -119,7 +119,7 @@ class Runner(Protocol):
         """Returns the result of each piece, given by its number and content."""
 
 
-class Work(Protocol):
+class SharedWork(Protocol):
     """The data that the pieces of one call share, except for the graph."""
 
     def runner(self, pg: PatchableGraph) -> Runner:
@@ -182,7 +182,7 @@ class SharedGraph:
     """Runs pieces in threads of this process, on one graph. Each thread has its own runner and patch contexts."""
 
     pg: PatchableGraph
-    work: Work
+    work: SharedWork
     _own: threading.local = field(default_factory=threading.local)
 
     def run(self, pieces: Sequence[tuple[int, Any]]) -> Outcome:
@@ -203,7 +203,7 @@ class _WorkerState:
 
     token: str
     recipe: bytes
-    work: Work
+    work: SharedWork
     runners: dict[int, Runner] = field(default_factory=dict)  # by thread
 
 
@@ -218,7 +218,7 @@ def run_pieces(token: str, recipe: bytes, work: bytes, pieces: bytes, attempt: i
     Args:
         token: Identifies the call.
         recipe: How to build the graph.
-        work: A `Work`.
+        work: A `SharedWork`.
         pieces: Pairs of number and content.
         attempt: The number of earlier attempts. Some schedulers identify a task by its arguments, and would return the
             error of the last attempt.
