@@ -35,11 +35,12 @@ from graphpatch_notebook.experiments.attribution.rules import (
     widened,
 )
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
-from graphpatch_notebook.experiments.circuits.positions import RowPositions
+from graphpatch_notebook.experiments.circuits.positions import WrittenPositions
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.engine.measurements import measurement
+from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
@@ -48,7 +49,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_same_shapes,
     checked_bytes,
 )
-from graphpatch_notebook.experiments.methods.positions import Positions, Rows, are_of_rows
+from graphpatch_notebook.experiments.methods.positions import Positions, RowPositions, are_of_rows
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import metric_name
@@ -77,9 +78,11 @@ def attribute_edges(
     receivers: str | Iterable[str] | None = None,
     heads: bool = True,
     experts: bool = False,
-    positions: Positions | Rows = None,
+    positions: Positions | RowPositions = None,
     max_bytes: int = 2**30,
     batch: int | str | None = "auto",
+    executor: Any = None,
+    recipe: Any = None,
 ) -> DataArray:
     """Returns a score for each edge between components: an estimate of what passes along this edge alone.
 
@@ -122,6 +125,8 @@ def attribute_edges(
             position alone.
         max_bytes: The memory limit for what is computed beside the runs. Scores do not change.
         batch: For `"exact"`: how many edges run in one forward, as for `pg.sweep`.
+        executor: Runs batches elsewhere, as for `pg.sweep`.
+        recipe: As for `pg.sweep`.
 
     Returns:
         An array with the dimensions `receiver` and `sender`, and `position` if requested, and NaN where the model has
@@ -155,30 +160,19 @@ def attribute_edges(
     check_method(method, (*METHODS, "exact"))
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
-    points, limit, choices = midpoints(steps), checked_bytes(max_bytes), Choices(routing)
+    points, limit = midpoints(steps), checked_bytes(max_bytes)
+    Choices(routing)  # checks it
     fractions = points if method == "integrated" else [0.0]
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads, experts=experts)
     _warn_of_skipped(nodes)
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
-    root = pg.nodes.root
-
-    def placed(values: Mapping[str, Tensor]) -> RowPositions | None:
-        return None if positions is None else RowPositions(root, nodes, values, positions)
-
-    total: EdgeScores | None = None
-    for pair in batches:
-        if method == "exact":
-            found = _exact_effects(pg, nodes, pair, batch, rows, columns, placed)
-        else:
-            found = _Runs(pg, nodes, pair, method, fractions, limit, choices, placed).scores()
-        total = EdgeScores(nodes, found.positions) if total is None else total
-        total.add(found, len(batches))
-    assert total is not None
-    coords = {"receiver": nodes.receivers, "sender": nodes.senders}
+    scoring = _Scoring(method, fractions, limit, routing, heads, experts, positions, batch, rows, columns)
+    total = _mean(list(map_batches(pg, scoring, batches, executor=executor, recipe=recipe)))
+    coords: dict[str, list[Any]] = {"receiver": nodes.receivers, "sender": nodes.senders}
     if total.positions is not None:
-        coords["position"] = total.positions.labels
+        coords["position"] = total.positions
     array = xarray.DataArray(total.values.reshape(*map(len, coords.values())), coords, list(coords), name="score")
     change = total.clean - total.corrupted
     array.attrs = {
@@ -288,7 +282,7 @@ class EdgeScores:
     Without `positions`, there is one for all.
     """
 
-    def __init__(self, nodes: Nodes, positions: RowPositions | None = None) -> None:
+    def __init__(self, nodes: Nodes, positions: WrittenPositions | None = None) -> None:
         self.nodes = nodes
         self.positions = positions
         count = 1 if positions is None else len(positions.labels)
@@ -303,21 +297,73 @@ class EdgeScores:
                 self.values[np.ix_([self.rows[name] for name in reader.names], senders, there)] = 0.0
         self.edges = ~np.isnan(self.values)
 
-    def add(self, other: EdgeScores, count: int) -> None:
-        """Adds the scores of one of `count` batches.
 
-        Raises:
-            ExperimentError: It has other positions.
-        """
-        labels = [None if each.positions is None else each.positions.labels for each in (self, other)]
-        if labels[0] != labels[1]:
-            raise ExperimentError(f"the batches have other positions: {labels[0]} and {labels[1]}; give those of both")
-        self.values += other.values / count
-        self.clean += other.clean / count
-        self.corrupted += other.corrupted / count
+@dataclass(frozen=True)
+class ScoredEdges:
+    """The scores of all edges on one pair of inputs, and the metric of its two runs.
+
+    Attributes:
+        values: The scores, (receiver, sender, position).
+        edges: Where the model has an edge.
+        clean: The metric of the clean run.
+        corrupted: The metric of the corrupted run.
+        positions: The positions; `None`: one score for all.
+    """
+
+    values: Any
+    edges: Any
+    clean: float
+    corrupted: float
+    positions: list[int] | None
 
 
-_Placed: TypeAlias = Callable[[Mapping[str, Tensor]], "RowPositions | None"]
+def _mean(batches: Sequence[ScoredEdges]) -> ScoredEdges:
+    """Returns the mean over batches.
+
+    Raises:
+        ExperimentError: They have different positions.
+    """
+    first = batches[0]
+    other = next((each for each in batches if each.positions != first.positions), None)
+    if other is not None:
+        raise ExperimentError(f"the batches have different positions: {first.positions} and {other.positions}")
+    values, clean, corrupted = (
+        sum(getattr(each, name) / len(batches) for each in batches) for name in ("values", "clean", "corrupted")
+    )
+    return ScoredEdges(values, first.edges, clean, corrupted, first.positions)
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """Scores the edges on one pair of inputs. It can be pickled."""
+
+    method: Any
+    fractions: Sequence[float]
+    max_bytes: int
+    routing: Routing
+    heads: bool
+    experts: bool
+    positions: Any
+    batch: int | str | None
+    rows: Sequence[str]
+    columns: Sequence[str]
+
+    def __call__(self, pg: PatchableGraph, pair: Batch) -> ScoredEdges:
+        nodes = nodes_of(pg.nodes.root, heads=self.heads, experts=self.experts)
+
+        def placed(values: Mapping[str, Tensor]) -> WrittenPositions | None:
+            return None if self.positions is None else WrittenPositions(pg.nodes.root, nodes, values, self.positions)
+
+        if self.method == "exact":
+            found = _exact_effects(pg, nodes, pair, self.batch, self.rows, self.columns, placed)
+        else:
+            choices = Choices(self.routing)
+            found = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed).scores()
+        labels = None if found.positions is None else found.positions.labels
+        return ScoredEdges(found.values, found.edges, found.clean, found.corrupted, labels)
+
+
+_Placed: TypeAlias = Callable[[Mapping[str, Tensor]], "WrittenPositions | None"]
 
 
 def _exact_effects(
@@ -336,7 +382,7 @@ def _exact_effects(
     found.values[found.edges] = np.nan
     clean = record(pg, pair.clean, recorded_paths(nodes), pair.number)
     found.clean, found.corrupted = float(clean.measurement.values), runs.metric
-    Deltas(nodes, Recorded(clean.values), Recorded(runs.values), 0).check(nodes)
+    Deltas(nodes, RecordedValues(clean.values), RecordedValues(runs.values), 0).check(nodes)
     with torch.no_grad():
         changes = {id(writer): writer.change(clean.values, runs.values) for writer in nodes.writers}
         for reader in nodes.readers:
@@ -345,7 +391,7 @@ def _exact_effects(
             for receiver in [name for name in reader.names if name in rows and senders]:
                 at = [found.columns[sender] for sender in senders]
                 there = found.edges[found.rows[receiver], at]
-                cells = {"sender": senders}
+                cells: dict[str, list[Any]] = {"sender": senders}
                 if positions is not None:
                     cells["position"] = positions.labels
                 swept = run_sweep(
@@ -363,7 +409,7 @@ def _exact_effects(
 
 
 @dataclass
-class Recorded:
+class RecordedValues:
     """What was recorded in a run, by path.
 
     Attributes:
@@ -442,7 +488,7 @@ class _Runs:
 
     def _run(
         self, inputs: Inputs, patches: Mapping[str, Patch[Any]], reads: Sequence[str], state: ModuleState
-    ) -> tuple[Recorded, Tensor]:
+    ) -> tuple[RecordedValues, Tensor]:
         state.restore()
         probes = {path: ProbePatch() for path in recorded_paths(self._nodes)}
         merged: dict[str | NodePath, list[Patch[Any]]] = {}
@@ -453,7 +499,7 @@ class _Runs:
         with self._pg.patch(merged, strict=True), choices:
             output = inputs.run(self._pg)
         metric = metric_number(self._batch.metric(output))
-        return Recorded({path: probe.activation.detach() for path, probe in probes.items()}), metric
+        return RecordedValues({path: probe.activation.detach() for path, probe in probes.items()}), metric
 
 
 class _GradientRun:
@@ -493,7 +539,7 @@ class Deltas:
         max_bytes: If the differences are larger, they are computed again when they are needed.
     """
 
-    def __init__(self, nodes: Nodes, clean: Recorded, corrupted: Recorded, max_bytes: int) -> None:
+    def __init__(self, nodes: Nodes, clean: RecordedValues, corrupted: RecordedValues, max_bytes: int) -> None:
         self._clean = clean
         self._corrupted = corrupted
         self._columns: dict[int, slice] = {}
@@ -588,8 +634,8 @@ class _Backwards:
     def __init__(
         self,
         method: Method,
-        clean: Recorded,
-        corrupted: Recorded,
+        clean: RecordedValues,
+        corrupted: RecordedValues,
         deltas: Deltas,
         found: EdgeScores,
         max_bytes: int,

@@ -15,7 +15,7 @@ from graphpatch_notebook.experiments.circuits.stream import (
     LinearPaths,
     NoPathError,
     NormOfSum,
-    Step,
+    StreamStep,
     Sum,
     Writer,
     boundary_path,
@@ -186,9 +186,9 @@ class _Finder:
         self._by_value[writer.value] = writer
         self._heads[f"{named.name}{each.kind}"] = writer
 
-    def _steps_to(self, written: Value, writer: Writer) -> tuple[Step, ...]:
+    def _steps_to(self, written: Value, writer: Writer) -> tuple[StreamStep, ...]:
         """Returns what is done with what a sender writes, before it is added to the stream."""
-        term, steps = LinearPaths(self._trails, {writer.value: writer}).of(written)[0], tuple[Step, ...]()
+        term, steps = LinearPaths(self._trails, {writer.value: writer}).of(written)[0], tuple[StreamStep, ...]()
         while isinstance(term.source, NormOfSum):
             steps = (*term.steps, *steps)
             term = term.source.source[0]

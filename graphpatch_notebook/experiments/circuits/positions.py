@@ -14,7 +14,7 @@ from graphpatch_notebook.experiments.circuits.nodes import Nodes
 from graphpatch_notebook.experiments.circuits.stream import Move, Writer
 from graphpatch_notebook.experiments.methods.positions import (
     Positions,
-    Rows,
+    RowPositions,
     are_of_rows,
     counted_positions,
     counts_from_end,
@@ -22,7 +22,7 @@ from graphpatch_notebook.experiments.methods.positions import (
 )
 
 
-class RowPositions:
+class WrittenPositions:
     """The positions of the rows of what senders write, as far as they are chosen.
 
     Args:
@@ -38,10 +38,12 @@ class RowPositions:
         ExperimentError: The positions of a stream are not known, or a position is out of range.
     """
 
-    def __init__(self, root: Frame, nodes: Nodes, values: Mapping[str, Tensor], given: Positions | Rows = True) -> None:
+    def __init__(
+        self, root: Frame, nodes: Nodes, values: Mapping[str, Tensor], given: Positions | RowPositions = True
+    ) -> None:
         shapes = {stream: tuple(values[path].shape[:-1]) for stream, path in nodes.streams.items()}
         self._numbers: dict[str, Tensor] = {}
-        self._known: dict[int, Tensor] = {}
+        self._known: dict[Writer, Tensor] = {}
         dims = {stream: _dims(root, stream, shape) for stream, shape in shapes.items()}
         lost = next((writer for writer in nodes.writers if writer.stream not in dims), None)
         if lost is not None:
@@ -85,12 +87,12 @@ class RowPositions:
 
     def of(self, writer: Writer) -> Tensor:
         """Returns for each row of what a sender writes the number of its position in `labels`, or -1."""
-        known = self._known.get(id(writer))
+        known = self._known.get(writer)
         if known is None:
             known = self._numbers[writer.stream]
             for step in reversed(writer.steps):
                 known = step.back(known) if isinstance(step, Move) else known
-            self._known[id(writer)] = known = known.reshape(-1)
+            self._known[writer] = known = known.reshape(-1)
         return known
 
     def are_kept(self, writer: Writer, positions: Iterable[int]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError, PatchValueError
 from graphpatch_notebook.experiments.circuits.circuit import Circuit
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, writers_in
-from graphpatch_notebook.experiments.circuits.positions import RowPositions
+from graphpatch_notebook.experiments.circuits.positions import WrittenPositions
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph
@@ -145,7 +145,7 @@ class CircuitRuns:
             ExperimentError: It has positions, and those of the model are not known, or it has fewer.
         """
         chosen = {at for senders in kept.values() for each in senders.values() if each is not None for at in each}
-        positions = RowPositions(self._root, self._nodes, self.values, sorted(chosen)) if chosen else None
+        positions = WrittenPositions(self._root, self._nodes, self.values, sorted(chosen)) if chosen else None
         by_path: dict[str, list[Reader]] = {}
         for reader in self._nodes.readers:
             for path in reader.paths:
@@ -160,7 +160,7 @@ class CircuitRuns:
         sender: str,
         position: int | None = None,
         *,
-        positions: RowPositions | None = None,
+        positions: WrittenPositions | None = None,
     ) -> dict[str, Patch[Any]]:
         """Returns the patches on the corrupted run with which one receiver reads the clean value of one sender.
 
@@ -262,7 +262,7 @@ class Stream:
 
 
 def _mask(
-    writer: Writer, wanted: Sequence[Mapping[str, frozenset[int] | None]], positions: RowPositions | None
+    writer: Writer, wanted: Sequence[Mapping[str, frozenset[int] | None]], positions: WrittenPositions | None
 ) -> Tensor:
     """Returns whether each of several receivers reads each sender, `(receivers, senders)`; with positions, each row."""
     reads = torch.tensor([[name in own for name in writer.names] for own in wanted])
@@ -292,7 +292,7 @@ class ReadPatch(Patch[Any]):
     path: str = field(repr=False)
     readers: Sequence[Reader] = field(repr=False)
     kept: Kept = field(repr=False)
-    placed: RowPositions | None = field(repr=False)
+    placed: WrittenPositions | None = field(repr=False)
     _read: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property

@@ -60,7 +60,7 @@ class Writer:
     projection: Projection | None = None
     choice: str = ""
     stream: str = ""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StreamStep, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ class Move:
         return gradients[..., self.order(gradients).argsort(), :]
 
 
-Step: TypeAlias = "Scaling | Move"
+StreamStep: TypeAlias = "Scaling | Move"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +184,7 @@ class Summand:
     """A summand: what a component writes, or a norm of another sum, after some steps."""
 
     source: Writer | NormOfSum
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StreamStep, ...] = ()
 
     def on(self, rows: Tensor) -> Tensor:
         """Returns what becomes of rows of the source."""
@@ -393,7 +393,7 @@ def _call_of(frame: Frame) -> tuple[Any, Any]:
     return frame.call.args, frame.call.kwargs
 
 
-def _with(terms: Sum, step: Step) -> Sum:
+def _with(terms: Sum, step: StreamStep) -> Sum:
     return tuple(Summand(term.source, (*term.steps, step)) for term in terms)
 
 
