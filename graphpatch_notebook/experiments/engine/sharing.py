@@ -8,6 +8,7 @@ recorded results, unless making their patch maps changes values that the metric 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +75,8 @@ class PrivateCopies:
         if type(patch_map) is not dict:
             raise ImpureError(f"a patch map is a {type(patch_map).__name__}, not a dict")
         copied = PurePatches()
-        # Once for all patches: entering a mode takes longer than copying a patch.
-        with torch.inference_mode(False):
+        # Once for all patches, and if it must be: entering a mode takes longer than copying a patch.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             for path, given in patch_map.items():
                 is_one = type(given) not in (list, tuple)
                 copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
@@ -103,7 +104,7 @@ class PrivateCopies:
             return kind(map(self._value, value))
         if kind is slice:
             parts = (value.start, value.stop, value.step)
-            return value if all(type(part) in _PLAIN for part in parts) else slice(*map(self._value, parts))
+            return value if _PLAIN.issuperset(map(type, parts)) else slice(*map(self._value, parts))
         if kind is np.ndarray and value.dtype != object:
             return value.copy()
         raise ImpureError(f"a patch holds an object of type {kind.__name__}")
