@@ -8,7 +8,6 @@ recorded results, unless making their patch maps changes values that the metric 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +74,8 @@ class PrivateCopies:
         if type(patch_map) is not dict:
             raise ImpureError(f"a patch map is a {type(patch_map).__name__}, not a dict")
         copied = PurePatches()
-        # Once for all patches, and if it must be: entering a mode takes longer than copying a patch.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        # Once for all patches: entering a mode takes longer than copying a patch.
+        with torch.inference_mode(False):
             for path, given in patch_map.items():
                 is_one = type(given) not in (list, tuple)
                 copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
