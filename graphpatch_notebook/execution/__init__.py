@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.compiled_model import CompiledModel, CompiledPatches, check_compilable
-from graphpatch_notebook.execution.context import PatchContext, call_patched, innermost
+from graphpatch_notebook.execution.context import PatchContext, active_patches, call_patched, innermost
 from graphpatch_notebook.execution.live.apply import apply_to_rows
 from graphpatch_notebook.execution.live.boundaries import FrameWatch, frames_seen
 from graphpatch_notebook.execution.live.stand_in import (
@@ -53,6 +53,7 @@ __all__ = [
     "Recording",
     "Restriction",
     "StepCount",
+    "active_patches",
     "apply_to_rows",
     "call_patched",
     "check_compilable",

@@ -39,6 +39,7 @@ from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.engine.measurements import measurement
+from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
@@ -77,6 +78,8 @@ def attribute_edges(
     experts: bool = False,
     max_bytes: int = 2**30,
     batch: int | str | None = "auto",
+    executor: Any = None,
+    recipe: Any = None,
 ) -> DataArray:
     """Returns a score for each edge between components: an estimate of what passes along this edge alone.
 
@@ -115,6 +118,8 @@ def attribute_edges(
             shared expert is added, `mlp_out` is the sender, and `skipped` says why.
         max_bytes: The memory limit for what is computed beside the runs. Scores do not change.
         batch: For `"exact"`: how many edges run in one forward, as for `pg.sweep`.
+        executor: Runs batches elsewhere, as for `pg.sweep`.
+        recipe: As for `pg.sweep`.
 
     Returns:
         An array with the dimensions `receiver` and `sender`, and NaN where the model has no edge. Attributes: `clean`
@@ -147,7 +152,8 @@ def attribute_edges(
     check_method(method, (*METHODS, "exact"))
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
-    points, limit, choices = midpoints(steps), checked_bytes(max_bytes), Choices(routing)
+    points, limit = midpoints(steps), checked_bytes(max_bytes)
+    Choices(routing)  # checks it
     fractions = points if method == "integrated" else [0.0]
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads, experts=experts)
@@ -155,11 +161,8 @@ def attribute_edges(
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
     total = EdgeScores(nodes)
-    for pair in batches:
-        if method == "exact":
-            found = _exact_effects(pg, nodes, pair, batch, rows, columns)
-        else:
-            found = _Runs(pg, nodes, pair, method, fractions, limit, choices).scores()
+    scoring = _Scoring(method, fractions, limit, routing, heads, experts, batch, rows, columns)
+    for found in map_batches(pg, scoring, batches, executor=executor, recipe=recipe):
         total.add(found, len(batches))
     array = xarray.DataArray(
         total.values, {"receiver": nodes.receivers, "sender": nodes.senders}, ["receiver", "sender"], name="score"
@@ -280,11 +283,36 @@ class EdgeScores:
                 self.values[self.rows[name], senders] = 0.0
         self.edges = ~np.isnan(self.values)
 
-    def add(self, other: EdgeScores, count: int) -> None:
-        """Adds the scores of one of `count` batches."""
-        self.values += other.values / count
-        self.clean += other.clean / count
-        self.corrupted += other.corrupted / count
+    def add(self, other: tuple[Any, float, float], count: int) -> None:
+        """Adds the scores of one of `count` batches, given with the metric of its two runs."""
+        values, clean, corrupted = other
+        self.values += values / count
+        self.clean += clean / count
+        self.corrupted += corrupted / count
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """Scores the edges on one pair of inputs: the values, and the metric of the two runs. It can be pickled."""
+
+    method: Any
+    fractions: Sequence[float]
+    max_bytes: int
+    routing: Routing
+    heads: bool
+    experts: bool
+    batch: int | str | None
+    rows: Sequence[str]
+    columns: Sequence[str]
+
+    def __call__(self, pg: PatchableGraph, pair: Batch) -> tuple[Any, float, float]:
+        nodes = nodes_of(pg.nodes.root, heads=self.heads, experts=self.experts)
+        if self.method == "exact":
+            found = _exact_effects(pg, nodes, pair, self.batch, self.rows, self.columns)
+        else:
+            choices = Choices(self.routing)
+            found = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices).scores()
+        return found.values, found.clean, found.corrupted
 
 
 def _exact_effects(

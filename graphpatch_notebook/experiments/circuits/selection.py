@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,9 +14,10 @@ import torch
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
-from graphpatch_notebook.experiments.circuits.edges import batches_of
+from graphpatch_notebook.experiments.circuits.edges import Batch, batches_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
-from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, kept_edges, nodes_like
+from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, Kept, kept_edges, nodes_like
+from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
@@ -183,6 +185,8 @@ def faithfulness(
     selection: SelectionMethod = "top",
     absolute: bool = True,
     random: int | None = 0,
+    executor: Any = None,
+    recipe: Any = None,
 ) -> Dataset:
     """Returns how much of an effect circuits of several sizes keep, in exact runs of the model.
 
@@ -202,6 +206,8 @@ def faithfulness(
         selection: How circuits are chosen, as for `circuit`.
         absolute: Whether scores count by magnitude, as for `circuit`.
         random: The seed of a random ranking beside the others, under the name `"random"`; `None` for none.
+        executor: Runs batches elsewhere, as for `pg.sweep`.
+        recipe: As for `pg.sweep`.
 
     Returns:
         A dataset with the dimensions `ranking` and `size` (the number of edges): `faithfulness`, and `metric`, the mean
@@ -242,20 +248,19 @@ def faithfulness(
         named["random"] = first.copy(data=np.where(np.isnan(first.values), np.nan, drawn))
     rankings = {name: Ranking(nodes, each, selection, absolute=absolute) for name, each in named.items()}
     counts = _counts(_SIZES if sizes is None else sizes, candidates)
-    values = np.zeros((len(rankings), len(counts)))
-    ends = np.zeros(2)
     empty = Circuit((), nodes.feeds, candidates, math.nan, math.nan)
-    with torch.no_grad():
-        for batch in batches:
-            runs = CircuitRuns(pg, nodes, batch.corrupted, batch.number)
-            ends += [batch.number(batch.clean.run(pg)), runs.metric]
-            for row, ranking in enumerate(rankings.values()):
-                for column, count in enumerate(counts):
-                    kept = kept_edges(nodes, replace(empty, edges=tuple(ranking.first(count))))
-                    patches: dict[Any, Any] = {**runs.patches(kept)}
-                    with pg.patch(patches):
-                        values[row, column] += batch.number(batch.clean.run(pg))
-    values, (high, low) = values / len(batches), ends / len(batches)
+    circuits = [
+        kept_edges(nodes, replace(empty, edges=tuple(ranking.first(count))))
+        for ranking in rankings.values()
+        for count in counts
+    ]
+    sums, ends = np.zeros(len(circuits)), np.zeros(2)
+    run = functools.partial(_metrics, nodes.feeds, circuits)
+    for ends_here, values_here in map_batches(pg, run, batches, executor=executor, recipe=recipe):
+        ends += ends_here
+        sums += values_here
+    values = sums.reshape(len(rankings), len(counts)) / len(batches)
+    high, low = ends / len(batches)
     if high == low:
         raise ExperimentError(f"the metric is {high:.6g} on both inputs, so there is no effect to keep")
     curves = (values - low) / (high - low)
@@ -271,6 +276,20 @@ def faithfulness(
         {"ranking": list(rankings), "size": counts, "share": ("size", shares)},
         {"clean": float(high), "corrupted": float(low), "candidates": candidates, "selection": selection},
     )
+
+
+def _metrics(
+    feeds: Mapping[str, Sequence[str]], circuits: Sequence[Kept], pg: PatchableGraph, batch: Batch
+) -> tuple[list[float], list[float]]:
+    """Returns the metric of the clean and the corrupted run on a batch, and that of each circuit."""
+    with torch.no_grad():
+        runs = CircuitRuns(pg, nodes_like(pg, feeds), batch.corrupted, batch.number)
+        ends, values = [batch.number(batch.clean.run(pg)), runs.metric], []
+        for kept in circuits:
+            patches: dict[Any, Any] = {**runs.patches(kept)}
+            with pg.patch(patches):
+                values.append(batch.number(batch.clean.run(pg)))
+    return ends, values
 
 
 def _counts(sizes: Iterable[int | float], candidates: int) -> list[int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import Dataset as Examples
-from graphpatch_notebook.experiments.datasets.batches import ExampleRows, RowReader, batches_of, read_batch
+from graphpatch_notebook.experiments.datasets.batches import ExampleRows, RowReader, batches_of, numbered, read_batch
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 
@@ -104,16 +104,16 @@ def ridge_probes(
         models["random_weights"] = _with_shuffled_weights(pg, seed)
     bag = _BagOfTokens(seed) if "bag_of_tokens" in baselines else None
     sums = _AllSums(None if positions is None else sorted(set(positions)), labeled, max_bytes)
-    first = 0
-    for batch in batches_of(dataset, batch_size):
+    count = 0
+    for first, batch in numbered(batches_of(dataset, batch_size)):
         for name, model in models.items():
-            rows, values = read_batch(model, reader, batch, first)
+            rows, values = read_batch(reader, None, model, (first, batch))
             for path, value in values.items():
                 sums.add((name, path), value, rows if reader.has_positions(path) else _whole_examples(value, first))
             if bag is not None and name == "r2":
                 sums.add(("bag_of_tokens", ""), bag.features(reader.tokens(batch), rows), rows)
-        first += len(rows.kept)
-    labeled.check_count(first)
+        count = first + len(rows.kept)
+    labeled.check_count(count)
     return sums.scores(list(reader.by_path), penalty, baselines)
 
 

@@ -170,6 +170,8 @@ def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) ->
     with pg.patch({"layers[0].resid_post": ZeroPatch()}):
         store = record_to(pg, tmp_path, "layers[0].resid_post", examples(3), batch_size=2)
     assert not store["layers[0].resid_post"][:].any()
+    with pytest.raises(ExperimentError, match="patches"):
+        record_to(pg, tmp_path, "layers[0].resid_post", examples(3), batch_size=2)
 
 
 @pytest.mark.parametrize(
