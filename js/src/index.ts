@@ -23,20 +23,30 @@ import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
 import { makeToolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
 import { makeTree } from "./tree/tree_view";
-import type { Linked, Model, Part, View } from "./view";
+import type { Model, View } from "./view";
 import { makeAttentionView } from "./views/attention_view";
 import { makeGenerationView } from "./views/generation_view";
 import { makeLensView } from "./views/lens_view";
-import { link } from "./views/linked_view";
+import { link, type MakeView } from "./views/linked_view";
 import { joinSelection } from "./views/tree_selection";
 
 type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
 type CircuitModel = Model<CircuitTraits>;
-type LensModel = Model<LensTraits>;
-type AttentionModel = Model<AttentionTraits>;
-type GenerationModel = Model<GenerationTraits>;
-type AnyModel = Model | HeatmapModel | CircuitModel | LensModel | AttentionModel | GenerationModel;
+type AnyModel =
+  | Model
+  | HeatmapModel
+  | CircuitModel
+  | Model<LensTraits>
+  | Model<AttentionTraits>
+  | Model<GenerationTraits>;
+
+/** By the name that the kernel gives in `about`. */
+const VIEWS: Partial<Record<string, MakeView<never>>> = {
+  attention: makeAttentionView,
+  lens: makeLensView,
+  generation: makeGenerationView,
+};
 
 /** Shows the model in `el`. Returns a function that removes the view. */
 async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Promise<Undo> {
@@ -56,13 +66,14 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
     try {
       // A model without a tree: that of `show_heatmap` or `show_circuit`.
       const onRemove = (undo: Undo) => undos.push(undo);
-      if (isOfLens(model)) return await fillLinked(root, model, makeLensView, onRemove);
-      if (isOfGeneration(model)) return await fillLinked(root, model, makeGenerationView, onRemove);
-      if (isOfHeatmap(model)) return fillHeatmap(root, model, (undo) => undos.push(undo));
-      if (isOfAttention(model)) return await fillAttention(root, model, (undo) => undos.push(undo));
-      if (isOfCircuit(model)) return fillCircuit(root, model, (undo) => undos.push(undo));
-      const skeleton = await decodeSkeleton(model.get("skeleton"));
-      if (shown === current) fill(root, model, skeleton, (undo) => undos.push(undo));
+      const linked = model as Model<LinkedTraits>;
+      const make = VIEWS[linked.get("about")?.view] as MakeView<LinkedTraits> | undefined;
+      if (make !== undefined) return await fillLinked(root, linked, make, onRemove);
+      if (isOfHeatmap(model)) return fillHeatmap(root, model, onRemove);
+      if (isOfCircuit(model)) return fillCircuit(root, model, onRemove);
+      const tree = model as Model;
+      const skeleton = await decodeSkeleton(tree.get("skeleton"));
+      if (shown === current) fill(root, tree, skeleton, onRemove);
     } catch (error) {
       if (shown !== current) return;
       clear();
@@ -136,43 +147,23 @@ function fillHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Un
   onRemove(hideStaticTree(model.get("heatmap").model_id, root));
 }
 
-function isOfAttention(model: AnyModel): model is AttentionModel {
-  return (model as AttentionModel).get("about")?.view === "attention";
-}
-
-async function fillAttention(root: HTMLElement, model: AttentionModel, onRemove: (undo: Undo) => void): Promise<void> {
-  await makeAttentionView(root, model, (error) => showFailure(root, error), onRemove);
-  onRemove(hideStaticTree(model.get("about").model_id, root));
-}
-
-function isOfLens(model: AnyModel): model is LensModel {
-  return (model as LensModel).get("about")?.view === "lens";
-}
-
-function isOfGeneration(model: AnyModel): model is GenerationModel {
-  return (model as GenerationModel).get("about")?.view === "generation";
-}
-
-type MakeView<T extends LinkedTraits> = (
-  view: Linked<T>,
-  place: (part: Part) => void,
-  onError: (error: unknown) => void,
-) => Promise<void>;
-
-async function fillLinked<T extends LinkedTraits>(
+async function fillLinked(
   root: HTMLElement,
-  model: Model<T>,
-  make: MakeView<T>,
+  model: Model<LinkedTraits>,
+  make: MakeView<LinkedTraits>,
   onRemove: (undo: Undo) => void,
 ): Promise<void> {
   const linked = link(root, model, onRemove);
-  const place = (part: Part) => root.append(linked.notices.element, part.element);
   onRemove(watchErrors(import.meta.url, (message) => linked.notices.error(message)));
   onRemove(hideStaticTree(model.get("about").model_id, root));
-  await make(linked, place, (error) => showFailure(root, error));
+  await make(
+    linked,
+    ({ element: part }) => root.append(linked.notices.element, part),
+    (error) => showFailure(root, error),
+  );
 }
 
-function isOfCircuit(model: Model | CircuitModel): model is CircuitModel {
+function isOfCircuit(model: AnyModel): model is CircuitModel {
   return (model as Model).get("skeleton") === undefined;
 }
 

@@ -4,8 +4,42 @@ export async function inflated(data: DataView): Promise<string> {
 }
 
 /** Returns the bytes that a zlib stream holds, in a buffer of their own. */
-export async function inflatedBytes(data: DataView): Promise<Uint8Array<ArrayBuffer>> {
+async function inflatedBytes(data: DataView): Promise<Uint8Array<ArrayBuffer>> {
   const bytes = new Uint8Array(data.buffer as ArrayBuffer, data.byteOffset, data.byteLength);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
+
+/** Reads the arrays that a zlib stream holds, one after the other; numbers are little-endian. */
+export class PackedNumbers {
+  private at = 0;
+
+  private constructor(private readonly stream: Uint8Array<ArrayBuffer>) {}
+
+  static async of(data: DataView): Promise<PackedNumbers> {
+    return new PackedNumbers(await inflatedBytes(data));
+  }
+
+  bytes(count: number): Uint8Array<ArrayBuffer> {
+    this.at += count;
+    if (this.at > this.stream.length) throw new Error(`${UNREADABLE}: some of them are missing`);
+    return this.stream.subarray(this.at - count, this.at);
+  }
+
+  /** Copied, since numbers begin at any byte. */
+  floats(count: number): Float32Array<ArrayBuffer> {
+    return new Float32Array(this.bytes(4 * count).slice().buffer);
+  }
+
+  /** Numbers from 0 on, of 4 bytes. */
+  counts(count: number): Uint32Array<ArrayBuffer> {
+    return new Uint32Array(this.bytes(4 * count).slice().buffer);
+  }
+
+  /** Throws an error if something was not read. */
+  end(): void {
+    if (this.at !== this.stream.length) throw new Error(`${UNREADABLE}: there are more than it shows`);
+  }
+}
+
+const UNREADABLE = "the numbers of this view cannot be read";

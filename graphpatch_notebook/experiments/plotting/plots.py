@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.display.circuit import CircuitView
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
+    from graphpatch_notebook.notebook.session.workspace import Workspace
     from graphpatch_notebook.notebook.views.attention import AttentionView
     from graphpatch_notebook.notebook.views.generation import GenerationView
     from graphpatch_notebook.notebook.views.lens import LensView
@@ -337,11 +338,8 @@ def show_attention(
         Weight, 2020.
     """
     from graphpatch_notebook.notebook.views.attention import attention_of
-    from graphpatch_notebook.notebook.views.opening import workspace_of_user
 
-    workspace = workspace_of_user(sys._getframe(1).f_globals)
-    given = (inputs, input_kwargs) if inputs or input_kwargs else None
-    return attention_of(pg, workspace, given, tokens=tokens, layers=layers)
+    return attention_of(pg, *_for_view(inputs, input_kwargs), tokens=tokens, layers=layers)
 
 
 def show_circuit(circuit: Circuit) -> CircuitView:
@@ -416,11 +414,8 @@ def show_lens(
         nostalgebraist, interpreting GPT: the logit lens (2020).
     """
     from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
-    from graphpatch_notebook.notebook.views.opening import workspace_of_user
 
-    workspace = workspace_of_user(sys._getframe(1).f_globals)
-    given = Inputs(inputs, input_kwargs) if inputs or input_kwargs else None
-    return lens_of(pg, workspace, given, LensOptions(target, stream, tokens, row, stack))
+    return lens_of(pg, *_for_view(inputs, input_kwargs), LensOptions(target, stream, tokens, row, stack))
 
 
 def show_generation(
@@ -465,11 +460,15 @@ def show_generation(
         ['Without patches', 'Branch at step 1']
     """
     from graphpatch_notebook.notebook.views.generation import GenerationOptions, generation_of
+
+    return generation_of(pg, *_for_view(inputs, input_kwargs), GenerationOptions(max_new_tokens, tokens, score))
+
+
+def _for_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workspace, Inputs | None]:
+    """Returns the variables of the user, who called the caller, and the inputs; `None` for those of *Run*."""
     from graphpatch_notebook.notebook.views.opening import workspace_of_user
 
-    workspace = workspace_of_user(sys._getframe(1).f_globals)
-    given = Inputs(inputs, input_kwargs) if inputs or input_kwargs else None
-    return generation_of(pg, workspace, given, GenerationOptions(max_new_tokens, tokens, score))
+    return workspace_of_user(sys._getframe(2).f_globals), Inputs(args, kwargs) if args or kwargs else None
 
 
 def _axes_for(sides: Sequence[Side], ax: Axes | None) -> tuple[Axes, tuple[float, float]]:

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
-from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
-from graphpatch_notebook.notebook.session.origin import written_arguments
+from graphpatch_notebook.notebook.run.model_calls import RunInputs
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
-from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_for_view
 from graphpatch_notebook.notebook.views.patterns import (
     AttentionLayer,
     LayerPatterns,
@@ -50,7 +50,7 @@ MEAN = -1
 
 
 @dataclass(frozen=True)
-class Tokens:
+class AxisTokens:
     """The texts beside the patterns.
 
     Attributes:
@@ -62,7 +62,7 @@ class Tokens:
     keys: list[list[str]]
 
     @classmethod
-    def of(cls, graph: PatchableGraph, inputs: RunInputs, texts: Any, tokenizer: Any) -> Tokens:
+    def of(cls, graph: PatchableGraph, inputs: RunInputs, texts: Any, tokenizer: Any) -> AxisTokens:
         """Returns the texts of the tokens in the inputs, or those that were given."""
         if texts is not None:
             rows = [[*texts]] if all(isinstance(text, str) for text in texts) else [[*row] for row in texts]
@@ -161,7 +161,7 @@ class AttentionView(ComputedView):
         workspace: Workspace,
         layers: list[AttentionLayer],
         inputs: RunInputs,
-        tokens: Tokens,
+        tokens: AxisTokens,
     ) -> None:
         self._graph = weakref.ref(graph)
         self._layers, self._inputs, self._tokens = layers, inputs, tokens
@@ -375,7 +375,7 @@ def _chunk(name: str, data: bytes) -> bytes:
 def attention_of(
     graph: PatchableGraph,
     workspace: Workspace,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    inputs: Inputs | None = None,
     *,
     tokens: Any = None,
     typed: str | None = None,
@@ -387,7 +387,7 @@ def attention_of(
     Args:
         graph: The graph.
         workspace: The user's variables.
-        inputs: The positional and keyword arguments of the model; `None`: those of *Run*.
+        inputs: The inputs of the model; `None`: those of *Run*.
         tokens: The texts of the tokens, of each row of the batch, or a tokenizer.
         typed: The inputs as Python code.
         tokenizer: A tokenizer.
@@ -401,9 +401,6 @@ def attention_of(
     is_texts = isinstance(tokens, Sequence)
     session, shared = session_for_view(graph, workspace, tokenizer=tokenizer if is_texts else (tokens or tokenizer))
     found = attention_layers(find(captured(graph).root), layers)
-    if inputs is None:
-        given = inputs_for_run(session, workspace.namespace, typed or shared.typed(), shared.runs.inputs)
-    else:
-        given = RunInputs(*inputs, written_arguments(*inputs, workspace.namespace) or "...")
-    texts = Tokens.of(graph, given, tokens if is_texts else None, shared.runs.tokenizer)
+    given = inputs_of_view(session, workspace, shared, inputs, typed)
+    texts = AxisTokens.of(graph, given, tokens if is_texts else None, shared.runs.tokenizer)
     return AttentionView(graph, session, workspace, found, given, texts)

@@ -23,11 +23,10 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.plotting.labels import tick_text
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import token_text
-from graphpatch_notebook.notebook.run.model_calls import inputs_for_run
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
-from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_for_view
 from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
@@ -175,7 +174,12 @@ class GenerationOptions:
 
 
 def generation_of(
-    graph: PatchableGraph, workspace: Workspace, inputs: Inputs | None, options: GenerationOptions
+    graph: PatchableGraph,
+    workspace: Workspace,
+    inputs: Inputs | None,
+    options: GenerationOptions,
+    *,
+    typed: str | None = None,
 ) -> GenerationView:
     """Returns a new generation view of a graph.
 
@@ -184,6 +188,7 @@ def generation_of(
         workspace: The user's variables.
         inputs: The arguments of `generate`; `None`: the inputs of *Run*.
         options: What it shows.
+        typed: The inputs as Python code.
 
     Raises:
         ExperimentError: The model cannot generate, or an option does not fit.
@@ -191,9 +196,7 @@ def generation_of(
         TypeError: The tokenizer is not valid.
     """
     session, shared = session_for_view(graph, workspace, tokenizer=options.tokens)
-    if inputs is None:
-        found = inputs_for_run(session, workspace.namespace, shared.typed(), shared.runs.inputs)
-        inputs = Inputs(*found.copy())
+    inputs = Inputs(*inputs_of_view(session, workspace, shared, inputs, typed).copy())
     generator = Generator(graph, inputs, options.max_new_tokens)
     return GenerationView(graph, session, workspace, generator, shared.runs.tokenizer, _checked_score(options.score))
 

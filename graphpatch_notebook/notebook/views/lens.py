@@ -22,11 +22,10 @@ from graphpatch_notebook.experiments.plotting.labels import tick_text
 from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
-from graphpatch_notebook.notebook.run.model_calls import inputs_for_run
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
-from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_for_view
 from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch
@@ -93,9 +92,7 @@ def lens_of(
     is_texts = isinstance(options.tokens, Sequence) and all(isinstance(text, str) for text in options.tokens)
     given = None if options.tokens is None or is_texts else options.tokens
     session, shared = session_for_view(graph, workspace, tokenizer=given)
-    if inputs is None:
-        found = inputs_for_run(session, workspace.namespace, typed or shared.typed(), shared.runs.inputs)
-        inputs = Inputs(*found.copy())
+    inputs = Inputs(*inputs_of_view(session, workspace, shared, inputs, typed).copy())
     tokenizer = shared.runs.tokenizer
     target = _target_of(options.target, tokenizer)
     readouts = Readouts(graph, inputs, target=target, top=_TOP, row=options.row, stack=options.stack)

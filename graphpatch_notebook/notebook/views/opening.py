@@ -6,7 +6,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
 from graphpatch_notebook.notebook.run.runs import SharedRuns
+from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session, session_of
 from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -44,6 +47,28 @@ def session_for_view(
     shared = SharedRuns.of(session, workspace)
     shared.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
     return session, shared
+
+
+def inputs_of_view(
+    session: Session, workspace: Workspace, shared: SharedRuns, inputs: Inputs | None, typed: str | None = None
+) -> RunInputs:
+    """Returns the inputs of a new view: those that were given, else those that were typed, else those of *Run*.
+
+    Args:
+        session: The session of the graph.
+        workspace: The user's variables.
+        shared: The runs of the session.
+        inputs: The inputs that were given.
+        typed: The inputs as Python code.
+
+    Raises:
+        ChosenPatchError: The typed inputs are not valid.
+        SessionError: There are no inputs.
+    """
+    if inputs is None:
+        return inputs_for_run(session, workspace.namespace, typed or shared.typed(), shared.runs.inputs)
+    written = written_arguments(inputs.args, inputs.kwargs, workspace.namespace)
+    return RunInputs(inputs.args, inputs.kwargs, written or "...")
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

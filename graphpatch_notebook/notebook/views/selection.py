@@ -60,7 +60,7 @@ class SelectionFollower(Protocol):
         """Called after each change."""
 
 
-class Selection:
+class SharedSelection:
     """The items that are selected in the views of one graph.
 
     Attributes:
@@ -91,11 +91,11 @@ class Selection:
         self._followers.discard(follower)
 
 
-_selections: weakref.WeakKeyDictionary[PatchableGraph, Selection] = weakref.WeakKeyDictionary()
+_selections: weakref.WeakKeyDictionary[PatchableGraph, SharedSelection] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def selection_of(graph: PatchableGraph) -> Selection:
+def selection_of(graph: PatchableGraph) -> SharedSelection:
     """Returns the selection of a graph, always the same one.
 
     Example:
@@ -106,4 +106,4 @@ def selection_of(graph: PatchableGraph) -> Selection:
         'relu'
     """
     with _lock:
-        return _selections.setdefault(graph, Selection())
+        return _selections.setdefault(graph, SharedSelection())

@@ -62,13 +62,13 @@ export class CircuitFigure {
     });
     const head = element(
       "div",
-      { class: "gp-circuit-head" },
-      element("label", { class: "gp-circuit-threshold" }, "Edges", this.slider, this.shownText),
+      { class: "gp-line" },
+      element("label", { class: "gp-line gp-circuit-threshold" }, "Edges", this.slider, this.shownText),
       this.copyButton("Copy as Python", circuit.python),
       this.copyButton("Copy as JSON", circuit.json),
     );
     const summary = element("p", { class: "gp-note" }, circuit.summary);
-    this.element = element("section", { class: "gp-circuit", role: "region", "aria-label": "Circuit" });
+    this.element = element("section", { class: "gp-stack gp-circuit", role: "region", "aria-label": "Circuit" });
     this.element.append(head, this.scroll, this.legend(), this.readout, this.details, summary);
     this.showStrongest(this.count);
     this.showPinned();
@@ -290,7 +290,7 @@ export class CircuitFigure {
     const heading = element("strong", {}, element("code", {}, drawn.node.name));
     replaceChildren(
       this.details,
-      element("div", { class: "gp-circuit-actions" }, heading, ...actions, this.unpin()),
+      element("div", { class: "gp-line gp-circuit-actions" }, heading, ...actions, this.unpin()),
       this.table("Reads from", into, ({ sender, receiver }) => `${sender} → ${inputOf(receiver)}`),
       this.table("Passes on to", out, ({ receiver }) => receiver),
     );
@@ -298,7 +298,7 @@ export class CircuitFigure {
 
   private showEdge(number: number): void {
     const text = element("span", {}, ...this.describe(["edge", number]));
-    replaceChildren(this.details, element("div", { class: "gp-circuit-actions" }, text, this.unpin()));
+    replaceChildren(this.details, element("div", { class: "gp-line gp-circuit-actions" }, text, this.unpin()));
   }
 
   private unpin(): HTMLElement {

@@ -25,9 +25,9 @@ class Activation implements ActivationPart {
   private readonly progress: Progress;
   private readonly slice = element("input", { type: "text", class: "gp-field gp-typed", spellcheck: "false" });
   private readonly sliceError = element("p", { class: "gp-small-error gp-error", role: "alert", hidden: true });
-  private readonly steppers = element("div", { class: "gp-steppers" });
+  private readonly steppers = element("div", { class: "gp-line" });
   private readonly sliceRow: HTMLElement;
-  private readonly result = element("div", { class: "gp-activation-result" });
+  private readonly result = element("div", { class: "gp-stack gp-activation-result" });
   private readonly poller: Poller<ActivationStatus>;
   /** What the kernel keeps for us. */
   private readonly ids = new Set<number>();
@@ -51,10 +51,10 @@ class Activation implements ActivationPart {
       onError: (reason) => this.onError(reason),
     });
     const patched = element("label", { class: "gp-check" }, this.isPatched, "With the chosen patches");
-    const head = element("div", { class: "gp-activation-head" }, this.button, patched);
+    const head = element("div", { class: "gp-line" }, this.button, patched);
     const title = element("h3", { class: "gp-heading" }, "Activation");
     const parts = [title, head, this.inputs, this.progress.element, this.error, this.sliceRow, this.stale, this.result];
-    this.element = element("section", { class: "gp-activation", "aria-label": "Activation" }, ...parts);
+    this.element = element("section", { class: "gp-stack gp-activation", "aria-label": "Activation" }, ...parts);
     this.listen();
   }
 

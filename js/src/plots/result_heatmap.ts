@@ -92,7 +92,7 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
   const heading = title !== null && element("h3", { class: "gp-heading" }, title);
   return element(
     "section",
-    { class: "gp-result", "aria-label": "Heatmap" },
+    { class: "gp-result gp-stack", "aria-label": "Heatmap" },
     heading,
     figure.element,
     selection,

@@ -38,7 +38,7 @@ const CHOICES: readonly Choice[] = [
 const NO_KERNEL = "The kernel is not running: patches need it.";
 
 export function makeActions(view: Linked, { pathOf }: ActionOptions): Part {
-  const form = element("form", { class: "gp-action-form", hidden: true });
+  const form = element("form", { class: "gp-line gp-action-form", hidden: true });
   const buttons = CHOICES.map((choice) => {
     const button = element("button", { type: "button", class: "gp-button", title: choice.title }, choice.name);
     button.addEventListener("click", () => {
@@ -102,9 +102,9 @@ export function makeActions(view: Linked, { pathOf }: ActionOptions): Part {
   show();
   const bar = element(
     "div",
-    { class: "gp-actions", role: "toolbar", "aria-label": "Selection" },
+    { class: "gp-line gp-actions", role: "toolbar", "aria-label": "Selection" },
     what,
-    element("div", { class: "gp-action-buttons" }, ...buttons, copy),
+    element("div", { class: "gp-line gp-action-buttons" }, ...buttons, copy),
   );
   return { element: element("div", { class: "gp-action-bar" }, bar, form) };
 }

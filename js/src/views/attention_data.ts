@@ -1,5 +1,5 @@
 /** The patterns that the kernel sent, as numbers: whole, or as smaller pictures until the whole one of a head is asked for. */
-import { inflatedBytes } from "../inflate";
+import { PackedNumbers } from "../inflate";
 import type { Attention, AttentionLayer, AttentionRun } from "../kernel/protocol";
 import type { Kernel } from "../view";
 
@@ -44,26 +44,16 @@ export class Patterns {
   ) {}
 
   static async decode(about: Attention, data: DataView): Promise<Patterns> {
-    const bytes = await inflatedBytes(data);
-    const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
-    let at = 0;
-    const floats = (count: number) => {
-      const found = Array.from({ length: count }, (_, place) => view.getFloat32(at + 4 * place, true));
-      at += 4 * count;
-      return found;
-    };
-    const heads = (scales: number[], size: number): Head[] =>
-      scales.map((scale) => {
-        at += size;
-        return { scale, cells: bytes.subarray(at - size, at) };
-      });
+    const packed = await PackedNumbers.of(data);
+    const heads = (scales: Float32Array, size: number): Head[] =>
+      Array.from(scales, (scale) => ({ scale, cells: packed.bytes(size) }));
     const read = ({ heads: count, value_heads, full, shape }: AttentionLayer): LayerData => {
-      const scales = floats(count);
-      const lengths = value_heads > 0 ? heads(floats(value_heads), full[1]) : [];
+      const scales = packed.floats(count);
+      const lengths = value_heads > 0 ? heads(packed.floats(value_heads), full[1]) : [];
       return { heads: heads(scales, shape[0] * shape[1]), lengths };
     };
     const runs = new Map(about.runs.map((run) => [run, about.layers.map(read)]));
-    if (at !== bytes.length) throw new Error("the attention patterns of this view cannot be read");
+    packed.end();
     return new Patterns(about, runs);
   }
 

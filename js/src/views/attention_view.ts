@@ -8,10 +8,10 @@ import { element, replaceChildren, setAttribute } from "../page/dom";
 import { visibleToken } from "../page/visible";
 import { HeatmapFigure, type ResultOptions } from "../plots/heatmap";
 import { type ColourMap, cssColour, type Rgb } from "../plots/plane";
-import type { Linked, Model } from "../view";
+import type { Linked, Part } from "../view";
 import { makeActions } from "./actions";
 import { type Mode, type Pattern, Patterns, type Place } from "./attention_data";
-import { link, makePatchStrip } from "./linked_view";
+import { type MakeView, makePatchStrip, showSent } from "./linked_view";
 import { itemOf } from "./selection";
 import { Thumbnails } from "./thumbnails";
 import { TokenStrips } from "./token_strips";
@@ -34,19 +34,14 @@ const HUES: readonly Rgb[] = [
 const NEEDS_KERNEL = "Only a smaller picture of this head is here; its weights need the kernel.";
 const WIDE = 900;
 
-/** Puts the view into `root`; resolves when it is drawn. */
-export async function makeAttentionView(
-  root: HTMLElement,
-  model: Model<AttentionTraits>,
-  onError: (error: unknown) => void,
-  onRemove: (undo: () => void) => void,
-): Promise<void> {
-  const view = new AttentionView(link(root, model, onRemove), onError);
-  root.append(view.element);
-  await view.load();
-}
+export const makeAttentionView: MakeView<AttentionTraits> = async (view, place, onError) => {
+  const shown = new AttentionView(view);
+  place(shown);
+  const read = () => Patterns.decode(view.model.get("attention"), view.model.get("cells"));
+  await showSent(view, ["attention", "cells"], read, (patterns) => shown.show(patterns), onError);
+};
 
-class AttentionView {
+class AttentionView implements Part {
   readonly element: HTMLElement;
   private patterns: Patterns | null = null;
   private mode: Mode = "pattern";
@@ -57,20 +52,16 @@ class AttentionView {
   private pointed: { query: number | null; key: number | null } | null = null;
   private readonly thumbnails: Thumbnails;
   private readonly strips: TokenStrips;
-  private readonly large = element("div", { class: "gp-large-heads" });
+  private readonly large = element("div", { class: "gp-beside gp-large-heads" });
   private readonly title = element("h3", { class: "gp-heading gp-attention-title" });
   private readonly modes = element("div", { class: "gp-button-group", role: "group", "aria-label": "What is shown" });
   private readonly rowChoice = element("select", { class: "gp-field", "aria-label": "Row of the batch" });
   private readonly status = element("p", { class: "gp-note", role: "status" });
   private readonly side: HTMLElement;
   private figures: HeatmapFigure[] = [];
-  private loads = 0;
 
-  constructor(
-    private readonly view: Linked<AttentionTraits> & { notices: { element: HTMLElement } },
-    private readonly onError: (error: unknown) => void,
-  ) {
-    const { kernel, model, notices } = view;
+  constructor(private readonly view: Linked<AttentionTraits>) {
+    const { kernel, model } = view;
     this.thumbnails = new Thumbnails({
       preview: (place) => {
         this.previewed = place;
@@ -100,17 +91,16 @@ class AttentionView {
     this.rowChoice.addEventListener("change", () => this.chooseRow());
     const head = element(
       "div",
-      { class: "gp-attention-head" },
+      { class: "gp-line" },
       this.modes,
       this.rowChoice,
       element("label", { class: "gp-check" }, common, "One scale for all heads"),
     );
-    this.side = element("div", { class: "gp-attention-side" }, this.title, this.large, this.strips.element);
+    this.side = element("div", { class: "gp-stack gp-attention-side" }, this.title, this.large, this.strips.element);
     const actions = makeActions(view, { pathOf });
     this.element = element(
       "section",
-      { class: "gp-attention", role: "region", "aria-label": "Attention" },
-      notices.element,
+      { class: "gp-stack gp-attention", role: "region", "aria-label": "Attention" },
       head,
       actions.element,
       makePatchStrip(view).element,
@@ -118,14 +108,11 @@ class AttentionView {
       this.status,
       element("div", { class: "gp-attention-body" }, this.thumbnails.element, this.side),
     );
-    this.listen(model);
+    this.listen();
   }
 
-  private listen(model: Model<AttentionTraits>): void {
+  private listen(): void {
     const { view } = this;
-    const changed = () => void this.load().catch(this.onError);
-    model.on("change:attention", changed);
-    model.on("change:cells", changed);
     let width = view.root.clientWidth;
     const observer = new ResizeObserver(() => {
       if (view.root.clientWidth === width) return;
@@ -133,11 +120,7 @@ class AttentionView {
       this.drawThumbnails();
     });
     observer.observe(view.root);
-    view.onRemove(() => {
-      model.off("change:attention", changed);
-      model.off("change:cells", changed);
-      observer.disconnect();
-    });
+    view.onRemove(() => observer.disconnect());
     view.onRemove(
       view.selection.onChange(() => {
         this.drawLarge();
@@ -146,15 +129,8 @@ class AttentionView {
     );
   }
 
-  /** Reads what the kernel sent; both traits change at once. */
-  async load(): Promise<void> {
-    this.loads += 1;
-    const load = this.loads;
-    await Promise.resolve();
-    if (load !== this.loads) return;
-    const { model } = this.view;
-    const patterns = await Patterns.decode(model.get("attention"), model.get("cells"));
-    if (load !== this.loads) return;
+  /** Shows other patterns. */
+  show(patterns: Patterns): void {
     this.patterns = patterns;
     if (this.mode === "difference" && !patterns.has("patched")) this.mode = "pattern";
     this.showControls(patterns);

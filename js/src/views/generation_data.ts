@@ -1,5 +1,5 @@
 /** The numbers of a generation view, as `GenerationView._packed` in notebook/views/generation.py writes them. */
-import { inflatedBytes } from "../inflate";
+import { PackedNumbers } from "../inflate";
 import type { Generation } from "../kernel/protocol";
 
 /** The steps of one line. */
@@ -20,20 +20,15 @@ export interface GenerationNumbers {
 }
 
 export async function readGeneration(generation: Generation, data: DataView): Promise<GenerationNumbers> {
-  const { buffer } = await inflatedBytes(data);
-  let at = 0;
-  const take = <T>(make: new (buffer: ArrayBuffer, offset: number, length: number) => T, length: number): T => {
-    const made = new make(buffer, at, length);
-    at += 4 * length;
-    return made;
-  };
+  const packed = await PackedNumbers.of(data);
   const lines = generation.lines.map(({ steps }) => ({
-    tokens: take(Uint32Array, steps),
-    logProbability: take(Float32Array, steps),
-    entropy: take(Float32Array, steps),
-    top: take(Uint32Array, steps * generation.top),
-    probabilities: take(Float32Array, steps * generation.top),
+    tokens: packed.counts(steps),
+    logProbability: packed.floats(steps),
+    entropy: packed.floats(steps),
+    top: packed.counts(steps * generation.top),
+    probabilities: packed.floats(steps * generation.top),
   }));
-  const given = generation.has_given ? take(Float32Array, generation.lines[0]?.steps ?? 0) : null;
+  const given = generation.has_given ? packed.floats(generation.lines[0]?.steps ?? 0) : null;
+  packed.end();
   return { lines, given };
 }

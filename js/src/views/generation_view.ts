@@ -1,13 +1,13 @@
 /** The generation view: tokens as text, coloured by a score of each step; branches at a token; patches of steps. */
 import type { Act, Generation, GenerationTraits, Score } from "../kernel/protocol";
 import { element, icon, replaceChildren, setAttribute } from "../page/dom";
-import { formatNumber, formatPercent } from "../page/numbers";
+import { formatNumber } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { tryEdit } from "../patches/edits";
 import { type ColourMap, colour, cssColour, cssGradient, isLight } from "../plots/plane";
 import type { Linked, Part } from "../view";
 import { type GenerationNumbers, readGeneration, type Steps } from "./generation_data";
-import { makePatchStrip } from "./linked_view";
+import { labelled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
 import { itemOf } from "./selection";
 import { makeUpdates } from "./updates";
 
@@ -23,37 +23,27 @@ const ACTS: readonly [act: Act, text: string, example: string | null][] = [
   ["steer", "Steer by", "4.0 * direction"],
 ];
 
-let views = 0;
-
-/** `place`: puts the view into the page, before it is drawn. */
-export async function makeGenerationView(
-  view: Linked<GenerationTraits>,
-  place: (part: Part) => void,
-  onError: (error: unknown) => void,
-): Promise<void> {
+export const makeGenerationView: MakeView<GenerationTraits> = async (view, place, onError) => {
   const shown = new GenerationView(view);
   place(shown);
-  let round = 0;
-  const show = async () => {
-    round += 1;
-    const current = round;
-    const generation = view.model.get("generation");
-    const numbers = await readGeneration(generation, view.model.get("numbers"));
-    if (current === round) shown.show(generation, numbers);
-  };
-  const again = () => void show().catch(onError);
-  view.model.on("change:numbers", again);
-  view.onRemove(() => view.model.off("change:numbers", again));
-  await show();
-}
+  const read = async (generation: Generation) =>
+    [generation, await readGeneration(generation, view.model.get("numbers"))] as const;
+  await showSent(
+    view,
+    ["generation", "numbers"],
+    () => read(view.model.get("generation")),
+    (found) => shown.show(...found),
+    onError,
+  );
+};
 
 class GenerationView implements Part {
   readonly element: HTMLElement;
-  private readonly lines = element("div", { class: "gp-generation-lines" });
+  private readonly lines = element("div", { class: "gp-stack gp-generation-lines" });
   private readonly details = element("div", { class: "gp-lens-details" });
   private readonly legend = element("div", { class: "gp-legend" });
   private readonly scores = element("select", { class: "gp-field" });
-  private readonly remarks = element("ul", { class: "gp-lens-remarks gp-note" });
+  private readonly remarks = new Remarks();
   private readonly form: StepForm;
   private readonly updates;
   private generation!: Generation;
@@ -71,23 +61,22 @@ class GenerationView implements Part {
       (isFailed) => this.lines.classList.toggle("gp-dimmed", isFailed),
     );
     this.form = new StepForm(view);
-    this.scores.id = `gp-generation-score-${views++}`;
     this.scores.addEventListener("change", () => this.colour());
     this.lines.addEventListener("keydown", (event) => this.onKey(event));
     const bar = element(
       "div",
-      { class: "gp-lens-bar" },
+      { class: "gp-line" },
       element("h3", { class: "gp-heading" }, "Generation"),
-      element("span", { class: "gp-lens-choice" }, element("label", { for: this.scores.id }, "Color"), this.scores),
+      labelled("Color", this.scores),
       this.legend,
       this.updates.element,
     );
     this.element = element(
       "section",
-      { class: "gp-result gp-lens gp-generation", "aria-label": "Generation" },
+      { class: "gp-result gp-stack gp-generation", "aria-label": "Generation" },
       bar,
-      element("div", { class: "gp-generation-body" }, this.lines, this.details),
-      this.remarks,
+      element("div", { class: "gp-beside" }, this.lines, this.details),
+      this.remarks.element,
       this.form.element,
       makePatchStrip(view).element,
     );
@@ -104,8 +93,7 @@ class GenerationView implements Part {
     const known = (Object.keys(SCORES) as Score[]).filter((score) => score !== "given" || generation.has_given);
     this.scores.replaceChildren(...known.map((value) => element("option", { value }, SCORES[value])));
     this.scores.value = before || generation.score;
-    replaceChildren(this.remarks, ...generation.remarks.map((remark) => element("li", {}, remark)));
-    this.remarks.hidden = generation.remarks.length === 0;
+    this.remarks.show(generation.remarks);
     const [line, step] = this.pinned ?? [-1, -1];
     if (step >= (generation.lines[line]?.steps ?? 0)) this.pinned = null;
     this.draw();
@@ -127,7 +115,7 @@ class GenerationView implements Part {
       return element(
         "div",
         { class: "gp-generation-line", role: "group", "aria-label": name },
-        element("h4", { class: "gp-lens-run" }, name, remove),
+        element("h4", { class: "gp-run-title" }, name, remove),
         element("div", { class: "gp-generation-tokens" }, ...(this.tokens[line] ?? [])),
       );
     });
@@ -277,8 +265,6 @@ class GenerationView implements Part {
       const token = steps.top[step * top + rank] ?? 0;
       const probability = steps.probabilities[step * top + rank] ?? 0;
       const isTaken = token === steps.tokens[step];
-      const bar = element("span", { class: "gp-lens-share", "aria-hidden": "true" });
-      bar.style.width = `${Math.round(100 * probability)}%`;
       const label = `Branch with ${this.text(token)} at step ${step}`;
       const branch = element("button", { type: "button", class: "gp-button", "aria-label": label }, "Branch");
       branch.disabled = isLost;
@@ -287,11 +273,11 @@ class GenerationView implements Part {
         "tr",
         isTaken ? { class: "gp-lens-target" } : {},
         element("td", {}, element("code", {}, this.text(token))),
-        element("td", { class: "gp-number" }, bar, formatPercent(probability)),
+        probabilityCell(probability),
         element("td", {}, isTaken ? element("span", { class: "gp-muted" }, "taken") : branch),
       );
     });
-    const heading = element("h4", { class: "gp-lens-run" }, `${lines[line]?.name}, step ${step}`);
+    const heading = element("h4", { class: "gp-run-title" }, `${lines[line]?.name}, step ${step}`);
     const log = formatNumber(steps.logProbability[step] ?? 0, 3);
     const numbers = `log-probability ${log}, entropy ${formatNumber(steps.entropy[step] ?? 0, 3)} nats`;
     const list = element("table", { class: "gp-lens-list gp-generation-list" }, element("tbody", {}, ...rows));
@@ -313,7 +299,7 @@ class StepForm implements Part {
     this.act.append(...ACTS.map(([value, text]) => element("option", { value }, text)));
     this.element = element(
       "form",
-      { class: "gp-action-form gp-generation-form" },
+      { class: "gp-line gp-action-form" },
       this.words,
       this.act,
       this.path,

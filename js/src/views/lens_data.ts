@@ -1,5 +1,5 @@
 /** The numbers of a lens view, as `LensView._packed` in graphpatch_notebook/notebook/views/lens.py writes them. */
-import { inflatedBytes } from "../inflate";
+import { PackedNumbers } from "../inflate";
 import type { Lens } from "../kernel/protocol";
 
 /** What the states of one stream say in one run; row by row, from the first layer on. */
@@ -17,20 +17,16 @@ export interface Readouts {
 export type LensRuns = Map<string, Readouts>[];
 
 export async function readLens(lens: Lens, data: DataView): Promise<LensRuns> {
-  const { buffer } = await inflatedBytes(data);
-  let at = 0;
-  const take = <T>(make: new (buffer: ArrayBuffer, offset: number, length: number) => T, length: number): T => {
-    const made = new make(buffer, at, length);
-    at += 4 * length;
-    return made;
-  };
-  return Array.from({ length: lens.runs }, () => {
+  const packed = await PackedNumbers.of(data);
+  const runs = Array.from({ length: lens.runs }, () => {
     const streams = lens.streams.map(({ name, rows }): [string, Readouts] => {
       const cells = rows.length * lens.target.length;
-      const tokens = take(Uint32Array, cells * lens.top);
-      const probabilities = take(Float32Array, cells * lens.top);
-      return [name, { tokens, probabilities, target: take(Float32Array, cells), rank: take(Uint32Array, cells) }];
+      const tokens = packed.counts(cells * lens.top);
+      const probabilities = packed.floats(cells * lens.top);
+      return [name, { tokens, probabilities, target: packed.floats(cells), rank: packed.counts(cells) }];
     });
     return new Map(streams);
   });
+  packed.end();
+  return runs;
 }

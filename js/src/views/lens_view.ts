@@ -8,7 +8,7 @@ import type { Scale } from "../plots/plane";
 import type { Linked, Part } from "../view";
 import { makeActions } from "./actions";
 import { type LensRuns, type Readouts, readLens } from "./lens_data";
-import { makePatchStrip } from "./linked_view";
+import { labelled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
 import { itemOf } from "./selection";
 import { makeUpdates } from "./updates";
 
@@ -34,37 +34,26 @@ const RUNS: Record<Comparison, string> = {
 /** In CSS pixels: of a view that is not in the page yet; of the details; between figures; beside cells; of a cell. */
 const [DEFAULT_WIDTH, DETAILS, GAP, BESIDE, LEAST] = [1000, 280, 20, 56, 40];
 
-let views = 0;
-
-/** `place`: puts the view into the page, before it is drawn: how large cells are depends on the room. */
-export async function makeLensView(
-  view: Linked<LensTraits>,
-  place: (part: Part) => void,
-  onError: (error: unknown) => void,
-): Promise<void> {
-  const lens = new LensView(view);
-  place(lens);
-  let round = 0;
-  const show = async () => {
-    round += 1;
-    const current = round;
-    const { model } = view;
-    const runs = await readLens(model.get("lens"), model.get("cells"));
-    if (current === round) lens.show(model.get("lens"), runs);
-  };
-  const again = () => void show().catch(onError);
-  view.model.on("change:cells", again);
-  view.onRemove(() => view.model.off("change:cells", again));
-  await show();
-}
+export const makeLensView: MakeView<LensTraits> = async (view, place, onError) => {
+  const shown = new LensView(view);
+  place(shown);
+  const read = async (lens: Lens) => [lens, await readLens(lens, view.model.get("cells"))] as const;
+  await showSent(
+    view,
+    ["lens", "cells"],
+    () => read(view.model.get("lens")),
+    (found) => shown.show(...found),
+    onError,
+  );
+};
 
 class LensView implements Part {
   readonly element: HTMLElement;
-  private readonly figures = element("div", { class: "gp-lens-figures" });
+  private readonly figures = element("div", { class: "gp-beside" });
   private readonly details = element("div", { class: "gp-lens-details" });
   private readonly streams = element("select", { class: "gp-field" });
   private readonly colours = element("select", { class: "gp-field" });
-  private readonly remarks = element("ul", { class: "gp-lens-remarks gp-note" });
+  private readonly remarks = new Remarks();
   private readonly updates;
   private lens!: Lens;
   private runs: LensRuns = [];
@@ -72,11 +61,6 @@ class LensView implements Part {
   private pointed: Cell | null = null;
 
   constructor(private readonly view: Linked<LensTraits>) {
-    const number = views++;
-    const labelled = (text: string, select: HTMLSelectElement, name: string) => {
-      select.id = `gp-lens-${name}-${number}`;
-      return element("span", { class: "gp-lens-choice" }, element("label", { for: select.id }, text), select);
-    };
     this.updates = makeUpdates(
       view,
       () => view.model.get("lens").version,
@@ -87,19 +71,19 @@ class LensView implements Part {
     this.colours.addEventListener("change", () => this.draw());
     const bar = element(
       "div",
-      { class: "gp-lens-bar" },
+      { class: "gp-line" },
       element("h3", { class: "gp-heading" }, "Logit lens"),
-      labelled("Stream", this.streams, "stream"),
-      labelled("Color", this.colours, "color"),
+      labelled("Stream", this.streams),
+      labelled("Color", this.colours),
       this.updates.element,
     );
     const actions = makeActions(view, { pathOf: (item) => this.pathOf(item) });
     this.element = element(
       "section",
-      { class: "gp-result gp-lens", "aria-label": "Logit lens" },
+      { class: "gp-result gp-stack gp-lens", "aria-label": "Logit lens" },
       bar,
       this.figures,
-      this.remarks,
+      this.remarks.element,
       actions.element,
       makePatchStrip(view).element,
     );
@@ -125,8 +109,7 @@ class LensView implements Part {
     const colours = Object.entries(COLOURS).map(([value, text]) => element("option", { value }, this.named(text)));
     this.colours.replaceChildren(...colours);
     this.colours.value = before || "target";
-    replaceChildren(this.remarks, ...lens.remarks.map((remark) => element("li", {}, remark)));
-    this.remarks.hidden = lens.remarks.length === 0;
+    this.remarks.show(lens.remarks);
     this.offerStreams();
     this.draw();
   }
@@ -198,7 +181,7 @@ class LensView implements Part {
     this.drawn = []; // a figure that is made points at nothing
     this.drawn = kinds.map((kind) => this.figure(kind));
     const sections = this.drawn.map(({ element: figure }, place) => {
-      const heading = this.lens.runs > 1 && element("h4", { class: "gp-lens-run" }, RUNS[kinds[place] ?? "clean"]);
+      const heading = this.lens.runs > 1 && element("h4", { class: "gp-run-title" }, RUNS[kinds[place] ?? "clean"]);
       return element("div", { class: "gp-lens-figure" }, heading, figure);
     });
     this.figures.replaceChildren(...sections, this.details);
@@ -367,8 +350,8 @@ class LensView implements Part {
     const [row, column] = cell;
     const label = this.rows[this.rows.length - 1 - row]?.label ?? "";
     const lists = this.runs.map((_, run) => this.list(run, row, column));
-    const heading = element("h4", { class: "gp-lens-run" }, `layer ${label}, ${this.where(column)}`);
-    replaceChildren(this.details, heading, element("div", { class: "gp-lens-lists" }, ...lists));
+    const heading = element("h4", { class: "gp-run-title" }, `layer ${label}, ${this.where(column)}`);
+    replaceChildren(this.details, heading, element("div", { class: "gp-beside" }, ...lists));
   }
 
   private list(run: number, row: number, column: number): HTMLElement {
@@ -377,8 +360,6 @@ class LensView implements Part {
     const cell = this.index(row, column);
     const wanted = target[column] ?? 0;
     const line = (token: number, probability: number, rank: string) => {
-      const bar = element("span", { class: "gp-lens-share", "aria-hidden": "true" });
-      bar.style.width = `${Math.round(100 * probability)}%`;
       const isTarget = token === wanted;
       return element(
         "tr",
@@ -389,7 +370,7 @@ class LensView implements Part {
           element("code", {}, visibleToken(vocabulary[token] ?? "")),
           isTarget && element("span", { class: "gp-muted" }, rank),
         ),
-        element("td", { class: "gp-number" }, bar, formatPercent(probability)),
+        probabilityCell(probability),
       );
     };
     const tokens = Array.from({ length: top }, (_, place) => found?.tokens[cell * top + place] ?? 0);

@@ -3,6 +3,7 @@ import { connect } from "../kernel/kernel";
 import type { LinkedTraits } from "../kernel/protocol";
 import { element, icon, replaceChildren } from "../page/dom";
 import { makeNotices } from "../page/notices";
+import { formatPercent } from "../page/numbers";
 import { describe, tryEdit } from "../patches/edits";
 import type { Linked, Model, Part } from "../view";
 import { Selection } from "./selection";
@@ -25,9 +26,69 @@ export function link<T extends LinkedTraits>(
   };
 }
 
+/** Adds a part to the page; how large its figures are depends on the room there. */
+export type PlacePart = (part: Part) => void;
+
+/** Puts a view into the page; resolves when it is drawn. */
+export type MakeView<T extends LinkedTraits> = (
+  view: Linked<T>,
+  place: PlacePart,
+  onError: (error: unknown) => void,
+) => Promise<void>;
+
+/** Shows what the kernel has sent, now and after each change of these traits: of several changes, the last. */
+export async function showSent<T extends LinkedTraits, Numbers>(
+  view: Linked<T>,
+  traits: readonly (keyof T & string)[],
+  read: () => Promise<Numbers>,
+  show: (numbers: Numbers) => void,
+  onError: (error: unknown) => void,
+): Promise<void> {
+  let last = 0;
+  const load = async () => {
+    last += 1;
+    const current = last;
+    await Promise.resolve(); // the traits of one message change one after the other
+    if (current !== last) return;
+    const numbers = await read();
+    if (current === last) show(numbers);
+  };
+  const again = () => void load().catch(onError);
+  for (const trait of traits) {
+    view.model.on(`change:${trait}`, again);
+    view.onRemove(() => view.model.off(`change:${trait}`, again));
+  }
+  await load();
+}
+
+let choices = 0;
+
+/** A choice with its label before it. */
+export function labelled(text: string, select: HTMLSelectElement): HTMLElement {
+  select.id = `gp-choice-${choices++}`;
+  return element("span", { class: "gp-choice" }, element("label", { for: select.id }, text), select);
+}
+
+/** A cell of a table with a probability, as a number and as a bar behind it. */
+export function probabilityCell(probability: number): HTMLElement {
+  const bar = element("span", { class: "gp-probability-bar", "aria-hidden": "true" });
+  bar.style.width = `${Math.round(100 * probability)}%`;
+  return element("td", { class: "gp-number gp-probability" }, bar, formatPercent(probability));
+}
+
+/** Warnings of the runs. */
+export class Remarks implements Part {
+  readonly element = element("ul", { class: "gp-remarks gp-note", hidden: true });
+
+  show(remarks: readonly string[]): void {
+    replaceChildren(this.element, ...remarks.map((remark) => element("li", {}, remark)));
+    this.element.hidden = remarks.length === 0;
+  }
+}
+
 /** The chosen patches as small labels, with buttons to take one away and to undo. */
 export function makePatchStrip(view: Linked): Part {
-  const strip = element("div", { class: "gp-patch-strip", role: "group", "aria-label": "Patches" });
+  const strip = element("div", { class: "gp-line gp-patch-strip", role: "group", "aria-label": "Patches" });
   const show = () => {
     const { patches, can_undo } = view.model.get("session");
     strip.hidden = patches.length === 0 && !can_undo;

@@ -37,7 +37,7 @@ export class TokenStrips {
     const looksAt = new Strip("looks at", options);
     const lookedAt = new Strip("is looked at by", options);
     this.strips = [looksAt, lookedAt];
-    this.element = element("div", { class: "gp-strips" }, looksAt.element, lookedAt.element, this.note);
+    this.element = element("div", { class: "gp-stack" }, looksAt.element, lookedAt.element, this.note);
   }
 
   show({ pattern, queries, keys, query, key, run }: StripContent): void {

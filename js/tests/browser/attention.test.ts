@@ -1,15 +1,12 @@
 import axe from "axe-core";
-import { afterEach, expect, test, vi } from "vitest";
-import widget from "../../src/index";
+import { expect, test, vi } from "vitest";
 import type { AttentionTraits, Item } from "../../src/kernel/protocol";
 import { itemOf } from "../../src/views/selection";
-import "../../src/style.css";
 import { FakeModel } from "../fixtures";
+import { linkedTraits, packedNumbers, rendered, setTheme } from "../rendered";
 
 const [LAYERS, HEADS, SIZE] = [2, 2, 4];
 const TOKENS = ["The", " cat", " sat", " down"];
-const undos: (() => void)[] = [];
-
 /** Weight of head 1 in layer 1: query 3 looks at key 2 only; the other heads look at themselves. */
 function cellOf(layer: number, head: number, query: number, key: number): number {
   const isSpecial = layer === 1 && head === 1 && query === 3;
@@ -34,17 +31,12 @@ async function packed(runs: number): Promise<DataView> {
       );
     }
   }
-  const stream = new Blob(parts as BlobPart[]).stream().pipeThrough(new CompressionStream("deflate"));
-  return new DataView(await new Response(stream).arrayBuffer());
+  return packedNumbers(parts as BlobPart[]);
 }
 
 async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
   return {
-    front_end: new DataView(new ArrayBuffer(0)),
-    about: { view: "attention", name: "pg", model_id: "fake", version: "0" },
-    session: { version: 0, patches: [], can_undo: false, can_redo: false },
-    group,
-    selection: [],
+    ...linkedTraits("attention", group),
     row: 0,
     cells: await packed(runs),
     attention: {
@@ -72,14 +64,7 @@ async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
 
 async function shown(runs = 1) {
   const model = new FakeModel<AttentionTraits>(await traits(runs));
-  const el = document.createElement("div");
-  el.style.width = "1000px";
-  document.body.append(el);
-  const remove = await widget.render({ model: model as never, el });
-  undos.push(() => {
-    remove();
-    el.remove();
-  });
+  const { el } = await rendered(model, "1000px");
   await vi.waitFor(() => expect(el.querySelector(".gp-large-head canvas")).not.toBeNull());
   const query = <E extends Element = HTMLElement>(selector: string) => el.querySelector(selector) as E;
   const text = (selector: string) => query(selector).textContent ?? "";
@@ -99,12 +84,6 @@ async function shown(runs = 1) {
     [...el.querySelectorAll("button")].find((one) => one.textContent?.trim() === name) as HTMLButtonElement;
   return { model, el, query, text, field, hover, click, button };
 }
-
-afterEach(() => {
-  for (const undo of undos.splice(0)) undo();
-  delete document.body.dataset.jpThemeLight;
-  document.body.removeAttribute("style");
-});
 
 test("hovering previews a head, a click selects it, Shift overlays", async () => {
   const { click, field, hover, model, text } = await shown();
@@ -217,8 +196,7 @@ test("the keyboard reaches heads and tokens", async () => {
 });
 
 test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => {
-  document.body.dataset.jpThemeLight = isLight;
-  document.body.style.background = isLight === "true" ? "#fff" : "#111";
+  setTheme(isLight === "true");
   const { click, el, query } = await shown(2);
   click(1, 1);
   click(0, 0, true);

@@ -1,17 +1,14 @@
 import axe from "axe-core";
-import { afterEach, expect, test } from "vitest";
+import { expect, test } from "vitest";
 import { userEvent } from "vitest/browser";
 import { makeCircuitPanel } from "../../src/circuits/circuit_views";
-import widget from "../../src/index";
 import type { CircuitPicture, CircuitTraits } from "../../src/kernel/protocol";
 import { TreeState } from "../../src/tree/tree_state";
-import "../../src/style.css";
 import { FakeModel } from "../fixtures";
 import { patch, Rig } from "../panel_rig";
+import { rendered, setTheme, undos } from "../rendered";
 
 const HOSTILE = "<img src=x onerror=window.wasRun=1>";
-
-const undos: (() => void)[] = [];
 
 /** embed -> head 0.0 (q and v) -> logits, and past it -> logits. */
 function picture(changes: Partial<CircuitPicture> = {}): CircuitPicture {
@@ -47,13 +44,7 @@ function picture(changes: Partial<CircuitPicture> = {}): CircuitPicture {
 
 async function shown(changes: Partial<CircuitPicture> = {}, pinned: CircuitTraits["pinned"] = null) {
   const model = new FakeModel<CircuitTraits>({ circuit: picture(changes), pinned, model_id: "abc" });
-  const el = document.createElement("div");
-  document.body.append(el);
-  const remove = await widget.render({ model, el });
-  undos.push(() => {
-    remove();
-    el.remove();
-  });
+  const { el, remove } = await rendered(model);
   return { model, el, remove, ...parts(el) };
 }
 
@@ -67,12 +58,6 @@ function parts(el: HTMLElement) {
   const query = <E extends Element>(selector: string) => el.querySelector(selector) as E;
   return { node, visible, query };
 }
-
-afterEach(() => {
-  for (const undo of undos.splice(0)) undo();
-  delete document.body.dataset.jpThemeLight;
-  document.body.removeAttribute("style");
-});
 
 test("nodes, inputs and edges are drawn where the kernel has placed them, with their signs", async () => {
   const { el, node, visible } = await shown();
@@ -142,8 +127,7 @@ test("the keyboard goes from node to node, pins and unpins", async () => {
 });
 
 test.each(["light", "dark"])("axe finds nothing, and no text is cut, on a %s page", async (theme) => {
-  document.body.dataset.jpThemeLight = String(theme === "light");
-  document.body.style.background = theme === "light" ? "#fff" : "#111";
+  setTheme(theme === "light");
   const { el, node } = await shown({ bands: [{ label: "layer 0", y: 80, height: 60 }] });
   await userEvent.click(node("head 0.0"));
   const { violations } = await axe.run(el, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa", "best-practice"] });

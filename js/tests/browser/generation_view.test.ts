@@ -1,19 +1,13 @@
 import axe from "axe-core";
-import { afterEach, expect, test, vi } from "vitest";
+import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
-import widget from "../../src/index";
 import type { Generation, GenerationTraits } from "../../src/kernel/protocol";
-import "../../src/style.css";
 import { itemOf } from "../../src/views/selection";
-import { FakeModel, traits } from "../fixtures";
+import { FakeModel } from "../fixtures";
+import { linkedTraits, packedNumbers, rendered } from "../rendered";
 
 const TOP = 2;
 const HOSTILE = "<img src=x onerror=window.wasRun=1>";
-
-const undos: (() => void)[] = [];
-afterEach(() => {
-  for (const undo of undos.splice(0)) undo();
-});
 
 function generation(changes: Partial<Generation> = {}): Generation {
   return {
@@ -42,24 +36,12 @@ function line(): ArrayBuffer[] {
 }
 
 async function shown(changes: Partial<Generation> = {}, ...more: ArrayBuffer[]) {
-  const stream = new Blob([...line(), ...more]).stream().pipeThrough(new CompressionStream("deflate"));
-  const { session, group } = traits();
   const model = new FakeModel<GenerationTraits>({
-    front_end: new DataView(new ArrayBuffer(0)),
-    session: { ...session, version: 0, patches: [] },
-    group,
-    selection: [],
-    about: { view: "generation", name: "pg", model_id: "abc", version: "0" },
+    ...linkedTraits("generation"),
     generation: generation(changes),
-    numbers: new DataView(await new Response(stream).arrayBuffer()),
+    numbers: await packedNumbers([...line(), ...more]),
   });
-  const el = document.createElement("div");
-  document.body.append(el);
-  const remove = await widget.render({ model, el });
-  undos.push(() => {
-    remove();
-    el.remove();
-  });
+  const { el, remove } = await rendered(model);
   const sent = (request: string) => model.sent.filter((one) => (one as { request: string }).request === request);
   return { model, el, remove, sent, tokens: [...el.querySelectorAll<HTMLButtonElement>(".gp-generated")] };
 }
@@ -94,11 +76,11 @@ test("selected tokens are positions, also those that are selected elsewhere, and
     [3, 4].map((position) => itemOf("layers[1].mlp_out", { position })),
   );
   expect(tokens.map((token) => token.getAttribute("aria-pressed"))).toEqual(["false", "true", "true"]);
-  await userEvent.click(el.querySelector(".gp-generation-form .gp-primary") as HTMLButtonElement);
+  await userEvent.click(el.querySelector("form .gp-primary") as HTMLButtonElement);
   await vi.waitFor(() => expect(sent("edit")).toHaveLength(1));
   const edit = { action: "act", act: "zero", items: [itemOf("layers[1].mlp_out")], value: null, steps: "1, 2" };
   expect(sent("edit")[0]).toMatchObject({ payload: { edit } });
-  const kind = el.querySelector(".gp-generation-form select") as HTMLSelectElement;
+  const kind = el.querySelector("form select") as HTMLSelectElement;
   await userEvent.selectOptions(kind, "steer");
   expect(el.querySelector<HTMLInputElement>("[aria-label='Value, as Python']")?.hidden).toBe(false);
   const { violations } = await axe.run(el, { resultTypes: ["violations"] });
@@ -129,7 +111,7 @@ test("without a kernel, tokens are read, and nothing can be branched; nothing is
   model.trigger("comm:close");
   await userEvent.click(tokens[1] as HTMLButtonElement);
   expect(el.querySelector<HTMLButtonElement>("[aria-label^='Branch with']")?.disabled).toBe(true);
-  expect(el.querySelector<HTMLButtonElement>(".gp-generation-form .gp-primary")?.disabled).toBe(true);
+  expect(el.querySelector<HTMLButtonElement>("form .gp-primary")?.disabled).toBe(true);
   remove();
   expect(model.listening).toBe(0);
 });

@@ -1,29 +1,15 @@
 import axe from "axe-core";
-import { afterEach, expect, test, vi } from "vitest";
+import { expect, test, vi } from "vitest";
 import widget from "../../src/index";
 import type { Columns } from "../../src/kernel/protocol";
-import "../../src/style.css";
 import { ABOUT, ColumnsBuilder, deflated, FakeModel, tensor, traits, transformer } from "../fixtures";
-
-const undos: (() => void)[] = [];
+import { rendered, setTheme, undos } from "../rendered";
 
 async function shown(columns: Columns = transformer(), changes: Parameters<typeof traits>[0] = {}) {
   const model = new FakeModel(traits({ skeleton: await deflated(columns), ...changes }));
-  const el = document.createElement("div");
-  document.body.append(el);
-  const remove = await widget.render({ model, el });
-  undos.push(() => {
-    remove();
-    el.remove();
-  });
+  const { el, remove } = await rendered(model);
   return { model, el, remove };
 }
-
-afterEach(() => {
-  for (const undo of undos.splice(0)) undo();
-  delete document.body.dataset.jpThemeLight;
-  document.body.removeAttribute("style");
-});
 
 test("all parts are there, by their names", async () => {
   const { el } = await shown();
@@ -36,8 +22,7 @@ test("all parts are there, by their names", async () => {
 });
 
 test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => {
-  document.body.dataset.jpThemeLight = isLight;
-  document.body.style.background = isLight === "true" ? "#fff" : "#111";
+  setTheme(isLight === "true");
   const columns = transformer();
   const scores = new Float32Array(columns.name.length).map((_, row) => (row % 3 ? Number.NaN : Math.sin(row)));
   const row = columns.name.findIndex((name) => columns.names[name] === "lm_head");

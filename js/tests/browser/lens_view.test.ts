@@ -1,19 +1,13 @@
 import axe from "axe-core";
-import { afterEach, expect, test, vi } from "vitest";
+import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
-import widget from "../../src/index";
 import type { Lens, LensTraits } from "../../src/kernel/protocol";
-import "../../src/style.css";
 import { itemOf } from "../../src/views/selection";
-import { FakeModel, traits } from "../fixtures";
+import { FakeModel } from "../fixtures";
+import { linkedTraits, packedNumbers, rendered } from "../rendered";
 
 const [ROWS, COLUMNS, TOP] = [3, 4, 2];
 const HOSTILE = "<img src=x onerror=window.wasRun=1>";
-
-const undos: (() => void)[] = [];
-afterEach(() => {
-  for (const undo of undos.splice(0)) undo();
-});
 
 function lens(changes: Partial<Lens> = {}): Lens {
   const rows = [null, 0, 1].map((layer) => ({
@@ -47,32 +41,15 @@ function run(probability: (row: number, column: number) => number): ArrayBuffer[
   ];
 }
 
-async function deflated(parts: ArrayBuffer[]): Promise<DataView> {
-  const stream = new Blob(parts).stream().pipeThrough(new CompressionStream("deflate"));
-  return new DataView(await new Response(stream).arrayBuffer());
-}
-
 async function shown(changes: Partial<Lens> = {}, ...more: ArrayBuffer[][]) {
-  const cells = await deflated([...run((row, column) => (row + column) / 10), ...more.flat()]);
-  const { session, group } = traits();
-  const about = { view: "lens" as const, name: "pg", model_id: "abc", version: "0" };
+  const cells = await packedNumbers([...run((row, column) => (row + column) / 10), ...more.flat()]);
   const model = new FakeModel<LensTraits>({
-    front_end: new DataView(new ArrayBuffer(0)),
-    session: { ...session, version: 0, patches: [] },
-    group,
-    selection: [],
-    about,
+    ...linkedTraits("lens"),
     lens: lens(changes),
     cells,
     stream: "residual",
   });
-  const el = document.createElement("div");
-  document.body.append(el);
-  const remove = await widget.render({ model, el });
-  undos.push(() => {
-    remove();
-    el.remove();
-  });
+  const { el, remove } = await rendered(model);
   return { model, el, remove, text: () => el.textContent ?? "", canvases: () => [...el.querySelectorAll("canvas")] };
 }
 
@@ -148,13 +125,14 @@ test("a change of the patches asks for other numbers, and another stream is aske
   const status = { id: 1, state: "failed", seconds: 0, fraction: null, error: "no memory" };
   model.trigger("msg:custom", { id, result: status }, []);
   await vi.waitFor(() => expect(text()).toContain("The run failed: no memory"));
-  expect(el.querySelector(".gp-lens-figures")?.classList.contains("gp-dimmed")).toBe(true);
+  expect(el.querySelector(".gp-beside")?.classList.contains("gp-dimmed")).toBe(true);
   const stream = el.querySelector("select") as HTMLSelectElement;
   await userEvent.selectOptions(stream, "mlp");
   expect(asked().at(-1)).toMatchObject({ payload: { stream: "mlp" } });
   const streams = [...lens().streams, { name: "mlp", rows: lens().streams[0]?.rows ?? [] }];
+  const cells = await packedNumbers([...run(() => 0.1), ...run(() => 0.75)]);
   model.set("lens", lens({ streams, version: 1 }));
-  model.set("cells", await deflated([...run(() => 0.1), ...run(() => 0.75)]));
+  model.set("cells", cells);
   await vi.waitFor(() => expect(model.get("stream")).toBe("mlp"));
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
   await userEvent.hover(canvas, at(canvas, 0, 0));

@@ -1,20 +1,18 @@
 import axe from "axe-core";
-import { afterEach, expect, test, vi } from "vitest";
+import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import widget from "../../src/index";
 import type { HeatmapTraits, ResultHeatmap } from "../../src/kernel/protocol";
 import { colour } from "../../src/plots/plane";
-import "../../src/style.css";
 import { itemOf } from "../../src/views/selection";
 import { FakeModel } from "../fixtures";
 import { float32 } from "../job_fixtures";
+import { rendered, setTheme, undos } from "../rendered";
 
 const ROWS = 3;
 const COLUMNS = 4;
 const VALUES = Array.from({ length: ROWS * COLUMNS }, (_, index) => index / 4 - 1);
 const HOSTILE = "<img src=x onerror=window.wasRun=1>";
-
-const undos: (() => void)[] = [];
 
 function result(changes: Partial<ResultHeatmap> = {}): ResultHeatmap {
   const paths = [2, 1, 0].map((layer) => `transformer.h_${layer}.mlp.output`);
@@ -49,13 +47,7 @@ function result(changes: Partial<ResultHeatmap> = {}): ResultHeatmap {
 
 async function shown(changes: Partial<ResultHeatmap> = {}, values = VALUES, cell: HeatmapTraits["cell"] = null) {
   const model = new FakeModel<HeatmapTraits>({ heatmap: result(changes), values: float32(values), cell });
-  const el = document.createElement("div");
-  document.body.append(el);
-  const remove = await widget.render({ model, el });
-  undos.push(() => {
-    remove();
-    el.remove();
-  });
+  const { el, remove } = await rendered(model);
   const query = <E extends HTMLElement>(selector: string) => el.querySelector(selector) as E;
   return { model, el, remove, query, canvas: query<HTMLCanvasElement>("canvas") };
 }
@@ -71,12 +63,6 @@ function pixel(canvas: HTMLCanvasElement, row: number, column: number): number[]
   const y = Math.floor(((row + 0.5) / ROWS) * canvas.height);
   return [...(canvas.getContext("2d")?.getImageData(x, y, 1, 1).data.slice(0, 3) ?? [])];
 }
-
-afterEach(() => {
-  for (const undo of undos.splice(0)) undo();
-  delete document.body.dataset.jpThemeLight;
-  document.body.removeAttribute("style");
-});
 
 test("cells have the colours of the scale that the kernel gave, not of one over the values", async () => {
   const { canvas } = await shown();
@@ -350,8 +336,7 @@ test("cells without a number are hatched, and it is said why", async () => {
 });
 
 test.each(["true", "false"])("axe finds nothing, also when cells are enlarged; light: %s", async (isLight) => {
-  document.body.dataset.jpThemeLight = isLight;
-  document.body.style.background = isLight === "true" ? "#fff" : "#111";
+  setTheme(isLight === "true");
   const views = [await shown({}, VALUES, [1, 1]), await square(60)];
   for (let step = 0; step < 4; step++) views[1]?.query("[aria-label='Larger cells']").click();
   await frame();
