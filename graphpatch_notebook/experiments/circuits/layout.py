@@ -119,7 +119,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Column:
+class TokenColumn:
     """A position: its token, and its center from the left."""
 
     label: str
@@ -145,7 +145,7 @@ class CircuitLayout:
     nodes: tuple[PlacedNode, ...]
     edges: tuple[PlacedEdge, ...]
     bands: tuple[Band, ...]
-    columns: tuple[Column, ...] = ()
+    columns: tuple[TokenColumn, ...] = ()
     links: tuple[str, ...] = ()
 
 
@@ -196,7 +196,8 @@ class _Picture:
             for edge in self.edges
         }
         used = senders.union(*targets.values())
-        self.positions = sorted({position for _, position in used if position is not None}) or [None]
+        positions = {position for _, position in used if position is not None}
+        self.positions: list[int | None] = [*sorted(positions)] or [None]
         self.nodes = [
             _placed(name, position) for name in circuit.nodes for position in self.positions if (name, position) in used
         ]
@@ -396,13 +397,13 @@ class _Picture:
             ends[at] = x + scale * width / 2
             x += scale * width
 
-    def _columns(self) -> Iterable[Column]:
+    def _columns(self) -> Iterable[TokenColumn]:
         for number, position in enumerate(self.positions):
             if position is not None:
                 label = self.tokens[position] if position < len(self.tokens) else str(position)
                 items = [item for row in self.items for item in row if item.column == number]
                 ends = [side for item in items for side in (item.x - item.width / 2, item.x + item.width / 2)]
-                yield Column(label, round((min(ends) + max(ends)) / 2, 1))
+                yield TokenColumn(label, round((min(ends) + max(ends)) / 2, 1))
 
     def _links(self) -> Iterable[str]:
         """Yields lines from where a component reads for other positions to where it writes what it read."""
