@@ -19,7 +19,7 @@ from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import ModuleState, SharedRandomState, copied
-from graphpatch_notebook.components import Components, Run, Weights, find
+from graphpatch_notebook.components import Components, ProofRun, Weights, find
 from graphpatch_notebook.delegation import ModuleDelegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.execution import (
@@ -59,8 +59,9 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _COMPILES_ITSELF = (
-    "the model compiles a function while it runs, as flex_attention does, and torch.compile fails where the run is "
-    "observed; load the model with attn_implementation='sdpa' (or 'eager'), whose patterns can be patched"
+    "the model compiles a function while it runs, and torch.compile fails where the run is observed; if it computes "
+    "attention, load the model with attn_implementation='sdpa' (or 'eager'), else call "
+    "torch.compiler.set_stance('force_eager') before"
 )
 _OWN = {"_module", "_captured", "_generation_config"}
 
@@ -302,7 +303,7 @@ class PatchableGraph(ModuleDelegate):
         return find(self._captured.root).with_runs(self._run_proofs)
 
     def _run_proofs(
-        self, prove: Callable[[Run, Collection[str]], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, prove: Callable[[ProofRun, Collection[str]], None], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Calls `prove` with a function that runs the model with patches, each time from the same state."""
         if not args and not kwargs and (examples := self._captured.examples) is not None:

@@ -28,7 +28,7 @@ from graphpatch_notebook.inspection.resolution import Target, Unresolvable
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch
 
-PatchMap: TypeAlias = "Mapping[Any, Sequence[Patch[Any]]]"
+PatchLists: TypeAlias = "Mapping[Any, Sequence[Patch[Any]]]"
 
 
 class CapturedModel:
@@ -53,7 +53,7 @@ class CapturedModel:
         examples: ExampleInputs | None = None,
         drawn: Sequence[str] | None = None,
         unstored: Mapping[str, str] | None = None,
-        permanent: Sequence[PatchMap] = (),
+        permanent: Sequence[PatchLists] = (),
     ) -> None:
         self.module = module
         self.root = root
@@ -108,7 +108,7 @@ class CapturedModel:
         result._hierarchy = copy.deepcopy(self._hierarchy, memo)
         return result
 
-    def _with_records(self, module: Module, root: Frame, permanent: Sequence[PatchMap]) -> CapturedModel:
+    def _with_records(self, module: Module, root: Frame, permanent: Sequence[PatchLists]) -> CapturedModel:
         return CapturedModel(
             module,
             root,

@@ -7,8 +7,8 @@ patches, and splits the result. `agreement` makes sure that all processes call t
 
 from __future__ import annotations
 
-from graphpatch_notebook.sharded.agreement import Agreement
+from graphpatch_notebook.sharded.agreement import Agreement, digest
 from graphpatch_notebook.sharded.placements import Placement
 from graphpatch_notebook.sharded.sharding import Sharding, sharding_of, with_whole_records
 
-__all__ = ["Agreement", "Placement", "Sharding", "sharding_of", "with_whole_records"]
+__all__ = ["Agreement", "Placement", "Sharding", "digest", "sharding_of", "with_whole_records"]

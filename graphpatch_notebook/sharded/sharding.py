@@ -28,7 +28,7 @@ from graphpatch_notebook.sharded.placements import Placement, is_same_sketch, sk
 from graphpatch_notebook.torch_compat import split_factor
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
-Run: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
+RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
 _Key: TypeAlias = "tuple[int, tuple[Any, ...]]"
 _LEAVES = (nn.Linear.forward, nn.Embedding.forward)
 
@@ -174,7 +174,7 @@ class Sharding:
 
     # -- measure -------------------------------------------------------------------------------------------------------
 
-    def measure(self, run: Run, nodes: NodeMap) -> None:
+    def measure(self, run: RunWithPatches, nodes: NodeMap) -> None:
         """Finds out how the values are distributed, from a run on all processes.
 
         Args:

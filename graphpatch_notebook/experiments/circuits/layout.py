@@ -32,11 +32,11 @@ _THINNEST, _WIDEST = 1.0, 8.0
 _SPREAD, _APART = 0.36, 3.0
 """Edges without a named input begin and end over this part of a node's width, to each side, so far apart."""
 
-Row: TypeAlias = "tuple[str, int | None, str]"
+LayoutRow: TypeAlias = "tuple[str, int | None, str]"
 """The stack, the layer and the kind of component that a row has."""
 
 
-def row_and_label(name: str) -> tuple[Row, str]:
+def row_and_label(name: str) -> tuple[LayoutRow, str]:
     """Returns the row of a node, and a short name for it.
 
     Example:
@@ -73,7 +73,7 @@ class PlacedNode:
 
     name: str
     label: str
-    row: Row
+    row: LayoutRow
     width: float
     x: float = 0.0
     y: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +81,13 @@ def run_sweep(
     dispatch = None
     if executor is not None and chunks:
         work = SweepWork(request, Reference.of(pg, inputs, runner.baseline))
-        dispatch = Dispatch(executor, task_maker(executor, recipe, pg, work), runner)
+        parts = [("the metric", metric), ("what the model runs on", inputs)]
+        task = task_maker(executor, recipe, pg, work, parts)
+        dispatch = Dispatch(executor, task, lambda cells, ledger: run_here(runner, [cells], ledger))
 
     def run(shown: Progress) -> None:
         ledger = Ledger(runner.baseline, file, shown, results)
-        run_here(runner, chunks, ledger) if dispatch is None else dispatch.run(chunks, ledger)
+        run_here(runner, chunks, ledger) if dispatch is None else deque(dispatch.run(chunks, ledger), maxlen=0)
         for number in made.later:
             ledger.keep([_made_and_run(runner, making, number)])
 
