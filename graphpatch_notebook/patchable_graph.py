@@ -123,6 +123,7 @@ class PatchableGraph(ModuleDelegate):
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
         if (sharding := sharding_of(root_frame)) is not None:
             self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
+            self._captured.renew()
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
