@@ -59,8 +59,9 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _COMPILES_ITSELF = (
-    "the model compiles a function while it runs, as flex_attention does, and torch.compile fails where the run is "
-    "observed; load the model with attn_implementation='sdpa' (or 'eager'), whose patterns can be patched"
+    "the model compiles a function while it runs, and torch.compile fails where the run is observed; if it computes "
+    "attention, load the model with attn_implementation='sdpa' (or 'eager'), else call "
+    "torch.compiler.set_stance('force_eager') before"
 )
 _OWN = {"_module", "_captured", "_generation_config"}
 
@@ -844,17 +845,15 @@ class PatchableGraph(ModuleDelegate):
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
-        self._captured.check_weights()
-        context = innermost(self._captured)
-        if (sharding := sharding_of(self._captured.root)) is not None:
-            plan = self._captured.permanent_plan if context is None else context.plan
-            sharding.check_call(function, () if plan is None else plan.entries)
-        if context is not None:
-            return call_patched(context, function, args, kwargs)
-        if not self._captured.has_patched_calls:
-            return function(*args, **kwargs)
-        with PatchContext.of_one_call(self._captured):
-            return self._call(function, args, kwargs)
+        model = self._captured
+        context = innermost(model)
+        if context is None and model.has_patched_calls:
+            with PatchContext.of_one_call(model):
+                return self._call(function, args, kwargs)
+        model.check_weights()
+        if (sharding := sharding_of(model.root)) is not None:
+            sharding.check_call(function, () if context is None else context.plan.entries)
+        return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from graphpatch_notebook.execution.positions import (
     sequence_dims,
     token_inputs,
 )
-from graphpatch_notebook.execution.recording import Recording, record
+from graphpatch_notebook.execution.recording import Recording, record, results_of
 from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
@@ -66,6 +66,7 @@ __all__ = [
     "no_compile_arguments",
     "record",
     "restriction_of",
+    "results_of",
     "row_and_position_dims",
     "row_dimension",
     "sequence_dims",

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import bind, signature_of
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import DECODER_TOKENS, CapturedModel, row_and_position_dims, token_inputs
+from graphpatch_notebook.execution import (
+    DECODER_TOKENS,
+    CapturedModel,
+    results_of,
+    row_and_position_dims,
+    token_inputs,
+)
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -127,7 +133,12 @@ class RowReader:
         if self._positions is not None and self._positions.rows is not None:
             raise ExperimentError("positions are the same for all examples here: give one list of them")
         listed = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
-        targets = {target.text: target for pattern in listed for target in model.targets_of(str(pattern))}
+        targets: dict[str, Target] = {}
+        for pattern in map(str, listed):
+            if results := results_of(model, pattern):  # their dimensions are those of `z`
+                targets |= {name: model.targets_of(result.z)[0] for name, result in results.items()}
+            else:
+                targets |= {target.text: target for target in model.targets_of(pattern)}
         if not targets:
             raise ExperimentError(
                 "there is nothing to record: give a path, or a pattern such as 'layers[*].resid_post'"

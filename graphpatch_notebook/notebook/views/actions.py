@@ -149,10 +149,11 @@ def _mean(place: _Place) -> str:
     axes = place.axes
     is_pattern = {"query", "key"} <= {*axes}
     over = [dim for dim, axis in enumerate(axes) if axis == "batch" or (axis in _POSITIONS and not is_pattern)]
-    if not over or (is_pattern and place.at):
+    is_weight = is_pattern and any(axes[dim] != "head" for dim in place.at)
+    if not over or is_weight:
         raise SessionError(
             f"{place.path!r} does not have a mean over the batch and the positions"
-            + (": select the head instead of one of its weights" if is_pattern else f" ({', '.join(axes)})")
+            + (": select the head instead of one of its weights" if is_weight else f" ({', '.join(axes)})")
         )
     # A head keeps a mean of its own; a position is replaced by the mean over all positions.
     heads = [_Part.at(dim, index) for dim, index in place.at.items() if dim not in over]
