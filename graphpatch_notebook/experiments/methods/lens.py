@@ -474,7 +474,7 @@ class _Attribution:
         divided = torch.zeros(len(shares), *sizes, rows, dtype=torch.float64, device=self._end.device)
         for layer, share in enumerate(known):
             if share is not None:
-                divided[(layer, *map(slice, share.shape[:-1]))] = share
+                divided[layer][tuple(map(slice, share.shape[:-1]))] = share
         return {
             kind: (["layer", *dims, "batch"], divided),
             f"{kind}_bias": (["layer", "batch"], whole - divided.flatten(1, -2).sum(1)),
@@ -610,7 +610,7 @@ class _Mixture:
         target = resolve(root, name if norm is None else norm.given.path)
         frame = target.frame
         given = {node.base_name: node for node in frame.nodes if node.kind == "input"}
-        used = {key: node for key, node in given.items() if node.spec not in (ScalarSpec(None), None)}
+        used = {key: node for key, node in given.items() if node.spec != ScalarSpec(None)}
         are_tensors = all(isinstance(node.spec, TensorSpec) for node in used.values() if not _is_empty(node.spec))
         if target.node.kind != "output" or not are_tensors:
             raise ExperimentError(
@@ -712,12 +712,18 @@ class _NeuronRun(TorchFunctionMode):
         leaves = [read for read, _ in self._read]
         found: list[Tensor] = []
         for value in values:
-            gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+            gradients: Sequence[Tensor | None] = (
+                torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True) if value.requires_grad else ()
+            )
             own = [
                 ((read * gradient).double().reshape(len(experts), -1), experts)
-                for (read, experts), gradient in zip(self._read, gradients, strict=True)
+                for (read, experts), gradient in zip(self._read, gradients, strict=False)
                 if gradient is not None
             ]
+            if not own:
+                raise ExperimentError(
+                    f"{self._mixture.name!r}: no linear map with the weights of an expert was seen; use by='layer'"
+                )
             total = values.new_zeros(count, max(each.shape[-1] for each, _ in own))
             for each, experts in own:
                 total.index_add_(0, experts.long(), each.to(total.dtype))
