@@ -843,17 +843,15 @@ class PatchableGraph(ModuleDelegate):
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
-        self._captured.check_weights()
-        context = innermost(self._captured)
-        if (sharding := sharding_of(self._captured.root)) is not None:
-            plan = self._captured.permanent_plan if context is None else context.plan
-            sharding.check_call(function, () if plan is None else plan.entries)
-        if context is not None:
-            return call_patched(context, function, args, kwargs)
-        if not self._captured.has_patched_calls:
-            return function(*args, **kwargs)
-        with PatchContext.of_one_call(self._captured):
-            return self._call(function, args, kwargs)
+        model = self._captured
+        context = innermost(model)
+        if context is None and model.has_patched_calls:
+            with PatchContext.of_one_call(model):
+                return self._call(function, args, kwargs)
+        model.check_weights()
+        if (sharding := sharding_of(model.root)) is not None:
+            sharding.check_call(function, () if context is None else context.plan.entries)
+        return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
 

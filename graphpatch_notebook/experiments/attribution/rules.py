@@ -285,8 +285,10 @@ class SecantRules(DerivativeRules):
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         results = [part for part in _parts(result) if part.is_floating_point() or part.is_complex()]
         self._seen.update(part.grad_fn for part in (*results, *inputs))
-        if inputs and results and torch.is_grad_enabled():
-            if not any(part.requires_grad for part in results):
+        if inputs and results:
+            if not torch.is_grad_enabled():
+                self.fallbacks.setdefault(name, "the model computes it under torch.no_grad()")
+            elif not any(part.requires_grad for part in results):
                 if name not in _CONSTANT and inputs[0] is args[0]:
                     self.fallbacks.setdefault(name, "its result has no gradient")
             elif not has_rule and name not in LINEAR and name not in _OPENED:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
+from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge, place_of
 from graphpatch_notebook.experiments.circuits.edges import Batch, batches_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, Kept, kept_edges, nodes_like
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from xarray import DataArray, Dataset
 
 SelectionMethod: TypeAlias = Literal["top", "greedy"]
+_Cell: TypeAlias = "tuple[int, int, int]"
+"""The numbers of a receiver, a sender and a position."""
 _SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -115,6 +117,11 @@ def _check_scores(scores: Any) -> None:
             "keeps attributes under xarray.set_options(keep_attrs=True)"
         )
 
+    if "positions" in scores.attrs:
+        raise ExperimentError(
+            "circuits have the same positions in all rows of the batch: give scores of such positions"
+        )
+
 
 class Ranking:
     """The edges of a model in the order in which circuits of growing size take them.
@@ -131,45 +138,55 @@ class Ranking:
             raise ExperimentError("the scores lack nodes of the model: compute them without senders= and receivers=")
         self._nodes = nodes
         self._receivers, self._senders = nodes.receivers, nodes.senders
-        self._scores = scores.values
+        self._positions: list[int | None] = [None]
+        if "position" in scores.dims:
+            self._positions = [int(position) for position in scores.coords["position"].values]
+        self._scores = scores.transpose("receiver", "sender", ...).values.reshape(*map(len, own), -1)
         self._sizes = np.abs(self._scores) if absolute else self._scores
         self.order = self._greedy() if selection == "greedy" else self._top()
 
     def first(self, count: int) -> list[Edge]:
         """Returns the first edges."""
-        return [
-            Edge(self._senders[column], self._receivers[row], float(self._scores[row, column]))
-            for row, column in self.order[:count]
-        ]
+        return [self._edge(*cell) for cell in self.order[:count]]
 
-    def _top(self) -> list[tuple[int, int]]:
+    def _edge(self, row: int, column: int, number: int) -> Edge:
+        score = float(self._scores[row, column, number])
+        return Edge(self._senders[column], self._receivers[row], score, self._positions[number])
+
+    def _top(self) -> list[_Cell]:
         sizes = np.where(np.isnan(self._sizes), -np.inf, self._sizes).reshape(-1)
         order = np.argsort(-sizes, kind="stable")[: int((~np.isnan(self._sizes)).sum())]
-        return [divmod(int(number), len(self._senders)) for number in order]
+        return list(zip(*(index.tolist() for index in np.unravel_index(order, self._sizes.shape)), strict=True))
 
-    def _greedy(self) -> list[tuple[int, int]]:
+    def _greedy(self) -> list[_Cell]:
         rows: dict[str, list[int]] = {}
         for row, receiver in enumerate(self._receivers):
             for sender in self._nodes.feeds[receiver]:
                 rows.setdefault(sender, []).append(row)
-        waiting: list[tuple[float, int, int]] = []
-        open_rows: set[int] = set()
+        waiting: list[tuple[float, int, int, int]] = []
+        is_open = np.zeros((len(self._receivers), len(self._positions)), bool)
 
-        def add(row: int) -> None:
-            if row not in open_rows:
-                open_rows.add(row)
-                for column in np.flatnonzero(~np.isnan(self._sizes[row])).tolist():
-                    heapq.heappush(waiting, (-float(self._sizes[row, column]), row, column))
+        def add(row: int, number: int) -> None:
+            if not is_open[row, number]:
+                is_open[row, number] = True
+                sizes = self._sizes[row, :, number]
+                for column in np.flatnonzero(~np.isnan(sizes)).tolist():
+                    heapq.heappush(waiting, (-float(sizes[column]), row, column, number))
 
+        everywhere = range(len(self._positions))
         for row, receiver in enumerate(self._receivers):
             if not self._nodes.feeds[receiver]:
-                add(row)
+                for number in everywhere:
+                    add(row, number)
         found = []
         while waiting:
-            _, row, column = heapq.heappop(waiting)
-            found.append((row, column))
+            _, *cell = heapq.heappop(waiting)
+            _, column, number = cell
+            found.append((cell[0], column, number))
             for own in rows.get(self._senders[column], ()):
-                add(own)
+                is_local = place_of(self._edge(own, column, number)) is not None
+                for at in (number,) if is_local else everywhere:
+                    add(own, at)
         return found
 
 
@@ -241,6 +258,10 @@ def faithfulness(
     for each in named.values():
         _check_scores(each)
     first = next(iter(named.values()))
+    if len({each.shape for each in named.values()}) > 1:
+        raise ExperimentError(
+            "the scores are not those of the same edges: some have positions, or others than the rest"
+        )
     nodes = nodes_like(pg, first.attrs["feeds"])
     candidates = int(np.isfinite(first.values).sum())
     if random is not None and "random" not in named:

@@ -50,6 +50,8 @@ class Writer:
             the chosen experts write, of shape `(rows, chosen, channels)`.
         projection: The linear map of the heads.
         choice: The path of the numbers of the chosen experts, of shape `(rows, chosen)`.
+        stream: The stack that it belongs to: what the names of its layers begin with.
+        steps: What is done with what it writes, before it is added to the stream.
     """
 
     names: tuple[str, ...]
@@ -57,6 +59,8 @@ class Writer:
     path: str
     projection: Projection | None = None
     choice: str = ""
+    stream: str = ""
+    steps: tuple[StreamStep, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
