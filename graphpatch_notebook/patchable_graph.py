@@ -47,7 +47,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
-from graphpatch_notebook.sharded import sharding_of, with_whole_records
+from graphpatch_notebook.sharded import publish_stage, sharding_of, with_whole_records
 
 if TYPE_CHECKING:
     import torch
@@ -121,9 +121,11 @@ class PatchableGraph(ModuleDelegate):
             raise
         drawn = before.differing(SharedRandomState())
         root_frame = with_whole_records(root_frame)
+        publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
         if (sharding := sharding_of(root_frame)) is not None:
             self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
+            self._captured.renew()
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
@@ -843,17 +845,15 @@ class PatchableGraph(ModuleDelegate):
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
-        self._captured.check_weights()
-        context = innermost(self._captured)
-        if (sharding := sharding_of(self._captured.root)) is not None:
-            plan = self._captured.permanent_plan if context is None else context.plan
-            sharding.check_call(function, () if plan is None else plan.entries)
-        if context is not None:
-            return call_patched(context, function, args, kwargs)
-        if not self._captured.has_patched_calls:
-            return function(*args, **kwargs)
-        with PatchContext.of_one_call(self._captured):
-            return self._call(function, args, kwargs)
+        model = self._captured
+        context = innermost(model)
+        if context is None and model.has_patched_calls:
+            with PatchContext.of_one_call(model):
+                return self._call(function, args, kwargs)
+        model.check_weights()
+        if (sharding := sharding_of(model.root)) is not None:
+            sharding.check_call(function, () if context is None else context.plan.entries)
+        return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 _FEW = 4
-"""With fewer cells, planning shared forwards costs more than it saves."""
+"""With fewer cells, sharing costs more than it saves: they run as in a plain loop."""
 
 
 def run_sweep(
@@ -68,8 +68,8 @@ def run_sweep(
     cells = making.unmade
     is_all = checkpoint is not None or executor is not None
     made = made_cells(pg, making, inputs, metric, is_all=is_all, backward=backward)
-    batch = None if batch == 1 or len(made.shared) < _FEW else batch
-    request = SweepRequest(inputs, metric, made.paths, batch, backward)
+    is_few = len(made.shared) < _FEW
+    request = SweepRequest(inputs, metric, () if is_few else made.paths, None if batch == 1 else batch, backward)
     runner = CellRunner(pg, request, look=made.look)
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
     file = None
