@@ -3,6 +3,7 @@ import type { CircuitNode, CircuitTraits } from "../kernel/protocol";
 import { element } from "../page/dom";
 import type { TreeState } from "../tree/tree_state";
 import type { Model, Part, View } from "../view";
+import { itemOf } from "../views/selection";
 import { CircuitFigure } from "./circuit_figure";
 
 export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: () => void) => void): HTMLElement {
@@ -37,6 +38,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
   const mark = () => {
     const patched = view.model.get("session").patches.map(({ path }) => path);
     figure?.mark(state.activeRow, new Set(patched));
+    figure?.fade((name) => !view.filter.leaves(itemOf(name)));
   };
   const show = () => {
     const circuit = view.model.get("circuit") ?? null;
@@ -59,6 +61,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
   view.onRemove(() => view.model.off("change:circuit", show));
   view.onRemove(() => view.model.off("change:session", mark));
   view.onRemove(state.onChange(mark));
+  view.onRemove(view.filter.onChange(mark));
   show();
   return { element: panel };
 }
