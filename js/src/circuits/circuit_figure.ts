@@ -208,6 +208,14 @@ export class CircuitFigure {
     else this.highlight();
   }
 
+  /** Makes nodes faint, and edges that begin at one: what a filter takes out. */
+  fade(isFaint: (name: string) => boolean): void {
+    for (const { group, node } of this.nodes) group.classList.toggle("gp-faint", isFaint(node.name));
+    for (const { edge, lines } of this.edges) {
+      for (const line of lines) line.classList.toggle("gp-faint", isFaint(edge.sender) || isFaint(edge.receiver));
+    }
+  }
+
   private isShown([kind, number]: Pinned): boolean {
     if (kind === "edge") return number < this.count;
     return !this.nodes[number]?.group.classList.contains("gp-circuit-hidden");

@@ -39,6 +39,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
   const mark = () => {
     const patched = view.model.get("session").patches.map(({ path }) => path);
     figure?.mark(state.activeRow, new Set(patched));
+    figure?.fade((name) => !view.filter.leaves(itemOf(name)));
   };
   const show = () => {
     const circuit = view.model.get("circuit") ?? null;
@@ -63,6 +64,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
   view.onRemove(() => view.model.off("change:circuit", show));
   view.onRemove(() => view.model.off("change:session", mark));
   view.onRemove(state.onChange(mark));
+  view.onRemove(view.filter.onChange(mark));
   show();
   return { element: panel };
 }

@@ -96,6 +96,8 @@ export interface Traits extends LinkedTraits {
   query: string;
   /** Whether rows with only sizes, and hidden rows, are shown. */
   shows_sizes: boolean;
+  /** Deflated JSON of `Component[]`, layer by layer. Empty: not asked for yet. */
+  components: DataView;
   /** A float32 per row, little-endian; NaN without a score. Empty: no scores. */
   scores: DataView;
   scores_name: string;
@@ -621,8 +623,8 @@ export interface Requests {
   /** `number`: the patch that is being changed, if it is one. */
   check: { payload: { patch: PatchFields; number: number | null }; result: Checked };
   details: { payload: { row: number }; result: Details };
-  /** The components of the model, layer by layer. Finding them takes a while, so they are asked for after the tree is shown. */
-  components: { payload: Record<string, never>; result: { components: Component[] } };
+  /** Finds the components, which takes a while, so that they are asked for after the tree is shown; the trait has them. */
+  components: { payload: Record<string, never>; result: Record<string, never> };
   /** `inputs`: arguments of the call as Python; `null`: the example inputs. */
   run: { payload: { inputs: string | null }; result: RunStatus };
   run_status: { payload: { id: number }; result: RunStatus };
