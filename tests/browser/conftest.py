@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # Package scope: while Playwright is there, asyncio has a running loop, which the tests of other folders must not meet.
 @pytest.fixture(scope="package")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, kernels_are_warm: None) -> Iterator[Server]:
     """A JupyterLab whose folder holds a copy of the examples."""
     folder = tmp_path_factory.mktemp("jupyter")
     shutil.copytree(CHECKOUT / "examples", folder / "notebooks")
