@@ -92,7 +92,7 @@ def _end_with(asking: socket.socket) -> None:
 def _be_kernel(address: str, arguments: list[str]) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
-        request = json.dumps([arguments, os.getcwd(), dict(os.environ)]).encode()
+        request = json.dumps([arguments, str(Path.cwd()), dict(os.environ)]).encode()
         socket.send_fds(server, [b"\0"], [0, 1, 2])
         server.sendall(len(request).to_bytes(_LENGTH, "big") + request)
         kernel = int.from_bytes(_received(server, _LENGTH), "big")
