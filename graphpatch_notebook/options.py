@@ -49,21 +49,22 @@ class ExtractionOptions:
             empty. See below.
 
     Attention patterns: a call of `scaled_dot_product_attention`, or of `multi_head_attention_forward` (which
-    `torch.nn.MultiheadAttention` calls), both of `torch.nn.functional`, is one node, in graphs as well. Two values
-    inside are nodes, too: `scores` (scaled and masked), and `pattern`, what the softmax (and dropout) made of them;
-    what the pattern and the values are multiplied to, *z*, is the value of a call of the first itself. The call takes
-    its steps one by one only in runs in which a patch stands on one of these two, be it a probe; all other calls run
-    fused, also where their result is patched. Capture computes neither: it needs no memory for the square of the
-    sequence. The result of the steps equals that of the fused kernel within rounding: 1e-5 in float32 (absolute and
-    relative), 1e-12 in float64, 4e-3 in float16, 3e-2 in bfloat16 for inputs around one; dropout draws other numbers.
-    The steps hold the whole pattern in memory, (batch, heads, queries, keys), as eager attention does. In half
-    precision, scores are float32.
+    `torch.nn.MultiheadAttention` calls), both of `torch.nn.functional`, is one node, in graphs as well, and so is one
+    of `flex_attention`, compiled or not. Two values inside are nodes, too: `scores` (scaled and masked), and `pattern`,
+    what the softmax (and dropout) made of them; what the pattern and the values are multiplied to, *z*, is the value of
+    a call of the first itself. The call takes its steps one by one only in runs in which a patch stands on one of these
+    two, be it a probe; all other calls run fused, also where their result is patched. Capture computes neither: it
+    needs no memory for the square of the sequence. The result of the steps equals that of the fused kernel within
+    rounding: 1e-5 in float32 (absolute and relative), 1e-12 in float64, 4e-3 in float16, 3e-2 in bfloat16 for inputs
+    around one; dropout draws other numbers. The steps hold the whole pattern in memory, (batch, heads, queries, keys),
+    as eager attention does. In half precision, scores are float32.
 
     Functions in a list are opened during the capture, and their graphs hold all their steps. Such graphs never run in
     place of their module, unless they are edited: they equal it within rounding only. These can be opened:
-    `"scaled_dot_product_attention"`; and `"multi_head_attention_forward"`, with the steps of torch's own code under the
-    variables of that code: with `need_weights=True` the pattern is what `softmax` made, the second of the
-    `attn_output_weights`; otherwise it calls `scaled_dot_product_attention` in turn, so list both.
+    `"scaled_dot_product_attention"`; `"flex_attention"`, if it was imported before; and
+    `"multi_head_attention_forward"`, with the steps of torch's own code under the variables of that code: with
+    `need_weights=True` the pattern is what `softmax` made, the second of the `attn_output_weights`; otherwise it calls
+    `scaled_dot_product_attention` in turn, so list both.
 
     Example:
         >>> ExtractionOptions(skip_compilation=True).skip_compilation

@@ -19,7 +19,7 @@ from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import ModuleState, SharedRandomState, copied
-from graphpatch_notebook.components import Components, Run, Weights, find
+from graphpatch_notebook.components import Components, ProofRun, Weights, find
 from graphpatch_notebook.delegation import ModuleDelegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.execution import (
@@ -47,7 +47,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
-from graphpatch_notebook.sharded import sharding_of, with_whole_records
+from graphpatch_notebook.sharded import publish_stage, sharding_of, with_whole_records
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +59,9 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _COMPILES_ITSELF = (
-    "the model compiles a function while it runs, as flex_attention does, and torch.compile fails where the run is "
-    "observed; load the model with attn_implementation='sdpa' (or 'eager'), whose patterns can be patched"
+    "the model compiles a function while it runs, and torch.compile fails where the run is observed; if it computes "
+    "attention, load the model with attn_implementation='sdpa' (or 'eager'), else call "
+    "torch.compiler.set_stance('force_eager') before"
 )
 _OWN = {"_module", "_captured", "_generation_config"}
 
@@ -120,9 +121,11 @@ class PatchableGraph(ModuleDelegate):
             raise
         drawn = before.differing(SharedRandomState())
         root_frame = with_whole_records(root_frame)
+        publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
         if (sharding := sharding_of(root_frame)) is not None:
             self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
+            self._captured.renew()
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
@@ -302,7 +305,7 @@ class PatchableGraph(ModuleDelegate):
         return find(self._captured.root).with_runs(self._run_proofs)
 
     def _run_proofs(
-        self, prove: Callable[[Run, Collection[str]], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, prove: Callable[[ProofRun, Collection[str]], None], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Calls `prove` with a function that runs the model with patches, each time from the same state."""
         if not args and not kwargs and (examples := self._captured.examples) is not None:
@@ -842,17 +845,15 @@ class PatchableGraph(ModuleDelegate):
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
-        self._captured.check_weights()
-        context = innermost(self._captured)
-        if (sharding := sharding_of(self._captured.root)) is not None:
-            plan = self._captured.permanent_plan if context is None else context.plan
-            sharding.check_call(function, () if plan is None else plan.entries)
-        if context is not None:
-            return call_patched(context, function, args, kwargs)
-        if not self._captured.has_patched_calls:
-            return function(*args, **kwargs)
-        with PatchContext.of_one_call(self._captured):
-            return self._call(function, args, kwargs)
+        model = self._captured
+        context = innermost(model)
+        if context is None and model.has_patched_calls:
+            with PatchContext.of_one_call(model):
+                return self._call(function, args, kwargs)
+        model.check_weights()
+        if (sharding := sharding_of(model.root)) is not None:
+            sharding.check_call(function, () if context is None else context.plan.entries)
+        return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import CodeType
+from contextvars import ContextVar
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -93,6 +94,22 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
     """
     kind: Any = type(module)
     return _is_fully_sharded(kind)
+
+
+def fully_shards_parts(module: torch.nn.Module) -> bool:
+    """Whether `module` is under FSDP, and its parameters were parts of weights before: tensor parallelism within FSDP.
+
+    `_get_fsdp_state`, `_fsdp_param_group`, `is_dtensor`; `_handle`, `_param_extensions` of the older FSDP: torch 2.4 to
+    2.13. Tested by: tests/distributed/test_sharded_models.py.
+    """
+    if not is_fully_sharded(module):
+        return False
+    state_of = getattr(module, "_get_fsdp_state", None)
+    group = None if state_of is None else state_of()._fsdp_param_group
+    if group is not None:
+        return any(each.is_dtensor for each in group.fsdp_params)
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+    return any(each is not None for each in getattr(flat, "_param_extensions", None) or ())
 
 
 @functools.lru_cache(maxsize=1024)  # every frame of a capture asks; `fully_shard` makes a class of its own
@@ -249,6 +266,103 @@ def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     which takes as long as torch itself. Tested by: tests/integrations/test_torch_compile.py, tests/test_packaging.py.
     """
     return torch._compile._disable_dynamo(function)
+
+
+class VisibleFlexAttention:
+    """Makes function modes see `flex_attention` and `create_block_mask`, from `hold` to `let_go`.
+
+    These are plain Python functions that do not hand themselves over to function modes, and models call what
+    `torch.compile` made of them, which fails under a mode. While somebody holds this, their code hands a call over as
+    other functions of torch do; where no mode is on, their own code runs, compiled if the caller compiled it.
+
+    `torch.nn.attention.flex_attention` is public; `set_eval_frame` and `skip_code` of `torch._dynamo.eval_frame`: torch
+    2.5 to 2.13. Tested by: tests/capture/test_flex_attention.py.
+    """
+
+    _lock = threading.RLock()
+    _holders: ClassVar[set[object]] = set()
+    _original: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
+    _compilers: ClassVar[ContextVar[tuple[Any, ...]]] = ContextVar("graphpatch_compilers", default=())
+
+    def hold(self, holder: object) -> None:
+        """Makes calls visible until `let_go`; does nothing if nobody imported these functions so far."""
+        home: Any = sys.modules.get(_FLEX_ATTENTION)
+        with self._lock:
+            self._holders.add(holder)
+            if home is None or self._original:
+                return
+            for function in (home.flex_attention, home.create_block_mask):
+                own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+                own.__kwdefaults__ = function.__kwdefaults__
+                self._original[function] = own
+                function.__code__ = _handing_over(function.__code__)
+
+    def let_go(self, holder: object) -> None:
+        """Takes that back. It may be called twice."""
+        with self._lock:
+            self._holders.discard(holder)
+            while self._original and not self._holders:
+                function, own = next(iter(self._original.items()))
+                function.__code__ = own.__code__
+                del self._original[function]
+
+    def is_inside(self) -> bool:
+        """Whether a function mode handles a call at present: what happens in it belongs to that one call."""
+        return bool(self._compilers.get())
+
+    @classmethod
+    def call(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls one of the functions: through the function modes that are on, else its own code."""
+        set_compiler = sys.modules["torch._dynamo.eval_frame"].set_eval_frame
+        compiler = set_compiler(None)  # it would compile the modes
+        function = getattr(sys.modules[_FLEX_ATTENTION], name)
+        try:
+            if not function_mode_depth():
+                own = cls._original.get(function, function)
+                set_compiler(compiler or (cls._compilers.get() or [None])[-1])
+                return own(*args, **kwargs)
+            outer = cls._compilers.get()
+            token = cls._compilers.set((*outer, compiler or (outer or [None])[-1]))
+            try:
+                return torch.overrides.handle_torch_function(function, (), *args, **kwargs)
+            finally:
+                cls._compilers.reset(token)
+        finally:
+            set_compiler(compiler)
+
+
+_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+visible_flex_attention = VisibleFlexAttention()
+
+
+def flex_attention() -> Callable[..., Any] | None:
+    """Returns `flex_attention`, if something imported it so far: that takes long. Torch 2.5 to 2.13."""
+    return getattr(sys.modules.get(_FLEX_ATTENTION), "flex_attention", None)
+
+
+def flex_attention_output(**named: torch.Tensor | None) -> Any:
+    """Returns what `flex_attention` returns beside its result, if `return_aux` asks for it: torch 2.9 to 2.13."""
+    return sys.modules[_FLEX_ATTENTION].AuxOutput(**named)
+
+
+@functools.cache
+def _handing_over(code: CodeType) -> CodeType:
+    """Returns code that hands a call over, in place of `code`: it counts as torch's, and is not compiled."""
+    result = _hand_over.__code__.replace(
+        co_name=code.co_name,
+        co_filename=code.co_filename,
+        co_consts=tuple(code.co_name if each == "NAME" else each for each in _hand_over.__code__.co_consts),
+    )
+    for each in (result, VisibleFlexAttention.call.__func__.__code__):  # type: ignore[attr-defined]
+        importlib.import_module("torch._dynamo.eval_frame").skip_code(each)
+    return result
+
+
+def _hand_over(*args: Any, **kwargs: Any) -> Any:
+    # An import, as this code runs among the globals of another module.
+    from graphpatch_notebook.torch_compat import VisibleFlexAttention
+
+    return VisibleFlexAttention.call("NAME", args, kwargs)
 
 
 def is_module_call(code: CodeType) -> bool:

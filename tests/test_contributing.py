@@ -90,7 +90,6 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     names: dict[str, Any] = {"__name__": "walk_through"}
     for number, source in enumerate(FENCES):
         if number == DECOMPOSED:
-            monkeypatch.setitem(decompositions._BY_NAME, "gelu", names["gelu"])
             monkeypatch.setitem(decompositions._BY_ID, id(names["gelu"].function), names["gelu"])
         if number == PACKED:
             monkeypatch.setitem(packed_weights._packings, names["Int8Linear"], names["packing"])

@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.call_sites import count_as_users
-from graphpatch_notebook.errors import OptionError
+from graphpatch_notebook.errors import GraphPatchError, OptionError
 from graphpatch_notebook.interrupts import holding
-from graphpatch_notebook.torch_compat import safe_softmax
+from graphpatch_notebook.torch_compat import flex_attention, flex_attention_output, safe_softmax
 from graphpatch_notebook.values import TensorSpec
 
 
@@ -111,12 +111,12 @@ _signature = cache(inspect.signature)
 
 def decomposition_of(function: Any) -> Decomposition | None:
     """Returns how `function`, as torch dispatches it, can be opened; `None` for all but a few functions."""
-    return _BY_ID.get(id(function))
+    return _by_id().get(id(function))
 
 
 def opened_by_default(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
     """Returns the functions with inner nodes, by id: those of attention, unless `decompose` lists what to open."""
-    return {} if decompose is not None else {key: found for key, found in _BY_ID.items() if found.inner is not None}
+    return {} if decompose is not None else {key: found for key, found in _by_id().items() if found.inner is not None}
 
 
 def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
@@ -136,13 +136,14 @@ def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None
 
 
 def _found_decomposition(item: str | Callable[..., Any]) -> Decomposition:
-    found = _BY_NAME.get(item) if isinstance(item, str) else decomposition_of(item)
+    by_name = {decomposition.name: decomposition for decomposition in _by_id().values()}
+    found = by_name.get(item) if isinstance(item, str) else decomposition_of(item)
     if found is not None:
         return found
     name = item if isinstance(item, str) else str(getattr(item, "__name__", item))
-    near = get_close_matches(name, _BY_NAME, n=1, cutoff=0.4)
+    near = get_close_matches(name, by_name, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise OptionError(f"decompose: {name!r} cannot be opened; {hint}These can: {', '.join(_BY_NAME)}")
+    raise OptionError(f"decompose: {name!r} cannot be opened; {hint}These can: {', '.join(by_name)}")
 
 
 # -- inner nodes -------------------------------------------------------------------------------------------------------
@@ -308,6 +309,112 @@ def _attention_problem(
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
+# -- flex_attention ----------------------------------------------------------------------------------------------------
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,  # noqa: ARG001  # the signature is that of the function
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Flex attention by its formula, as torch computes it where it is not compiled."""
+    dtype = query.dtype
+    precision = _flex_dtype(query)
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    if enable_gqa:
+        repeated_key = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
+        repeated_value = value.repeat_interleave(query.size(1) // value.size(1), dim=1)
+        key, value = repeated_key, repeated_value
+    dot_products = torch.matmul(query.to(precision), key.to(precision).transpose(-2, -1))
+    scaled = dot_products * scale
+    changed = scaled if score_mod is None else _for_all_scores(score_mod, scaled, scaled)
+    is_masked = torch.zeros((), dtype=torch.bool, device=query.device)
+    if block_mask is not None:
+        is_allowed = _for_all_scores(block_mask.mask_mod, scaled)
+        _check_blocks(block_mask, is_allowed)
+        is_masked = ~is_allowed
+    scores = changed.masked_fill(is_masked, -math.inf)
+    probabilities = safe_softmax(scores, -1)
+    pattern = probabilities.to(dtype)
+    output = torch.matmul(pattern, value.to(dtype))
+    if not return_lse and return_aux is None:
+        return output
+    lse = scores.logsumexp(-1)
+    if return_aux is None:
+        return output, lse
+    named = {"lse": lse, "max_scores": scores.amax(-1)}
+    wanted = {name: found if getattr(return_aux, name) else None for name, found in named.items()}
+    return output, flex_attention_output(**wanted)
+
+
+def _flex_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _for_all_scores(function: Callable[..., Tensor], scores: Tensor, *given: Tensor) -> Tensor:
+    """Returns the results of a `score_mod` or `mask_mod`, a function of one score and its indices, for all scores."""
+    for each in range(3, -1, -1):
+        function = torch.vmap(
+            function, in_dims=(*(0 for _ in given), *(0 if dim == each else None for dim in range(4)))
+        )
+    with _IndexedByTensors():
+        return function(*given, *(torch.arange(size, device=scores.device) for size in scores.shape))
+
+
+class _IndexedByTensors(TorchFunctionMode):
+    """Lets functions of one score write `bias[head, query]`, whose indices `vmap` cannot read into Python."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(index, (Tensor, int)) for index in indices):
+                tensors = [torch.as_tensor(index, device=args[0].device) for index in indices]
+                return torch.ops.aten.index(args[0], tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def _check_blocks(block_mask: Any, is_allowed: Tensor) -> None:
+    """Checks that the blocks which a kernel skips have no entries that the function of the mask allows.
+
+    Raises:
+        GraphPatchError: They have: then a kernel, and torch's own code without a compiler, compute different results.
+    """
+    blocks = block_mask.to_dense().bool()
+    rows, columns = (
+        torch.arange(length, device=blocks.device) // size
+        for length, size in zip(is_allowed.shape[-2:], block_mask.BLOCK_SIZE, strict=True)
+    )
+    if bool((is_allowed & ~blocks[..., rows[:, None], columns]).any()):
+        raise GraphPatchError(
+            "the block mask of flex_attention leaves out blocks that its mask_mod allows, so its pattern is not known; "
+            "make it by create_block_mask, or give BlockMask.from_kv_blocks the mask_mod that belongs to it"
+        )
+
+
+def _flex_specs(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[TensorSpec, TensorSpec]:
+    shape = torch.Size((*query.shape[:-1], key.shape[-2]))
+    return TensorSpec(shape, _flex_dtype(query), query.device), TensorSpec(shape, query.dtype, query.device)
+
+
+def _flex_problem(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> str | None:
+    given = (query, key, value)
+    if any(tensor.is_nested for tensor in given):
+        return "it is called with nested tensors"
+    if _is_autocast(query):
+        return "it is called under autocast"
+    return None if all(tensor.dim() == 4 for tensor in given) else "its tensors do not have four dimensions"
+
+
 # -- multi_head_attention_forward --------------------------------------------------------------------------------------
 
 
@@ -390,7 +497,7 @@ def _multi_head_specs(*args: Any, **kwargs: Any) -> tuple[TensorSpec, ...]:
     return TensorSpec(shape, score_dtype, query.device), TensorSpec(shape, query.dtype, query.device)
 
 
-for _function in (_attention, _multi_head_attention, _softmax):
+for _function in (_attention, _flex_attention, _multi_head_attention, _softmax):
     count_as_users(_function.__code__)
 _ALL = (
     Decomposition(
@@ -427,5 +534,27 @@ _ALL = (
         ),
     ),
 )
-_BY_NAME = {decomposition.name: decomposition for decomposition in _ALL}
 _BY_ID = {id(decomposition.function): decomposition for decomposition in _ALL}
+
+
+def _by_id() -> dict[int, Decomposition]:
+    """Returns all decompositions, by the id of their function."""
+    function = flex_attention()
+    if function is not None and id(function) not in _BY_ID:
+        _BY_ID[id(function)] = Decomposition(
+            "flex_attention",
+            function,
+            is_exact=False,
+            problem=_flex_problem,
+            make_steps=lambda: _flex_attention,
+            inner=InnerSteps(
+                (
+                    InnerStep("scores", "matmul", ("query", "key", "block_mask")),
+                    InnerStep("pattern", "softmax", ("scores",)),
+                ),
+                specs=_flex_specs,
+                make_steps=lambda: _flex_attention,
+                example=lambda: (torch.ones(1, 1, 1, 1, device="cpu"),) * 3,
+            ),
+        )
+    return _BY_ID

@@ -150,7 +150,7 @@ class FrameRecorder:
             return self._lookup(leaf) or self._tensor_from_elsewhere(leaf)
         if type(leaf) is Size:
             return leaf.ref if leaf.owner is self else self._lookup(leaf) or int(leaf)
-        if isinstance(leaf, _PLAIN) or callable(leaf):
+        if isinstance(leaf, _PLAIN) or (callable(leaf) and not getattr(leaf, "__closure__", None)):
             return leaf
         known, inside = self._lookup(leaf), children(leaf)
         if known is not None and (inside is None or self._is_unchanged(known, inside)):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from graphpatch_notebook.capture.naming.call_sites import invoke, is_parallel_code
 from graphpatch_notebook.interrupts import holding
-from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes
+from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes, visible_flex_attention
 
 
 class Observer(Protocol):
@@ -224,7 +224,8 @@ TRANSPARENT = (CheckpointFunction,)
 class _VisibleApply:
     """Hands calls of `Function.apply` to the `apply_observer` of their context while somebody holds it.
 
-    As with swaps of `forward`, `let_go` can be called again if it was interrupted.
+    As long, function modes see calls of flex attention. As with swaps of `forward`, `let_go` can be called again if it
+    was interrupted.
     """
 
     def __init__(self) -> None:
@@ -242,6 +243,7 @@ class _VisibleApply:
             if Function.__dict__["apply"] is not self._wrapper:
                 self.original = Function.__dict__["apply"]
                 Function.apply = self._wrapper  # type: ignore[method-assign]
+            visible_flex_attention.hold(holder)
 
     def let_go(self, holder: object) -> None:
         """Takes that back."""
@@ -249,6 +251,7 @@ class _VisibleApply:
             self._holders.discard(holder)
             if not self._holders and Function.__dict__["apply"] is self._wrapper:
                 Function.apply = self.original  # type: ignore[method-assign]
+            visible_flex_attention.let_go(holder)
 
 
 visible_apply = _VisibleApply()
@@ -257,6 +260,6 @@ visible_apply = _VisibleApply()
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = visible_apply.original.__get__(None, cls)
     watching = apply_observer.get()
-    if watching is None or issubclass(cls, TRANSPARENT):
+    if watching is None or issubclass(cls, TRANSPARENT) or visible_flex_attention.is_inside():
         return apply(*args, **kwargs)
     return watching.on_apply(cls, apply, args, kwargs)

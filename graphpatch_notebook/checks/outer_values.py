@@ -28,7 +28,7 @@ class OuterValue(NamedTuple):
 
 def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]:
     """Returns the globals and closure variables that the module's own functions use, by name."""
-    return {outer.name: outer.value() for outer in _outer_values(module, forward)}
+    return {outer.name: value for outer, value in _outer_values(module, forward)}
 
 
 def plain_outer_values(
@@ -46,19 +46,25 @@ def plain_outer_values(
     for kind, module in {type(module): module for module in modules}.items():
         own = [base for base in kind.__mro__ if base not in seen and issubclass(base, Module)]
         seen.update(own)
-        held = (OuterValue(f"{base.__name__}.{name}", vars(base), name) for base in own for name in vars(base))
-        by_name = {outer.name: outer for outer in (*held, *_outer_values(module, forward_of(module)))}
-        for outer in by_name.values():
-            if "__" not in outer.name and type(value := outer.value()) in _COMPARED:
+        for base in own:
+            for name, value in [*vars(base).items()]:
+                if type(value) in _COMPARED and "__" not in name:
+                    yield kind, OuterValue(f"{base.__name__}.{name}", vars(base), name), value
+        outer_values = _outer_values(module, forward_of(module))
+        by_name = {outer.name: (outer, value) for outer, value in outer_values if type(value) in _COMPARED}
+        for outer, value in by_name.values():
+            if "__" not in outer.name:
                 yield kind, outer, value
 
 
-def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[OuterValue]:
+def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple[OuterValue, Any]]:
+    """Yields the variables that the module's own functions use, with their values."""
     for function in _functions(module, forward):
+        variables = function.__globals__
         for name in function.__code__.co_names:
-            yield OuterValue(name, function.__globals__, name)
+            yield OuterValue(name, variables, name), variables.get(name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            yield OuterValue(name, cell)
+            yield OuterValue(name, cell), _content(cell)
 
 
 def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:

@@ -9,7 +9,7 @@ which parts of the model's matrices belong to components.
 """
 
 from graphpatch_notebook.components.components import Component, Components, find
-from graphpatch_notebook.components.noise import Run
+from graphpatch_notebook.components.noise import ProofRun
 from graphpatch_notebook.components.weights import ComponentWeights, NoWeightError, Projection, Weights, projection
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "Components",
     "NoWeightError",
     "Projection",
-    "Run",
+    "ProofRun",
     "Weights",
     "find",
     "projection",

@@ -17,7 +17,7 @@ from graphpatch_notebook.components.ends import end_of, ends_alone, start_of
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.mlp import Mlp, mlp_of
 from graphpatch_notebook.components.names import look_up
-from graphpatch_notebook.components.noise import Run
+from graphpatch_notebook.components.noise import ProofRun
 from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, norm_name, prove
 from graphpatch_notebook.components.writes import Write, Writes
@@ -65,7 +65,7 @@ class _Findings:
     missing: dict[str, str] = field(default_factory=dict)
 
 
-Verify: TypeAlias = "Callable[[Callable[[Run, Collection[str]], None], tuple[Any, ...], dict[str, Any]], None]"
+Verify: TypeAlias = "Callable[[Callable[[ProofRun, Collection[str]], None], tuple[Any, ...], dict[str, Any]], None]"
 """Calls a function with what runs the captured model on inputs, and the paths that can be patched."""
 
 
@@ -117,7 +117,7 @@ class Components(Mapping[str, Component]):
         self._verify(self._prove, args, kwargs)
         return self
 
-    def _prove(self, run: Run, known: Collection[str]) -> None:
+    def _prove(self, run: ProofRun, known: Collection[str]) -> None:
         found = self._findings
         verdicts = prove(found.evidence, {name: each.path for name, each in found.by_name.items()}, known, run)
         for name, component in found.by_name.items():

@@ -183,7 +183,7 @@ def _numbers_text(numbers: Numbers) -> str:
 # Look-up
 
 
-class Found(Protocol):
+class FoundComponents(Protocol):
     """The components that were found in a capture."""
 
     @property
@@ -201,7 +201,7 @@ class Found(Protocol):
     def __iter__(self) -> Iterator[str]: ...
 
 
-def look_up(found: Found, text: str) -> list[Component]:
+def look_up(found: FoundComponents, text: str) -> list[Component]:
     """Returns the components that a name means: one, or several for lists, slices and `*`, also in words.
 
     Negative numbers count from the end. With `*`, layers that do not have the component are left out. Where query heads
@@ -230,7 +230,7 @@ def look_up(found: Found, text: str) -> list[Component]:
     return components
 
 
-def _layers(found: Found, name: ComponentName, text: str) -> list[int | None]:
+def _layers(found: FoundComponents, name: ComponentName, text: str) -> list[int | None]:
     if name.layers is None:
         return [None]
     count = found.layers.get(name.stack)
@@ -265,7 +265,7 @@ def _counted(numbers: Numbers, count: int, what: str, text: str) -> Iterator[int
         yield number % count
 
 
-def _matching(found: Found, name: ComponentName, text: str) -> list[ComponentName]:
+def _matching(found: FoundComponents, name: ComponentName, text: str) -> list[ComponentName]:
     """Returns the names that a name with one layer, and with `*` in its words, stands for."""
     if not any("*" in word for word in name.words):
         return [name]
@@ -288,14 +288,14 @@ def _matching(found: Found, name: ComponentName, text: str) -> list[ComponentNam
     return matching
 
 
-def _of_layer(found: Found, name: ComponentName, text: str) -> Iterator[Component]:
+def _of_layer(found: FoundComponents, name: ComponentName, text: str) -> Iterator[Component]:
     """Yields the components that a name with one layer means."""
     is_pattern = any("*" in word for word in name.words)
     for one in _matching(found, name, text):
         yield from _of_one(found, one, text, is_pattern)
 
 
-def _of_one(found: Found, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
+def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
     """Yields the components that a name with one layer, and without `*` in its words, means.
 
     If it is one of those that a pattern stands for, its numbers are those of query heads.
@@ -333,7 +333,7 @@ def _of_one(found: Found, name: ComponentName, text: str, is_pattern: bool) -> I
         yield _sliced(replace(whole, index=tuple(index)), replace(name, members=number), text)
 
 
-def _query_heads(found: Found, bare: ComponentName) -> int:
+def _query_heads(found: FoundComponents, bare: ComponentName) -> int:
     """Returns how many heads the queries have that go with a component of heads; 0 if that is not known."""
     keys = [str(replace(bare, words=(bare.words[0], part))) for part in "qz"]
     known = [found[key] for key in keys if key in found and "head" in found[key].axes]
@@ -352,7 +352,7 @@ def _of_result(name: ComponentName) -> str:
     )
 
 
-def _separate(found: Found, bare: ComponentName) -> list[Component]:
+def _separate(found: FoundComponents, bare: ComponentName) -> list[Component]:
     """Returns the members that are values of their own, in order."""
     members: list[Component] = []
     while (key := str(replace(bare, members=len(members)))) in found:
@@ -360,7 +360,7 @@ def _separate(found: Found, bare: ComponentName) -> list[Component]:
     return members
 
 
-def _one(found: Found, key: str, text: str) -> Component:
+def _one(found: FoundComponents, key: str, text: str) -> Component:
     if key in found:
         return found[key]
     names = list(found)
@@ -371,7 +371,7 @@ def _one(found: Found, key: str, text: str) -> Component:
     raise UnknownPathError(f"unknown component {text!r}{why}{hint}")
 
 
-def _reason(found: Found, key: str) -> str | None:
+def _reason(found: FoundComponents, key: str) -> str | None:
     """Returns why a component was not found."""
     if key in found.missing:
         return found.missing[key]

@@ -19,7 +19,7 @@ from graphpatch_notebook.values import children
 if TYPE_CHECKING:
     from graphpatch_notebook.components.proofs import NamedLayer
 
-Run: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], Any]"
+ProofRun: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], Any]"
 """Runs the model with patches, on the inputs of the proofs, and returns its result."""
 
 Proof: TypeAlias = "tuple[str, str, str | None]"
@@ -38,7 +38,7 @@ class NoiseRuns:
         run: Runs the model.
     """
 
-    def __init__(self, trails: Trails, known: Collection[str], run: Run) -> None:
+    def __init__(self, trails: Trails, known: Collection[str], run: ProofRun) -> None:
         self._trails = trails
         self._flow = trails.flow
         self._known = known

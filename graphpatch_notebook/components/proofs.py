@@ -31,7 +31,7 @@ from graphpatch_notebook.components.closeness import (
 from graphpatch_notebook.components.ends import End, Start
 from graphpatch_notebook.components.flow import Place, UnknownValueError, Value
 from graphpatch_notebook.components.mlp import Mlp
-from graphpatch_notebook.components.noise import NoiseRuns, Run, floats, keeping, noise
+from graphpatch_notebook.components.noise import NoiseRuns, ProofRun, floats, keeping, noise
 from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.regions import region
 from graphpatch_notebook.components.writes import Write
@@ -97,7 +97,7 @@ class Verdicts:
                 self.doubts.setdefault(name, problem)
 
 
-def prove(evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: Run) -> Verdicts:
+def prove(evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: ProofRun) -> Verdicts:
     """Returns how components were proved in runs of the model.
 
     Args:
@@ -110,7 +110,7 @@ def prove(evidence: Evidence, paths: Mapping[str, str], known: Collection[str], 
 
 
 class _Prover:
-    def __init__(self, evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: Run) -> None:
+    def __init__(self, evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: ProofRun) -> None:
         self._trails = evidence.trails
         self._flow = evidence.trails.flow
         self._paths = paths
@@ -334,8 +334,12 @@ class _Prover:
                     lambda a=part, b=rotated: self._rotation_problem(a, b),  # type: ignore[misc]
                 )
         factors = [f"{name}.{each}_rot" if f"{each}_rot" in found else f"{name}.{each}" for each in "qk"]
-        proof = "scores from q @ k" if attention.dot is not None else "fused call rerun"
-        self._attempt(factors, proof, lambda: self._dot_problem(attention, operands))
+        if attention.dot is None and "scores" in found and attention.z.node.whole.op == "flex_attention":
+            scores = found["scores"]  # a rerun would take functions of scores, and masks of blocks: not recorded
+            self._attempt(factors, "scores from q @ k", lambda: self._changed_scores_problem(operands, scores))
+        else:
+            proof = "scores from q @ k" if attention.dot is not None else "fused call rerun"
+            self._attempt(factors, proof, lambda: self._dot_problem(attention, operands))
         if "pattern" in found and "z" in found and "v" in operands:
             self._attempt(
                 [f"{name}.{each}" for each in ("pattern", "z", "v")],
@@ -407,6 +411,16 @@ class _Prover:
         )
         result = self._arranged(operands["dot"], ("query", "key"), heads)
         return None if is_multiple(one.float() @ other.float().transpose(-1, -2), result) else "q @ k is not the scores"
+
+    def _changed_scores_problem(self, operands: Mapping[str, Part], scores: Part) -> str | None:
+        """Whether queries and keys give the scores where no mask is."""
+        heads = _heads(operands["q"])
+        one = self._arranged(operands["q"], ("query", "channel"), heads)
+        other = self._arranged(operands["k"], ("key", "channel"), heads)
+        result = self._arranged(scores, ("query", "key"), heads).float()
+        products = one.float() @ other.float().transpose(-1, -2)
+        is_seen = torch.isfinite(result)
+        return None if is_multiple(products[is_seen], result[is_seen]) else "q @ k is not the scores: they are changed"
 
     def _varied_product_problem(self, pattern: Part, v: Part, z: Part) -> str | None:
         """Whether `pattern @ v` is `z`; where `v` is the same at all positions, with noise added to it."""

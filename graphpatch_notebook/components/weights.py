@@ -26,8 +26,8 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.paths import nearest, parse_path
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, take
 
-Side: TypeAlias = Literal["outputs", "inputs", "all"]
-Selection: TypeAlias = "int | slice"
+WeightSide: TypeAlias = Literal["outputs", "inputs", "all"]
+WeightIndex: TypeAlias = "int | slice"
 
 _FARTHEST = 60
 _INPUT_BY_OUTPUT = frozenset(["linear"])
@@ -55,7 +55,7 @@ class _Matrix:
     flow: Flow
     value: Value
     is_output_first: bool
-    side: Side = "all"
+    side: WeightSide = "all"
     numbers: Tensor | None = None
 
     @property
@@ -164,7 +164,7 @@ class ComponentWeights:
     def __repr__(self) -> str:
         return f"<{self.name} of {len(self._layers)} of {len(self)} layers>"
 
-    def __getitem__(self, key: Selection | tuple[Selection, ...]) -> Tensor:
+    def __getitem__(self, key: WeightIndex | tuple[WeightIndex, ...]) -> Tensor:
         layer, *rest = key if isinstance(key, tuple) else (key,)
         if isinstance(layer, slice):
             found = [self.__getitem__((number, *rest)) for number in range(len(self))[layer]]
@@ -428,7 +428,7 @@ class _Finder:
 
     # -- matrices ------------------------------------------------------------------------------------------------------
 
-    def _matrix(self, linear: Value, side: Side = "all", numbers: Tensor | None = None) -> _Matrix:
+    def _matrix(self, linear: Value, side: WeightSide = "all", numbers: Tensor | None = None) -> _Matrix:
         weights = self._flow.weights(linear.node)
         is_known = linear.op in _INPUT_BY_OUTPUT | _OUTPUT_BY_INPUT and len(weights) == 1 and len(weights[0].shape) == 2
         if not is_known:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.compiled_model import CompiledModel, CompiledPatches, check_compilable
-from graphpatch_notebook.execution.context import PatchContext, call_patched, innermost
+from graphpatch_notebook.execution.context import PatchContext, active_patches, call_patched, innermost
 from graphpatch_notebook.execution.live.apply import apply_to_rows
 from graphpatch_notebook.execution.live.boundaries import FrameWatch, frames_seen
 from graphpatch_notebook.execution.live.stand_in import (
@@ -34,7 +34,7 @@ from graphpatch_notebook.execution.positions import (
     sequence_dims,
     token_inputs,
 )
-from graphpatch_notebook.execution.recording import Recording, record
+from graphpatch_notebook.execution.recording import Recording, record, results_of
 from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
@@ -53,6 +53,7 @@ __all__ = [
     "Recording",
     "Restriction",
     "StepCount",
+    "active_patches",
     "apply_to_rows",
     "call_patched",
     "check_compilable",
@@ -65,6 +66,7 @@ __all__ = [
     "no_compile_arguments",
     "record",
     "restriction_of",
+    "results_of",
     "row_and_position_dims",
     "row_dimension",
     "sequence_dims",

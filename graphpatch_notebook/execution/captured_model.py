@@ -28,7 +28,7 @@ from graphpatch_notebook.inspection.resolution import Target, Unresolvable
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches.kinds import Patch
 
-PatchMap: TypeAlias = "Mapping[Any, Sequence[Patch[Any]]]"
+PatchLists: TypeAlias = "Mapping[Any, Sequence[Patch[Any]]]"
 
 
 class CapturedModel:
@@ -53,7 +53,7 @@ class CapturedModel:
         examples: ExampleInputs | None = None,
         drawn: Sequence[str] | None = None,
         unstored: Mapping[str, str] | None = None,
-        permanent: Sequence[PatchMap] = (),
+        permanent: Sequence[PatchLists] = (),
     ) -> None:
         self.module = module
         self.root = root
@@ -108,7 +108,7 @@ class CapturedModel:
         result._hierarchy = copy.deepcopy(self._hierarchy, memo)
         return result
 
-    def _with_records(self, module: Module, root: Frame, permanent: Sequence[PatchMap]) -> CapturedModel:
+    def _with_records(self, module: Module, root: Frame, permanent: Sequence[PatchLists]) -> CapturedModel:
         return CapturedModel(
             module,
             root,
@@ -155,6 +155,10 @@ class CapturedModel:
     def runs_own_graphs(self) -> bool:
         """Whether there are graphs that are their module: calls without patches run these, too."""
         return self._has_custom_graphs or (self._hierarchy is not None and self._hierarchy.calls_own_graphs)
+
+    def renew(self) -> None:
+        """Forgets what was derived from the records: these have changed."""
+        self._derived = None
 
     def update_called_modules(self) -> None:
         """Brings the records up to date where the user replaced modules that custom graphs call by name."""

@@ -247,6 +247,13 @@ def innermost(captured: CapturedModel) -> ActiveContext | None:
     return None
 
 
+def active_patches(captured: CapturedModel) -> list[tuple[str, Patch[Any]]]:
+    """Returns the patches that a call of the model has now, each with its path, in order."""
+    context = innermost(captured)
+    plan = context.plan if context is not None else captured.permanent_plan
+    return [] if plan is None else [(entry.target.text, patch) for entry in plan.entries for patch in entry.patches]
+
+
 def _entered_here() -> Sequence[ActiveContext]:
     """Returns the active contexts of this thread or task, the innermost last.
 

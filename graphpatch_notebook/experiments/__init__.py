@@ -10,6 +10,7 @@
   exact runs of the model with some of these edges only.
 - `record_to`, `ActivationStore`, `mean_values`, `average`, `ridge_probes`: values and results over datasets that do not
   fit into memory.
+- `map_batches`: any of these on each batch of a dataset, also on an executor; `RayExecutor`, an executor of Ray.
 - `attribute`, `top_scores`: the effect of each value, estimated by gradients.
 
 A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
@@ -35,6 +36,8 @@ from graphpatch_notebook.experiments.circuits.selection import circuit, faithful
 from graphpatch_notebook.experiments.datasets.averages import average, mean_values
 from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
+from graphpatch_notebook.experiments.executors.clusters import RayExecutor
+from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.head_scores import composition_scores, head_scores, keep_heads
@@ -67,6 +70,7 @@ __all__ = [
     "Loss",
     "Noise",
     "Probability",
+    "RayExecutor",
     "SweepInterrupted",
     "ablate",
     "attribute",
@@ -82,6 +86,7 @@ __all__ = [
     "keep_heads",
     "load_result",
     "logit_lens",
+    "map_batches",
     "mean_values",
     "path_patch",
     "plot_heads",

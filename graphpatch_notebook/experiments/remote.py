@@ -27,8 +27,8 @@ from torch.nn import Module
 
 from graphpatch_notebook.checks.meta_runs import copy_on_meta
 from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note
-from graphpatch_notebook.execution import GENERATION_CONFIG, Recording, innermost
-from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
+from graphpatch_notebook.execution import GENERATION_CONFIG, Recording, active_patches, innermost
+from graphpatch_notebook.experiments.executors.pickling import packed, sendable, unpacked
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
@@ -111,7 +111,7 @@ class RemoteGraph(PatchableGraph):
                     "engines: call generate(), or enter a block for each step"
                 )
             context.calls.has_runs = context.calls.is_used = True
-        patches = self._active_patches()
+        patches = active_patches(self._captured)
         output, kept = self._there.run(
             _call_there,
             ("a patch", patches),
@@ -119,7 +119,7 @@ class RemoteGraph(PatchableGraph):
             ("the generation config", getattr(self, GENERATION_CONFIG, None)),
             ("", torch.is_grad_enabled()),
         )
-        for patch, values in zip(_keepers(patches), kept, strict=True):
+        for patch, values in zip([patch for _, patch in patches if patch.only_keeps], kept, strict=True):
             patch.forget()
             for value in values:
                 patch.op(value)
@@ -141,7 +141,7 @@ class RemoteGraph(PatchableGraph):
         """
         __tracebackhide__ = True
         task = ("the function", function), ("an argument", (args, kwargs))
-        return self._there.run(_apply_there, ("a patch", self._active_patches()), *task)
+        return self._there.run(_apply_there, ("a patch", active_patches(self._captured)), *task)
 
     def record(self, patterns: Any, *inputs: Any, **options: Any) -> Recording:
         """Returns the values at some paths, on the CPU: see `PatchableGraph.record`."""
@@ -180,13 +180,8 @@ class RemoteGraph(PatchableGraph):
         engines: Engines = self.__dict__["_engines"]
         return engines
 
-    def _active_patches(self) -> _Patches:
-        context = innermost(self._captured)
-        plan = context.plan if context is not None else self._captured.permanent_plan
-        return [] if plan is None else [(entry.target.text, list(entry.patches)) for entry in plan.entries]
 
-
-_Patches: TypeAlias = "list[tuple[str, list[Patch[Any]]]]"
+_Patches: TypeAlias = "list[tuple[str, Patch[Any]]]"
 
 
 def _recorded(pg: PatchableGraph, patterns: list[str], *inputs: Any, **options: Any) -> dict[str, Any]:
@@ -207,20 +202,11 @@ def _answer(token: str, is_first: bool, task: bytes) -> bytes:
             result = function(token, *parts)
             is_right, answer = True, packed([("what is returned", result if is_first else None)])
         except (Exception, KeyboardInterrupt) as error:
-            is_right, answer = False, _packed_error(error)
+            is_right, answer = False, packed([("the error", sendable(error))])
     given = {
         (str(each.message), each.category): None for each in caught if issubclass(each.category, GraphPatchWarning)
     }
     return packed([("", (is_right, list(given), answer))])
-
-
-def _packed_error(error: BaseException) -> bytes:
-    try:
-        data = packed([("the error", error)])
-        unpacked(data)  # errors with parameters of their own may be pickled, and not come back
-    except Exception:
-        return packed([("the error", ExperimentError(f"{type(error).__name__}: {error}"))])
-    return data
 
 
 def _build_there(token: str, recipe: Callable[[], Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -241,12 +227,8 @@ def _call_there(token: str, patches: _Patches, call: tuple[Any, ...], config: An
         pg.generation_config = config
     with torch.set_grad_enabled(is_with_gradients), pg.patch(_patch_map(patches)):
         output = (pg if name is None else getattr(pg, name))(*args, **kwargs)
-    kept = [patch.values_kept() for patch in _keepers(patches)]
+    kept = [patch.values_kept() for _, patch in patches if patch.only_keeps]
     return mapped((output, kept), _on_cpu)
-
-
-def _keepers(patches: _Patches) -> list[Patch[Any]]:
-    return [patch for _, listed in patches for patch in listed if patch.only_keeps]
 
 
 def _apply_there(token: str, patches: _Patches, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
@@ -257,8 +239,8 @@ def _apply_there(token: str, patches: _Patches, function: Callable[..., Any], gi
 
 def _patch_map(patches: _Patches) -> dict[Any, list[Patch[Any]]]:
     found: dict[Any, list[Patch[Any]]] = {}
-    for path, listed in patches:
-        found.setdefault(path, []).extend(listed)
+    for path, patch in patches:
+        found.setdefault(path, []).append(patch)
     return found
 
 

@@ -58,7 +58,7 @@ from graphpatch_notebook.values import (
 )
 from graphpatch_notebook.warning_places import warn
 
-Recorded: TypeAlias = Callable[["tuple[Any, ...]", "dict[str, Any]"], Any]
+RecordedCall: TypeAlias = Callable[["tuple[Any, ...]", "dict[str, Any]"], Any]
 
 _MOST_SIGNATURES = 1000
 
@@ -71,7 +71,7 @@ class EditedCalls:
         recorded: Runs the original graph on the arguments of a call; `None` in a copy, which does not have it.
     """
 
-    def __init__(self, frame: Frame, recorded: Recorded | None) -> None:
+    def __init__(self, frame: Frame, recorded: RecordedCall | None) -> None:
         self._frame = frame
         self._recorded = recorded
         self._example = replace(CallSignature.of_frame(frame), settings=current_settings())
@@ -161,7 +161,7 @@ class EditedCalls:
             self._compared[key] = found
         return found
 
-    def _run_both(self, recorded: Recorded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunComparison:
+    def _run_both(self, recorded: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunComparison:
         module = self._frame.module
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from graphpatch_notebook.components import find
 Found = tuple[tuple[str, ...], Node]
 """A node, and the names that lead to its frame."""
 
-_FUSED = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_FUSED = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
 _SCORES = {"attn_scores", "attention_scores", "scores"}
 _PATTERNS = {"pattern", "attn_pattern", "attn_weights", "attn_weight", "attention_weights", "attn_probs"}
 _PATTERNS |= {"attention_probs", *_SCORES}

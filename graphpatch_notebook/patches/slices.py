@@ -182,10 +182,10 @@ _NOTHING = "selects nothing"
 
 def _problem_of(part: Any, size: int | None) -> str | None:
     """Returns what is wrong with a part of an index in a dimension of this size (`None`: any size)."""
-    if part is None or isinstance(part, bool):
-        return _NOTHING if part is False else None
     if isinstance(part, slice):
         return _NOTHING if _is_empty(part, size) else None
+    if part is None or isinstance(part, bool):
+        return _NOTHING if part is False else None
     if isinstance(part, int) or not (isinstance(part, Sequence) or hasattr(part, "__array__")):
         return None if size is None or -size <= operator.index(part) < size else "is out of range"
     chosen = part if isinstance(part, Tensor) else torch.as_tensor(part)
@@ -215,6 +215,8 @@ def _is_empty(part: slice, size: int | None) -> bool:
 
 
 def _used_by(part: Any) -> int:
+    if type(part) in (int, slice):  # most parts
+        return 1
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     if isinstance(part, Tensor):

@@ -25,7 +25,7 @@ from graphpatch_notebook.checks.call_signature import (
     TensorForm,
     tensor_leaves,
 )
-from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.serialization.codecs.values import dtype_of, name_of_dtype
 from graphpatch_notebook.values import ValueSpec
 
@@ -179,7 +179,7 @@ def encoded_form(form: Form) -> dict[str, Any]:
     }
 
 
-def decoded_form(item: Item, frame: Frame) -> Form:
+def decoded_form(item: JsonValue, frame: Frame) -> Form:
     """Returns the form of the calls of the root frame.
 
     Raises:
@@ -203,7 +203,7 @@ def decoded_form(item: Item, frame: Frame) -> Form:
     return form
 
 
-def _decoded_dim(item: Item, example: Any, ranges: dict[str, tuple[int, int]]) -> Dimension:
+def _decoded_dim(item: JsonValue, example: Any, ranges: dict[str, tuple[int, int]]) -> Dimension:
     if type(item.value) is str:
         return item.one_of(tuple(ranges))
     return item.whole(example, example)

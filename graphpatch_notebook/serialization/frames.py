@@ -24,7 +24,7 @@ from graphpatch_notebook.capture.records import (
 from graphpatch_notebook.graphs.copies import SavedSite
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.names import Allowed, class_described, described_class
-from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.serialization.codecs.values import (
     UnstorableError,
     decoded,
@@ -147,7 +147,7 @@ def _encoded_node(node: Node, frames: dict[int, int], lines: LineTable, *, is_li
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def decoded_lines(item: Item) -> list[SourceLine]:
+def decoded_lines(item: JsonValue) -> list[SourceLine]:
     """Returns the lines of code that records refer to."""
     found: list[SourceLine] = []
     for entry in item.items():
@@ -156,7 +156,7 @@ def decoded_lines(item: Item) -> list[SourceLine]:
     return found
 
 
-def decoded_parameters(item: Item) -> list[InputParameter]:
+def decoded_parameters(item: JsonValue) -> list[InputParameter]:
     """Returns the parameters of `forward`."""
     result = []
     for entry in item.items():
@@ -173,7 +173,7 @@ def decoded_parameters(item: Item) -> list[InputParameter]:
 
 
 def decoded_nodes(
-    item: Item, frame: Frame, lines: Sequence[SourceLine], frames: Sequence[Frame]
+    item: JsonValue, frame: Frame, lines: Sequence[SourceLine], frames: Sequence[Frame]
 ) -> dict[int, CallNode]:
     """Adds the records in `item` to `frame`, and returns those that call, by the number of the frame they call."""
     calls: dict[int, CallNode] = {}
@@ -201,7 +201,7 @@ def decoded_nodes(
     return calls
 
 
-def _decoded_node(entry: Item, fields: dict[str, Item], frames: Sequence[Frame]) -> Node:
+def _decoded_node(entry: JsonValue, fields: dict[str, JsonValue], frames: Sequence[Frame]) -> Node:
     kind: Kind = fields["kind"].one_of(get_args(Kind))  # type: ignore[assignment]  # it is one of them
     name = fields["name"].text()
     common: dict[str, Any] = {
@@ -224,7 +224,7 @@ def _no_value() -> None:
     """Returns the value of a constant that is gone: none."""
 
 
-def _read_flags(fields: dict[str, Item], node: Node) -> None:
+def _read_flags(fields: dict[str, JsonValue], node: Node) -> None:
     if "flags" in fields:
         flags = {flag.one_of((*_FLAGS, _IN_PLACE)) for flag in fields["flags"].items()}
         for word, name in _FLAGS.items():
@@ -235,14 +235,14 @@ def _read_flags(fields: dict[str, Item], node: Node) -> None:
             node.written_argument = 0 if written is None else written.text() if is_name else written.whole(0, 1000)
 
 
-def _calls(entry: Item, fields: dict[str, Item]) -> tuple[int, int]:
+def _calls(entry: JsonValue, fields: dict[str, JsonValue]) -> tuple[int, int]:
     if "call_index" not in fields or "call_count" not in fields:
         raise entry.error("there should be the index and the count of the call")
     count = fields["call_count"].whole(1)
     return fields["call_index"].whole(0, count - 1), count
 
 
-def check_nodes(frame: Frame, item: Item) -> None:
+def check_nodes(frame: Frame, item: JsonValue) -> None:
     """Checks the records of a frame: its inputs come first, its output last.
 
     Raises:
@@ -257,7 +257,7 @@ def check_nodes(frame: Frame, item: Item) -> None:
         raise item.error("each input of a frame is a parameter of forward")
 
 
-def check_repeats(frame: Frame, item: Item) -> None:
+def check_repeats(frame: Frame, item: JsonValue) -> None:
     """Checks that the calls of one module are numbered in order."""
     seen: dict[int, set[int]] = {}
     for node in frame.calls():
@@ -287,7 +287,9 @@ class FrameReader:
         frames: The frames; the first is the root.
     """
 
-    def __init__(self, item: Item, modules: Sequence[Module], lines: Sequence[SourceLine], allowed: Allowed) -> None:
+    def __init__(
+        self, item: JsonValue, modules: Sequence[Module], lines: Sequence[SourceLine], allowed: Allowed
+    ) -> None:
         self._modules = modules
         self._lines = lines
         items = item.items()
@@ -314,7 +316,7 @@ class FrameReader:
             if isinstance(frame.module, LoadedModule):
                 _set_forward(frame.module, frame)
 
-    def _add(self, number: int, fields: dict[str, Item], item: Item) -> None:
+    def _add(self, number: int, fields: dict[str, JsonValue], item: JsonValue) -> None:
         frame, depth = self.frames[number], 0
         if number:
             frame.parent, frame.call, depth = self._callers[number]
@@ -329,7 +331,7 @@ class FrameReader:
                 raise item.error(f"it cannot call the frame {called}, which comes before it or is called already")
             self._callers[called] = frame, node, depth + 1
 
-    def _frame(self, fields: dict[str, Item]) -> Frame:
+    def _frame(self, fields: dict[str, JsonValue]) -> Frame:
         module = self._modules[fields["module"].whole(0, len(self._modules) - 1)]
         return Frame(module, fields["attribute_path"].text(), conditions=Conditions(fields["training"].flag()))
 
@@ -366,7 +368,7 @@ def encoded_spec(spec: ValueSpec) -> list[Any]:
     return ["unknown"] if isinstance(spec, UnknownSpec) else ["object", str(spec)]
 
 
-def decoded_spec(item: Item, depth: int = 0) -> ValueSpec:
+def decoded_spec(item: JsonValue, depth: int = 0) -> ValueSpec:
     """Returns the description in `item`.
 
     Raises:

@@ -23,7 +23,7 @@ from graphpatch_notebook.serialization.codecs.names import (
     decoded_function,
     encoded_function,
 )
-from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.serialization.codecs.value_reads import read_value, unchanged
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
 from graphpatch_notebook.serialization.modules import (
@@ -142,7 +142,7 @@ def _encoded_target(
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def decoded_graph(items: Sequence[Item], frame: Frame, allowed: Allowed) -> fx.Graph:
+def decoded_graph(items: Sequence[JsonValue], frame: Frame, allowed: Allowed) -> fx.Graph:
     """Returns the graph of `frame`, whose records are known.
 
     Raises:
@@ -160,7 +160,7 @@ class _GraphReader:
         self.made: list[fx.Node] = []
         self.recorded: set[int] = set()
 
-    def read(self, items: Sequence[Item]) -> fx.Graph:
+    def read(self, items: Sequence[JsonValue]) -> fx.Graph:
         parameters = iter(self.frame.parameters)
         for number, item in enumerate(items):
             fields = item.fields(
@@ -182,9 +182,9 @@ class _GraphReader:
         return self.graph
 
     def _error(self, problem: str) -> Exception:
-        return Item(None, f"the graph of {'.'.join(self.frame.path) or 'the root'}").error(problem)
+        return JsonValue(None, f"the graph of {'.'.join(self.frame.path) or 'the root'}").error(problem)
 
-    def _node(self, item: Item, fields: dict[str, Item], op: str) -> fx.Node:
+    def _node(self, item: JsonValue, fields: dict[str, JsonValue], op: str) -> fx.Node:
         name = _name(fields["name"])
         if op == "get_attr":
             return self.graph.create_node("get_attr", self._tensor_path(_given(fields, "path", item)), name=name)
@@ -197,7 +197,7 @@ class _GraphReader:
         target = self._target(item, fields, op, args)
         return self.graph.create_node(op, target, args, kwargs, name)
 
-    def _placeholder(self, item: Item, fields: dict[str, Item], parameter: InputParameter | None) -> fx.Node:
+    def _placeholder(self, item: JsonValue, fields: dict[str, JsonValue], parameter: InputParameter | None) -> fx.Node:
         name, given = _name(fields["name"]), _given(fields, "parameter", item)
         if parameter is None or given.text() != (target := parameter.starred_name):
             raise given.error("the placeholders must be the parameters of forward, in order")
@@ -209,10 +209,10 @@ class _GraphReader:
         )
 
     @property
-    def _leaves(self) -> dict[str, Callable[[Item], fx.Node]]:
+    def _leaves(self) -> dict[str, Callable[[JsonValue], fx.Node]]:
         return {"node": lambda item: self.made[item.whole(0, len(self.made) - 1)]}
 
-    def _kwargs(self, item: Item) -> dict[str, Any]:
+    def _kwargs(self, item: JsonValue) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for pair in item.items():
             name, value = pair.items(2)
@@ -221,7 +221,7 @@ class _GraphReader:
             found[name.text()] = decoded(value, self._leaves)
         return found
 
-    def _target(self, item: Item, fields: dict[str, Item], op: str, args: tuple[Any, ...]) -> Any:
+    def _target(self, item: JsonValue, fields: dict[str, JsonValue], op: str, args: tuple[Any, ...]) -> Any:
         try:
             if op == "call_method":
                 return check_method(_given(fields, "method", item).text())
@@ -233,7 +233,7 @@ class _GraphReader:
             raise item.error(str(problem)) from None
         return self._module_path(_given(fields, "path", item), fields)
 
-    def _tensor_path(self, item: Item) -> str:
+    def _tensor_path(self, item: JsonValue) -> str:
         path, module = item.text(), self.frame.module
         if path.startswith(ALIAS) and isinstance(module, LoadedModule):
             if path in module.tensor_paths or own_tensor_attribute(module, path) is not None:
@@ -247,7 +247,7 @@ class _GraphReader:
                 return path
         raise item.error(f"{path[:80]!r} leads to no tensor of the module")
 
-    def _module_path(self, item: Item, fields: dict[str, Item]) -> str:
+    def _module_path(self, item: JsonValue, fields: dict[str, JsonValue]) -> str:
         path, module = item.text(), self.frame.module
         record = self._recorded(_given(fields, "record", item))
         found = module.__dict__.get(path) if path.startswith(ALIAS) else None
@@ -259,10 +259,10 @@ class _GraphReader:
 
     # -- records ---------------------------------------------------------------------------------------------------
 
-    def _recorded(self, item: Item) -> Node:
+    def _recorded(self, item: JsonValue) -> Node:
         return self.frame.nodes[item.whole(0, len(self.frame.nodes) - 1)]
 
-    def _record(self, item: Item | None, fx_node: fx.Node) -> None:
+    def _record(self, item: JsonValue | None, fx_node: fx.Node) -> None:
         """Connects a node with its record."""
         if item is None:
             return
@@ -273,13 +273,13 @@ class _GraphReader:
         fx_node.meta[RECORD] = record
 
 
-def _name(item: Item) -> str:
+def _name(item: JsonValue) -> str:
     if not item.text().isidentifier():
         raise item.error(f"{item.text()[:60]!r} is not a name")
     return item.text()
 
 
-def _given(fields: dict[str, Item], name: str, item: Item) -> Item:
+def _given(fields: dict[str, JsonValue], name: str, item: JsonValue) -> JsonValue:
     if name not in fields:
         raise item.error(f"the field {name!r} is missing")
     return fields[name]

@@ -20,7 +20,7 @@ from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.names import Allowed
-from graphpatch_notebook.serialization.codecs.reading import Item, parsed
+from graphpatch_notebook.serialization.codecs.reading import JsonValue, parsed
 from graphpatch_notebook.serialization.codecs.tensors import StoredTensor, made_tensors
 from graphpatch_notebook.serialization.codecs.values import decoded
 from graphpatch_notebook.serialization.document import SCHEMA
@@ -73,7 +73,7 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
 
 def assembled(content: dict[str, Any], tensors: Sequence[Tensor], originals: Mapping[int, Module]) -> Loaded:
     """Returns the result of loading a document in the process that made it, over the modules of the model."""
-    return _assembled(Item(content, "the graph"), tensors, originals, _AllNames(), "the graph", is_guarded=False)
+    return _assembled(JsonValue(content, "the graph"), tensors, originals, _AllNames(), "the graph", is_guarded=False)
 
 
 class _AllNames(Allowed):
@@ -92,7 +92,7 @@ def guard_of(module: Module) -> Guard | None:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def _checked_fields(content: Item) -> dict[str, Item]:
+def _checked_fields(content: JsonValue) -> dict[str, JsonValue]:
     if type(content.value) is dict and type(content.value.get("schema")) is int and content.value["schema"] != SCHEMA:
         schema, version = content.value["schema"], str(content.value.get("written_by"))[:40]
         which = f"{version} or newer" if schema > SCHEMA else f"{version}"
@@ -110,7 +110,7 @@ def _checked_fields(content: Item) -> dict[str, Item]:
 
 
 def _assembled(
-    content: Item,
+    content: JsonValue,
     tensors: Sequence[Tensor],
     originals: Mapping[int, Module] | None,
     allowed: Allowed,
@@ -143,7 +143,7 @@ def _assembled(
     return Loaded(first.module, first, options, unstored)
 
 
-def _module_of(item: Item) -> tuple[int, bool]:
+def _module_of(item: JsonValue) -> tuple[int, bool]:
     """Returns the number of the module of a frame, and whether the frame is stored."""
     if type(item.value) is not dict or not {"module", "unstored"} <= item.value.keys():
         raise item.error("there should be a frame")
@@ -151,7 +151,7 @@ def _module_of(item: Item) -> tuple[int, bool]:
     return entries["module"].whole(), entries["unstored"].is_null
 
 
-def decoded_options(item: Item) -> ExtractionOptions:
+def decoded_options(item: JsonValue) -> ExtractionOptions:
     """Returns options, without functions and classes, and without options of other versions."""
     fields = item.fields("kept", "dropped")
     for text in fields["dropped"].entries().values():
@@ -179,7 +179,7 @@ def decoded_options(item: Item) -> ExtractionOptions:
 
 
 def check_weights(
-    fields: Mapping[str, Item], originals: Mapping[int, Module], tensors: Sequence[Tensor], live: set[int]
+    fields: Mapping[str, JsonValue], originals: Mapping[int, Module], tensors: Sequence[Tensor], live: set[int]
 ) -> None:
     """Checks that a model has the weights and modes of the file.
 
@@ -213,7 +213,7 @@ def check_weights(
                     )
 
 
-def _where(module: Module, fields: Mapping[str, Item], originals: Mapping[int, Module]) -> str:
+def _where(module: Module, fields: Mapping[str, JsonValue], originals: Mapping[int, Module]) -> str:
     """Returns the path of a module in the model, for messages."""
     model = originals.get(fields["frames"].items()[0].entries()["module"].whole(0, len(fields["modules"].items()) - 1))
     names = model.named_modules() if model is not None else ()
@@ -221,7 +221,7 @@ def _where(module: Module, fields: Mapping[str, Item], originals: Mapping[int, M
     return repr(path) if path else "the model"
 
 
-def originals_of(fields: Mapping[str, Item], model: Module) -> dict[int, Module]:
+def originals_of(fields: Mapping[str, JsonValue], model: Module) -> dict[int, Module]:
     """Returns the modules of `model` by the numbers that they have in the file.
 
     Raises:
@@ -231,7 +231,7 @@ def originals_of(fields: Mapping[str, Item], model: Module) -> dict[int, Module]
     frames = fields["frames"].items()
     found: dict[int, Module] = {}
 
-    def pair(item: Item, module: Module, path: str) -> None:
+    def pair(item: JsonValue, module: Module, path: str) -> None:
         number = item.whole(0, len(modules) - 1)
         known = found.setdefault(number, module)
         if known is not module:

@@ -21,7 +21,7 @@ from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
 from graphpatch_notebook.interrupts import holding
-from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.serialization.codecs.tensors import TensorTable
 from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from graphpatch_notebook.serialization.forms import Guard
@@ -368,7 +368,7 @@ class ModuleReader:
     """
 
     def __init__(
-        self, item: Item, tensors: Sequence[Tensor], originals: Mapping[int, Module], live: set[int], root: int
+        self, item: JsonValue, tensors: Sequence[Tensor], originals: Mapping[int, Module], live: set[int], root: int
     ) -> None:
         self._tensors = tensors
         self._originals = originals
@@ -386,7 +386,7 @@ class ModuleReader:
                     raise name.error(f"{name.text()[:60]!r} is not a name for a module that is called")
                 module.__dict__[name.text()] = self.modules[other.whole(0, len(self.modules) - 1)]
 
-    def _add(self, number: int, fields: dict[str, Item]) -> None:
+    def _add(self, number: int, fields: dict[str, JsonValue]) -> None:
         children = self._children(number, fields["children"])
         original = self._originals.get(number)
         if number in self._live and original is not None:
@@ -406,7 +406,7 @@ class ModuleReader:
             raise fields["attributes"].error(f"a {name} has no graph that could need them")
         self.modules.append(module)
 
-    def _children(self, number: int, item: Item) -> dict[str, Module | None]:
+    def _children(self, number: int, item: JsonValue) -> dict[str, Module | None]:
         found: dict[str, Module | None] = {}
         height = 0
         for name, child in _pairs(item):
@@ -422,7 +422,7 @@ class ModuleReader:
         self._heights.append(height + 1)
         return found
 
-    def _fill(self, module: Module, fields: dict[str, Item], original: Module | None) -> None:
+    def _fill(self, module: Module, fields: dict[str, JsonValue], original: Module | None) -> None:
         """Gives the module its parameters and buffers; those of the model are shared with it."""
         parameters: dict[str, Parameter | None] = {}
         buffers: dict[str, Tensor | None] = {}
@@ -448,7 +448,7 @@ class ModuleReader:
             for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 module.__dict__[registry] = original.__dict__[registry]
 
-    def _add_attributes(self, module: LoadedModule, fields: dict[str, Item]) -> None:
+    def _add_attributes(self, module: LoadedModule, fields: dict[str, JsonValue]) -> None:
         for name, tensor in _pairs(fields["attributes"]):
             text = name.text()
             if "." in text or not is_writable(text) or text in module._modules or text in module.__dict__:
@@ -460,15 +460,15 @@ class ModuleReader:
                 raise name.error(f"{path.text()[:60]!r} leads to no tensor")
             module.tensor_paths[text] = path.text()
 
-    def _tensor(self, item: Item) -> Tensor:
+    def _tensor(self, item: JsonValue) -> Tensor:
         return self._tensors[item.whole(0, len(self._tensors) - 1)]
 
 
-def _pairs(item: Item) -> list[tuple[Item, Item]]:
+def _pairs(item: JsonValue) -> list[tuple[JsonValue, JsonValue]]:
     return [(pair.items(2)[0], pair.items(2)[1]) for pair in item.items()]
 
 
-def _new_name(item: Item, taken: Mapping[str, Any]) -> str:
+def _new_name(item: JsonValue, taken: Mapping[str, Any]) -> str:
     name = item.text()
     is_odd = not name or "." in name or "\\" in name or not name.isprintable() or name.startswith("__")
     if is_odd or name in taken:

@@ -22,7 +22,7 @@ from graphpatch_notebook._version import __version__
 from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.patches import kinds, splices
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.serialization.codecs.reading import Item, parsed
+from graphpatch_notebook.serialization.codecs.reading import JsonValue, parsed
 from graphpatch_notebook.serialization.codecs.tensors import StoredTensor, TensorTable, made_tensors
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
 from graphpatch_notebook.serialization.files import checked_target, read_file, write_file
@@ -149,7 +149,7 @@ def _encoded_patch(patch: Any, tensors: TensorTable) -> dict[str, Any] | str:
         return str(problem)
 
 
-def _decoded_patch(kind: Item, given: Item, tensors: Sequence[Tensor]) -> Patch[Any]:
+def _decoded_patch(kind: JsonValue, given: JsonValue, tensors: Sequence[Tensor]) -> Patch[Any]:
     made = _KINDS[kind.one_of(tuple(_KINDS))]
     names = [field.name for field in dataclasses.fields(made) if field.init]
     required = [
@@ -158,7 +158,7 @@ def _decoded_patch(kind: Item, given: Item, tensors: Sequence[Tensor]) -> Patch[
         if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
 
-    def tensor(item: Item) -> Tensor:
+    def tensor(item: JsonValue) -> Tensor:
         return tensors[item.whole(0, len(tensors) - 1)]
 
     leaves = {"tensor": tensor, "set": lambda item: frozenset(part.whole() for part in item.items())}

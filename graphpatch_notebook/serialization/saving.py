@@ -83,7 +83,7 @@ def save(
     """Writes a graph to `file`. See `PatchableGraph.save`."""
     where = checked_target(file, "pg.save")
     _check_calls(check)
-    calls: list[Call] = [(tuple(args), dict(kwargs)) for args, kwargs in check]
+    calls: list[ModelCall] = [(tuple(args), dict(kwargs)) for args, kwargs in check]
     reasons = Reasons(source.root)
     note_unstorable(source.root, source.builds, reasons)
     _settle(source, reasons)
@@ -103,7 +103,7 @@ def _check_calls(check: Sequence[Any]) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[Call]) -> Document:
+def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) -> Document:
     """Returns the document of all graphs that hold, with the form of the calls that they hold for."""
     root = source.root
     known = guard_of(root.module)
@@ -140,7 +140,7 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[Call]) -> Do
     return with_form(found, form)
 
 
-def _verify(source: GraphToSave, reasons: Reasons, call: Call) -> None:
+def _verify(source: GraphToSave, reasons: Reasons, call: ModelCall) -> None:
     """Compares the graph of each frame with its module; those that read values are compared as a whole only."""
     frames = {format_path(frame.path): frame for frame in source.root.walk()}
     mode = torch.is_grad_enabled()
@@ -154,7 +154,7 @@ def _verify(source: GraphToSave, reasons: Reasons, call: Call) -> None:
     _settle(source, reasons)
 
 
-def _refused(source: GraphToSave, call: Call, with_gradients: bool) -> dict[str, str]:
+def _refused(source: GraphToSave, call: ModelCall, with_gradients: bool) -> dict[str, str]:
     with torch.set_grad_enabled(with_gradients):
         reports = verify(source.graph_module, *copied(call))
     return {
@@ -164,11 +164,11 @@ def _refused(source: GraphToSave, call: Call, with_gradients: bool) -> dict[str,
     }
 
 
-def _first_call(source: GraphToSave, check: Sequence[Call]) -> tuple[Call, Maker | None]:
+def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelCall, Maker | None]:
     """Returns the first call to check the graphs with, and the maker of other calls like it."""
     model = source.root.module
     problem = ""
-    found: tuple[Call, Maker] | None = None
+    found: tuple[ModelCall, Maker] | None = None
     for maker in makers(source.root):
         try:
             call = maker.call()
@@ -201,11 +201,11 @@ class _Trial:
         self._call = source.call
         self._graph = source.runnable(loaded.module, loaded.root, source.options)
 
-    def compare(self, call: Call) -> str | None:
+    def compare(self, call: ModelCall) -> str | None:
         """Returns how graph and model differ, if they do."""
         return difference_of(self._model, self._call, self._graph, call)
 
-    def find_modes(self, form: Form, call: Call) -> str | None:
+    def find_modes(self, form: Form, call: ModelCall) -> str | None:
         """Notes in the form for which memory and gradient modes the graph holds; returns why for none, if so."""
         form.same = list(_signature_of(form, call).same)
         problem: str | None = None
@@ -222,7 +222,7 @@ class _Trial:
         with torch.set_grad_enabled(form.grad_modes[-1]):
             form.is_contiguous = self._outcome(maker.call(is_strided=True)) is not None
 
-    def check(self, form: Form, check: Sequence[Call]) -> None:
+    def check(self, form: Form, check: Sequence[ModelCall]) -> None:
         """Compares graph and model on the user's calls, and widens the form to their sizes.
 
         Raises:
@@ -245,19 +245,19 @@ class _Trial:
                     f"check[{number}]: {form.problem(*call) or 'its sizes differ from the example where they may not'}"
                 )
 
-    def _outcome(self, call: Call) -> str | None:
+    def _outcome(self, call: ModelCall) -> str | None:
         try:
             return self.compare(call)
         except ModelRaisesError as error:
             return str(error)
 
 
-def _signature_of(form: Form, call: Call) -> CallSignature:
+def _signature_of(form: Form, call: ModelCall) -> CallSignature:
     values = given_values(form.parameters, *call) or {}
     return CallSignature.of({name: values.get(name) for name, _ in form.specs})
 
 
-def _shapes(form: Form, call: Call) -> list[list[int]]:
+def _shapes(form: Form, call: ModelCall) -> list[list[int]]:
     shapes = [[int(size) for size in tensor.sizes] for tensor in _signature_of(form, call).tensors]
     if [len(dims) for dims in form.dims] != [len(shape) for shape in shapes]:
         raise SerializationError(f"check: {form.problem(*call) or 'the inputs are not those of the example'}")
@@ -322,7 +322,7 @@ def _frames(count: int) -> str:
 # -- inputs like the example's -----------------------------------------------------------------------------------------
 
 
-Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+ModelCall: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
 """Bounds for the integers of made-up inputs. The first ones that the model accepts are used."""
@@ -347,7 +347,7 @@ class Maker:
     frame: Frame
     bounds: tuple[int, int]
 
-    def call(self, is_strided: bool = False) -> Call:
+    def call(self, is_strided: bool = False) -> ModelCall:
         """Returns a call, with tensors that are not contiguous if asked for.
 
         Raises:
@@ -395,7 +395,7 @@ def makers(frame: Frame) -> Iterator[Maker]:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: Call) -> str | None:
+def difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: ModelCall) -> str | None:
     """Runs a model and its graph on copies of the same inputs, and returns how they differ, if they do.
 
     Args:

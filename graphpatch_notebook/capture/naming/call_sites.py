@@ -263,7 +263,7 @@ def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
     return None
 
 
-_DISPATCHERS = {"handle_torch_function", "wrapped", "fn", "inner", "wrapper", "apply"}
+_DISPATCHERS = {"handle_torch_function", "wrapped", "fn", "inner", "wrapper", "apply", "_fn", "compile_wrapper"}
 
 
 def caller(depth: int) -> FrameType:

@@ -9,7 +9,7 @@ Frames are identified during the run, not by the capture: on other inputs a mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -57,11 +57,12 @@ class FrameNode:
             found = self.children[key] = FrameNode(module, (*self.place, key))
         return found
 
-    def walk(self) -> Iterator[FrameNode]:
-        """Yields this frame and all below it."""
-        yield self
-        for child in self.children.values():
-            yield from child.walk()
+    def walk(self) -> list[FrameNode]:
+        """Returns this frame and all below it, each before those that it calls."""
+        found = [self]
+        for node in found:
+            found += node.children.values()
+        return found
 
 
 class FrameTree:
@@ -80,6 +81,16 @@ class FrameTree:
         """Returns a time that is later than all before."""
         self.clock += 1
         return self.clock
+
+    def modules_around(self, nodes: Iterable[FrameNode]) -> list[Module]:
+        """Returns the modules whose calls must be seen to identify some frames: theirs, and all that call these."""
+        ids = {id(node.module) for node in nodes}
+        found: dict[int, Module] = {}
+        for node in self.root.walk()[:0:-1]:  # callees first
+            if id(node.module) in ids or any(key[0] in found for key in node.children):
+                assert node.module is not None
+                found[id(node.module)] = node.module
+        return list(found.values())
 
     def replayable(self, until: float, among: Container[FrameNode] | None = None) -> list[FrameNode]:
         """Returns the outermost frames (of those `among`) that ended before a time and that a run can leave out."""
@@ -147,10 +158,7 @@ class FrameReplay:
 
     def modules(self) -> list[Module]:
         """Returns the modules whose calls must be seen: those of its frames, and all that call one of these."""
-        ids = {id(node.module) for node in (*self._values, *self._substitutes)}
-        found: dict[int, Module] = {}
-        _callers(self._tree.root, ids, found)
-        return list(found.values())
+        return self._tree.modules_around((*self._values, *self._substitutes))
 
     def begin(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,15 +176,6 @@ class FrameReplay:
 
     def end(self) -> None:
         self._stack.running.pop()
-
-
-def _callers(node: FrameNode, ids: set[int], found: dict[int, Module]) -> bool:
-    """Collects the modules with these ids, and those that call them; returns whether this frame holds any."""
-    below = [_callers(child, ids, found) for child in node.children.values()]
-    if node.module is not None and (any(below) or id(node.module) in ids):
-        found[id(node.module)] = node.module
-        return True
-    return False
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

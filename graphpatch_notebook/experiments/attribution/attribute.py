@@ -41,7 +41,13 @@ from graphpatch_notebook.experiments.methods.arguments import (
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
 from graphpatch_notebook.experiments.methods.heads import head_layout
-from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, Rows, by_problem, check_problems
+from graphpatch_notebook.experiments.methods.positions import (
+    PositionDim,
+    Positions,
+    RowPositions,
+    by_problem,
+    check_problems,
+)
 from graphpatch_notebook.experiments.results.arrays import metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -66,7 +72,7 @@ def attribute(
     one_sided: bool = False,
     routing: Routing = "free",
     paths: Iterable[str | NodePath] | None = None,
-    positions: Positions | Rows = None,
+    positions: Positions | RowPositions = None,
     position_dim: int | Mapping[str, int] | None = None,
     heads: int | None = None,
     max_bytes: int = 2**30,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
 
 
-class Call:
+class PairedCall:
     """One call of a function in the corrupted run, and its counterpart in the clean run.
 
     Its *inputs* are all floating-point tensors among its arguments, in order.
@@ -94,7 +94,7 @@ def _filled(value: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 Surrogate: TypeAlias = Callable[..., Any]
-"""Takes a `Call` and its inputs; returns a result with the derivative that the call gets. Its value does not matter."""
+"""Takes a `PairedCall` and its inputs; returns a result with the derivative that the call gets, not its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,11 @@ class Rule:
     """How a function is differentiated.
 
     Attributes:
-        surrogate: Takes a `Call` and its inputs (the values of the corrupted run, which require gradients). Returns a
-            tensor of the shape of the result, whose derivative the call gets. It runs in backward.
+        surrogate: Takes a `PairedCall` and its inputs (the values of the corrupted run, which require gradients).
+            Returns a tensor of the shape of the result, whose derivative the call gets. It runs in backward.
         is_multilinear: Whether the function is linear in each input: where only one differs between the runs, torch's
             own derivative is exact, and is used.
-        keeps_result: Whether `Call.results` are of use.
+        keeps_result: Whether `PairedCall.results` are of use.
         is_exact: Whether the derivative explains the whole change. If not, the function is named as a fallback.
         refusal: Whether the rule does not fit a call.
     """
@@ -115,7 +115,7 @@ class Rule:
     is_multilinear: bool = False
     keeps_result: bool = False
     is_exact: bool = True
-    refusal: Callable[[Call], bool] | None = None
+    refusal: Callable[[PairedCall], bool] | None = None
 
 
 @cache

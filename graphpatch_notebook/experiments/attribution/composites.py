@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphpatch_notebook.capture import decomposition_of
-from graphpatch_notebook.experiments.attribution.calls import Call, Surrogate
+from graphpatch_notebook.experiments.attribution.calls import PairedCall, Surrogate
 from graphpatch_notebook.experiments.attribution.secants import by_steps, path_average
 
 
@@ -23,7 +23,7 @@ def attention(*args: Any, **kwargs: Any) -> Any:
     return decomposition.steps(is_fused=True)(*args, **kwargs)
 
 
-def refused_attention(call: Call) -> bool:
+def refused_attention(call: PairedCall) -> bool:
     """Whether attention is random, so that its steps would draw other numbers, or cannot be taken apart."""
     decomposition = decomposition_of(functional.scaled_dot_product_attention)
     is_random = bool(call.argument(4, "dropout_p", 0.0))
@@ -36,7 +36,7 @@ def refused_attention(call: Call) -> bool:
 def normed(steps: Callable[..., Tensor]) -> Surrogate:
     """Returns the rule of `layer_norm` or `rms_norm`: what their steps come to if only `x` differs between the runs."""
 
-    def surrogate(call: Call, *inputs: Tensor) -> Any:
+    def surrogate(call: PairedCall, *inputs: Tensor) -> Any:
         if any(call.differs[1:]):
             return by_steps(steps)(call, *inputs)
 
@@ -199,7 +199,7 @@ def _folded(x: Tensor, dim: Any, keepdim: bool, choose: Callable[[Tensor, Tensor
     )
 
 
-def max_pool(call: Call, *inputs: Tensor) -> Any:
+def max_pool(call: PairedCall, *inputs: Tensor) -> Any:
     """The rule of `max_pool1d` to `max_pool3d`: by their steps, where there are no gaps."""
     has_gaps = call.argument(4, "dilation", 1) not in (1, (1,), (1, 1), (1, 1, 1)) or call.argument(
         5, "ceil_mode", False
@@ -232,7 +232,7 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
     return x.clamp_min(0) + x.clamp_max(0) * (weight if weight.numel() == 1 else _by_channel(x, weight)[0])
 
 
-def cross_entropy(call: Call, *inputs: Tensor) -> Any:
+def cross_entropy(call: PairedCall, *inputs: Tensor) -> Any:
     """The rule of `cross_entropy`: the mean of log-probabilities, for targets that are numbers of classes."""
     is_plain = len(inputs) == 1 and not call.argument(7, "label_smoothing", 0.0)
     return by_steps(_cross_entropy)(call, *inputs) if is_plain else path_average(call, *inputs)

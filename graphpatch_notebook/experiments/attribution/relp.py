@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components import operations
-from graphpatch_notebook.experiments.attribution.calls import Call, family_name, is_weight
+from graphpatch_notebook.experiments.attribution.calls import PairedCall, family_name, is_weight
 from graphpatch_notebook.torch_compat import base_of
 
 ACTIVATIONS = operations.NONLINEARITIES - {"glu", "softmax", "pow", "square", "exp"}
 DENOMINATORS = frozenset({"rsqrt", "sqrt", "var", "std", "norm", "vector_norm"})
 
 
-def identity(call: Call, x: Tensor, *_: Tensor) -> Tensor:
+def identity(call: PairedCall, x: Tensor, *_: Tensor) -> Tensor:
     """A multiple of the input: `(f(x) - f(0)) / x`, and the derivative where x is 0."""
     corrupted, rest = call.corrupted[0], call.corrupted[1:]
     zero = torch.zeros_like(corrupted, requires_grad=True)
@@ -33,22 +33,22 @@ def identity(call: Call, x: Tensor, *_: Tensor) -> Tensor:
     return x * torch.where(is_zero, derivative, slope)
 
 
-def half(call: Call, *inputs: Tensor) -> Any:
+def half(call: PairedCall, *inputs: Tensor) -> Any:
     """Half of the derivative, as a product shares it among its factors."""
     return call(*inputs) / 2
 
 
-def constant(call: Call, *inputs: Tensor) -> Any:
+def constant(call: PairedCall, *inputs: Tensor) -> Any:
     """A constant. Its derivative is 0, and not missing: the steps before it have scores, too."""
     return call(*(x.detach() for x in inputs)) + 0 * sum(x.sum() for x in inputs)
 
 
-def by_first(call: Call, first: Tensor, second: Tensor) -> Any:
+def by_first(call: PairedCall, first: Tensor, second: Tensor) -> Any:
     """A multiple of the first factor: the second, a function of it, is constant."""
     return call(first, second.detach() + 0 * second)
 
 
-def by_second(call: Call, first: Tensor, second: Tensor) -> Any:
+def by_second(call: PairedCall, first: Tensor, second: Tensor) -> Any:
     """A multiple of the second factor: the first, a function of it, is constant."""
     return call(first.detach() + 0 * first, second)
 

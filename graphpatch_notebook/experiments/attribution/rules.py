@@ -44,9 +44,9 @@ from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution import composites, relp
 from graphpatch_notebook.experiments.attribution.calls import (
-    Call,
     Held,
     HeldTensors,
+    PairedCall,
     Rule,
     Surrogate,
     family_name,
@@ -159,8 +159,8 @@ def register_rule(function: Callable[..., Any], surrogate: Surrogate, *, is_exac
 
     Args:
         function: The function as torch dispatches it: one of torch, or a custom operator (`torch.ops.mine.gelu`).
-        surrogate: Takes a `Call` and its inputs, which are all floating-point tensors among the arguments, with the
-            values of the corrupted run. Returns a tensor of the shape of the result, whose derivative is used. See
+        surrogate: Takes a `PairedCall` and its inputs, which are all floating-point tensors among the arguments, with
+            the values of the corrupted run. Returns a tensor of the shape of the result, whose derivative is used. See
             `secants`: `quotient` for elementwise functions, `multilinear`, `path_average` for any function that can be
             differentiated, and `by_steps(f)`, where `f` computes the same from functions with rules.
         is_exact: Whether the derivative explains the whole change. If not, results name the function.
@@ -211,7 +211,7 @@ class DerivativeRules:
         """Returns the rule for a function; `None` for one whose own derivative is used."""
         raise NotImplementedError
 
-    def clean_counterpart(self, call: Call) -> _Recorded:
+    def clean_counterpart(self, call: PairedCall) -> _Recorded:
         """Returns the record of the same call in the clean run, and notes which inputs differ."""
         raise NotImplementedError
 
@@ -262,7 +262,7 @@ class SecantRules(DerivativeRules):
         """Records a call of the clean run."""
         self._tape.append(record)
 
-    def clean_counterpart(self, call: Call) -> _Recorded:
+    def clean_counterpart(self, call: PairedCall) -> _Recorded:
         recorded = self._tape[self._at] if self._at < len(self._tape) else None
         mine = _Recorded(family_name(call.function), [Held(x) for x in call.inputs])
         if recorded is None or (recorded.name, recorded.shapes) != (mine.name, mine.shapes):
@@ -285,8 +285,10 @@ class SecantRules(DerivativeRules):
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         results = [part for part in _parts(result) if part.is_floating_point() or part.is_complex()]
         self._seen.update(part.grad_fn for part in (*results, *inputs))
-        if inputs and results and torch.is_grad_enabled():
-            if not any(part.requires_grad for part in results):
+        if inputs and results:
+            if not torch.is_grad_enabled():
+                self.fallbacks.setdefault(name, "the model computes it under torch.no_grad()")
+            elif not any(part.requires_grad for part in results):
                 if name not in _CONSTANT and inputs[0] is args[0]:
                     self.fallbacks.setdefault(name, "its result has no gradient")
             elif not has_rule and name not in LINEAR and name not in _OPENED:
@@ -337,7 +339,7 @@ class RelPRules(DerivativeRules):
     def rule_for(self, function: Callable[..., Any]) -> Rule | None:
         return _RELP.get(family_name(function))
 
-    def clean_counterpart(self, call: Call) -> _Recorded:
+    def clean_counterpart(self, call: PairedCall) -> _Recorded:
         call.differs = tuple(map(self._roots.varies, call.inputs))
         name = family_name(call.function)
         roots = [self._roots.of(x) for x in call.inputs if self._roots.varies(x)]
@@ -406,7 +408,7 @@ class _Mode(TorchFunctionMode):
                 with self:
                     return decomposition.steps(is_fused=False)(*args, **kwargs)
         rule = self._rules.rule_for(func)
-        call = None if rule is None else Call(func, args, kwargs, self._rules)
+        call = None if rule is None else PairedCall(func, args, kwargs, self._rules)
         if rule is not None and call is not None and _fits(rule, call):
             if not rule.is_multilinear or sum(not is_weight(x) for x in call.inputs) > 1:
                 return self._with_rule(rule, call, args, kwargs)
@@ -419,11 +421,11 @@ class _Mode(TorchFunctionMode):
         """Calls a function that keeps its derivative, because it has no rule, or because that is what its rule says."""
         raise NotImplementedError
 
-    def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
+    def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
 
-def _fits(rule: Rule, call: Call) -> bool:
+def _fits(rule: Rule, call: PairedCall) -> bool:
     """Whether a rule can be used for a call."""
     return (
         bool(call.inputs)
@@ -445,7 +447,7 @@ class _Recording(_Mode):
         self._rules.decide(func, (*args, *kwargs.values()), result)
         return result
 
-    def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
+    def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
         func = call.function
         record = _Recorded(family_name(func), [self._writes.hold(x) for x in call.inputs])
         self._rules.record(record)
@@ -472,7 +474,7 @@ class _Applied(_Mode):
         self._rules.after(func, (*args, *kwargs.values()), result, has_rule=has_rule)
         return result
 
-    def _with_rule(self, rule: Rule, call: Call, args: Any, kwargs: Any) -> Any:
+    def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
         func = call.function
         recorded = self._rules.clean_counterpart(call)
         is_needed = torch.is_grad_enabled() and any(x.requires_grad for x in call.inputs) and any(call.differs)
@@ -518,7 +520,7 @@ class _ReplacedCall:
         kind: The type of its result, if it is not a tensor.
     """
 
-    call: Call
+    call: PairedCall
     rule: Rule
     recorded: _Recorded
     held: list[Held]

@@ -31,7 +31,7 @@ from graphpatch_notebook.execution import (
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.positions import (
     Positions,
-    Rows,
+    RowPositions,
     are_of_rows,
     counted_positions,
     counts_from_end,
@@ -280,7 +280,7 @@ class PositionAxis:
         root: Frame,
         nodes: Iterable[ScoredNode],
         inputs: Inputs,
-        positions: Positions | Rows,
+        positions: Positions | RowPositions,
         position_dim: int | Mapping[str, int] | None,
     ) -> None:
         self._root = root
@@ -419,7 +419,7 @@ class PositionAxis:
         steps.begin(inputs.args, inputs.kwargs)
         return steps.current
 
-    def _chosen(self, given: Positions | Rows) -> list[int]:
+    def _chosen(self, given: Positions | RowPositions) -> list[int]:
         """Returns the given positions, counted from the start."""
         total, of_encoder = (self._step.past or 0) + (self._step.length or 0), self._step.encoder_length or 0
         lengths = {of_encoder if place.is_encoder else total for place in self._places.values()}

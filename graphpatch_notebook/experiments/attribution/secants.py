@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.experiments.attribution.calls import Call, Surrogate
+from graphpatch_notebook.experiments.attribution.calls import PairedCall, Surrogate
 
 
-def path_average(call: Call, *inputs: Tensor, points: int = 8) -> Any:
+def path_average(call: PairedCall, *inputs: Tensor, points: int = 8) -> Any:
     """The mean of the Jacobian on the straight line between the runs: exact for polynomials of degree `2 * points`."""
     total: Any = None
     for at, weight in _gauss(points):
@@ -29,7 +29,7 @@ def path_average(call: Call, *inputs: Tensor, points: int = 8) -> Any:
     return total
 
 
-def multilinear(call: Call, *inputs: Tensor) -> Any:
+def multilinear(call: PairedCall, *inputs: Tensor) -> Any:
     """The derivative at the mean of the two runs, which is exact for products of two inputs, and for squares.
 
     For products of more inputs that differ, the mean of the derivatives at several points, which is exact as well.
@@ -37,7 +37,7 @@ def multilinear(call: Call, *inputs: Tensor) -> Any:
     return path_average(call, *inputs, points=max(1, (sum(call.differs) + 1) // 2))
 
 
-def quotient(call: Call, *inputs: Tensor) -> Tensor:
+def quotient(call: PairedCall, *inputs: Tensor) -> Tensor:
     """The difference quotient of an elementwise function, and its derivative where the two runs coincide.
 
     For several inputs that differ, the change is shared as by Shapley: an input changes before the others, or after.
@@ -57,7 +57,7 @@ def quotient(call: Call, *inputs: Tensor) -> Tensor:
     return sum(terms[1:], terms[0])
 
 
-def _slope(call: Call, number: int, inputs: list[Tensor]) -> Tensor:
+def _slope(call: PairedCall, number: int, inputs: list[Tensor]) -> Tensor:
     """Returns the slope of an elementwise function between the two runs, as one input changes."""
 
     def function(value: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _orders(different: Sequence[int], number: int) -> Iterator[tuple[set[int], f
         yield changed, math.factorial(count) * math.factorial(len(others) - count) / math.factorial(len(different))
 
 
-def softmax(call: Call, scores: Tensor) -> Tensor:
+def softmax(call: PairedCall, scores: Tensor) -> Tensor:
     """Softmax's own Jacobian, taken at the logarithmic mean of the two results.
 
     It explains the whole change, is indifferent to a shift of all scores, and stays within the bounds of the derivative
@@ -100,14 +100,14 @@ def softmax(call: Call, scores: Tensor) -> Tensor:
     return weights * (scores - _weighted(scores, weights, dim))
 
 
-def log_softmax(call: Call, scores: Tensor) -> Tensor:
+def log_softmax(call: PairedCall, scores: Tensor) -> Tensor:
     """The scores, less their mean under the logarithmic mean of the two patterns."""
     dim = call.argument(1, "dim")
     weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
     return _finite(scores) - _weighted(_finite(scores), weights, dim)
 
 
-def logsumexp(call: Call, scores: Tensor) -> Tensor:
+def logsumexp(call: PairedCall, scores: Tensor) -> Tensor:
     """The mean of the scores under the logarithmic mean of the two patterns."""
     dim = call.argument(1, "dim")
     weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
@@ -135,7 +135,7 @@ def _finite(scores: Tensor) -> Tensor:
 def by_steps(steps: Callable[..., Any]) -> Surrogate:
     """Returns the rule that takes a function apart: `steps` has its signature, and each step its own rule."""
 
-    def surrogate(call: Call, *inputs: Tensor) -> Any:
+    def surrogate(call: PairedCall, *inputs: Tensor) -> Any:
         rules = call.rules.another()
         with torch.no_grad(), rules.recording():
             call.take(steps, *call.clean)

@@ -10,6 +10,10 @@ cannot be separated. Names of models with several stacks begin with that of the 
 `decoder.layers[4].cross_attn.heads[1].q`.
 
 `Circuit.feeds` connects the two: which senders are computed from a receiver.
+
+**Positions.** An edge may belong to one position in the sequence: it passes on what the sender writes there. A sender
+at a position is computed from queries and inputs of MLPs at the same position, and from other receivers (keys, values,
+mixers) at any.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class Edge:
         sender: What is passed on: the name of a component's output.
         receiver: What reads it: the name of a component's input.
         score: The effect of the edge on the metric, as estimated by the method of the scores.
+        position: The position of what is passed on; `None` for all of them.
 
     Example:
         >>> Edge("@embed", "layers[0].mlp", 2.0).receiver
@@ -46,6 +51,11 @@ class Edge:
     sender: str
     receiver: str
     score: float
+    position: int | None = None
+
+    def __str__(self) -> str:
+        at = "" if self.position is None else f" at {self.position}"
+        return f"{self.sender} -> {self.receiver}{at}: {self.score:+.4g}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,6 +73,7 @@ class Circuit:
         faithfulness: The share of `clean - corrupted` that remains if only these edges pass on what differs between
             the two runs; `None` if it was not measured. Pictures show it: `dataclasses.replace(circuit,
             faithfulness=0.9)`.
+        tokens: The text of each position, for pictures of edges with positions; numbers if it is empty.
 
     Example:
         >>> circuit = Circuit(
@@ -88,10 +99,11 @@ class Circuit:
     method: str = ""
     metric: str = ""
     faithfulness: float | None = None
+    tokens: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         shown = self.strongest(_LISTED).edges
-        lines = [f"{edge.sender} -> {edge.receiver}: {edge.score:+.4g}" for edge in shown]
+        lines = [str(edge) for edge in shown]
         more = [f"... and {len(self.edges) - len(shown)} more"] if len(shown) < len(self.edges) else []
         return "\n".join([f"<Circuit of {self.summary}>", *lines, *more])
 
@@ -135,15 +147,21 @@ class Circuit:
             ()
         """
         edges = list(self.edges)
+        fed = {sender for senders in self.feeds.values() for sender in senders}
         while True:
-            fed = {sender for senders in self.feeds.values() for sender in senders}
-            reached = {sender for edge in edges for sender in self.feeds[edge.receiver]}
-            used = {edge.sender for edge in edges}
+            reached = {(sender, place_of(edge)) for edge in edges for sender in self.feeds[edge.receiver]}
+            used = {(edge.sender, at) for edge in edges for at in (edge.position, None)}
             kept = [
                 edge
                 for edge in edges
-                if (edge.sender in reached or edge.sender not in fed)
-                and (not self.feeds[edge.receiver] or used.intersection(self.feeds[edge.receiver]))
+                if (
+                    edge.sender not in fed
+                    or not reached.isdisjoint([(edge.sender, edge.position), (edge.sender, None)])
+                )
+                and (
+                    not self.feeds[edge.receiver]
+                    or any((sender, place_of(edge)) in used for sender in self.feeds[edge.receiver])
+                )
             ]
             if len(kept) == len(edges):
                 return replace(self, edges=tuple(kept)) if len(kept) < len(self.edges) else self
@@ -159,7 +177,11 @@ class Circuit:
             "corrupted": self.corrupted,
             "faithfulness": self.faithfulness,
             "candidates": self.candidates,
-            "edges": [[edge.sender, edge.receiver, edge.score] for edge in self.edges],
+            "tokens": list(self.tokens),
+            "edges": [
+                [edge.sender, edge.receiver, edge.score, *(() if edge.position is None else (edge.position,))]
+                for edge in self.edges
+            ],
             "feeds": {receiver: list(senders) for receiver, senders in self.feeds.items()},
         }
         return json.dumps(document, indent=1)
@@ -185,8 +207,9 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
     def to_svg(self, file: str | os.PathLike[str] | None = None, *, edges: int | None = None) -> str:
         """Returns a picture of the circuit, for papers, and writes it into a file if one is given.
 
-        Layers go upwards. The width of an edge is proportional to the magnitude of its score; negative scores are blue
-        and dashed. Fonts are not embedded.
+        Layers go upwards; if edges have positions, tokens go across, with dotted lines from where a component reads
+        keys and values to the later positions at which it writes. The width of an edge is proportional to the magnitude
+        of its score; negative scores are blue and dashed. Fonts are not embedded.
 
         Args:
             file: The name of the file, such as `"circuit.svg"`.
@@ -222,8 +245,9 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
             given = json.loads(text)
             if not isinstance(given, dict) or given.get("format") != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT!r}")
+            edges = given["edges"]
             circuit = cls(
-                edges=tuple(Edge(_text(s), _text(r), float(score)) for s, r, score in given["edges"]),
+                edges=tuple(Edge(_text(s), _text(r), float(score), *map(_position, at)) for s, r, score, *at in edges),
                 feeds={_text(name): tuple(map(_text, senders)) for name, senders in given["feeds"].items()},
                 candidates=int(given["candidates"]),
                 clean=float(given["clean"]),
@@ -231,6 +255,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
                 method=_text(given["method"]),
                 metric=_text(given["metric"]),
                 faithfulness=None if given["faithfulness"] is None else float(given["faithfulness"]),
+                tokens=tuple(map(_text, given.get("tokens", ()))),
             )
             circuit.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -239,12 +264,25 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
 
     def check(self) -> None:
         """Raises a `ValueError` if an edge has a receiver that is not among `feeds`, or is there twice."""
-        pairs = [(edge.sender, edge.receiver) for edge in self.edges]
-        unknown = next((receiver for _, receiver in pairs if receiver not in self.feeds), None)
+        pairs = [(edge.sender, edge.receiver, edge.position) for edge in self.edges]
+        unknown = next((receiver for _, receiver, _ in pairs if receiver not in self.feeds), None)
         if unknown is not None:
             raise ValueError(f"the receiver {unknown!r} is not among its receivers")
+        if len({position is None for _, _, position in pairs}) > 1:
+            raise ValueError("some of its edges have positions, and others have none")
         if (twice := _first_repeated(pairs)) is not None:
             raise ValueError(f"it has the edge {twice} more than once")
+
+
+def place_of(edge: Edge) -> int | None:
+    """Returns the position of the senders that an edge leads to; `None`: any, as a key is read from later positions."""
+    return edge.position if edge.receiver.rpartition(".")[2] in ("q", "mlp") else None
+
+
+def _position(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is not a position")
+    return value
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -35,10 +35,12 @@ from graphpatch_notebook.experiments.attribution.rules import (
     widened,
 )
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
+from graphpatch_notebook.experiments.circuits.positions import WrittenPositions
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.engine.measurements import measurement
+from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
@@ -47,6 +49,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_same_shapes,
     checked_bytes,
 )
+from graphpatch_notebook.experiments.methods.positions import Positions, RowPositions, are_of_rows
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import metric_name
@@ -75,8 +78,11 @@ def attribute_edges(
     receivers: str | Iterable[str] | None = None,
     heads: bool = True,
     experts: bool = False,
+    positions: Positions | RowPositions = None,
     max_bytes: int = 2**30,
     batch: int | str | None = "auto",
+    executor: Any = None,
+    recipe: Any = None,
 ) -> DataArray:
     """Returns a score for each edge between components: an estimate of what passes along this edge alone.
 
@@ -113,19 +119,26 @@ def attribute_edges(
         experts: Whether experts are senders of their own, `layers[2].experts[5].out` (what the expert writes, times its
             weight), in models that keep what each chosen expert of a token writes. Where they do not, and where a
             shared expert is added, `mlp_out` is the sender, and `skipped` says why.
+        positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
+            or a slice, as for `attribute`. The score of an edge at a position is that of what the sender writes there.
+            Scores of all positions sum to those without `positions`, except for `"exact"`, which has the effect of each
+            position alone.
         max_bytes: The memory limit for what is computed beside the runs. Scores do not change.
         batch: For `"exact"`: how many edges run in one forward, as for `pg.sweep`.
+        executor: Runs batches elsewhere, as for `pg.sweep`.
+        recipe: As for `pg.sweep`.
 
     Returns:
-        An array with the dimensions `receiver` and `sender`, and NaN where the model has no edge. Attributes: `clean`
-        and `corrupted`, the metric of the two runs; `feeds`, for each receiver the senders that are computed from it;
-        `skipped`, why components or heads are not nodes (with a warning if whole components are missing); `edges`, the
-        number of edges; `conservation`, the sum of the scores into the last receiver, divided by `clean - corrupted`
-        (NaN if `"exact"` was not asked for all of them); `method`, `routing`, `metric`, `steps`.
+        An array with the dimensions `receiver` and `sender`, and `position` if requested, and NaN where the model has
+        no edge. Attributes: `clean` and `corrupted`, the metric of the two runs; `feeds`, for each receiver the senders
+        that are computed from it; `skipped`, why components or heads are not nodes (with a warning if whole components
+        are missing); `edges`, the number of edges, each position counted; `conservation`, the sum of the scores into
+        the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them); `method`,
+        `routing`, `metric`, `steps`.
 
     Raises:
-        ExperimentError: The model has no edges that can be followed, the metric has no gradient, or the inputs differ
-            in shape.
+        ExperimentError: The model has no edges that can be followed, the metric has no gradient, the inputs differ in
+            shape, or positions are unknown or out of range.
         UnknownPathError: The sender or receiver does not exist.
 
     Example:
@@ -147,23 +160,20 @@ def attribute_edges(
     check_method(method, (*METHODS, "exact"))
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
-    points, limit, choices = midpoints(steps), checked_bytes(max_bytes), Choices(routing)
+    points, limit = midpoints(steps), checked_bytes(max_bytes)
+    Choices(routing)  # checks it
     fractions = points if method == "integrated" else [0.0]
     batches = batches_of(pg, metric, clean, corrupted)
     nodes = nodes_of(pg.nodes.root, heads=heads, experts=experts)
     _warn_of_skipped(nodes)
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
-    total = EdgeScores(nodes)
-    for pair in batches:
-        if method == "exact":
-            found = _exact_effects(pg, nodes, pair, batch, rows, columns)
-        else:
-            found = _Runs(pg, nodes, pair, method, fractions, limit, choices).scores()
-        total.add(found, len(batches))
-    array = xarray.DataArray(
-        total.values, {"receiver": nodes.receivers, "sender": nodes.senders}, ["receiver", "sender"], name="score"
-    )
+    scoring = _Scoring(method, fractions, limit, routing, heads, experts, positions, batch, rows, columns)
+    total = _mean(list(map_batches(pg, scoring, batches, executor=executor, recipe=recipe)))
+    coords: dict[str, list[Any]] = {"receiver": nodes.receivers, "sender": nodes.senders}
+    if total.positions is not None:
+        coords["position"] = total.positions
+    array = xarray.DataArray(total.values.reshape(*map(len, coords.values())), coords, list(coords), name="score")
     change = total.clean - total.corrupted
     array.attrs = {
         "clean": total.clean,
@@ -176,6 +186,7 @@ def attribute_edges(
         "feeds": {receiver: list(fed) for receiver, fed in nodes.feeds.items()},
         "skipped": dict(nodes.skipped),
         **({"steps": steps} if method == "integrated" else {}),
+        **({"positions": "of each row"} if are_of_rows(positions) else {}),
     }
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
 
@@ -266,59 +277,139 @@ def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) 
 
 
 class EdgeScores:
-    """The scores of all edges, as an array; NaN where there is no edge (`edges` is false there)."""
+    """The scores of all edges, (receiver, sender, position); NaN where there is no edge (`edges` is false there).
 
-    def __init__(self, nodes: Nodes) -> None:
+    Without `positions`, there is one for all.
+    """
+
+    def __init__(self, nodes: Nodes, positions: WrittenPositions | None = None) -> None:
         self.nodes = nodes
-        self.values = np.full((len(nodes.receivers), len(nodes.senders)), np.nan)
+        self.positions = positions
+        count = 1 if positions is None else len(positions.labels)
+        self.values = np.full((len(nodes.receivers), len(nodes.senders), count), np.nan)
         self.clean = self.corrupted = 0.0
         self.rows = {name: row for row, name in enumerate(nodes.receivers)}
         self.columns = {name: column for column, name in enumerate(nodes.senders)}
         for reader in nodes.readers:
-            senders = [self.columns[name] for writer in writers_in(reader.source) for name in writer.names]
-            for name in reader.names:
-                self.values[self.rows[name], senders] = 0.0
+            for writer in writers_in(reader.source):
+                there = [0] if positions is None else sorted({*positions.of(writer).tolist()} - {-1})
+                senders = [self.columns[name] for name in writer.names]
+                self.values[np.ix_([self.rows[name] for name in reader.names], senders, there)] = 0.0
         self.edges = ~np.isnan(self.values)
 
-    def add(self, other: EdgeScores, count: int) -> None:
-        """Adds the scores of one of `count` batches."""
-        self.values += other.values / count
-        self.clean += other.clean / count
-        self.corrupted += other.corrupted / count
+
+@dataclass(frozen=True)
+class ScoredEdges:
+    """The scores of all edges on one pair of inputs, and the metric of its two runs.
+
+    Attributes:
+        values: The scores, (receiver, sender, position).
+        edges: Where the model has an edge.
+        clean: The metric of the clean run.
+        corrupted: The metric of the corrupted run.
+        positions: The positions; `None`: one score for all.
+    """
+
+    values: Any
+    edges: Any
+    clean: float
+    corrupted: float
+    positions: list[int] | None
+
+
+def _mean(batches: Sequence[ScoredEdges]) -> ScoredEdges:
+    """Returns the mean over batches.
+
+    Raises:
+        ExperimentError: They have different positions.
+    """
+    first = batches[0]
+    other = next((each for each in batches if each.positions != first.positions), None)
+    if other is not None:
+        raise ExperimentError(f"the batches have different positions: {first.positions} and {other.positions}")
+    values, clean, corrupted = (
+        sum(getattr(each, name) / len(batches) for each in batches) for name in ("values", "clean", "corrupted")
+    )
+    return ScoredEdges(values, first.edges, clean, corrupted, first.positions)
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """Scores the edges on one pair of inputs. It can be pickled."""
+
+    method: Any
+    fractions: Sequence[float]
+    max_bytes: int
+    routing: Routing
+    heads: bool
+    experts: bool
+    positions: Any
+    batch: int | str | None
+    rows: Sequence[str]
+    columns: Sequence[str]
+
+    def __call__(self, pg: PatchableGraph, pair: Batch) -> ScoredEdges:
+        nodes = nodes_of(pg.nodes.root, heads=self.heads, experts=self.experts)
+
+        def placed(values: Mapping[str, Tensor]) -> WrittenPositions | None:
+            return None if self.positions is None else WrittenPositions(pg.nodes.root, nodes, values, self.positions)
+
+        if self.method == "exact":
+            found = _exact_effects(pg, nodes, pair, self.batch, self.rows, self.columns, placed)
+        else:
+            choices = Choices(self.routing)
+            found = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed).scores()
+        labels = None if found.positions is None else found.positions.labels
+        return ScoredEdges(found.values, found.edges, found.clean, found.corrupted, labels)
+
+
+_Placed: TypeAlias = Callable[[Mapping[str, Tensor]], "WrittenPositions | None"]
 
 
 def _exact_effects(
-    pg: PatchableGraph, nodes: Nodes, pair: Batch, batch: int | str | None, rows: Sequence[str], columns: Sequence[str]
+    pg: PatchableGraph,
+    nodes: Nodes,
+    pair: Batch,
+    batch: int | str | None,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    placed: _Placed,
 ) -> EdgeScores:
     """Returns the true effects of the edges from `columns` to `rows`, in one run for each."""
-    found = EdgeScores(nodes)
-    found.values[found.edges] = np.nan
     runs = CircuitRuns(pg, nodes, pair.corrupted, pair.number)
+    positions = placed(runs.values)
+    found = EdgeScores(nodes, positions)
+    found.values[found.edges] = np.nan
     clean = record(pg, pair.clean, recorded_paths(nodes), pair.number)
     found.clean, found.corrupted = float(clean.measurement.values), runs.metric
-    Deltas(nodes, Recorded(clean.values), Recorded(runs.values), 0).check(nodes)
+    Deltas(nodes, RecordedValues(clean.values), RecordedValues(runs.values), 0).check(nodes)
     with torch.no_grad():
         changes = {id(writer): writer.change(clean.values, runs.values) for writer in nodes.writers}
         for reader in nodes.readers:
             read = writers_in(reader.source)
             senders = [name for writer in nodes.writers if writer in read for name in writer.names if name in columns]
             for receiver in [name for name in reader.names if name in rows and senders]:
+                at = [found.columns[sender] for sender in senders]
+                there = found.edges[found.rows[receiver], at]
+                cells: dict[str, list[Any]] = {"sender": senders}
+                if positions is not None:
+                    cells["position"] = positions.labels
                 swept = run_sweep(
                     pg,
-                    {"sender": senders},
-                    functools.partial(runs.edge, reader, receiver, changes),
+                    cells,
+                    functools.partial(runs.edge, reader, receiver, changes, positions=positions),
                     pair.corrupted,
                     metric=pair.metric,
                     batch=batch,
                     progress=False,
                 )
-                at = [found.columns[sender] for sender in senders]
-                found.values[found.rows[receiver], at] = swept.values - float(swept.attrs["baseline"])
+                effects = swept.values.reshape(there.shape) - float(swept.attrs["baseline"])
+                found.values[found.rows[receiver], at] = np.where(there, effects, np.nan)
     return found
 
 
 @dataclass
-class Recorded:
+class RecordedValues:
     """What was recorded in a run, by path.
 
     Attributes:
@@ -350,8 +441,10 @@ class _Runs:
         fractions: Sequence[float],
         max_bytes: int,
         choices: Choices,
+        placed: _Placed,
     ) -> None:
         self._pg = pg
+        self._placed = placed
         self._nodes = nodes
         self._batch = batch
         self._method = method
@@ -367,14 +460,14 @@ class _Runs:
                 return self._scores(state)
 
     def _scores(self, state: ModuleState) -> EdgeScores:
-        found = EdgeScores(self._nodes)
         rules = rules_of(self._method)
         with rules.recording(), torch.no_grad():
             clean, metric = self._run(self._batch.clean, {}, [], state)
+        found = EdgeScores(self._nodes, self._placed(clean.values))
         found.clean = float(metric)
         deltas: Deltas | None = None
         for fraction in self._fractions:
-            starts = {path: clean.values[path] if fraction else None for path in self._nodes.starts}
+            starts = {path: clean.values[path] if fraction else None for path in self._nodes.streams.values()}
             with rules.applied(), torch.enable_grad():
                 reads = list(dict.fromkeys(path for reader in self._nodes.readers for path in reader.paths))
                 run = _GradientRun(starts, fraction, reads)
@@ -395,7 +488,7 @@ class _Runs:
 
     def _run(
         self, inputs: Inputs, patches: Mapping[str, Patch[Any]], reads: Sequence[str], state: ModuleState
-    ) -> tuple[Recorded, Tensor]:
+    ) -> tuple[RecordedValues, Tensor]:
         state.restore()
         probes = {path: ProbePatch() for path in recorded_paths(self._nodes)}
         merged: dict[str | NodePath, list[Patch[Any]]] = {}
@@ -406,7 +499,7 @@ class _Runs:
         with self._pg.patch(merged, strict=True), choices:
             output = inputs.run(self._pg)
         metric = metric_number(self._batch.metric(output))
-        return Recorded({path: probe.activation.detach() for path, probe in probes.items()}), metric
+        return RecordedValues({path: probe.activation.detach() for path, probe in probes.items()}), metric
 
 
 class _GradientRun:
@@ -446,7 +539,7 @@ class Deltas:
         max_bytes: If the differences are larger, they are computed again when they are needed.
     """
 
-    def __init__(self, nodes: Nodes, clean: Recorded, corrupted: Recorded, max_bytes: int) -> None:
+    def __init__(self, nodes: Nodes, clean: RecordedValues, corrupted: RecordedValues, max_bytes: int) -> None:
         self._clean = clean
         self._corrupted = corrupted
         self._columns: dict[int, slice] = {}
@@ -541,8 +634,8 @@ class _Backwards:
     def __init__(
         self,
         method: Method,
-        clean: Recorded,
-        corrupted: Recorded,
+        clean: RecordedValues,
+        corrupted: RecordedValues,
         deltas: Deltas,
         found: EdgeScores,
         max_bytes: int,
@@ -616,10 +709,21 @@ class _Backwards:
 
     def _add(self, names: Sequence[str], writers: Sequence[Writer], gradient: Tensor) -> None:
         """Adds the scores of edges, from the gradients of what is written."""
-        rows = [self._found.rows[name] for name in names]
-        for columns, delta in self._deltas.together(writers):
-            scores = widened(gradient).flatten(1) @ widened(delta).flatten(1).T
-            self._found.values[rows, columns] += scores.detach().cpu().double().numpy() / self._count
+        rows, positions = [self._found.rows[name] for name in names], self._found.positions
+        if positions is None:
+            for columns, delta in self._deltas.together(writers):
+                self._add_products(rows, columns, 0, gradient, delta)
+            return
+        for writer in writers:
+            numbers = positions.of(writer).to(gradient.device)
+            for columns, delta in self._deltas.together([writer]):
+                for number in range(len(positions.labels)):
+                    at = numbers == number
+                    self._add_products(rows, columns, number, gradient[:, at], delta[:, at])
+
+    def _add_products(self, rows: list[int], columns: slice, number: int, gradient: Tensor, delta: Tensor) -> None:
+        scores = widened(gradient).flatten(1) @ widened(delta).flatten(1).T
+        self._found.values[rows, columns, number] += scores.detach().cpu().double().numpy() / self._count
 
     def _through(self, norm: NormOfSum, gradient: Tensor) -> Tensor:
         """Returns gradients at what a norm reads, from those of its result."""

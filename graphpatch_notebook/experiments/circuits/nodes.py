@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components import Components, NoWeightError, Projection, find, projection
@@ -15,6 +15,7 @@ from graphpatch_notebook.experiments.circuits.stream import (
     LinearPaths,
     NoPathError,
     NormOfSum,
+    StreamStep,
     Sum,
     Writer,
     boundary_path,
@@ -55,7 +56,7 @@ class Nodes:
         writers: The senders, in order of execution.
         readers: The receivers, in order of execution.
         feeds: For each receiver, the senders that are computed from it.
-        starts: The paths of what streams begin with.
+        streams: The paths of what streams begin with, by what the names of the layers of their stack begin with.
         skipped: Why there are no edges to, or from, a component.
     """
 
@@ -63,7 +64,7 @@ class Nodes:
     writers: list[Writer] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
     feeds: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    starts: list[str] = field(default_factory=list)
+    streams: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -147,7 +148,7 @@ class _Finder:
             self._add_start(stack)
             for layer in layers:
                 for write in layer.writes:
-                    self._add_writer(layer, write)
+                    self._add_writer(_prefix(stack), layer, write)
         self._paths = LinearPaths(self._trails, self._by_value)
         for stack, layers in self._stacks:
             self._add_link(stack)
@@ -170,18 +171,28 @@ class _Finder:
             except NoPathError:
                 pass
         path = boundary_path(self._flow, value)
-        self._by_value[value] = Writer((f"{_prefix(stack)}@embed",), value, path)
-        self.found.starts.append(path)
+        stream = _prefix(stack)
+        self._by_value[value] = Writer((f"{stream}@embed",), value, path, stream=stream)
+        self.found.streams[stream] = path
 
-    def _add_writer(self, named: NamedLayer, each: NamedWrite) -> None:
+    def _add_writer(self, stream: str, named: NamedLayer, each: NamedWrite) -> None:
         writer = self._of_heads(named, each) if self._has_heads else None
         if self._has_experts and each.mlp is not None and each.mlp.router is not None:
             writer = self._of_experts(named, each.write.value, each.mlp.router)
         if writer is None:
             name = f"{named.name}{each.kind}_out"
             writer = Writer((name,), each.write.value, boundary_path(self._flow, each.write.value))
+        writer = replace(writer, stream=stream, steps=self._steps_to(each.write.value, writer))
         self._by_value[writer.value] = writer
         self._heads[f"{named.name}{each.kind}"] = writer
+
+    def _steps_to(self, written: Value, writer: Writer) -> tuple[StreamStep, ...]:
+        """Returns what is done with what a sender writes, before it is added to the stream."""
+        term, steps = LinearPaths(self._trails, {writer.value: writer}).of(written)[0], tuple[StreamStep, ...]()
+        while isinstance(term.source, NormOfSum):
+            steps = (*term.steps, *steps)
+            term = term.source.source[0]
+        return (*term.steps, *steps)
 
     def _of_heads(self, named: NamedLayer, each: NamedWrite) -> Writer | None:
         """Returns the writer of attention by heads, if its heads are summed by a linear map."""

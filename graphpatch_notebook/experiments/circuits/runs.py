@@ -1,8 +1,8 @@
 """Exact runs: a model as a circuit, and the effect of single edges.
 
 In a run as a circuit, each receiver reads the corrupted stream plus, for each of its edges that is kept, what the
-sender writes in this run minus what it writes in the corrupted one. The patches of `circuit_patches` do this: each
-replaces what a receiver reads, and reads the senders of the same run.
+sender writes in this run minus what it writes in the corrupted one; at one position, if the edge has one. The patches
+of `circuit_patches` do this: each replaces what a receiver reads, and reads the senders of the same run.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, PatchValueError
 from graphpatch_notebook.experiments.circuits.circuit import Circuit
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, writers_in
+from graphpatch_notebook.experiments.circuits.positions import WrittenPositions
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import check_graph
@@ -29,8 +29,8 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import AddPatch, Patch
 from graphpatch_notebook.torch_compat import without_torch_functions
 
-Kept = Mapping[str, frozenset[str]]
-"""The senders that each receiver reads."""
+Kept: TypeAlias = "Mapping[str, Mapping[str, frozenset[int] | None]]"
+"""The senders that each receiver reads, and at which positions; `None`: at all."""
 
 
 def circuit_patches(pg: PatchableGraph, circuit: Circuit, corrupted: Any) -> dict[str, Patch[Any]]:
@@ -97,14 +97,16 @@ def kept_edges(nodes: Nodes, circuit: Circuit) -> Kept:
         for reader in nodes.readers
         for name in reader.names
     }
-    found: dict[str, set[str]] = {}
+    found: dict[str, dict[str, frozenset[int] | None]] = {}
     for edge in circuit.edges:
         if edge.sender not in can.get(edge.receiver, ()):
             raise ExperimentError(
                 f"the model has no edge from {edge.sender!r} to {edge.receiver!r}; the circuit is that of another model"
             )
-        found.setdefault(edge.receiver, set()).add(edge.sender)
-    return {receiver: frozenset(senders) for receiver, senders in found.items()}
+        known = found.setdefault(edge.receiver, {})
+        before = known.get(edge.sender) or frozenset()
+        known[edge.sender] = None if edge.position is None else before | {edge.position}
+    return found
 
 
 def base_paths(nodes: Nodes) -> list[str]:
@@ -126,6 +128,7 @@ class CircuitRuns:
     ) -> None:
         run = record(pg, corrupted, base_paths(nodes), metric)
         run.warn_if_random(pg)
+        self._root = pg.nodes.root
         self._nodes = nodes
         self._stream = Stream(run.values, nodes.readers[-1])
         self.metric = float(run.measurement.values)
@@ -136,14 +139,29 @@ class CircuitRuns:
         return self._stream.values
 
     def patches(self, kept: Kept) -> dict[str, Patch[Any]]:
-        """Returns the patches of a circuit."""
+        """Returns the patches of a circuit.
+
+        Raises:
+            ExperimentError: It has positions, and those of the model are not known, or it has fewer.
+        """
+        chosen = {at for senders in kept.values() for each in senders.values() if each is not None for at in each}
+        positions = WrittenPositions(self._root, self._nodes, self.values, sorted(chosen)) if chosen else None
         by_path: dict[str, list[Reader]] = {}
         for reader in self._nodes.readers:
             for path in reader.paths:
                 by_path.setdefault(path, []).append(reader)
-        return {path: ReadPatch(self._stream, path, readers, kept) for path, readers in by_path.items()}
+        return {path: ReadPatch(self._stream, path, readers, kept, positions) for path, readers in by_path.items()}
 
-    def edge(self, reader: Reader, receiver: str, changes: Mapping[int, Tensor], sender: str) -> dict[str, Patch[Any]]:
+    def edge(
+        self,
+        reader: Reader,
+        receiver: str,
+        changes: Mapping[int, Tensor],
+        sender: str,
+        position: int | None = None,
+        *,
+        positions: WrittenPositions | None = None,
+    ) -> dict[str, Patch[Any]]:
         """Returns the patches on the corrupted run with which one receiver reads the clean value of one sender.
 
         Args:
@@ -151,9 +169,12 @@ class CircuitRuns:
             receiver: The name of the receiver.
             changes: What the senders of each writer write in the clean run, minus the same in the corrupted one.
             sender: The name of the sender.
+            position: The position at which it does; `None` for all.
+            positions: The positions of the run.
         """
         writer = next(writer for writer in writers_in(reader.source) if sender in writer.names)
-        kept = {id(writer): np.array([[sender == name for name in writer.names]])}
+        own = {sender: None if position is None else frozenset((position,))}
+        kept = {id(writer): _mask(writer, [own], positions)}
         read = self._stream.changes(reader.source, kept, lambda each: changes[id(each)])
         assert read is not None
         shape = self._stream.values[reader.paths[0]].shape
@@ -192,12 +213,13 @@ class Stream:
         for key in [key for key in self._written if key[0] == own]:
             del self._written[key]
 
-    def changes(self, source: Sum, kept: Mapping[int, Any], written: Callable[[Writer], Tensor]) -> Tensor | None:
+    def changes(self, source: Sum, kept: Mapping[int, Tensor], written: Callable[[Writer], Tensor]) -> Tensor | None:
         """Returns the change of a sum for several receivers, of shape `(receivers, rows, channels)`.
 
         Args:
             source: The sum.
-            kept: For each writer with senders that are kept, by its id, whether each receiver keeps each sender.
+            kept: For each writer with senders that are kept, by its id, whether each receiver keeps each sender, and
+                each of its rows if circuits have positions.
             written: Returns what the senders of a writer write, minus what they write in the corrupted run.
         """
         direct = [term.source for term in source if isinstance(term.source, Writer) and not term.steps]
@@ -215,17 +237,20 @@ class Stream:
         return found
 
     def _of_writers(
-        self, writers: Sequence[Writer], kept: Mapping[int, Any], written: Callable[[Writer], Tensor]
+        self, writers: Sequence[Writer], kept: Mapping[int, Tensor], written: Callable[[Writer], Tensor]
     ) -> Tensor | None:
         used = [writer for writer in writers if id(writer) in kept]
         if not used:
             return None
         changes = torch.cat([written(writer) for writer in used])
-        masks = np.concatenate([kept[id(writer)] for writer in used], axis=1)
-        masked = torch.as_tensor(masks, dtype=changes.dtype, device=changes.device)
-        return (masked @ changes.flatten(1)).reshape(len(masks), *changes.shape[1:])
+        masks = torch.cat([kept[id(writer)] for writer in used], dim=1).to(changes)
+        if masks.dim() == 3:  # by row
+            return torch.einsum("esr,src->erc", masks, changes)
+        return (masks @ changes.flatten(1)).reshape(len(masks), *changes.shape[1:])
 
-    def _through(self, norm: NormOfSum, kept: Mapping[int, Any], written: Callable[[Writer], Tensor]) -> Tensor | None:
+    def _through(
+        self, norm: NormOfSum, kept: Mapping[int, Tensor], written: Callable[[Writer], Tensor]
+    ) -> Tensor | None:
         change = self.changes(norm.source, kept, written)
         if change is None:
             return None
@@ -234,6 +259,21 @@ class Stream:
         stacked = (rows_of(read) + change).reshape(count * len(read), *read.shape[1:])
         after: Tensor = norm.function(stacked)
         return after.reshape(change.shape) - rows_of(norm.function(read))
+
+
+def _mask(
+    writer: Writer, wanted: Sequence[Mapping[str, frozenset[int] | None]], positions: WrittenPositions | None
+) -> Tensor:
+    """Returns whether each of several receivers reads each sender, `(receivers, senders)`; with positions, each row."""
+    reads = torch.tensor([[name in own for name in writer.names] for own in wanted])
+    if positions is None:
+        return reads
+    found = reads[..., None].repeat(1, 1, len(positions.of(writer)))
+    for row, own in enumerate(wanted):
+        for column, name in enumerate(writer.names):
+            if (at := own.get(name)) is not None:
+                found[row, column] = positions.are_kept(writer, at)
+    return found
 
 
 @dataclass(eq=False)
@@ -245,12 +285,14 @@ class ReadPatch(Patch[Any]):
         path: The path of the patch.
         readers: The receivers.
         kept: The senders that each receiver reads.
+        placed: The positions of the edges; `None` if they have none.
     """
 
     stream: Stream = field(repr=False)
     path: str = field(repr=False)
     readers: Sequence[Reader] = field(repr=False)
     kept: Kept = field(repr=False)
+    placed: WrittenPositions | None = field(repr=False)
     _read: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -266,7 +308,7 @@ class ReadPatch(Patch[Any]):
         return result
 
     def _used(self, reader: Reader) -> list[Writer]:
-        wanted = frozenset[str]().union(*(self.kept.get(name, frozenset()) for name in reader.names))
+        wanted = frozenset[str]().union(*(self.kept.get(name, ()) for name in reader.names))
         found = [writer for writer in writers_in(reader.source) if not wanted.isdisjoint(writer.names)]
         return sorted(found, key=lambda writer: writer.names)
 
@@ -290,10 +332,8 @@ class ReadPatch(Patch[Any]):
     def _changes(self, reader: Reader) -> Iterator[tuple[Tensor, Any]]:
         """Yields what is added to the value of a reader, and to which columns."""
         names = [name for name in reader.names if self.kept.get(name)]
-        kept = {
-            id(writer): np.array([[sender in self.kept[name] for sender in writer.names] for name in names])
-            for writer in self._used(reader)
-        }
+        wanted = [self.kept[name] for name in names]
+        kept = {id(writer): _mask(writer, wanted, self.placed) for writer in self._used(reader)}
         read = self.stream.changes(reader.source, kept, lambda writer: self.stream.written(writer, self._read))
         if read is None:
             return

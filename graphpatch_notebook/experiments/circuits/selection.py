@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,10 +13,11 @@ import numpy as np
 import torch
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
-from graphpatch_notebook.experiments.circuits.edges import batches_of
+from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge, place_of
+from graphpatch_notebook.experiments.circuits.edges import Batch, batches_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
-from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, kept_edges, nodes_like
+from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, Kept, kept_edges, nodes_like
+from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
@@ -24,7 +26,9 @@ from graphpatch_notebook.warning_places import level_of_caller, warn
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
 
-Selection: TypeAlias = Literal["top", "greedy"]
+SelectionMethod: TypeAlias = Literal["top", "greedy"]
+_Cell: TypeAlias = "tuple[int, int, int]"
+"""The numbers of a receiver, a sender and a position."""
 _SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -34,7 +38,7 @@ def circuit(
     scores: DataArray,
     edges: int = 100,
     *,
-    selection: Selection = "top",
+    selection: SelectionMethod = "top",
     absolute: bool = True,
     prune: bool = True,
 ) -> Circuit:
@@ -113,6 +117,11 @@ def _check_scores(scores: Any) -> None:
             "keeps attributes under xarray.set_options(keep_attrs=True)"
         )
 
+    if "positions" in scores.attrs:
+        raise ExperimentError(
+            "circuits have the same positions in all rows of the batch: give scores of such positions"
+        )
+
 
 class Ranking:
     """The edges of a model in the order in which circuits of growing size take them.
@@ -121,7 +130,7 @@ class Ranking:
         ExperimentError: The scores are not those of the model.
     """
 
-    def __init__(self, nodes: Nodes, scores: DataArray, selection: Selection, *, absolute: bool) -> None:
+    def __init__(self, nodes: Nodes, scores: DataArray, selection: SelectionMethod, *, absolute: bool) -> None:
         if selection not in ("top", "greedy"):
             raise ExperimentError(f"selection must be 'top' or 'greedy', not {selection!r}")
         own = [list(scores.coords[name].values) for name in ("receiver", "sender")]
@@ -129,45 +138,55 @@ class Ranking:
             raise ExperimentError("the scores lack nodes of the model: compute them without senders= and receivers=")
         self._nodes = nodes
         self._receivers, self._senders = nodes.receivers, nodes.senders
-        self._scores = scores.values
+        self._positions: list[int | None] = [None]
+        if "position" in scores.dims:
+            self._positions = [int(position) for position in scores.coords["position"].values]
+        self._scores = scores.transpose("receiver", "sender", ...).values.reshape(*map(len, own), -1)
         self._sizes = np.abs(self._scores) if absolute else self._scores
         self.order = self._greedy() if selection == "greedy" else self._top()
 
     def first(self, count: int) -> list[Edge]:
         """Returns the first edges."""
-        return [
-            Edge(self._senders[column], self._receivers[row], float(self._scores[row, column]))
-            for row, column in self.order[:count]
-        ]
+        return [self._edge(*cell) for cell in self.order[:count]]
 
-    def _top(self) -> list[tuple[int, int]]:
+    def _edge(self, row: int, column: int, number: int) -> Edge:
+        score = float(self._scores[row, column, number])
+        return Edge(self._senders[column], self._receivers[row], score, self._positions[number])
+
+    def _top(self) -> list[_Cell]:
         sizes = np.where(np.isnan(self._sizes), -np.inf, self._sizes).reshape(-1)
         order = np.argsort(-sizes, kind="stable")[: int((~np.isnan(self._sizes)).sum())]
-        return [divmod(int(number), len(self._senders)) for number in order]
+        return list(zip(*(index.tolist() for index in np.unravel_index(order, self._sizes.shape)), strict=True))
 
-    def _greedy(self) -> list[tuple[int, int]]:
+    def _greedy(self) -> list[_Cell]:
         rows: dict[str, list[int]] = {}
         for row, receiver in enumerate(self._receivers):
             for sender in self._nodes.feeds[receiver]:
                 rows.setdefault(sender, []).append(row)
-        waiting: list[tuple[float, int, int]] = []
-        open_rows: set[int] = set()
+        waiting: list[tuple[float, int, int, int]] = []
+        is_open = np.zeros((len(self._receivers), len(self._positions)), bool)
 
-        def add(row: int) -> None:
-            if row not in open_rows:
-                open_rows.add(row)
-                for column in np.flatnonzero(~np.isnan(self._sizes[row])).tolist():
-                    heapq.heappush(waiting, (-float(self._sizes[row, column]), row, column))
+        def add(row: int, number: int) -> None:
+            if not is_open[row, number]:
+                is_open[row, number] = True
+                sizes = self._sizes[row, :, number]
+                for column in np.flatnonzero(~np.isnan(sizes)).tolist():
+                    heapq.heappush(waiting, (-float(sizes[column]), row, column, number))
 
+        everywhere = range(len(self._positions))
         for row, receiver in enumerate(self._receivers):
             if not self._nodes.feeds[receiver]:
-                add(row)
+                for number in everywhere:
+                    add(row, number)
         found = []
         while waiting:
-            _, row, column = heapq.heappop(waiting)
-            found.append((row, column))
+            _, *cell = heapq.heappop(waiting)
+            _, column, number = cell
+            found.append((cell[0], column, number))
             for own in rows.get(self._senders[column], ()):
-                add(own)
+                is_local = place_of(self._edge(own, column, number)) is not None
+                for at in (number,) if is_local else everywhere:
+                    add(own, at)
         return found
 
 
@@ -180,9 +199,11 @@ def faithfulness(
     corrupted: Any,
     *,
     sizes: Iterable[int | float] | None = None,
-    selection: Selection = "top",
+    selection: SelectionMethod = "top",
     absolute: bool = True,
     random: int | None = 0,
+    executor: Any = None,
+    recipe: Any = None,
 ) -> Dataset:
     """Returns how much of an effect circuits of several sizes keep, in exact runs of the model.
 
@@ -202,6 +223,8 @@ def faithfulness(
         selection: How circuits are chosen, as for `circuit`.
         absolute: Whether scores count by magnitude, as for `circuit`.
         random: The seed of a random ranking beside the others, under the name `"random"`; `None` for none.
+        executor: Runs batches elsewhere, as for `pg.sweep`.
+        recipe: As for `pg.sweep`.
 
     Returns:
         A dataset with the dimensions `ranking` and `size` (the number of edges): `faithfulness`, and `metric`, the mean
@@ -235,6 +258,10 @@ def faithfulness(
     for each in named.values():
         _check_scores(each)
     first = next(iter(named.values()))
+    if len({each.shape for each in named.values()}) > 1:
+        raise ExperimentError(
+            "the scores are not those of the same edges: some have positions, or others than the rest"
+        )
     nodes = nodes_like(pg, first.attrs["feeds"])
     candidates = int(np.isfinite(first.values).sum())
     if random is not None and "random" not in named:
@@ -242,20 +269,19 @@ def faithfulness(
         named["random"] = first.copy(data=np.where(np.isnan(first.values), np.nan, drawn))
     rankings = {name: Ranking(nodes, each, selection, absolute=absolute) for name, each in named.items()}
     counts = _counts(_SIZES if sizes is None else sizes, candidates)
-    values = np.zeros((len(rankings), len(counts)))
-    ends = np.zeros(2)
     empty = Circuit((), nodes.feeds, candidates, math.nan, math.nan)
-    with torch.no_grad():
-        for batch in batches:
-            runs = CircuitRuns(pg, nodes, batch.corrupted, batch.number)
-            ends += [batch.number(batch.clean.run(pg)), runs.metric]
-            for row, ranking in enumerate(rankings.values()):
-                for column, count in enumerate(counts):
-                    kept = kept_edges(nodes, replace(empty, edges=tuple(ranking.first(count))))
-                    patches: dict[Any, Any] = {**runs.patches(kept)}
-                    with pg.patch(patches):
-                        values[row, column] += batch.number(batch.clean.run(pg))
-    values, (high, low) = values / len(batches), ends / len(batches)
+    circuits = [
+        kept_edges(nodes, replace(empty, edges=tuple(ranking.first(count))))
+        for ranking in rankings.values()
+        for count in counts
+    ]
+    sums, ends = np.zeros(len(circuits)), np.zeros(2)
+    run = functools.partial(_metrics, nodes.feeds, circuits)
+    for ends_here, values_here in map_batches(pg, run, batches, executor=executor, recipe=recipe):
+        ends += ends_here
+        sums += values_here
+    values = sums.reshape(len(rankings), len(counts)) / len(batches)
+    high, low = ends / len(batches)
     if high == low:
         raise ExperimentError(f"the metric is {high:.6g} on both inputs, so there is no effect to keep")
     curves = (values - low) / (high - low)
@@ -271,6 +297,20 @@ def faithfulness(
         {"ranking": list(rankings), "size": counts, "share": ("size", shares)},
         {"clean": float(high), "corrupted": float(low), "candidates": candidates, "selection": selection},
     )
+
+
+def _metrics(
+    feeds: Mapping[str, Sequence[str]], circuits: Sequence[Kept], pg: PatchableGraph, batch: Batch
+) -> tuple[list[float], list[float]]:
+    """Returns the metric of the clean and the corrupted run on a batch, and that of each circuit."""
+    with torch.no_grad():
+        runs = CircuitRuns(pg, nodes_like(pg, feeds), batch.corrupted, batch.number)
+        ends, values = [batch.number(batch.clean.run(pg)), runs.metric], []
+        for kept in circuits:
+            patches: dict[Any, Any] = {**runs.patches(kept)}
+            with pg.patch(patches):
+                values.append(batch.number(batch.clean.run(pg)))
+    return ends, values
 
 
 def _counts(sizes: Iterable[int | float], candidates: int) -> list[int]:

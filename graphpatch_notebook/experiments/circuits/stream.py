@@ -50,6 +50,8 @@ class Writer:
             the chosen experts write, of shape `(rows, chosen, channels)`.
         projection: The linear map of the heads.
         choice: The path of the numbers of the chosen experts, of shape `(rows, chosen)`.
+        stream: The stack that it belongs to: what the names of its layers begin with.
+        steps: What is done with what it writes, before it is added to the stream.
     """
 
     names: tuple[str, ...]
@@ -57,6 +59,8 @@ class Writer:
     path: str
     projection: Projection | None = None
     choice: str = ""
+    stream: str = ""
+    steps: tuple[StreamStep, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -153,7 +157,7 @@ class Move:
         return gradients[..., self.order(gradients).argsort(), :]
 
 
-Step: TypeAlias = "Scaling | Move"
+StreamStep: TypeAlias = "Scaling | Move"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,7 +184,7 @@ class Summand:
     """A summand: what a component writes, or a norm of another sum, after some steps."""
 
     source: Writer | NormOfSum
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StreamStep, ...] = ()
 
     def on(self, rows: Tensor) -> Tensor:
         """Returns what becomes of rows of the source."""
@@ -389,7 +393,7 @@ def _call_of(frame: Frame) -> tuple[Any, Any]:
     return frame.call.args, frame.call.kwargs
 
 
-def _with(terms: Sum, step: Step) -> Sum:
+def _with(terms: Sum, step: StreamStep) -> Sum:
     return tuple(Summand(term.source, (*term.steps, step)) for term in terms)
 
 

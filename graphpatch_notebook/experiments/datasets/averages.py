@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import Dataset as Examples
-from graphpatch_notebook.experiments.datasets.batches import RowReader, batches_of, read_batch
+from graphpatch_notebook.experiments.datasets.batches import RowReader, batches_of, numbered, read_batch
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.selections import PositionSelection
 
@@ -26,6 +29,8 @@ def mean_values(
     *,
     positions: PositionSelection | None = None,
     batch_size: int | None = None,
+    executor: Any = None,
+    recipe: Any = None,
 ) -> dict[str, Tensor]:
     """Returns the mean of each value over the examples and positions of a dataset.
 
@@ -38,6 +43,8 @@ def mean_values(
         dataset: As of `record_to`.
         positions: The positions to average over; `None` for all.
         batch_size: As of `record_to`.
+        executor: Runs batches elsewhere, as for `pg.sweep`.
+        recipe: As for `pg.sweep`.
 
     Returns:
         By path, a tensor of the shape of one row of the value: (channels), say. Its dtype is that of the value.
@@ -57,20 +64,28 @@ def mean_values(
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     dtypes: dict[str, torch.dtype] = {}
-    for batch in batches_of(dataset, batch_size):
-        for path, value in read_batch(pg, reader, batch, 0)[1].items():
-            total = value.sum(0, dtype=torch.float64)
+    batches = numbered(batches_of(dataset, batch_size))
+    for each in map_batches(pg, functools.partial(_sums, reader), batches, executor=executor, recipe=recipe):
+        for path, (total, count, dtype) in each.items():
             if path in sums and sums[path].shape != total.shape:
                 raise ExperimentError(
                     f"a row of {path!r} has the shape {tuple(sums[path].shape)} in one batch, and {tuple(total.shape)} "
                     "in another: pad all batches to one length"
                 )
             sums[path] = sums[path] + total if path in sums else total
-            counts[path] = counts.get(path, 0) + len(value)
-            dtypes[path] = value.dtype
+            counts[path] = counts.get(path, 0) + count
+            dtypes[path] = dtype
     if not any(counts.values()):
         raise ExperimentError("the dataset has no examples, or none at these positions")
     return {path: (total / counts[path]).to(dtypes[path]) for path, total in sums.items()}
+
+
+def _sums(
+    reader: RowReader, pg: PatchableGraph, batch: tuple[int, Inputs]
+) -> dict[str, tuple[Tensor, int, torch.dtype]]:
+    """Returns the sum of the rows of each value on a batch, their number, and their dtype."""
+    values = read_batch(reader, None, pg, batch)[1]
+    return {path: (value.sum(0, dtype=torch.float64), len(value), value.dtype) for path, value in values.items()}
 
 
 def average(results: Iterable[DataArray]) -> Dataset:

@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import bind, signature_of
-from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import DECODER_TOKENS, CapturedModel, row_and_position_dims, token_inputs
+from graphpatch_notebook.execution import (
+    DECODER_TOKENS,
+    CapturedModel,
+    results_of,
+    row_and_position_dims,
+    token_inputs,
+)
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -66,23 +71,8 @@ def _parts(whole: tuple[tuple[Any, ...], dict[str, Any]], part: slice, count: in
 
 def digest_of(batch: Inputs) -> str:
     """Returns a digest of the tensors of a batch."""
-    return _digest(batch.tensors())
-
-
-def sample_digest_of(weights: Iterable[Tensor]) -> str:
-    """Returns a digest of some entries of each weight: a model that was trained in between has another one."""
-    # Where entries cannot be read, of weights that are offloaded or sharded, shapes count.
-    return _digest(
-        torch.zeros(weight.shape, device="meta")
-        if weight.is_meta or is_distributed(weight)
-        else weight.detach().flatten()[:: weight.numel() // 64 + 1]
-        for weight in weights
-    )
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
+    for tensor in batch.tensors():
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         if not tensor.is_meta:
             flat = tensor.detach().cpu().contiguous()
@@ -90,8 +80,15 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
+def numbered(batches: Iterable[Inputs], first: int = 0) -> Iterator[tuple[int, Inputs]]:
+    """Yields batches with the numbers of their first examples, of which the first is `first`."""
+    for batch in batches:
+        yield first, batch
+        first += batch.rows or 0
+
+
 @dataclass(frozen=True)
-class Rows:
+class ExampleRows:
     """The rows of a batch: which example and position each belongs to.
 
     Attributes:
@@ -108,7 +105,7 @@ class Rows:
 
 
 class RowReader:
-    """Takes values of a model apart into rows, one for each position of each example.
+    """Takes values of a model apart into rows, one for each position of each example. It can be pickled.
 
     Args:
         pg: The graph.
@@ -126,12 +123,22 @@ class RowReader:
 
     def __init__(self, pg: PatchableGraph, patterns: Any, positions: PositionSelection | None) -> None:
         model = captured(pg)
-        self._model = model
+        # What workers need: without annotations, which may be classes of the model's own.
+        signature = signature_of(model.module.forward)
+        self._signature = signature.replace(
+            parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
+            return_annotation=signature.empty,
+        )
         self._positions = None if positions is None else selection(positions, "positions")
         if self._positions is not None and self._positions.rows is not None:
             raise ExperimentError("positions are the same for all examples here: give one list of them")
         listed = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
-        targets = {target.text: target for pattern in listed for target in model.targets_of(str(pattern))}
+        targets: dict[str, Target] = {}
+        for pattern in map(str, listed):
+            if results := results_of(model, pattern):  # their dimensions are those of `z`
+                targets |= {name: model.targets_of(result.z)[0] for name, result in results.items()}
+            else:
+                targets |= {target.text: target for target in model.targets_of(pattern)}
         if not targets:
             raise ExperimentError(
                 "there is nothing to record: give a path, or a pattern such as 'layers[*].resid_post'"
@@ -144,7 +151,7 @@ class RowReader:
                 f"{sequences[True]!r} has the positions of the encoder, and {sequences[False]!r} those of the decoder: "
                 "ask for them one after the other"
             )
-        self._is_encoder = True in sequences
+        self._token_names = token_inputs(model.root, is_encoder=True in sequences)
 
     def tokens(self, batch: Inputs) -> Tensor | None:
         """Returns the tokens of a batch, or their embeddings; `None` if the model does not take any."""
@@ -152,19 +159,19 @@ class RowReader:
         return None if name is None else self._given(batch)[name]
 
     def _token_input(self, batch: Inputs) -> str | None:
-        given, names = self._given(batch), token_inputs(self._model.root, is_encoder=self._is_encoder)
-        return next((name for name in names if given.get(name) is not None), None)
+        given = self._given(batch)
+        return next((name for name in self._token_names if given.get(name) is not None), None)
 
     def _given(self, batch: Inputs) -> dict[str, Any]:
-        return bind(signature_of(self._model.module.forward), batch.args, batch.kwargs) or {}
+        return bind(self._signature, batch.args, batch.kwargs) or {}
 
-    def rows(self, batch: Inputs, first: int) -> Rows:
+    def rows(self, batch: Inputs, first: int) -> ExampleRows:
         """Returns the rows of a batch, the first example of which has number `first`."""
         tokens, name = self.tokens(batch), self._token_input(batch)
         if tokens is None or name is None:
             count = batch.rows or 0
             none = torch.full((count,), -1)
-            return Rows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
+            return ExampleRows(torch.arange(first, first + count), none, none, torch.ones(count, 1, dtype=torch.bool))
         count, length = tokens.shape[:2]
         mask = self._given(batch).get("decoder_attention_mask" if name in DECODER_TOKENS else "attention_mask")
         kept = torch.ones(count, length, dtype=torch.bool)
@@ -177,9 +184,9 @@ class RowReader:
         example, position = kept.nonzero(as_tuple=True)
         # The model shifts labels to get its tokens.
         ids = tokens.cpu()[kept] if tokens.ndim == 2 and name != "labels" else torch.full((len(example),), -1)
-        return Rows(example + first, position, ids, kept)
+        return ExampleRows(example + first, position, ids, kept)
 
-    def of_value(self, path: str, value: Tensor, rows: Rows) -> Tensor:
+    def of_value(self, path: str, value: Tensor, rows: ExampleRows) -> Tensor:
         """Returns the rows of a value, of shape (rows, ...): copies on the CPU.
 
         Raises:
@@ -213,9 +220,9 @@ def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None, bool]:
 
 
 def read_batch(
-    pg: PatchableGraph, reader: RowReader, batch: Inputs, first: int, dtype: torch.dtype | None = None
-) -> tuple[Rows, dict[str, Tensor]]:
-    """Runs the model on a batch, the first example of which has number `first`.
+    reader: RowReader, dtype: torch.dtype | None, pg: PatchableGraph, numbered: tuple[int, Inputs]
+) -> tuple[ExampleRows, dict[str, Tensor]]:
+    """Runs the model on a batch, given with the number of its first example.
 
     Returns:
         The rows of the batch, and by path the rows of each value.
@@ -223,6 +230,7 @@ def read_batch(
     Raises:
         ExperimentError: A value was not computed.
     """
+    first, batch = numbered
     rows, fresh = reader.rows(batch, first), batch.fresh()
     with torch.no_grad():
         recording = pg.record(list(reader.by_path), *fresh.args, dtype=dtype, **fresh.kwargs)

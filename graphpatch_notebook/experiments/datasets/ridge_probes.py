@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import Dataset as Examples
-from graphpatch_notebook.experiments.datasets.batches import RowReader, Rows, batches_of, read_batch
+from graphpatch_notebook.experiments.datasets.batches import ExampleRows, RowReader, batches_of, numbered, read_batch
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 
@@ -104,22 +104,22 @@ def ridge_probes(
         models["random_weights"] = _with_shuffled_weights(pg, seed)
     bag = _BagOfTokens(seed) if "bag_of_tokens" in baselines else None
     sums = _AllSums(None if positions is None else sorted(set(positions)), labeled, max_bytes)
-    first = 0
-    for batch in batches_of(dataset, batch_size):
+    count = 0
+    for first, batch in numbered(batches_of(dataset, batch_size)):
         for name, model in models.items():
-            rows, values = read_batch(model, reader, batch, first)
+            rows, values = read_batch(reader, None, model, (first, batch))
             for path, value in values.items():
                 sums.add((name, path), value, rows if reader.has_positions(path) else _whole_examples(value, first))
             if bag is not None and name == "r2":
                 sums.add(("bag_of_tokens", ""), bag.features(reader.tokens(batch), rows), rows)
-        first += len(rows.kept)
-    labeled.check_count(first)
+        count = first + len(rows.kept)
+    labeled.check_count(count)
     return sums.scores(list(reader.by_path), penalty, baselines)
 
 
-def _whole_examples(value: Tensor, first: int) -> Rows:
+def _whole_examples(value: Tensor, first: int) -> ExampleRows:
     examples = torch.arange(first, first + len(value))
-    return Rows(
+    return ExampleRows(
         examples, torch.full_like(examples, -1), torch.full_like(examples, -1), torch.ones(len(value), 1).bool()
     )
 
@@ -212,7 +212,7 @@ class _AllSums:
         self._sums: dict[tuple[str, str, int], tuple[_Sums, _Sums]] = {}
         self._bytes = 0
 
-    def add(self, name: tuple[str, str], value: Tensor, rows: Rows) -> None:
+    def add(self, name: tuple[str, str], value: Tensor, rows: ExampleRows) -> None:
         """Adds the rows of a feature."""
         known = rows.examples < len(self._labels.numbers)  # otherwise the dataset is too long, which is an error later
         for position in [-1] if self._positions is None else self._positions:
@@ -287,7 +287,7 @@ class _BagOfTokens:
         self._random = torch.Generator().manual_seed(seed)
         self._table = torch.zeros(0, _BAG)
 
-    def features(self, tokens: Tensor | None, rows: Rows) -> Tensor:
+    def features(self, tokens: Tensor | None, rows: ExampleRows) -> Tensor:
         """Returns the features, of shape (rows, features).
 
         Raises:

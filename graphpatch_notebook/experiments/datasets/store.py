@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution import active_patches
 from graphpatch_notebook.experiments.datasets.batches import (
     Dataset,
     RowReader,
     batches_of,
     digest_of,
+    numbered,
     read_batch,
-    sample_digest_of,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.experiments.executors.checkpoint import weights_digest
+from graphpatch_notebook.experiments.executors.mapping import map_batches
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.sharded import digest
 from graphpatch_notebook.whole_files import whole_file
 
 _FORMAT = "graphpatch-activations"
@@ -55,13 +60,18 @@ def record_to(
     dtype: torch.dtype | None = None,
     batch_size: int | None = None,
     shard_bytes: int = _MOST_BYTES,
+    executor: Any = None,
+    recipe: Any = None,
 ) -> ActivationStore:
     """Records values over a dataset into a folder, and returns the store, which reads them back.
 
-    Memory holds one batch and one shard. Each row of a value is one position of one example; padding, where the
-    `attention_mask` is 0, is left out. Values without positions have one row for each example. Active patches have
-    their effect. If the folder has a store of the same values, the call continues after the batches that are stored,
-    and compares these with the dataset, and the weights of the model with those of the first call (not the patches).
+    Memory holds one batch (with `executor`, up to 32) and one shard. Each row of a value is one position of one
+    example; padding, where the `attention_mask` is 0, is left out. Values without positions have one row for each
+    example. Active patches have their effect.
+
+    If the folder has a store of the same values, the call continues after the batches that are stored, and compares
+    these with the dataset, and the weights and active patches with those of the first call (of functions in patches,
+    the names).
 
     Args:
         pg: The graph.
@@ -73,11 +83,13 @@ def record_to(
         dtype: The dtype to store, such as `torch.float16`; `None` for that of the values.
         batch_size: How many examples to run at once, if `dataset` has the inputs of all examples.
         shard_bytes: About how many bytes a file has.
+        executor: Runs batches elsewhere, as for `pg.sweep`; files are written here.
+        recipe: As for `pg.sweep`.
 
     Raises:
         UnknownPathError: A path does not exist, or a pattern matches nothing; nothing ran.
         ExperimentError: It is not known where the batch is in a value; the folder holds other values, or was recorded
-            on another dataset or with other weights; rows of a value have different shapes.
+            on another dataset, with other weights or patches; rows of a value have different shapes.
 
     Example:
         >>> import tempfile, torch
@@ -89,11 +101,24 @@ def record_to(
         (10, 3) torch.Size([2, 3])
     """
     reader = RowReader(pg, patterns, positions)
-    settings = {"positions": repr(positions), "dtype": str(dtype), "weights": sample_digest_of(pg.parameters())}
+    settings = {
+        "positions": repr(positions),
+        "dtype": str(dtype),
+        "weights": weights_digest(captured(pg).module),
+        "patches": digest("", active_patches(captured(pg)))[1].item(),
+    }
     writer = _Writer(Path(folder), reader, settings, shard_bytes)
-    for batch in writer.skipped(batches_of(dataset, batch_size)):
-        rows, values = read_batch(pg, reader, batch, writer.examples, dtype)
-        writer.add(batch, {"example": rows.examples, "position": rows.positions, "token": rows.tokens}, values)
+    running: deque[Inputs] = deque()
+
+    def begun() -> Iterator[tuple[int, Inputs]]:
+        for first, batch in numbered(writer.skipped(batches_of(dataset, batch_size)), writer.examples):
+            running.append(batch)
+            yield first, batch
+
+    read = functools.partial(read_batch, reader, dtype)
+    for rows, values in map_batches(pg, read, begun(), executor=executor, recipe=recipe):
+        index = {"example": rows.examples, "position": rows.positions, "token": rows.tokens}
+        writer.add(running.popleft(), index, values)
     writer.write()
     return ActivationStore(folder)
 
@@ -105,7 +130,7 @@ class _Writer:
         examples: How many examples are stored, or wait to be.
     """
 
-    def __init__(self, folder: Path, reader: RowReader, settings: dict[str, str], shard_bytes: int) -> None:
+    def __init__(self, folder: Path, reader: RowReader, settings: dict[str, Any], shard_bytes: int) -> None:
         self._folder, self._reader, self._shard_bytes = folder, reader, shard_bytes
         paths = {path: "position" if reader.has_positions(path) else "example" for path in reader.by_path}
         document = {"format": _FORMAT, "version": _VERSION, "paths": paths, "settings": settings}
@@ -113,8 +138,8 @@ class _Writer:
         if (folder / _SETTINGS).exists():
             if _read_settings(folder) != document:
                 raise ExperimentError(
-                    f"the folder {str(folder)!r} has a store of other values, positions or weights, or of another "
-                    "dtype: choose another folder, or delete it"
+                    f"the folder {str(folder)!r} has a store of other values, positions, weights or patches, or of "
+                    "another dtype: choose another folder, or delete it"
                 )
         else:
             if any(folder.iterdir()):

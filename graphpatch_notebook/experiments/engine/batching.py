@@ -146,7 +146,7 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
 
 # -- where the rows are ------------------------------------------------------------------------------------------------
 
-Found: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, BatchRows], dict[str, str]]"
+RowLayouts: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, BatchRows], dict[str, str]]"
 """The rows in the output, in frame results and in patched values, and why some patched values have none."""
 
 _SHARED = "its value is one for all rows"
@@ -266,7 +266,7 @@ def _read_after(pg: PatchableGraph, inputs: Inputs, clean: CleanRun, targets: Se
     return dict.fromkeys(paths_read_after(pg, inputs, targets), why)
 
 
-def _assumed(clean: CleanRun, paths: Sequence[str], size: int) -> Found | None:
+def _assumed(clean: CleanRun, paths: Sequence[str], size: int) -> RowLayouts | None:
     """Returns the rows if dimension 0 of patched values and of the output has the size of the batch, else `None`."""
 
     def layout_of(value: Any) -> Layout | None:
@@ -289,7 +289,7 @@ def _kept(clean: CleanRun) -> list[FrameNode]:
     return [node for node in clean.tree.root.walk() if node.problem is None and node.value is not None]
 
 
-def _looked_up(pg: PatchableGraph, clean: CleanRun, targets: Sequence[Target]) -> Found:
+def _looked_up(pg: PatchableGraph, clean: CleanRun, targets: Sequence[Target]) -> RowLayouts:
     """Returns the rows as derived from the dimensions of captured values."""
     root = captured(pg).root
     known = dimensions_of(root)

@@ -28,6 +28,16 @@ class Cell:
     labels: Mapping[str, Any]
     patches: PatchMap
 
+    @property
+    def content(self) -> PatchMap:
+        """The patch map for another process: with paths as text."""
+        return {str(path): patch for path, patch in self.patches.items()}
+
+    @property
+    def name(self) -> str:
+        """The name of its patch map in messages."""
+        return f"the patch map of {self}"
+
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.labels.items()) or "the only cell"
 

@@ -571,16 +571,17 @@ class ChangedPositions:
         given, returned = self._given, self._returned
         if not self._is_like_given(value):
             return forward(*args, **kwargs)
-        size = len(given)
-        count = len(value) // size
+        size = given.shape[0]
+        count = value.shape[0] // size
         places = self._changed(value.unflatten(0, (count, size)))
-        if len(places) > _WHOLE * (value.numel() // value.shape[-1]):
+        changed = places.shape[0]
+        if changed > _WHOLE * (value.numel() // value.shape[-1]):
             return forward(*args, **kwargs)
         shared = returned.expand(count, *returned.shape)
-        if not len(places) and self._may_share and size == 1:
+        if not changed and self._may_share and size == 1:
             return shared.squeeze(1)
         result = shared.clone(memory_format=torch.contiguous_format).flatten(0, 1)
-        if len(places):
+        if changed:
             computed = self._computed(forward, value.flatten(0, -2), places, *kwargs)
             if computed.dtype != result.dtype:
                 return forward(*args, **kwargs)
@@ -596,25 +597,28 @@ class ChangedPositions:
         return changed.nonzero().squeeze(1) * length + (length - 1)
 
     def _is_like_given(self, value: Any) -> bool:
+        if type(value) is not Tensor:
+            return False
         given = self._given
+        shape, own = value.shape, given.shape
         return (
-            type(value) is Tensor
-            and value.shape[1:] == given.shape[1:]
+            shape[1:] == own[1:]
             and value.dtype == given.dtype
             and value.device == given.device
-            and len(value) > len(given)
-            and len(value) % len(given) == 0
-            and value.numel() // value.shape[-1] > self._least
+            and shape[0] > own[0]
+            and shape[0] % own[0] == 0
+            and value.numel() // shape[-1] > self._least
         )
 
     def _computed(self, forward: Callable[..., Any], vectors: Tensor, places: Tensor, *keyword: str) -> Tensor:
         """Calls the module with some vectors, in sequences of the usual length, and returns its result for each."""
         lead = self._given.shape[1:-1]
-        missing = -len(places) % math.prod(lead)
+        changed = places.shape[0]
+        missing = -changed % math.prod(lead)
         padded = torch.cat([places, places[-1:].expand(missing)]) if missing else places
         shaped = vectors.index_select(0, padded).unflatten(0, (-1, *lead))
         output: Tensor = forward(**{keyword[0]: shaped}) if keyword else forward(shaped)
-        return output.flatten(0, -2)[: len(places)]
+        return output.flatten(0, -2)[:changed]
 
     @property
     def has_positions(self) -> bool:

@@ -159,8 +159,10 @@ class CellRunner:
 
     def _result(self, number: int, patches: PatchMap, *, is_whole: bool) -> CellResult:
         try:
-            if self._replayed is None or is_whole or not is_pure(patches):
+            if is_whole or not is_pure(patches):
                 return CellResult(number, self._plain.measured(patches))
+            if self._replayed is None:
+                return CellResult(number, self._plain.measured(patches, self._entries(patches)))
             try:
                 return CellResult(number, self._replayed.measured(patches, self._entries(patches)))
             except NotReplayableError:

@@ -103,7 +103,7 @@ class PrivateCopies:
             return kind(map(self._value, value))
         if kind is slice:
             parts = (value.start, value.stop, value.step)
-            return value if all(type(part) in _PLAIN for part in parts) else slice(*map(self._value, parts))
+            return value if _PLAIN.issuperset(map(type, parts)) else slice(*map(self._value, parts))
         if kind is np.ndarray and value.dtype != object:
             return value.copy()
         raise ImpureError(f"a patch holds an object of type {kind.__name__}")

@@ -20,7 +20,7 @@ from graphpatch_notebook.experiments.engine.rows import RowsError
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
 from graphpatch_notebook.experiments.engine.trimming import last_position_value, trims
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
-from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.interrupts import on_error
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks
@@ -37,7 +37,7 @@ class SweepRequest:
     Attributes:
         inputs: The inputs of the model.
         metric: Maps the output of the model to numbers.
-        paths: All paths that pure cells patch.
+        paths: All paths that pure cells patch; none if they are to run as in a plain loop.
         batch: `"auto"`, the number of cells in one forward, or `None` for one cell at a time.
         backward: Whether gradients of the metric are accumulated.
     """
@@ -130,9 +130,11 @@ def sweep_setup(pg: PatchableGraph, request: SweepRequest, look: ModuleState | N
     """
     targets = _targets(pg, request.paths)
     state = ModuleState(captured(pg).module) if look is None else look.complete()
-    with afterwards(state.restore):
+    with on_error(state.restore):
         why = why_plain(pg) if look is None else None
         setup = _looked_at(pg, request, targets, state, why)
+        if setup.clean is None or setup.clean.last_read:  # else the model ran once, and has changed nothing
+            state.restore()
     if request.backward and setup.baseline.values.size != 1:
         raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
     return setup

@@ -58,6 +58,17 @@ def unpacked(data: bytes) -> list[Any]:
     return parts
 
 
+def sendable(error: BaseException) -> BaseException:
+    """Returns an error that can be pickled and unpickled: the same, or an `ExperimentError` with its text."""
+    try:
+        unpacked(
+            packed([("the error", error)])
+        )  # errors with parameters of their own may be pickled, and not come back
+    except Exception:
+        return ExperimentError(f"{type(error).__name__}: {error}")
+    return error
+
+
 @functools.cache
 def _packer_class() -> Any:
     cloudpickle = extra("cloudpickle", "executor=")

@@ -21,9 +21,15 @@ class Progress(Protocol):
     def update(self, n: int) -> object:
         """Adds `n` completed cells."""
 
+    def set_postfix_str(self, s: str, refresh: bool = True) -> object:
+        """Shows a text beside the count."""
+
 
 class _Silent:
     def update(self, n: int) -> None:
+        """Shows nothing."""
+
+    def set_postfix_str(self, s: str, refresh: bool = True) -> None:
         """Shows nothing."""
 
 
@@ -77,6 +83,14 @@ class Ledger:
             if self.checkpoint is not None:
                 self.checkpoint.append(results)
         self.progress.update(len(results))
+
+    def fail(self, cells: Sequence[Cell], text: str) -> None:
+        """Keeps the reason why cells failed."""
+        self.keep([CellResult(cell.number, None, text) for cell in cells])
+
+    def show_workers(self, count: int) -> None:
+        """Shows how many workers have returned results."""
+        self.progress.set_postfix_str(f"{count} worker{'s' if count > 1 else ''}", refresh=False)
 
     def _checked(self, result: CellResult) -> CellResult:
         if result.measurement is None or result.measurement.form == self.baseline.form:

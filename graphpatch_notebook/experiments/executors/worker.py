@@ -1,16 +1,18 @@
-"""Runs chunks of a sweep in another process, on a graph that is built there, or in threads of this process.
+"""Runs pieces of work in another process, on a graph that is built there, or in threads of this process.
 
-A process builds the graph of a recipe once, and each of its threads makes one `CellRunner` for a sweep. They are kept
-for further chunks, until a chunk of another recipe or sweep arrives.
+A piece is a cell of a sweep, or a batch of a dataset. A process builds the graph of a recipe once, and each of its
+threads makes one runner for a call. They are kept for further pieces, until one of another recipe or call arrives.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,12 +20,11 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution.replay import tensors_in
-from graphpatch_notebook.experiments.engine.cells import CellResult, PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
-from graphpatch_notebook.experiments.executors.pickling import unpacked
+from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.warning_places import collected_warnings
 
@@ -106,13 +107,58 @@ def _shown(values: Any) -> str:
 
 # -- workers -----------------------------------------------------------------------------------------------------------
 
-Outcome: TypeAlias = "tuple[list[CellResult], list[str], list[str]]"
-"""The results of a chunk, the messages of its warnings, and the remarks of the runner so far."""
+
+class Runner(Protocol):
+    """Runs pieces of work on one graph, in one thread."""
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        """Messages for the user about how the pieces ran."""
+
+    def run(self, pieces: Sequence[tuple[int, Any]]) -> Sequence[Any]:
+        """Returns the result of each piece, given by its number and content."""
+
+
+class SharedWork(Protocol):
+    """The data that the pieces of one call share, except for the graph."""
+
+    def runner(self, pg: PatchableGraph) -> Runner:
+        """Returns a runner of the pieces on a graph."""
+
+    def problem(self, pg: PatchableGraph, runner: Any) -> str | None:
+        """Returns how the model of a graph differs from that of the call, as a message; `None` if it does not."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker returns.
+
+    Attributes:
+        results: The results of some pieces; pickled if the worker is another process.
+        warnings: The messages of its warnings.
+        remarks: The remarks of the runner so far.
+        worker: Identifies the worker.
+        seconds: How long the pieces took, without building the graph.
+    """
+
+    results: Any
+    warnings: list[str]
+    remarks: list[str]
+    worker: str
+    seconds: float
+
+
+def _outcome(runner: Runner, pieces: Sequence[tuple[int, Any]], messages: list[str]) -> Outcome:
+    begin = time.perf_counter()
+    results = runner.run(pieces)
+    seconds = time.perf_counter() - begin
+    worker = f"{socket.gethostname()}:{os.getpid()}:{threading.get_ident()}"
+    return Outcome(results, messages, list(runner.remarks), worker, seconds)
 
 
 @dataclass(frozen=True)
 class SweepWork:
-    """The data that the chunks of a sweep share, except for the graph.
+    """The data that the cells of a sweep share, except for the graph.
 
     Attributes:
         request: What is asked of the cells.
@@ -133,32 +179,32 @@ class SweepWork:
 
 @dataclass
 class SharedGraph:
-    """Runs chunks in threads of this process, on one graph. Each thread has its own runner and patch contexts."""
+    """Runs pieces in threads of this process, on one graph. Each thread has its own runner and patch contexts."""
 
     pg: PatchableGraph
-    work: SweepWork
+    work: SharedWork
     _own: threading.local = field(default_factory=threading.local)
 
-    def run(self, cells: Sequence[tuple[int, PatchMap]]) -> Outcome:
-        """Returns the results of some cells."""
+    def run(self, pieces: Sequence[tuple[int, Any]]) -> Outcome:
+        """Returns the results of some pieces."""
         with collected_warnings() as messages:
-            runner: CellRunner | None = getattr(self._own, "runner", None)
+            runner: Runner | None = getattr(self._own, "runner", None)
             if runner is None:
                 runner = self.work.runner(self.pg)
                 if (problem := self.work.problem(self.pg, runner)) is not None:  # such as autocast: it is per thread
                     raise ExperimentError(f"the model gives other numbers in a thread of the executor: {problem}")
                 self._own.runner = runner
-            return runner.run(cells), messages, list(runner.remarks)
+            return _outcome(runner, pieces, messages)
 
 
 @dataclass
 class _WorkerState:
-    """The runners of a process for one sweep."""
+    """The runners of a process for one call."""
 
     token: str
     recipe: bytes
-    work: SweepWork
-    runners: dict[int, CellRunner] = field(default_factory=dict)  # by thread
+    work: SharedWork
+    runners: dict[int, Runner] = field(default_factory=dict)  # by thread
 
 
 _lock = threading.RLock()
@@ -166,14 +212,14 @@ _graphs: dict[bytes, PatchableGraph] = {}  # one at most, by recipe
 _states: dict[str, _WorkerState] = {}  # one at most, by token
 
 
-def run_chunk(token: str, recipe: bytes, work: bytes, cells: bytes, attempt: int) -> Outcome:  # noqa: ARG001
-    """Returns the results of some cells. Executors receive this function.
+def run_pieces(token: str, recipe: bytes, work: bytes, pieces: bytes, attempt: int) -> Outcome:  # noqa: ARG001
+    """Returns the results of some pieces. Executors receive this function.
 
     Args:
-        token: Identifies the sweep.
+        token: Identifies the call.
         recipe: How to build the graph.
-        work: A `SweepWork`.
-        cells: Pairs of number and patch map.
+        work: A `SharedWork`.
+        pieces: Pairs of number and content.
         attempt: The number of earlier attempts. Some schedulers identify a task by its arguments, and would return the
             error of the last attempt.
 
@@ -181,9 +227,9 @@ def run_chunk(token: str, recipe: bytes, work: bytes, cells: bytes, attempt: int
         ExperimentError: The graph cannot be built, or has another model.
     """
     with collected_warnings() as messages:
-        state = _state_of(token, recipe, work)
-        runner = _runner(state)
-        return runner.run(unpacked(cells)), messages, list(runner.remarks)
+        outcome = _outcome(_runner(_state_of(token, recipe, work)), unpacked(pieces), messages)
+    # As bytes: between processes of one machine, torch would share the memory of each tensor.
+    return replace(outcome, results=packed([("what is returned", outcome.results)]))
 
 
 def _state_of(token: str, recipe: bytes, work: bytes) -> _WorkerState:
@@ -195,7 +241,7 @@ def _state_of(token: str, recipe: bytes, work: bytes) -> _WorkerState:
         return _states[token]
 
 
-def _runner(state: _WorkerState) -> CellRunner:
+def _runner(state: _WorkerState) -> Runner:
     thread = threading.get_ident()
     with _lock:
         if thread not in state.runners:
@@ -211,7 +257,7 @@ def _runner(state: _WorkerState) -> CellRunner:
         return state.runners[thread]
 
 
-def _checked_runner(state: _WorkerState) -> CellRunner:
+def _checked_runner(state: _WorkerState) -> Runner:
     if state.recipe not in _graphs:
         _graphs.clear()
         _graphs[state.recipe] = built(unpacked(state.recipe)[0])
@@ -219,7 +265,7 @@ def _checked_runner(state: _WorkerState) -> CellRunner:
     runner = state.work.runner(pg)
     if (problem := state.work.problem(pg, runner)) is not None:
         raise ExperimentError(
-            f"the model that the recipe builds in a worker is not the one of this sweep: {problem}. The recipe must "
+            f"the model that the recipe builds in a worker is not the one of this graph: {problem}. The recipe must "
             "build the same architecture, with the same weights, dtype and mode"
         )
     return runner

@@ -25,7 +25,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     PositionCells,
     PositionDim,
     Positions,
-    Rows,
+    RowPositions,
     position_cells,
     position_dims,
 )
@@ -37,7 +37,7 @@ from graphpatch_notebook.patches.kinds import ReplacePatch, ZeroPatch
 if TYPE_CHECKING:
     from xarray import DataArray
 
-Method: TypeAlias = Literal["zero", "mean", "resample"]
+AblationMethod: TypeAlias = Literal["zero", "mean", "resample"]
 
 
 @runs_where_the_model_is
@@ -46,12 +46,12 @@ def ablate(
     paths: Paths,
     *inputs: Any,
     metric: Callable[[Any], Any],
-    method: Method = "zero",
+    method: AblationMethod = "zero",
     reference: Any = None,
     mean_over: Literal["batch", "batch and positions"] = "batch",
     seed: int | None = None,
     heads: int | None = None,
-    positions: Positions | Rows = None,
+    positions: Positions | RowPositions = None,
     position_dim: PositionDim = None,
     batch: int | str | None = "auto",
     progress: bool = True,

@@ -27,7 +27,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     PositionCells,
     PositionDim,
     Positions,
-    Rows,
+    RowPositions,
     at_position,
     position_cells,
     position_dims,
@@ -67,7 +67,7 @@ class Noise:
     _: KW_ONLY
     scale: float | None = None
     deviations: float | None = None
-    positions: Positions | Rows = None
+    positions: Positions | RowPositions = None
     samples: int = 10
     seed: int = 0
 
@@ -109,7 +109,7 @@ def causal_trace(
     clean: Any,
     corrupted: Any,
     paths: Paths,
-    positions: Positions | Rows,
+    positions: Positions | RowPositions,
     metric: Callable[[Any], Any],
     *,
     window: int = 1,

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 @runs_where_the_model_is
 def path_patch(
     pg: PatchableGraph,
-    sender: End | list[End],
-    receiver: End | list[End | None] | None,
+    sender: Endpoint | list[Endpoint],
+    receiver: Endpoint | list[Endpoint | None] | None,
     clean: Any,
     corrupted: Any,
     metric: Callable[[Any], Any],
@@ -376,7 +376,7 @@ def _lies_in(sender: EdgeEnd, component: Target) -> bool:
     return sender.target.frame.path[: len(inside)] == inside
 
 
-End: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"
+Endpoint: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"
 """A sender or receiver: a path, or a path and an index into its value (one head, one position)."""
 
 OUTPUT = "output"

@@ -23,7 +23,7 @@ from graphpatch_notebook.values import TensorSpec
 Positions: TypeAlias = "bool | int | Iterable[int] | slice | None"
 """A position, several, or a slice; negative numbers count from the end of the sequence. `True` for all positions."""
 
-Rows: TypeAlias = "Sequence[Sequence[int]] | Tensor"
+RowPositions: TypeAlias = "Sequence[Sequence[int]] | Tensor"
 """The positions of each row of the batch, `(batch, columns)`."""
 
 PositionDim: TypeAlias = "int | Mapping[str, int] | None"
@@ -103,7 +103,9 @@ def _takes_tokens(root: Frame) -> bool:
     return any(isinstance(spec, TensorSpec) and len(spec.shape) >= 2 for spec in tokens)
 
 
-def chosen_positions(given: Positions | Rows, values: Mapping[str, Tensor], dims: Mapping[str, int]) -> list[int]:
+def chosen_positions(
+    given: Positions | RowPositions, values: Mapping[str, Tensor], dims: Mapping[str, int]
+) -> list[int]:
     """Returns the given positions, counted from the start of the sequence.
 
     Args:
@@ -124,7 +126,7 @@ def chosen_positions(given: Positions | Rows, values: Mapping[str, Tensor], dims
     return counted_positions(given, length, f"{first!r} has {length} positions, shape {tuple(values[first].shape)}")
 
 
-def counted_positions(given: Positions | Rows, length: int, whose: str) -> list[int]:
+def counted_positions(given: Positions | RowPositions, length: int, whose: str) -> list[int]:
     """Returns the given positions, counted from the start of the sequence, in the given order.
 
     Args:
@@ -198,7 +200,7 @@ class PositionCells:
 
 
 def position_cells(
-    pg: PatchableGraph, given: Positions | Rows, values: Mapping[str, Tensor], dims: Mapping[str, int]
+    pg: PatchableGraph, given: Positions | RowPositions, values: Mapping[str, Tensor], dims: Mapping[str, int]
 ) -> PositionCells:
     """Returns the given positions, of all rows of the batch or of each.
 
@@ -272,7 +274,7 @@ def row_dim(root: Frame, target: Target, position_dim: int) -> int | str:
     return dim if dim is not None and dim != position_dim else "its value has no dimension of the batch"
 
 
-def counts_from_end(given: Positions | Rows) -> bool:
+def counts_from_end(given: Positions | RowPositions) -> bool:
     """Whether positions count from the end of the sequence."""
     if given is None or given is True:
         return False

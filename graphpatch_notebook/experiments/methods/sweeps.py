@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 _FEW = 4
-"""With fewer cells, planning shared forwards costs more than it saves."""
+"""With fewer cells, sharing costs more than it saves: they run as in a plain loop."""
 
 
 def run_sweep(
@@ -67,8 +68,8 @@ def run_sweep(
     cells = making.unmade
     is_all = checkpoint is not None or executor is not None
     made = made_cells(pg, making, inputs, metric, is_all=is_all, backward=backward)
-    batch = None if batch == 1 or len(made.shared) < _FEW else batch
-    request = SweepRequest(inputs, metric, made.paths, batch, backward)
+    is_few = len(made.shared) < _FEW
+    request = SweepRequest(inputs, metric, () if is_few else made.paths, None if batch == 1 else batch, backward)
     runner = CellRunner(pg, request, look=made.look)
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
     file = None
@@ -80,11 +81,13 @@ def run_sweep(
     dispatch = None
     if executor is not None and chunks:
         work = SweepWork(request, Reference.of(pg, inputs, runner.baseline))
-        dispatch = Dispatch(executor, task_maker(executor, recipe, pg, work), runner)
+        parts = [("the metric", metric), ("what the model runs on", inputs)]
+        task = task_maker(executor, recipe, pg, work, parts)
+        dispatch = Dispatch(executor, task, lambda cells, ledger: run_here(runner, [cells], ledger))
 
     def run(shown: Progress) -> None:
         ledger = Ledger(runner.baseline, file, shown, results)
-        run_here(runner, chunks, ledger) if dispatch is None else dispatch.run(chunks, ledger)
+        run_here(runner, chunks, ledger) if dispatch is None else deque(dispatch.run(chunks, ledger), maxlen=0)
         for number in made.later:
             ledger.keep([_made_and_run(runner, making, number)])
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 
-Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+FloatArray: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 IN_FULL = f" ({WHOLE} in full)"
 """Appended to a title if some paths are written in full."""
@@ -71,7 +71,7 @@ class Grid:
         scale: The color scale.
     """
 
-    values: Numbers
+    values: FloatArray
     rows: Side
     columns: Side
     scale: Scale
@@ -161,7 +161,7 @@ def is_upward(grid: Grid, origin: str | None) -> bool:
     raise ExperimentError(f"origin={origin!r} must be 'lower' or 'upper'")
 
 
-def numbers_of(array: DataArray, options: DisplayOptions) -> tuple[Numbers, Scale]:
+def numbers_of(array: DataArray, options: DisplayOptions) -> tuple[FloatArray, Scale]:
     """Returns the numbers to show, and their color scale."""
     name = str(array.name) if array.name is not None else "value"
     if "metric" in array.coords and "metric" not in array.dims:  # one of several was selected

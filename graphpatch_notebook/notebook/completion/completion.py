@@ -29,10 +29,10 @@ from graphpatch_notebook.inspection.locations import Location, is_child
 from graphpatch_notebook.inspection.node_path import NodePath, location_of
 from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.notebook.completion.cursor import (
+    Accessor,
     Argument,
     Cursor,
     Expression,
-    Link,
     argument_at_end,
     arguments_by_command,
     cursor_at_end,
@@ -303,7 +303,7 @@ def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Locati
     return (root, way) if way in ("nodes", "patch") and not links else None
 
 
-def _below(place: Location, links: Sequence[Link]) -> tuple[Location, str] | None:
+def _below(place: Location, links: Sequence[Accessor]) -> tuple[Location, str] | None:
     for kind, name in links:
         if kind == "attribute" and name == "_shape" and place.child(name) is None:
             continue  # shapes have the same children as the value
@@ -314,7 +314,7 @@ def _below(place: Location, links: Sequence[Link]) -> tuple[Location, str] | Non
     return place, "graph"
 
 
-def _value_at(value: Any, link: Link) -> Any:
+def _value_at(value: Any, link: Accessor) -> Any:
     """Returns an attribute or item of an object, without running code of its class."""
     kind, name = link
     if kind == "item":

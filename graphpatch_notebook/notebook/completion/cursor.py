@@ -41,7 +41,7 @@ _LINK = re.compile(rf"""\.\s*({_NAME})|\[\s*("[^"\\\n]*"|'[^'\\\n]*')\s*\]""")
 _ATTRIBUTE = re.compile(rf"\.\s*((?:{_NAME})?)$")
 _PATCH_MAP = re.compile(r"\s*(?:patch_map\s*=\s*)?")
 
-Link: TypeAlias = "tuple[Literal['attribute', 'item'], str]"
+Accessor: TypeAlias = "tuple[Literal['attribute', 'item'], str]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Expression:
     """A variable with attributes and string items: `pg.graph["h_0"].mlp`."""
 
     variable: str
-    links: tuple[Link, ...] = ()
+    links: tuple[Accessor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def expression_at_end(text: str) -> Expression | None:
     return Expression(match[1], tuple(map(_link, _LINK.finditer(match[2]))))
 
 
-def _link(match: re.Match[str]) -> Link:
+def _link(match: re.Match[str]) -> Accessor:
     return ("item", match[2][1:-1]) if match[1] is None else ("attribute", match[1])
 
 

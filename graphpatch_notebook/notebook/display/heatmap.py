@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import traitlets
 
-from graphpatch_notebook.experiments.plotting.grids import IN_FULL, Grid, Numbers, Scale, Side
+from graphpatch_notebook.experiments.plotting.grids import IN_FULL, FloatArray, Grid, Scale, Side
 from graphpatch_notebook.experiments.plotting.labels import shown_labels, tick_text
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
@@ -168,7 +168,7 @@ class ResultCells:
     """
 
     grid: Grid
-    values: Numbers
+    values: FloatArray
     places: np.ndarray[Any, np.dtype[np.intp]]
     block: tuple[int, int]
     is_upward: bool
@@ -239,7 +239,7 @@ class ResultCells:
         return f"each cell is the {what} of {self.block[0]} x {self.block[1]} of {rows} x {columns}"
 
 
-def _strongest(strength: Numbers, block: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.intp]]:
+def _strongest(strength: FloatArray, block: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Returns the position of the largest value of each block, of shape (rows, columns, 2)."""
     rows, columns = (math.ceil(size / length) for size, length in zip(strength.shape, block, strict=True))
     padding = [(0, rows * block[0] - strength.shape[0]), (0, columns * block[1] - strength.shape[1])]

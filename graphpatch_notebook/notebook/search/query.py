@@ -41,7 +41,7 @@ _QUOTED = re.compile(r"\"([^\"]*)\"(?!\S)|'([^']*)'(?!\S)")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ShapeTerm:
     """The shapes that a `shape:` term matches: any with a dimension of one size, or whole shapes.
 
     Attributes:
@@ -75,12 +75,12 @@ class Term:
 
     Attributes:
         kind: The property that it tests.
-        value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), or the `Shape`.
+        value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), or a `ShapeTerm`.
         is_excluded: Whether the term finds the nodes that do not match it.
     """
 
     kind: TermKind
-    value: str | Shape
+    value: str | ShapeTerm
     is_excluded: bool = False
 
 
@@ -171,18 +171,18 @@ def _dtype(value: str) -> Term:
     return Term("dtype", names[short[1]] + short[2])
 
 
-def _shape(value: str) -> Shape:
+def _shape(value: str) -> ShapeTerm:
     inside = value[1:-1] if value[0] + value[-1] in ("[]", "()") else value
     if inside == value and "," not in value and value != "...":
-        return Shape(size=_size(value, value))
+        return ShapeTerm(size=_size(value, value))
     texts = [part.strip() for part in inside.split(",")]
     if texts[-1] == "":  # `[]`, or a comma at the end as in `(3,)`
         texts.pop()
     if "..." not in texts:
-        return Shape(first=tuple(_size(part, value) for part in texts))
+        return ShapeTerm(first=tuple(_size(part, value) for part in texts))
     gap = texts.index("...")
     first = tuple(_size(part, value) for part in texts[:gap])
-    return Shape(first=first, last=tuple(_size(part, value) for part in texts[gap + 1 :]))
+    return ShapeTerm(first=first, last=tuple(_size(part, value) for part in texts[gap + 1 :]))
 
 
 def _size(text: str, value: str) -> int | None:

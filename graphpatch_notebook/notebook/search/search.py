@@ -356,10 +356,10 @@ def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterat
             continue
         value = str(term.value)
         ops = sorted({*columns.ops} - {""})
-        if term.kind in ("op", "text", "exact") and value.lower() in _INSIDE and _FUSED in ops:
+        if term.kind in ("op", "text", "exact") and value.lower() in _INSIDE and (fused := _FUSED & {*ops}):
             shown = ", ".join(dict.fromkeys(node.name for node in columns.rows.nodes if node.is_inner))
             closed = ", and not shown: leave decompose out of the ExtractionOptions"
-            yield f"it is computed inside {_FUSED}" + (f": see {shown}" if shown else closed)
+            yield f"it is computed inside {min(fused)}" + (f": see {shown}" if shown else closed)
         if term.kind == "op" and value in NODE_KINDS:
             yield f"{value} is a kind of node, not a torch function: write is:{value}"
         elif term.kind == "op":
@@ -397,7 +397,7 @@ def _close(value: str, names: Mapping[str, str]) -> list[str]:
     return [names[stem] for stem in dict.fromkeys(close)][:3]
 
 
-_FUSED = "scaled_dot_product_attention"
+_FUSED = {"scaled_dot_product_attention", "flex_attention"}
 _INSIDE = {"softmax", "pattern", "attn_pattern", "attn_weights", "attn_probs", "scores", "attn_scores"}
 
 

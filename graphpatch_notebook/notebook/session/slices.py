@@ -38,7 +38,7 @@ class Name:
 
 
 Atom: TypeAlias = "int | Name | None"
-Part: TypeAlias = "Atom | Bounds | tuple[int | Name, ...] | type(Ellipsis)"  # type: ignore[valid-type]
+SlicePart: TypeAlias = "Atom | Bounds | tuple[int | Name, ...] | type(Ellipsis)"  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SliceText:
         parts: The parts between the commas. A list of integers is a tuple here.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[SlicePart, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def parse_slice(text: str) -> SliceText:
     return found
 
 
-def _part(node: ast.expr, text: str) -> Part:
+def _part(node: ast.expr, text: str) -> SlicePart:
     if isinstance(node, ast.Constant) and node.value is Ellipsis:
         return Ellipsis
     if isinstance(node, ast.Slice):
@@ -153,14 +153,14 @@ def _atom(node: ast.expr, text: str) -> Atom:
     )
 
 
-def _names(part: Part) -> Iterator[Name]:
+def _names(part: SlicePart) -> Iterator[Name]:
     atoms = (part.start, part.stop, part.step) if isinstance(part, Bounds) else part
     for atom in atoms if isinstance(atoms, tuple) else (atoms,):
         if isinstance(atom, Name):
             yield atom
 
 
-def _value(part: Part, namespace: Mapping[str, Any]) -> Any:
+def _value(part: SlicePart, namespace: Mapping[str, Any]) -> Any:
     if isinstance(part, Bounds):
         return slice(*(_value(atom, namespace) for atom in (part.start, part.stop, part.step)))
     if isinstance(part, tuple):
@@ -172,7 +172,7 @@ def _value(part: Part, namespace: Mapping[str, Any]) -> Any:
     return part
 
 
-def _source(part: Part) -> str:
+def _source(part: SlicePart) -> str:
     if isinstance(part, Bounds):
         bounds = [_source(part.start), _source(part.stop)]
         if part.step is not None:
@@ -181,7 +181,7 @@ def _source(part: Part) -> str:
     return _text(part)
 
 
-def _text(part: Part) -> str:
+def _text(part: SlicePart) -> str:
     if part is Ellipsis:
         return "..."
     if isinstance(part, Bounds):
@@ -246,7 +246,7 @@ def sliced_shape(
     return Sliced(None if typed.names else tuple(sliced.shape), warning)
 
 
-def _without_names(part: Part) -> Any:
+def _without_names(part: SlicePart) -> Any:
     """Returns a part as an index, with a full slice in place of variables."""
     if isinstance(part, Bounds) and not any(isinstance(atom, Name) for atom in (part.start, part.stop, part.step)):
         return slice(part.start, part.stop, part.step)

@@ -50,7 +50,7 @@ MEAN = -1
 
 
 @dataclass(frozen=True)
-class Tokens:
+class AxisTokens:
     """The texts beside the patterns.
 
     Attributes:
@@ -62,7 +62,7 @@ class Tokens:
     keys: list[list[str]]
 
     @classmethod
-    def of(cls, graph: PatchableGraph, inputs: RunInputs, texts: Any, tokenizer: Any) -> Tokens:
+    def of(cls, graph: PatchableGraph, inputs: RunInputs, texts: Any, tokenizer: Any) -> AxisTokens:
         """Returns the texts of the tokens in the inputs, or those that were given."""
         if texts is not None:
             rows = [[*texts]] if all(isinstance(text, str) for text in texts) else [[*row] for row in texts]
@@ -161,7 +161,7 @@ class AttentionView(ComputedView):
         workspace: Workspace,
         layers: list[AttentionLayer],
         inputs: RunInputs,
-        tokens: Tokens,
+        tokens: AxisTokens,
     ) -> None:
         self._graph = weakref.ref(graph)
         self._layers, self._inputs, self._tokens = layers, inputs, tokens
@@ -402,5 +402,5 @@ def attention_of(
     session, shared = session_for_view(graph, workspace, tokenizer=tokenizer if is_texts else (tokens or tokenizer))
     found = attention_layers(find(captured(graph).root), layers)
     given = inputs_of_view(session, workspace, shared, inputs, typed)
-    texts = Tokens.of(graph, given, tokens if is_texts else None, shared.runs.tokenizer)
+    texts = AxisTokens.of(graph, given, tokens if is_texts else None, shared.runs.tokenizer)
     return AttentionView(graph, session, workspace, found, given, texts)

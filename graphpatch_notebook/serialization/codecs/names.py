@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.graphs.build import Container, NamedFunction
-from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.serialization.codecs.value_reads import unchanged
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded_key, encoded_key
 from graphpatch_notebook.torch_compat import assert_that, native_namespaces, overload_path, set_grad_enabled
@@ -160,7 +160,7 @@ def name_of_class(cls: type) -> str:
     return name or name_of_object(cls)
 
 
-def class_of(item: Item, allowed: Allowed) -> type | None:
+def class_of(item: JsonValue, allowed: Allowed) -> type | None:
     """Returns the class of containers of that name; `None` where it is not allowed, which `allowed` notes.
 
     Raises:
@@ -205,7 +205,7 @@ def class_text(cls: type) -> str:
     return _names_of_known().get(cls) or f"{cls.__module__}:{cls.__qualname__}"
 
 
-def class_described(item: Item) -> type:
+def class_described(item: JsonValue) -> type:
     """Returns the class of a recorded container: the class itself if it is well known, else a placeholder class."""
     parts = item.items()
     if not 1 <= len(parts) <= 2:
@@ -393,7 +393,7 @@ def _may_access(name: str, is_write: bool) -> bool:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def decoded_function(item: Item, allowed: Allowed) -> Function:
+def decoded_function(item: JsonValue, allowed: Allowed) -> Function:
     """Returns the function of a JSON item; a forbidden function is noted in `allowed`, and must not be called.
 
     Raises:
@@ -415,7 +415,7 @@ def decoded_function(item: Item, allowed: Allowed) -> Function:
     return _decoded_other(item, allowed)
 
 
-def _decoded_op(item: Item, allowed: Allowed) -> Function:
+def _decoded_op(item: JsonValue, allowed: Allowed) -> Function:
     path = item.text()
     if not _OPS_PATH.fullmatch(path) or "__" in path or any(map(_is_refused, path.split("."))):
         raise item.error(f"{path[:80]!r} is not an operator that a file may call")
@@ -430,7 +430,7 @@ def _decoded_op(item: Item, allowed: Allowed) -> Function:
     return found  # type: ignore[no-any-return]
 
 
-def _decoded_other(item: Item, allowed: Allowed) -> Function:
+def _decoded_other(item: JsonValue, allowed: Allowed) -> Function:
     fields = item.fields(optional=("apply", "function"))
     if len(fields) != 1:
         raise item.error("there should be one function")

@@ -13,13 +13,13 @@ _MOST_TEXT = 1_000_000
 _SHOWN = 40
 
 
-class Item:
+class JsonValue:
     """A value of a JSON document, and its position there.
 
     Example:
-        >>> Item({"a": [1, 2]}, "file").fields("a")["a"].items()[1].whole(0, 9)
+        >>> JsonValue({"a": [1, 2]}, "file").fields("a")["a"].items()[1].whole(0, 9)
         2
-        >>> Item({"a": [1, 2]}, "file").fields("b")
+        >>> JsonValue({"a": [1, 2]}, "file").fields("b")
         Traceback (most recent call last):
         graphpatch_notebook.errors.SerializationError: file: the field 'b' is missing
     """
@@ -67,15 +67,15 @@ class Item:
             raise self._expected("true or false")
         return self.value
 
-    def items(self, length: int | None = None) -> list[Item]:
+    def items(self, length: int | None = None) -> list[JsonValue]:
         """Returns the items of a list, of the given length if there is one."""
         if type(self.value) is not list or len(self.value) > MOST_ITEMS:
             raise self._expected("a list")
         if length is not None and len(self.value) != length:
             raise self.error(f"there should be {length} items, not {len(self.value)}")
-        return [Item(item, f"{self.where}[{i}]") for i, item in enumerate(self.value)]
+        return [JsonValue(item, f"{self.where}[{i}]") for i, item in enumerate(self.value)]
 
-    def fields(self, *required: str, optional: Sequence[str] = ()) -> dict[str, Item]:
+    def fields(self, *required: str, optional: Sequence[str] = ()) -> dict[str, JsonValue]:
         """Returns the fields of an object that has all of `required`, and nothing but these and the `optional` ones."""
         if type(self.value) is not dict:
             raise self._expected("an object")
@@ -85,23 +85,23 @@ class Item:
         for name in self.value:
             if name not in required and name not in optional:
                 raise self.error(f"the field {name[:_SHOWN]!r} is unknown")
-        return {name: Item(value, f"{self.where}.{name}") for name, value in self.value.items()}
+        return {name: JsonValue(value, f"{self.where}.{name}") for name, value in self.value.items()}
 
-    def entries(self) -> dict[str, Item]:
+    def entries(self) -> dict[str, JsonValue]:
         """Returns the fields of an object whose names are data."""
         if type(self.value) is not dict:
             raise self._expected("an object")
-        return {name: Item(value, f"{self.where}.{name[:_SHOWN]}") for name, value in self.value.items()}
+        return {name: JsonValue(value, f"{self.where}.{name[:_SHOWN]}") for name, value in self.value.items()}
 
 
-def parsed(text: str, where: str) -> Item:
+def parsed(text: str, where: str) -> JsonValue:
     """Returns the JSON document in `text`.
 
     Raises:
         SerializationError: It is not strict JSON: a name is given twice, say, or a number is NaN.
     """
     try:
-        return Item(json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number), where)
+        return JsonValue(json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number), where)
     except RecursionError:
         raise SerializationError(f"{where}: it is nested too deeply") from None
     except ValueError as error:

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from graphpatch_notebook.errors import SerializationError
-from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded_device, dtype_of, name_of_dtype
 
 # The dtypes of all versions of safetensors; other dtypes are written as bytes.
@@ -170,7 +170,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 class StoredTensor:
     """An entry of the table of a file, checked."""
 
-    item: Item
+    item: JsonValue
     storage: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -181,7 +181,7 @@ class StoredTensor:
     requires_grad: bool
 
     @classmethod
-    def read(cls, item: Item) -> StoredTensor:
+    def read(cls, item: JsonValue) -> StoredTensor:
         """Returns the entry in `item`.
 
         Raises:

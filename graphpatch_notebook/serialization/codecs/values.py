@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphpatch_notebook.errors import SerializationError
-from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.values import dict_key, plain_dict_key
 
 _DEEPEST = 100
@@ -87,7 +87,7 @@ def _encoded_container(value: Any, leaf: Callable[[Any], Any] | None) -> Any:
     return None
 
 
-def decoded(item: Item, leaves: Mapping[str, Callable[[Item], Any]] | None = None, depth: int = 0) -> Any:
+def decoded(item: JsonValue, leaves: Mapping[str, Callable[[JsonValue], Any]] | None = None, depth: int = 0) -> Any:
     """Returns the value of a JSON item.
 
     Args:
@@ -119,10 +119,10 @@ def decoded(item: Item, leaves: Mapping[str, Callable[[Item], Any]] | None = Non
     return reader(inside, lambda child: decoded(child, leaves, depth + 1))
 
 
-_Decode = Callable[[Item], Any]
+_Decode = Callable[[JsonValue], Any]
 
 
-def _decoded_dict(item: Item, decode: _Decode) -> dict[Any, Any]:
+def _decoded_dict(item: JsonValue, decode: _Decode) -> dict[Any, Any]:
     pairs = [pair.items(2) for pair in item.items()]
     try:
         return {decode(key): decode(value) for key, value in pairs}
@@ -130,32 +130,32 @@ def _decoded_dict(item: Item, decode: _Decode) -> dict[Any, Any]:
         raise item.error("it is not a valid key of a dict") from None
 
 
-def _decoded_range(item: Item, _: _Decode) -> range:
+def _decoded_range(item: JsonValue, _: _Decode) -> range:
     start, stop, step = (part.whole(-_WIDEST, _WIDEST) for part in item.items(3))
     if step == 0:
         raise item.error("a range cannot have steps of zero")
     return range(start, stop, step)
 
 
-def _decoded_complex(item: Item, decode: _Decode) -> complex:
+def _decoded_complex(item: JsonValue, decode: _Decode) -> complex:
     parts = [decode(part) for part in item.items(2)]
     if not all(type(part) in (int, float) for part in parts):
         raise item.error("there should be two numbers")
     return complex(*parts)
 
 
-def _decoded_size(item: Item, _: _Decode) -> torch.Size:
+def _decoded_size(item: JsonValue, _: _Decode) -> torch.Size:
     return torch.Size([part.whole() for part in item.items()])
 
 
-def _decoded_bytes(item: Item, _: _Decode) -> bytes:
+def _decoded_bytes(item: JsonValue, _: _Decode) -> bytes:
     try:
         return bytes.fromhex(item.text())
     except ValueError:
         raise item.error("there should be bytes in hexadecimal digits") from None
 
 
-def decoded_device(item: Item) -> torch.device:
+def decoded_device(item: JsonValue) -> torch.device:
     """Returns a device that is given as text."""
     try:
         return torch.device(item.text())
@@ -163,11 +163,11 @@ def decoded_device(item: Item) -> torch.device:
         raise item.error(f"unknown device {item.text()[:40]!r} here") from None
 
 
-def _constant_of(name: str) -> Callable[[Item, _Decode], Any]:
+def _constant_of(name: str) -> Callable[[JsonValue, _Decode], Any]:
     kind = _KINDS[name]
     known = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is kind}
 
-    def read(item: Item, _: _Decode) -> Any:
+    def read(item: JsonValue, _: _Decode) -> Any:
         text = item.text()
         if text not in known:
             raise item.error(f"this version of torch has no {name} {text[:40]!r}")
@@ -176,7 +176,7 @@ def _constant_of(name: str) -> Callable[[Item, _Decode], Any]:
     return read
 
 
-_READERS: dict[str, Callable[[Item, _Decode], Any]] = {
+_READERS: dict[str, Callable[[JsonValue, _Decode], Any]] = {
     "tuple": lambda item, decode: tuple(decode(child) for child in item.items()),
     "dict": _decoded_dict,
     "slice": lambda item, decode: slice(*(decode(part) for part in item.items(3))),
@@ -191,7 +191,7 @@ _READERS: dict[str, Callable[[Item, _Decode], Any]] = {
 }
 
 
-def dtype_of(item: Item) -> torch.dtype:
+def dtype_of(item: JsonValue) -> torch.dtype:
     """Returns a dtype that is given by its name."""
     return _READERS["dtype"](item, decoded)  # type: ignore[no-any-return]
 
@@ -207,7 +207,7 @@ def encoded_key(key: Any) -> Any:
     return encoded(key) if plain is key else {"tuple": [encoded(plain)]}
 
 
-def decoded_key(item: Item) -> Any:
+def decoded_key(item: JsonValue) -> Any:
     """Returns the key of a child in its container: a name, a position, or another key of a dict."""
     key = decoded(item)
     if type(key) is tuple and len(key) == 1:

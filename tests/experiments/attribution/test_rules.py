@@ -443,9 +443,23 @@ class WithCustom(nn.Module):
 
 def test_what_has_no_rule_is_named() -> None:
     pg = PatchableGraph(WithCustom(), floats(2, 3))
-    with pytest.warns(ExperimentWarning, match=r"differ from the change of the metric by .*It may be: Custom"):
+    with pytest.warns(ExperimentWarning, match=r"differ from the change of the metric by .*It may be: .*Custom"):
         scores = attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method="secant")
     assert "Custom" in scores.attrs["fallbacks"]
+
+
+class WithoutGradient(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            kept = x.sigmoid()
+        return x.tanh() + kept
+
+
+def test_what_is_computed_without_gradients_is_named() -> None:
+    pg = PatchableGraph(WithoutGradient(), floats(2, 3))
+    with pytest.warns(ExperimentWarning, match=r"It may be: sigmoid \(the model computes it under torch.no_grad"):
+        scores = attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method="secant")
+    assert list(scores.attrs["fallbacks"]) == ["sigmoid"]
 
 
 def test_runs_that_take_other_steps_are_an_error() -> None:

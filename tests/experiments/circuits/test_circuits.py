@@ -138,16 +138,18 @@ task = functools.cache(Task)
 def test_laws(name: str) -> None:
     """The secant explains the whole effect; all edges are the model on clean inputs, and none on corrupted ones."""
     it = task(name)
-    scores = it.scores("secant")
+    scores, placed = it.scores("secant"), it.scores("secant", positions=True)
     assert scores.attrs["edges"] == EDGES[name]
-    assert scores.attrs["conservation"] == pytest.approx(1.0, abs=1e-5)
-    whole, empty = (circuit(it.pg, scores, edges=count) for count in (scores.attrs["edges"], 0))
-    assert len(whole.edges) == EDGES[name]  # no edge of the model is a dead end
+    np.testing.assert_allclose(placed.sum("position", min_count=1).values, scores.values, atol=1e-9)
     with torch.no_grad():
         clean, corrupted = (it.model(**inputs).logits for inputs in (it.clean, it.corrupted))
-    patched = it.logits(it.clean, patches=circuit_patches(it.pg, whole, it.corrupted))
-    torch.testing.assert_close(patched, clean, rtol=1e-5, atol=1e-5)  # some norms compute in single precision
-    assert torch.equal(it.logits(it.clean, patches=circuit_patches(it.pg, empty, it.corrupted)), corrupted)
+    for each in (scores, placed):
+        assert each.attrs["conservation"] == pytest.approx(1.0, abs=1e-5)
+        whole, empty = (circuit(it.pg, each, edges=count) for count in (each.attrs["edges"], 0))
+        assert len(whole.edges) == np.isfinite(each.values).sum()  # no edge of the model is a dead end
+        patched = it.logits(it.clean, patches=circuit_patches(it.pg, whole, it.corrupted))
+        torch.testing.assert_close(patched, clean, rtol=1e-5, atol=1e-5)  # some norms compute in single precision
+        assert torch.equal(it.logits(it.clean, patches=circuit_patches(it.pg, empty, it.corrupted)), corrupted)
 
 
 class ScaledBlock(nn.Module):
@@ -308,21 +310,32 @@ BY_HAND = ["gpt2", "llama (grouped heads)"]
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-@pytest.mark.parametrize("share", [0.2, 0.7])
-def test_a_circuit_equals_its_run_by_hooks(name: str, share: float) -> None:
+@pytest.mark.parametrize(("share", "positions"), [(0.2, None), (0.7, None), (0.5, True), (0.7, [0, 2, -1])])
+@pytest.mark.parametrize("selection", ["top", "greedy"])
+def test_a_circuit_equals_its_run_by_hooks(name: str, share: float, positions: Any, selection: Any) -> None:
     it = task(name)
     hooked = Hooked(it)
     with torch.no_grad():
         _, base = hooked.run(it.corrupted, None)
-    scores = it.scores("gradient")
+    scores = it.scores("gradient", positions=positions)
     generator = np.random.default_rng(3)
     drawn = scores.copy(data=np.where(np.isnan(scores.values), np.nan, generator.random(scores.shape)))
-    chosen = circuit(it.pg, drawn, edges=round(share * EDGES[name]), prune=False)
-    kept = {(edge.sender, edge.receiver) for edge in chosen.edges}
+    count = round(share * scores.attrs["edges"])
+    chosen = circuit(it.pg, drawn, edges=count, selection=selection, prune=False)
+    assert (len(chosen.edges), Circuit.from_json(chosen.to_json())) == (count, chosen)
+    kept: dict[tuple[str, str], list[Any]] = {}
+    for edge in chosen.edges:
+        kept.setdefault((edge.sender, edge.receiver), []).append(slice(None) if positions is None else edge.position)
 
     def change(receiver: str, before: list[str], wrote: dict[str, Tensor]) -> Tensor | None:
-        own = [wrote[sender] - base[sender] for sender in before if (sender, receiver) in kept]
-        return torch.stack(own).sum(0) if own else None
+        total = None
+        for sender in before:
+            mask = torch.zeros(1, 5, 1, dtype=torch.double)
+            for at in kept.get((sender, receiver), ()):
+                mask[:, at] = 1
+            part = mask * (wrote[sender] - base[sender])
+            total = part if total is None else total + part
+        return total
 
     with torch.no_grad():
         expected, _ = hooked.run(it.clean, change)
@@ -340,13 +353,13 @@ def test_gradients_and_effects_equal_those_by_hooks(name: str) -> None:
     with torch.no_grad():
         _, clean = hooked.run(it.clean, None)
         base_logits, base = hooked.run(it.corrupted, None)
-    scores, exact = it.scores("gradient"), it.scores("exact")
+    scores, exact = it.scores("gradient", positions=True), it.scores("exact")
     shares: dict[tuple[str, str], Tensor] = {}
 
     def change(receiver: str, before: list[str], wrote: dict[str, Tensor]) -> Tensor:
         total = sum(wrote[sender] - base[sender] for sender in before) * 1.0
         for sender in before:
-            share = shares.setdefault((sender, receiver), torch.zeros((), dtype=torch.double, requires_grad=True))
+            share = shares.setdefault((sender, receiver), torch.zeros(5, 1, dtype=torch.double, requires_grad=True))
             total = total + share * (clean[sender] - base[sender])
         return total
 
@@ -355,14 +368,32 @@ def test_gradients_and_effects_equal_those_by_hooks(name: str) -> None:
     found = torch.autograd.grad(metric, list(shares.values()))
     assert len(found) == EDGES[name]
     for (sender, receiver), gradient in zip(shares, found, strict=True):
-        assert scores.sel(sender=sender, receiver=receiver).item() == pytest.approx(float(gradient), rel=1e-5)
+        own = scores.sel(sender=sender, receiver=receiver).values
+        np.testing.assert_allclose(own, gradient.numpy()[:, 0], rtol=1e-5, atol=1e-6)  # norms in float32
     before = float((base_logits[:, -1, 0] - base_logits[:, -1, 1]).mean())
     for pair in list(shares)[:: len(shares) // 6]:
-        shares = {each: torch.tensor(float(each == pair), dtype=torch.double) for each in shares}
-        with torch.no_grad():
-            logits, _ = hooked.run(it.corrupted, change)
-        effect = float((logits[:, -1, 0] - logits[:, -1, 1]).mean()) - before
-        assert exact.sel(sender=pair[0], receiver=pair[1]).item() == pytest.approx(effect, rel=1e-6, abs=1e-12)
+        placed = it.scores("exact", senders=pair[0], receivers=pair[1], positions=[-1, 2])
+        assert list(placed.position.values) == [4, 2]
+        for at, found in ((slice(None), exact.sel(sender=pair[0], receiver=pair[1])), (4, placed[..., 0])):
+            shares = {each: torch.zeros(5, 1, dtype=torch.double) for each in shares}
+            shares[pair][at] = 1
+            with torch.no_grad():
+                logits, _ = hooked.run(it.corrupted, change)
+            effect = float((logits[:, -1, 0] - logits[:, -1, 1]).mean()) - before
+            assert found.item() == pytest.approx(effect, rel=1e-6, abs=1e-12)
+
+
+def test_positions_of_each_row() -> None:
+    it = task("llama (grouped heads)")
+    given = [[4, 0], [2, -2]]
+    found = it.scores("secant", positions=given)
+    own = []
+    for row in (0, 1):
+        one = [{name: ids[[row]] for name, ids in inputs.items()} for inputs in (it.clean, it.corrupted)]
+        own.append(attribute_edges(it.pg, it.metric, *one, method="secant", positions=given[row]).values)
+    np.testing.assert_allclose(found.values, (own[0] + own[1]) / 2, atol=1e-12)
+    with pytest.raises(ExperimentError, match="circuits have the same positions in all rows of the batch"):
+        circuit(it.pg, found)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -423,6 +454,20 @@ def test_dead_ends() -> None:
     for number in range(3):
         left = [Edge(*pair, 1.0) for place, pair in enumerate(chain) if place != number]
         assert Circuit(tuple(left), feeds, 6, 1.0, 0.0).without_dead_ends().edges == ()
+
+
+def test_dead_ends_by_position() -> None:
+    """An MLP reads its own position only; a key is read from others."""
+    feeds = {"layers[0].mlp": ("layers[0].mlp_out",), "layers[1].attn.k": ("layers[1].attn_out",), "@logits": ()}
+    chain = (
+        Edge("@embed", "layers[0].mlp", 1.0, 2),
+        Edge("layers[0].mlp_out", "layers[1].attn.k", 1.0, 2),
+        Edge("layers[1].attn_out", "@logits", 1.0, 4),
+    )
+    whole = Circuit(chain, feeds, 9, 1.0, 0.0)
+    assert whole.without_dead_ends() is whole
+    moved = Circuit((Edge("@embed", "layers[0].mlp", 1.0, 3), *chain[1:]), feeds, 9, 1.0, 0.0)
+    assert moved.without_dead_ends().edges == ()
 
 
 def test_faithfulness() -> None:
@@ -493,6 +538,17 @@ def test_errors() -> None:
     for method in ("gradient", "exact"):
         with pytest.raises(ExperimentError, match=r"it must return a single number, such as its .mean\(\)"):
             attribute_edges(it.pg, lambda out: out.logits[:, -1, 0], it.clean, it.corrupted, method=method)
+    with pytest.raises(ExperimentError, match="position 5 is out of range: the sequence has 5 positions"):
+        it.scores("gradient", positions=5)
+    t5 = task("t5 (encoder and decoder)")
+    with pytest.raises(ExperimentError, match=r"positions=-1 counts from the end, but stacks have \[5, 6\] positions"):
+        t5.scores("gradient", positions=-1)
+    far = Circuit((Edge("@embed", "layers[0].mlp", 1.0, 7),), circuit(it.pg, scores).feeds, 1, 1.0, 0.0)
+    with pytest.raises(ExperimentError, match="position 7 is out of range"):
+        circuit_patches(it.pg, far, it.corrupted)
+    both = {"whole": scores, "placed": it.scores("gradient", positions=True)}
+    with pytest.raises(ExperimentError, match="some have positions"):
+        faithfulness(it.pg, both, it.metric, it.clean, it.corrupted)
     pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(ExperimentError, match="the model has no edges between components"):
         attribute_edges(pg, torch.sum, torch.ones(1, 2), torch.zeros(1, 2))

@@ -170,6 +170,8 @@ def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) ->
     with pg.patch({"layers[0].resid_post": ZeroPatch()}):
         store = record_to(pg, tmp_path, "layers[0].resid_post", examples(3), batch_size=2)
     assert not store["layers[0].resid_post"][:].any()
+    with pytest.raises(ExperimentError, match="patches"):
+        record_to(pg, tmp_path, "layers[0].resid_post", examples(3), batch_size=2)
 
 
 @pytest.mark.parametrize(
@@ -358,3 +360,12 @@ def test_baselines_tell_what_the_model_knows_from_what_the_tokens_say(pg: Patcha
     browser = pg.browse()
     browser.set_scores(far["r2"].sel(position=3))
     browser.close()
+
+
+def test_the_results_of_heads_are_stored(pg: PatchableGraph, tmp_path: Path) -> None:
+    inputs = examples(4)
+    store = record_to(pg, tmp_path, ["layers[1].attn.heads[*].result", "layers[1].attn_out"], inputs, batch_size=3)
+    with torch.no_grad():
+        bias = pg.transformer.h[1].attn.c_proj.bias  # type: ignore[union-attr,index]
+        total = sum(store[f"layers[1].attn.heads[{head}].result"][:] for head in range(2)) + bias
+    torch.testing.assert_close(total, store["layers[1].attn_out"][:])

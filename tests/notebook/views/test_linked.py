@@ -99,6 +99,14 @@ def test_a_weight_of_a_pattern(pg: PatchableGraph, session: Session) -> None:
         patches_of(session, "mean", [item], None, set())
 
 
+def test_the_mean_pattern_of_a_head(pg: PatchableGraph, session: Session) -> None:
+    x = torch.cat([tokens(), tokens().flip(1)])
+    session.extend(patches_of(session, "mean", [item_of("layers[0].attn.pattern", head=1)], None, set()))
+    expected = pg.record("layers[0].attn.pattern", x)["layers[0].attn.pattern"].clone()
+    expected[:, 1] = expected[:, 1].mean(0)
+    torch.testing.assert_close(values(pg, session, {}, "layers[0].attn.pattern", x), expected)
+
+
 def test_several_items_are_one_step(pg: PatchableGraph, session: Session) -> None:
     items = [item_of("layers[0].attn.z", head=head) for head in (0, 1)]
     session.extend(patches_of(session, "probe", items, None, {"layers_0_attn_z"}))

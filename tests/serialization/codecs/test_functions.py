@@ -23,7 +23,7 @@ from graphpatch_notebook.serialization.codecs.names import (
     encoded_function,
     functions,
 )
-from graphpatch_notebook.serialization.codecs.reading import Item, parsed
+from graphpatch_notebook.serialization.codecs.reading import JsonValue, parsed
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
 from graphpatch_notebook.torch_compat import native_namespaces, overload_path, set_grad_enabled
 from graphpatch_notebook.values import children, dict_key, plain_dict_key, take
@@ -39,7 +39,7 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
 def back(function: Any, *allow: str) -> Any:
-    return decoded_function(Item(encoded_function(function), "function"), Allowed(allow))
+    return decoded_function(JsonValue(encoded_function(function), "function"), Allowed(allow))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_functions_of_the_caller_come_back_if_allowed() -> None:
     assert back(Container(Pair, (0, 1)), "tests.serialization") == Container(Pair, (0, 1))
     assert back(Container(collections.OrderedDict, ("a",))) == Container(collections.OrderedDict, ("a",))
     allowed = Allowed()
-    decoded_function(Item(encoded_function(Double.apply), "function"), allowed)
+    decoded_function(JsonValue(encoded_function(Double.apply), "function"), allowed)
     with pytest.raises(SerializationError, match=r"allow=\['.*test_functions.Double'\]"):
         allowed.check("file")
 
@@ -72,7 +72,7 @@ def test_outputs_of_transformers_are_allowed() -> None:
 
     for cls in (BaseModelOutput, CLIPOutput):
         assert back(Container(cls, ("logits",))) == Container(cls, ("logits",))
-    item = Item({"make": "transformers.modeling_outputs:torch", "keys": []}, "function")
+    item = JsonValue({"make": "transformers.modeling_outputs:torch", "keys": []}, "function")
     with pytest.raises(SerializationError, match="is not a class of containers"):
         decoded_function(item, Allowed())
 
@@ -91,7 +91,7 @@ def test_other_functions_have_no_name(function: Any) -> None:
 
 def decoded_and_checked(found: Any) -> None:
     allowed = Allowed()
-    decoded_function(Item(found, "function"), allowed)
+    decoded_function(JsonValue(found, "function"), allowed)
     allowed.check("file")
 
 

@@ -1,0 +1,180 @@
+"""Clusters: what Dask and Ray need besides an executor."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.extras import extra
+
+# -- Dask --------------------------------------------------------------------------------------------------------------
+
+_LONGEST_LOOK = 10.0  # seconds
+_PATIENCE = 5.0  # seconds without a worker
+_PATIENCE_WITH_NANNIES = 60.0  # they restart lost workers
+
+
+class WorkersLostError(Exception):
+    """No worker is left.
+
+    Attributes:
+        keys: The keys of the tasks that were on a worker when it was lost.
+    """
+
+    def __init__(self, workers: Sequence[str], keys: set[str]) -> None:
+        names = f" ({', '.join(workers)})" if workers else ""
+        super().__init__(f"all its workers were lost{names}")
+        self.keys = keys
+
+
+@dataclass
+class Cluster:
+    """Submits tasks to a Dask cluster, and checks for lost workers.
+
+    Args:
+        client: The client.
+        options: Keyword arguments for `client.submit`.
+    """
+
+    client: Any
+    options: dict[str, Any]
+    _workers: dict[str, bool] = field(default_factory=dict)  # by address: whether they have a nanny
+    _lost: float | None = None  # the time when the last worker was lost
+
+    @classmethod
+    def of(cls, executor: Any) -> Cluster | None:
+        """Returns the cluster of an executor; `None` for executors of other kinds.
+
+        In distributed (seen in 2026.8) a future of `Client.get_executor()` never completes if its result is lost
+        with a worker and the scheduler gives up on the task: the future does not receive the error. The futures of the
+        client itself do complete, so these are used; `test_executors` kills workers at various times.
+        """
+        if type(executor).__module__ == "distributed.cfexecutor" and hasattr(executor, "_client"):
+            return cls(executor._client, getattr(executor, "_kwargs", {}))
+        return cls(executor, {}) if hasattr(executor, "run_on_scheduler") else None
+
+    @property
+    def submit(self) -> Callable[..., Any]:
+        """The function that submits a task."""
+        return functools.partial(self.client.submit, **self.options)
+
+    def check(self, keys: Sequence[str]) -> None:
+        """Checks that the cluster can still run tasks. Call it repeatedly: it compares with the workers seen before.
+
+        If there never was a worker, the first one may still start.
+
+        Args:
+            keys: The keys of tasks.
+
+        Raises:
+            WorkersLostError: No worker is left.
+            ExperimentError: The client is closed, by its user or because the scheduler is gone.
+        """
+        if self.client.status in ("closed", "closing"):
+            raise ExperimentError(
+                "the client of the cluster was closed, or lost its scheduler, before all was run; what is done "
+                "is in the file of checkpoint=, if you gave one"
+            )
+        try:
+            # A timeout for `Client.sync`, which may wait forever if the client is closed during the call.
+            workers, suspects = self.client.run_on_scheduler(_look(), list(keys), callback_timeout=_LONGEST_LOOK)
+        except Exception:  # the scheduler may be lost, which the next check reports
+            return
+        if workers or not (self._workers or suspects):
+            self._workers, self._lost = workers, None
+            return
+        self._lost = time.monotonic() if self._lost is None else self._lost
+        if time.monotonic() - self._lost > (_PATIENCE_WITH_NANNIES if any(self._workers.values()) else _PATIENCE):
+            raise WorkersLostError(list(self._workers), set(suspects))
+
+
+def _look() -> Callable[..., tuple[dict[str, bool], list[str]]]:
+    # A nested function is pickled by its code: the scheduler may lack this package.
+    def look(keys: list[str], dask_scheduler: Any) -> tuple[dict[str, bool], list[str]]:
+        tasks = dask_scheduler.tasks
+        workers = {address: worker.nanny is not None for address, worker in dask_scheduler.workers.items()}
+        return workers, [key for key in keys if key in tasks and tasks[key].suspicious]
+
+    return look
+
+
+# -- Ray ---------------------------------------------------------------------------------------------------------------
+
+
+class RayExecutor(Executor):
+    """An executor for `executor=` that runs tasks on a Ray cluster.
+
+    Connect with `ray.init(...)` first. Each worker builds the model once. A task whose worker dies is not run again by
+    Ray, but by the call, once.
+
+    Args:
+        **options: What a task needs, as for `ray.remote`: `num_gpus=1` gives each worker a GPU of its own
+            (`CUDA_VISIBLE_DEVICES`), and so one model for each GPU; `num_cpus`, `memory`, `resources`.
+
+    Raises:
+        ExperimentError: Ray is not installed.
+
+    Example:
+        >>> import ray  # doctest: +SKIP
+        >>> ray.init("auto")  # doctest: +SKIP
+        >>> pg.sweep(..., executor=RayExecutor(num_gpus=1), recipe=build)  # doctest: +SKIP
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._ray = extra("ray", "RayExecutor", ": pip install ray")
+        # Workers with GPUs would end after each task, and the model with them.
+        self._run = self._ray.remote(**{"num_cpus": 1, "max_retries": 0, "max_calls": 0} | options)(_call)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Returns a future of `fn(*args, **kwargs)`."""
+        self.check()
+        return _RayFuture(self._ray, self._run.remote(fn, args, kwargs))
+
+    def check(self) -> None:
+        """Checks that the cluster can still run tasks.
+
+        Raises:
+            ExperimentError: Ray is not connected, or was shut down.
+        """
+        if not self._ray.is_initialized():
+            raise ExperimentError(
+                "Ray is not connected, or was shut down before all was run: call ray.init(); what is done is in the "
+                "file of checkpoint=, if you gave one"
+            )
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+class _RayFuture(Future[Any]):
+    """The future of a Ray task. Errors of the task are those that it raised, and not Ray's wrappers."""
+
+    def __init__(self, ray: Any, reference: Any) -> None:
+        super().__init__()
+        self._ray, self._reference = ray, reference
+        reference.future().add_done_callback(self._finish)
+
+    def _finish(self, done: Future[Any]) -> None:
+        if not self.set_running_or_notify_cancel():
+            return
+        error = done.exception()
+        if error is None:
+            self.set_result(done.result())
+        else:
+            cause = getattr(error, "cause", None)
+            self.set_exception(cause if isinstance(cause, BaseException) else error)
+
+    def cancel(self) -> bool:
+        self._ray.cancel(self._reference)
+        return super().cancel()
+
+
+def is_of_ray(error: BaseException) -> bool:
+    """Whether an error of a `RayExecutor` is Ray's own, such as `WorkerCrashedError`: the worker was lost."""
+    return type(error).__module__ == "ray.exceptions"
