@@ -13,8 +13,8 @@ from .transformers_models import TRANSFORMERS
 CASES: list[Case] = [*TORCH, *AWKWARD, *TRANSFORMERS]
 
 # One model of transformers for each mechanism. Every other one combines what several of these have, has what one of
-# the awkward models has alone (a checkpoint, a scripted function, a loop over chunks), or differs in sizes, names, dtype
-# or the attention: the laws leave it to `hatch run exhaustive`.
+# the awkward models has alone (a checkpoint, a scripted function, a loop over chunks), or differs in sizes, names,
+# dtype or the attention: the laws leave it to `hatch run exhaustive`.
 OF_EACH_KIND = {
     "gpt2-eager",  # learned positions, one projection for queries, keys and values
     "llama-bfloat16-sdpa",  # rotary positions, grouped heads, rounding of another dtype
