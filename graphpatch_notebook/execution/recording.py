@@ -216,6 +216,15 @@ def results_of(captured: CapturedModel, text: str) -> dict[str, _Result]:
     return found
 
 
+def _recorded_paths(captured: CapturedModel, pattern: str) -> Mapping[str, _Result | None]:
+    try:
+        return results_of(captured, pattern) or dict.fromkeys(captured.paths_of(pattern))
+    except UnknownPathError:
+        if not is_part_of_splice(captured.root, pattern):
+            raise
+        return {pattern: None}
+
+
 def _check_weights(captured: CapturedModel, paths: Mapping[str, _Result | None]) -> None:
     """Raises an error if the weight that a result is computed with is patched."""
     weights = {memory_of(result.weight): name for name, result in paths.items() if result is not None}
@@ -247,12 +256,7 @@ def record(
     listed = [patterns] if isinstance(patterns, (str, NodePath)) else patterns
     paths: dict[str, _Result | None] = {}
     for pattern in map(str, listed):
-        try:
-            paths |= results_of(captured, pattern) or dict.fromkeys(captured.paths_of(pattern))
-        except UnknownPathError:
-            if not is_part_of_splice(captured.root, pattern):
-                raise
-            paths[pattern] = None
+        paths |= _recorded_paths(captured, pattern)
     if not paths:
         raise UnknownPathError("there is nothing to record: give a path, or a pattern such as 'h_*.output'")
     waiting: set[_Keeping] = set()

@@ -20,12 +20,13 @@ from graphpatch_notebook.checks.sharding import (
     is_sharded,
     runs_shards,
 )
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded.agreement import Agreement
 from graphpatch_notebook.sharded.placements import Placement, is_same_sketch, sketch
-from graphpatch_notebook.torch_compat import split_factor
+from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
@@ -42,7 +43,15 @@ def with_whole_records(local: Frame) -> Frame:
     """Returns the records of a capture as those of one process would be: names and shapes of whole values.
 
     The model of `local` may be sharded or not; where it is, `sharding_of` finds what is known of that.
+
+    Raises:
+        GraphError: The model is sharded in two ways at once.
     """
+    if any(fully_shards_parts(module) for module in local.module.modules()):
+        raise GraphError(
+            "the model is under FSDP and under tensor parallelism at once (a mesh of several dimensions): what is "
+            "whole in its values is not known. Use one of the two, or tensor parallelism with replicas"
+        )
     if not is_sharded(local.module):
         return local
     sharding = Sharding(local.module)
@@ -75,9 +84,7 @@ class Sharding:
     def __init__(self, model: Module) -> None:
         self.mesh = _mesh_of(model)
         self.reason: str | None = None
-        if self.mesh.ndim > 1:
-            self.reason = "its processes form a mesh of several dimensions"
-        self.agreement = Agreement()
+        self.agreement = Agreement(self.mesh.mesh.flatten().tolist())
         self._model = model
         self._refused: dict[int, str] = {}
         self._leaves: dict[int, Node] = {}
@@ -191,13 +198,24 @@ class Sharding:
         if looks:
             run(looks)
         mine = {path: look.seen for path, look in looks.items()}
-        everywhere: list[Any] = [None] * dist.get_world_size()
+        everywhere: list[Any] = [None] * self.mesh.size()
         dist.all_gather_object(everywhere, mine, group=self.agreement.group)
         for path, target in looked.items():
             seen = [each.get(path) for each in everywhere]
             self._placements[id(target.node), target.dig] = self._placed(target, seen)
         self._refuse_packed(nodes.root)
         self._is_measured = True
+        for node, texts in self._texts(targets).items():
+            node.spec = _with_placements(node.spec, texts)
+
+    def _texts(self, targets: Mapping[str, Target]) -> dict[Node, dict[tuple[Any, ...], str]]:
+        """Returns how each value is distributed, or why it is refused: by node and keys within it."""
+        found: dict[Node, dict[tuple[Any, ...], str]] = {}
+        for target in targets.values():
+            problem = self.problem(target)
+            text = str(self.placement(target)) if problem is None else f"refused: {problem}"
+            found.setdefault(target.node, {})[target.dig] = text
+        return found
 
     def _placed(self, target: Target, seen: list[Any]) -> Placement | str:
         if any(one is None for one in seen):
@@ -255,13 +273,25 @@ _PACKED = "it is made of weights that are packed into one, whose parts are not i
 
 
 def _mesh_of(model: Module) -> Any:
-    mesh = next((tensor.device_mesh for tensor in distributed_tensors(model)), getattr(model, "_device_mesh", None))
-    if mesh is not None:
-        return mesh
-    from torch.distributed.device_mesh import init_device_mesh
+    """Returns the processes over which values are distributed; others run replicas of the model.
 
-    device = next((tensor.device.type for tensor in model.parameters()), "cpu")
-    return init_device_mesh(device, (dist.get_world_size(),))
+    Raises:
+        GraphError: They form a mesh of several dimensions.
+    """
+    mesh = next((tensor.device_mesh for tensor in distributed_tensors(model)), getattr(model, "_device_mesh", None))
+    if mesh is None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+        return init_device_mesh(device, (dist.get_world_size(),))
+    if mesh.ndim > 1 and "tp" in (mesh.mesh_dim_names or ()):
+        mesh = mesh["tp"]
+    if mesh.ndim > 1:
+        raise GraphError(
+            f"the weights of the model are distributed over a mesh of {mesh.ndim} dimensions ({mesh}): use one "
+            'dimension of it, as in parallelize_module(model, mesh["tp"], plan)'
+        )
+    return mesh
 
 
 def _reads_weight(node: Node) -> bool:
@@ -287,6 +317,16 @@ def _on(spec: ValueSpec, device: torch.device) -> ValueSpec:
         return replace(spec, device=device) if spec.device.type == "meta" else spec
     if isinstance(spec, ContainerSpec):
         return replace(spec, children=tuple((text, key, _on(child, device)) for text, key, child in spec.children))
+    return spec
+
+
+def _with_placements(spec: ValueSpec, texts: Mapping[tuple[Any, ...], str], keys: tuple[Any, ...] = ()) -> ValueSpec:
+    """Returns a spec whose tensors say how they are distributed."""
+    if isinstance(spec, TensorSpec):
+        return replace(spec, placement=texts.get(keys, ""))
+    if isinstance(spec, ContainerSpec):
+        inside = ((text, key, _with_placements(child, texts, (*keys, key))) for text, key, child in spec.children)
+        return replace(spec, children=tuple(inside))
     return spec
 
 
