@@ -47,7 +47,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
-from graphpatch_notebook.sharded import sharding_of, with_whole_records
+from graphpatch_notebook.sharded import publish_stage, sharding_of, with_whole_records
 
 if TYPE_CHECKING:
     import torch
@@ -121,9 +121,11 @@ class PatchableGraph(ModuleDelegate):
             raise
         drawn = before.differing(SharedRandomState())
         root_frame = with_whole_records(root_frame)
+        publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
         if (sharding := sharding_of(root_frame)) is not None:
             self._run_proofs(lambda run, _: sharding.measure(run, self.nodes), example_args, example_kwargs)
+            self._captured.renew()
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 

@@ -96,6 +96,22 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
     return _is_fully_sharded(kind)
 
 
+def fully_shards_parts(module: torch.nn.Module) -> bool:
+    """Whether `module` is under FSDP, and its parameters were parts of weights before: tensor parallelism within FSDP.
+
+    `_get_fsdp_state`, `_fsdp_param_group`, `is_dtensor`; `_handle`, `_param_extensions` of the older FSDP: torch 2.4 to
+    2.13. Tested by: tests/distributed/test_sharded_models.py.
+    """
+    if not is_fully_sharded(module):
+        return False
+    state_of = getattr(module, "_get_fsdp_state", None)
+    group = None if state_of is None else state_of()._fsdp_param_group
+    if group is not None:
+        return any(each.is_dtensor for each in group.fsdp_params)
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+    return any(each is not None for each in getattr(flat, "_param_extensions", None) or ())
+
+
 @functools.lru_cache(maxsize=1024)  # every frame of a capture asks; `fully_shard` makes a class of its own
 def _is_fully_sharded(kind: type) -> bool:
     homes = map(sys.modules.get, ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"))

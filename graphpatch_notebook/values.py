@@ -35,15 +35,29 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The properties of a tensor, without the tensor itself."""
+    """The properties of a tensor, without the tensor itself.
+
+    Attributes:
+        shape: The shape.
+        dtype: The dtype.
+        device: The device.
+        type_name: The name of its class.
+        placement: How it is distributed over the processes of a sharded model, or why it cannot be patched there.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     type_name: str = "Tensor"
+    placement: str = ""
+
+    @property
+    def badge(self) -> str:
+        """What the tree shows of the placement: nothing if each process holds the whole value."""
+        return "" if self.placement in ("", "replicated") else f" {self.placement.partition(':')[0]}"
 
     def __str__(self) -> str:
-        return f"{self.type_name}({', '.join(map(str, self.shape))})"
+        return f"{self.type_name}({', '.join(map(str, self.shape))}){self.badge}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -156,6 +156,10 @@ class CapturedModel:
         """Whether there are graphs that are their module: calls without patches run these, too."""
         return self._has_custom_graphs or (self._hierarchy is not None and self._hierarchy.calls_own_graphs)
 
+    def renew(self) -> None:
+        """Forgets what was derived from the records: these have changed."""
+        self._derived = None
+
     def update_called_modules(self) -> None:
         """Brings the records up to date where the user replaced modules that custom graphs call by name."""
         if self._called is not None and self._called.notice_others():

@@ -43,6 +43,8 @@ class NodeMeta:
         is_view_filled_later: Whether that tensor is a view, so that a patch of it is cut off from its base.
         opens: The function that runs step by step in calls in which this value is patched or probed, as it is one of
             its steps: the result then equals that of the function within rounding. `None` for all other values.
+        placement: Of a model that is sharded over processes: `replicated`, `split along dimension 2`, or `refused:`
+            with the reason why the value cannot be patched. Empty for all other models.
 
     Example:
         >>> import torch
@@ -66,6 +68,7 @@ class NodeMeta:
     is_mutated_later: bool
     is_view_filled_later: bool
     opens: str | None
+    placement: str
     _site: Site | None = field(repr=False, compare=False)
 
     @property
@@ -249,5 +252,6 @@ def _meta(path: str, frame: Frame, node: Node, spec: ValueSpec) -> NodeMeta:
         is_mutated_later=node.is_mutated_later,
         is_view_filled_later=node.is_view_filled_later,
         opens=None if node.composite is None else node.composite.name,
+        placement=getattr(spec, "placement", ""),
         _site=node.site,
     )

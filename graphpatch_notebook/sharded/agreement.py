@@ -25,17 +25,22 @@ _PAUSE = 0.002
 class Agreement:
     """Compares what the processes are about to do, in a group of its own.
 
+    Args:
+        ranks: The processes.
+
     Attributes:
         group: The group, on the CPU.
         patience: After how many seconds processes that have not called are named.
     """
 
-    def __init__(self) -> None:
-        self.group: Any = dist.new_group(backend="gloo", timeout=_LIMIT)
+    def __init__(self, ranks: Sequence[int]) -> None:
+        # Replicas of the model, of other processes, make groups of their own.
+        self.group: Any = dist.new_group(list(ranks), _LIMIT, "gloo", use_local_synchronization=True)
+        self._ranks = sorted(ranks)
         self.patience = 5.0
         self._calls = 0
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
-            "graphpatch_notebook", default_store()
+            f"graphpatch_notebook/{self._ranks[0]}", default_store()
         )
 
     def check(self, what: str, patches: Sequence[tuple[str, Any]]) -> None:
@@ -81,10 +86,10 @@ class Agreement:
 
     def _name_missing(self, begin: float) -> None:
         """Warns of the processes that have not called: those that wait as long as this one have written that down."""
-        here, count = dist.get_rank(self.group), dist.get_world_size(self.group)
+        here = dist.get_rank()
         self._store.set(f"{self._calls}/{here}", "waiting")
         time.sleep(min(0.5, self.patience))
-        missing = [rank for rank in range(count) if not self._store.check([f"{self._calls}/{rank}"])]
+        missing = [rank for rank in self._ranks if not self._store.check([f"{self._calls}/{rank}"])]
         if missing:
             warn(
                 f"process {here} has waited for {time.monotonic() - begin:.0f} s: process "

@@ -20,12 +20,13 @@ from graphpatch_notebook.checks.sharding import (
     is_sharded,
     runs_shards,
 )
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded.agreement import Agreement
 from graphpatch_notebook.sharded.placements import Placement, is_same_sketch, sketch
-from graphpatch_notebook.torch_compat import split_factor
+from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
@@ -42,7 +43,15 @@ def with_whole_records(local: Frame) -> Frame:
     """Returns the records of a capture as those of one process would be: names and shapes of whole values.
 
     The model of `local` may be sharded or not; where it is, `sharding_of` finds what is known of that.
+
+    Raises:
+        GraphError: The model is sharded in two ways at once.
     """
+    if any(fully_shards_parts(module) for module in local.module.modules()):
+        raise GraphError(
+            "the model is under FSDP and under tensor parallelism at once (a mesh of several dimensions): what is "
+            "whole in its values is not known. Use one of the two, or tensor parallelism with replicas"
+        )
     if not is_sharded(local.module):
         return local
     sharding = Sharding(local.module)
@@ -75,9 +84,7 @@ class Sharding:
     def __init__(self, model: Module) -> None:
         self.mesh = _mesh_of(model)
         self.reason: str | None = None
-        if self.mesh.ndim > 1:
-            self.reason = "its processes form a mesh of several dimensions"
-        self.agreement = Agreement()
+        self.agreement = Agreement(self.mesh.mesh.flatten().tolist())
         self._model = model
         self._refused: dict[int, str] = {}
         self._leaves: dict[int, Node] = {}
@@ -147,6 +154,11 @@ class Sharding:
         node = self._leaves.get(id(target.node))
         return target if node is None else replace(target, node=node)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the processes that run the model."""
+        return bool(self.mesh.get_local_rank() == 0)
+
     def is_leaf(self, target: Target) -> bool:
         """Whether a value is that of a sharded `Linear` or `Embedding`, whose op sees parts only."""
         return id(target.node) in self._leaves
@@ -157,7 +169,10 @@ class Sharding:
             return None
         node = self._leaves.get(id(target.node), target.node)
         found = self._placements.get((id(node), target.dig))
-        return found if isinstance(found, Placement) else Placement(target.path, self.mesh)
+        if isinstance(found, Placement):
+            return found
+        held = getattr(target.frame.module, str(node.target), None) if node.kind in HELD_KINDS else None
+        return Placement(target.path, self.mesh, own_dim=_split_dim(held))
 
     def check_call(self, function: Callable[..., Any], entries: Sequence[Any]) -> None:
         """Checks that all processes call the model, or a method of it, with the same patches.
@@ -191,19 +206,28 @@ class Sharding:
         if looks:
             run(looks)
         mine = {path: look.seen for path, look in looks.items()}
-        everywhere: list[Any] = [None] * dist.get_world_size()
+        everywhere: list[Any] = [None] * self.mesh.size()
         dist.all_gather_object(everywhere, mine, group=self.agreement.group)
         for path, target in looked.items():
             seen = [each.get(path) for each in everywhere]
             self._placements[id(target.node), target.dig] = self._placed(target, seen)
         self._refuse_packed(nodes.root)
         self._is_measured = True
+        note_placements(nodes.root, {path: self._text(target) for path, target in targets.items()})
+
+    def _text(self, target: Target) -> str:
+        """Returns how a value is distributed, or why it is refused."""
+        problem = self.problem(target)
+        return str(self.placement(target)) if problem is None else f"refused: {problem}"
 
     def _placed(self, target: Target, seen: list[Any]) -> Placement | str:
         if any(one is None for one in seen):
             return _NOT_SEEN
         if all(isinstance(one, _Distributed) for one in seen):
-            return Placement(target.path, self.mesh) if seen[0].is_known else f"it is distributed as {seen[0].text}"
+            is_known, dim = seen[0].is_known, seen[0].dim
+            return (
+                Placement(target.path, self.mesh, own_dim=dim) if is_known else f"it is distributed as {seen[0].text}"
+            )
         if any(not isinstance(one, _Seen) for one in seen):
             return Placement(target.path, self.mesh) if _all_equal(seen) else "it differs between the processes"
         whole = target.whole.shape if isinstance(target.whole, TensorSpec) else seen[0].shape
@@ -255,13 +279,25 @@ _PACKED = "it is made of weights that are packed into one, whose parts are not i
 
 
 def _mesh_of(model: Module) -> Any:
-    mesh = next((tensor.device_mesh for tensor in distributed_tensors(model)), getattr(model, "_device_mesh", None))
-    if mesh is not None:
-        return mesh
-    from torch.distributed.device_mesh import init_device_mesh
+    """Returns the processes over which values are distributed; others run replicas of the model.
 
-    device = next((tensor.device.type for tensor in model.parameters()), "cpu")
-    return init_device_mesh(device, (dist.get_world_size(),))
+    Raises:
+        GraphError: They form a mesh of several dimensions.
+    """
+    mesh = next((tensor.device_mesh for tensor in distributed_tensors(model)), getattr(model, "_device_mesh", None))
+    if mesh is None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+        return init_device_mesh(device, (dist.get_world_size(),))
+    if mesh.ndim > 1 and "tp" in (mesh.mesh_dim_names or ()):
+        mesh = mesh["tp"]
+    if mesh.ndim > 1:
+        raise GraphError(
+            f"the weights of the model are distributed over a mesh of {mesh.ndim} dimensions ({mesh}): use one "
+            'dimension of it, as in parallelize_module(model, mesh["tp"], plan)'
+        )
+    return mesh
 
 
 def _reads_weight(node: Node) -> bool:
@@ -287,6 +323,26 @@ def _on(spec: ValueSpec, device: torch.device) -> ValueSpec:
         return replace(spec, device=device) if spec.device.type == "meta" else spec
     if isinstance(spec, ContainerSpec):
         return replace(spec, children=tuple((text, key, _on(child, device)) for text, key, child in spec.children))
+    return spec
+
+
+def note_placements(root: Frame, placements: Mapping[str, str]) -> None:
+    """Writes down in the records of a capture how values are distributed, given by path."""
+    by_node: dict[Node, dict[tuple[Any, ...], str]] = {}
+    for path, text in placements.items():
+        target = resolve(root, path)
+        by_node.setdefault(target.node, {})[target.dig] = text
+    for node, texts in by_node.items():
+        node.spec = _with_placements(node.spec, texts)
+
+
+def _with_placements(spec: ValueSpec, texts: Mapping[tuple[Any, ...], str], keys: tuple[Any, ...] = ()) -> ValueSpec:
+    """Returns a spec whose tensors say how they are distributed."""
+    if isinstance(spec, TensorSpec):
+        return replace(spec, placement=texts.get(keys, ""))
+    if isinstance(spec, ContainerSpec):
+        inside = ((text, key, _with_placements(child, texts, (*keys, key))) for text, key, child in spec.children)
+        return replace(spec, children=tuple(inside))
     return spec
 
 
@@ -320,6 +376,7 @@ class _Distributed:
 
     text: str
     is_known: bool
+    dim: int | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -332,13 +389,21 @@ class _Look(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         if is_distributed(original_output):
-            kinds = {type(each).__name__ for each in original_output.placements}
-            self.seen = _Distributed(str(original_output.placements), kinds <= {"Shard", "Replicate", "_StridedShard"})
+            placements = original_output.placements
+            kinds = {type(each).__name__ for each in placements}
+            is_known = kinds <= {"Shard", "Replicate", "_StridedShard"}
+            self.seen = _Distributed(str(placements), is_known, _split_dim(original_output))
         elif isinstance(original_output, Tensor):
             self.seen = _Seen(tuple(original_output.shape), sketch(original_output))
         else:
             self.seen = repr(original_output)
         return original_output
+
+
+def _split_dim(value: Any) -> int | None:
+    """Returns the dimension along which a `DTensor` is split, if there is one."""
+    placements = value.placements if is_distributed(value) else ()
+    return next((each.dim for each in placements if "Shard" in type(each).__name__), None)
 
 
 def _all_equal(values: list[Any]) -> bool:

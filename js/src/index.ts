@@ -2,9 +2,11 @@
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
 import { makeActivation } from "./details/activation_view";
 import { makePopup } from "./details/popup";
+import { inflated } from "./inflate";
 import type {
   AttentionTraits,
   CircuitTraits,
+  Component,
   GenerationTraits,
   HeatmapTraits,
   LensTraits,
@@ -28,7 +30,8 @@ import { makeAttentionView } from "./views/attention_view";
 import { makeGenerationView } from "./views/generation_view";
 import { makeLensView } from "./views/lens_view";
 import { link, type MakeView } from "./views/linked_view";
-import { joinSelection } from "./views/tree_selection";
+import { makeFilterNote } from "./views/shared_filter";
+import { joinFilter, joinSelection } from "./views/tree_selection";
 
 type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
@@ -118,10 +121,12 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
   const popup = makePopup(view, [makeActivation]);
   const editor = makeEditor(view);
   const circuit = makeCircuitPanel(view, state);
-  const parts = [circuit, toolbar, notices, tree, popup, editor, makePatchList(view), makeRunPanel(view)];
+  const filtered = { element: makeFilterNote(view.filter, onRemove) };
+  const parts = [circuit, toolbar, notices, filtered, tree, popup, editor, makePatchList(view), makeRunPanel(view)];
   root.append(...parts.map((part) => part.element));
   watchKeys(view, toolbar);
   joinSelection(view, state);
+  joinFilter(view, state);
   onRemove(watchErrors(import.meta.url, (message) => notices.error(message)));
   onRemove(hideStaticTree(model.get("about").model_id, root));
   tree.show(state.active);
@@ -131,11 +136,20 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
   }, onRemove);
 }
 
-/** Asks the kernel for the components; without an answer, the tree stays as it is. */
-async function nameComponents({ kernel }: View, state: TreeState): Promise<void> {
-  if (kernel.state === "lost") return;
-  const answer = await kernel.ask("components", {}, true).catch(() => null);
-  if (answer?.result.components.length) state.setComponents(answer.result.components);
+/** Asks the kernel for the components, unless they are saved here; without an answer, the tree stays as it is. */
+async function nameComponents({ kernel, model, onRemove }: View, state: TreeState): Promise<void> {
+  const show = async () => {
+    const data = model.get("components");
+    if (!data?.byteLength) return;
+    const components = JSON.parse(await inflated(data)) as Component[];
+    if (components.length > 0) state.setComponents(components);
+  };
+  const again = () => void show();
+  model.on("change:components", again);
+  onRemove(() => model.off("change:components", again));
+  await show();
+  if (state.components.size > 0 || kernel.state === "lost") return;
+  await kernel.ask("components", {}, true).catch(() => null);
 }
 
 function isOfHeatmap(model: AnyModel): model is HeatmapModel {

@@ -20,6 +20,7 @@
 import type { LinkedTraits, RequestError, RequestName, Requests, Traits } from "./kernel/protocol";
 import type { Skeleton } from "./tree/skeleton";
 import type { Selection } from "./views/selection";
+import type { SharedFilter } from "./views/shared_filter";
 
 /** The model as anywidget gives it, with types: that of the tree, or another widget's. */
 export interface Model<T = Traits> {
@@ -75,7 +76,7 @@ export interface Notices {
 }
 
 /** What the editor is opened for: a row (or a component of its value, by name), or a patch that is chosen. */
-export type PatchTarget = { row: number; component?: string } | { number: number };
+export type PatchTarget = { row: number; component?: string; positions?: string } | { number: number };
 
 /** What the parts of every view of a graph get. */
 export interface Linked<T extends LinkedTraits = LinkedTraits> {
@@ -85,6 +86,7 @@ export interface Linked<T extends LinkedTraits = LinkedTraits> {
   readonly kernel: Kernel;
   readonly notices: Notices;
   readonly selection: Selection;
+  readonly filter: SharedFilter;
   /** Runs when the view is taken away. Every listener, timer and observer of a part goes through it. */
   onRemove(undo: () => void): void;
 }

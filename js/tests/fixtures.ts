@@ -3,6 +3,7 @@
 import {
   type About,
   type Columns,
+  type Component,
   FLAG,
   KINDS,
   type Kind,
@@ -14,6 +15,7 @@ import {
 import { Skeleton } from "../src/tree/skeleton";
 import type { Kernel, Model, Notices, View } from "../src/view";
 import { Selection } from "../src/views/selection";
+import { SharedFilter } from "../src/views/shared_filter";
 import patchKinds from "./fixtures/patch_kinds.json";
 
 type Listener = (...args: never[]) => void;
@@ -224,6 +226,7 @@ export function traits(changes: Partial<Traits> = {}): Traits {
     selected: 0,
     query: "",
     shows_sizes: false,
+    components: new DataView(new ArrayBuffer(0)),
     scores: new DataView(new ArrayBuffer(0)),
     scores_name: "",
     circuit: null,
@@ -233,7 +236,7 @@ export function traits(changes: Partial<Traits> = {}): Traits {
 }
 
 /** Columns as the kernel sends them. */
-export async function deflated(columns: Columns): Promise<DataView> {
+export async function deflated(columns: Columns | Component[]): Promise<DataView> {
   const stream = new Blob([JSON.stringify(columns)]).stream().pipeThrough(new CompressionStream("deflate"));
   return new DataView(await new Response(stream).arrayBuffer());
 }
@@ -269,6 +272,7 @@ export class FakeView implements View {
   };
   private readonly undos: (() => void)[] = [];
   readonly selection: Selection;
+  readonly filter: SharedFilter;
 
   constructor(
     readonly model: FakeModel = new FakeModel(traits()),
@@ -276,6 +280,7 @@ export class FakeView implements View {
     readonly kernel: FakeKernel = new FakeKernel(),
   ) {
     this.selection = new Selection(model, (undo) => this.undos.push(undo));
+    this.filter = new SharedFilter(model, (undo) => this.undos.push(undo));
     this.root.className = "gp-root";
     document.body.append(this.root);
     this.undos.push(() => this.root.remove());

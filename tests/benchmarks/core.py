@@ -99,6 +99,43 @@ def at_a_module(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
         )
 
 
+def recorded(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
+    """The stream after each layer by `pg.record`, next to hooks that do the same: both stop the run after the last."""
+    model, inputs = benchmarked.build(), benchmarked.inputs()
+    pg, streams = PatchableGraph(model, inputs), "layers[*].resid_post"
+    layers: Any = model.get_submodule(benchmarked.attribute_path.rsplit(".", 2)[0])
+
+    def hooked() -> dict[nn.Module, Tensor]:
+        found: dict[nn.Module, Tensor] = {}
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            found[module] = output[0] if isinstance(output, tuple) else output
+            if len(found) == len(layers):
+                raise InterruptedError
+
+        handles = [layer.register_forward_hook(keep) for layer in layers]
+        try:
+            model(inputs)
+        except InterruptedError:
+            return found
+        finally:
+            for handle in handles:
+                handle.remove()
+        raise AssertionError("the last layer did not run")
+
+    with torch.no_grad():
+        assert all(map(torch.equal, pg.record(streams, inputs).values(), hooked().values()))
+        rounds = benchmarked.rounds // 5 + 3 if quick else benchmarked.rounds
+        times = median_times({"hooks": hooked, "record": lambda: pg.record(streams, inputs)}, rounds)
+    found, limit = times["record"] / times["hooks"], benchmarked.asked.record
+    yield row(
+        f"{benchmarked.name}: record the stream after each layer / the same by hooks",
+        f"{found:.3f}x",
+        f"at most {limit:.2f}x",
+        round(found, 2) <= limit,
+    )
+
+
 def next_to_eager(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
     """Without patches, and with new patches in each forward, so that the context is made and entered each time."""
     model, inputs, asked = benchmarked.build(), benchmarked.inputs(), benchmarked.asked
@@ -144,7 +181,7 @@ def next_to_eager(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
 
 
 def sections(quick: bool) -> list[Iterator[Row]]:
-    by_model = [section(model, quick) for model in ALL for section in (next_to_eager, at_a_module)]
+    by_model = [section(model, quick) for model in ALL for section in (next_to_eager, at_a_module, recorded)]
     return [construction(quick), memory(), *by_model]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 try:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 except ImportError:  # before torch 2.6 these lie elsewhere
@@ -110,17 +111,25 @@ def patched(pg: PatchableGraph, patches: dict[str, Any]) -> Tensor:
         return whole(pg(X)).detach()
 
 
-def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
-    sharded, plan = model(), {}
+def split(sharded: Model, mesh: DeviceMesh) -> nn.Module:
+    plan: dict[str, Any] = {}
     for block in ("blocks.0", "blocks.1"):
         plan |= {f"{block}.{name}": ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "up")}
         plan |= {f"{block}.{name}": RowwiseParallel() for name in ("attention.o", "down")}
+    return parallelize_module(sharded, mesh, plan)
+
+
+def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
     plain = PatchableGraph(model(), X)
     with random_state_kept() as is_kept:
-        pg = PatchableGraph(parallelize_module(sharded, mesh, plan), X)
+        pg = PatchableGraph(split(model(), mesh), X)
     found = {
         "law": compare(plain, pg, lambda graph: graph(X)),
         "is kept": is_kept(),
+        "placements": [
+            pg.nodes[path].placement for path in ("blocks_0.hidden", "blocks_0.output", "blocks_0.up.weight")
+        ],
+        "badge": "hidden: Tensor(2, 3, 16) split along dimension 2" in repr(pg.graph.blocks_0),
         "gradients of weights": gradients_of_weights(plain, pg),
         "collectives": collectives(pg),
         "refused": refusals(
@@ -269,6 +278,58 @@ def replicated() -> bool:
     )
 
 
+class Stage(nn.Module):
+    def __init__(self, own: Sequence[str]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = {name: Block() for name in "0123"}
+        self.blocks = nn.ModuleDict({name: blocks[name] for name in own})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+def pipeline() -> dict[str, Any]:
+    """Each rank patches its own stage, in two micro-batches."""
+    rank, x = dist.get_rank(), torch.cat([X, X + 1])
+    pg = PatchableGraph(Stage(("01", "23")[rank]).eval(), X)
+    schedule = ScheduleGPipe(PipelineStage(pg, rank, WORLD, torch.device("cpu")), 2)
+    patches = [
+        {"blocks_1.hidden": ZeroPatch(slice=(..., 3))},
+        {"blocks_3.hidden": AddPatch(value=1.0, slice=(..., slice(4)))},
+    ]
+    with torch.no_grad(), pg.patch(patches[rank]):
+        output = schedule.step() if rank else schedule.step(x)
+    whole_model = PatchableGraph(Stage("0123").eval(), X)
+    return {
+        "is right": output is None or torch.allclose(output, patched_on(whole_model, patches[0] | patches[1], x)),
+        "other": refusal(lambda path: pg.edit({path: ZeroPatch()}), "blocks_2.hidden"),
+    }
+
+
+def patched_on(pg: PatchableGraph, patches: dict[str, Any], x: Tensor) -> Tensor:
+    with torch.no_grad(), pg.patch(patches):
+        return pg(x)
+
+
+def find_on_mesh() -> dict[str, Any]:
+    """What one of four ranks finds that form a mesh of two dimensions."""
+    warnings.simplefilter("error", GraphPatchWarning)
+    mesh, replica = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank() // 2
+    plain, pg = PatchableGraph(model(), X), PatchableGraph(split(model(), mesh["tp"]), X)
+    x, patches = X + replica, {"blocks_0.up.linear": ZeroPatch(slice=(..., slice(3 + replica, 9)))}
+    law = compare(plain, pg, lambda graph: graph(X), most=8, most_gradients=4)
+    found = {
+        "law": law,
+        "replicas": torch.allclose(patched_on(pg, patches, x), patched_on(plain, patches, x), atol=1e-5),
+    }
+    within = split(model(), mesh["tp"])
+    fully_shard(within, mesh=mesh["dp"])
+    return found | {"within": refusal(lambda given: PatchableGraph(given, X), within)}
+
+
 def find() -> dict[str, Any]:
     """What one rank finds."""
     warnings.simplefilter("error", GraphPatchWarning)
@@ -277,4 +338,5 @@ def find() -> dict[str, Any]:
         "tensor parallel": tensor_parallel(mesh),
         "fully sharded": fully_sharded(mesh),
         "replicated": replicated(),
+        "pipeline": pipeline(),
     }

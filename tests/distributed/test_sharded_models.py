@@ -34,6 +34,12 @@ def test_every_value_is_right(found: list[dict[str, Any]]) -> None:
         assert each["gradients of weights"] == []
         assert each["is the model's output"]
         assert each["is kept"]
+        assert each["placements"] == [
+            "split along dimension 2",
+            "replicated",
+            "split along dimension 0",
+        ]
+        assert each["badge"]
 
 
 def test_one_collective_a_patched_visit(found: list[dict[str, Any]]) -> None:
@@ -76,3 +82,21 @@ def test_fully_sharded(found: list[dict[str, Any]]) -> None:
 
 def test_replicated(found: list[dict[str, Any]]) -> None:
     assert all(one["replicated"] for one in found)
+
+
+def test_pipeline(found: list[dict[str, Any]]) -> None:
+    first, second = (one["pipeline"] for one in found)
+    assert first["is right"]
+    assert second["is right"]
+    assert first["other"].endswith("'blocks_2' is in the stage of process 1, and this is process 0: patch it there")
+    assert second["other"] == "it ran"
+
+
+def test_meshes_of_two_dimensions() -> None:
+    """Tensor parallelism with replicas, each with inputs and patches of its own, and tensor parallelism within FSDP."""
+    for each in run_on_ranks(4, ranks.find_on_mesh, seconds=90):
+        assert each["law"].wrong == {}
+        assert each["law"].refused == {}
+        assert each["law"].right == 8
+        assert each["replicas"]
+        assert "GraphError: the model is under FSDP and under tensor parallelism at once" in each["within"]

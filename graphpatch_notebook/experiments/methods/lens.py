@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from graphpatch_notebook.capture.functions import raw_name
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import Component
 from graphpatch_notebook.components.chain import Norm
@@ -21,11 +23,11 @@ from graphpatch_notebook.experiments.methods.arguments import check_graph, check
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.metrics import Tokens
-from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.values import Key, take
+from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, take
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
@@ -239,8 +241,10 @@ def direct_logit_attribution(
     Returns:
         A dataset of arrays: `embed` (batch), `attn` and `mlp` (layer, batch; and others that layers write, such as
         `mixer`), and `bias` (batch), of the final norm and the unembedding. With `by="head"`, `attn` has the dimension
-        `head` too, and `attn_bias` (layer, batch) is the rest; with `by="neuron"`, likewise `mlp` and `mlp_bias`. A
-        layer without such a part has zeros. Its attribute `logit` has the logits.
+        `head` too, and `attn_bias` (layer, batch) is the rest; with `by="neuron"`, likewise `mlp` and `mlp_bias`. In
+        a mixture of experts, `mlp` has the dimension `expert` before `neuron`: what neurons add as the router weights
+        their expert. Shared experts are in the rest then, and layers without experts have their neurons at expert 0.
+        A layer without such a part has zeros. Its attribute `logit` has the logits.
 
     Raises:
         ExperimentError: The logit is not such a sum in this model; the message says where it is not.
@@ -295,10 +299,20 @@ class _Parts:
                 self.writes[found[2], int(found[1])] = name
         inner = {"head": ("attn", "attn.z"), "neuron": ("mlp", "mlp.post")}.get(by)
         self.inner: dict[tuple[str, int], str] = {}
+        self.mixtures: dict[tuple[str, int], _Mixture] = {}
         if inner is not None:
             for kind, layer in self.writes:
-                if kind == inner[0]:
-                    self.inner[kind, layer] = component(pg, f"{self.start}layers[{layer}].{inner[1]}").name
+                name = f"{self.start}layers[{layer}].{inner[1]}"
+                if kind != inner[0]:
+                    continue
+                if (
+                    by == "neuron"
+                    and name not in pg.components
+                    and f"{self.start}layers[{layer}].router" in pg.components
+                ):
+                    name = self.writes[kind, layer]
+                    self.mixtures[kind, layer] = _Mixture.of(pg, f"{self.start}layers[{layer}].", name)
+                self.inner[kind, layer] = component(pg, name).name
         self.norms = {place: norm for place in self.inner if (norm := _norm_before(pg, self.writes[place])) is not None}
 
     @property
@@ -306,6 +320,7 @@ class _Parts:
         """All values that are needed."""
         norm = [self.norm] if self.norm is not None else []
         before = [norm.given.path for norm in self.norms.values()]
+        before += [path for mixture in self.mixtures.values() for path in mixture.inputs.values()]
         return [self.embed, *self.writes.values(), *self.inner.values(), *before, self.end, *norm, self.unembedding]
 
 
@@ -327,6 +342,7 @@ class _Attribution:
         self, pg: PatchableGraph, parts: _Parts, values: Mapping[str, Tensor], target: Any, minus: Any, position: Any
     ) -> None:
         self._pg, self._parts = pg, parts
+        self._recorded = values
         self._dtype = values[parts.end].dtype
         self._end = values[parts.end].double()
         self._values = {name: self._with_batch(name, value.double()) for name, value in values.items()}
@@ -452,14 +468,16 @@ class _Attribution:
         if not any(kind == other for other, _ in self._parts.inner):
             return {kind: (["layer", "batch"], whole)}
         shares = [None if name is None else self._inner_shares(kind, layer) for layer, name in enumerate(names)]
-        size = max(len(share) for share in shares if share is not None)
-        divided = torch.zeros(len(shares), size, rows, dtype=torch.float64, device=self._end.device)
-        for layer, share in enumerate(shares):
+        dims = ["expert"] * any(kind == other for other, _ in self._parts.mixtures) + [self._parts.by]
+        known = [share if share is None or share.ndim > len(dims) else share[None] for share in shares]
+        sizes = torch.tensor([share.shape[:-1] for share in known if share is not None]).amax(0).tolist()
+        divided = torch.zeros(len(shares), *sizes, rows, dtype=torch.float64, device=self._end.device)
+        for layer, share in enumerate(known):
             if share is not None:
-                divided[layer, : len(share)] = share
+                divided[layer][tuple(map(slice, share.shape[:-1]))] = share
         return {
-            kind: (["layer", self._parts.by, "batch"], divided),
-            f"{kind}_bias": (["layer", "batch"], whole - divided.sum(1)),
+            kind: (["layer", *dims, "batch"], divided),
+            f"{kind}_bias": (["layer", "batch"], whole - divided.flatten(1, -2).sum(1)),
         }
 
     def _inner_shares(self, kind: str, layer: int) -> Tensor:
@@ -472,6 +490,8 @@ class _Attribution:
             out = self._values[norm.given.path]
             linear = _LinearNorm.of(norm.frame, out.to(self._dtype), self._tolerance)
             gradient = linear.gradient(self._at(out), self._at(written), gradient)
+        if (mixture := self._parts.mixtures.get((kind, layer))) is not None:
+            return self._expert_shares(mixture, (self._at(out) * gradient).sum(-1), gradient)
         if self._parts.by == "head":
             own = arranged(self._values[name], axes, ["batch", "position", "head", "channel"])
             matrix = weights.W_O[layer].detach().double()
@@ -490,6 +510,22 @@ class _Attribution:
                 "else in between; use by='layer'"
             )
         return shares
+
+    def _expert_shares(self, mixture: _Mixture, whole: Tensor, gradient: Tensor) -> Tensor:
+        """Returns the contributions of the neurons of experts, and checks that they add up to those of the mixture."""
+        rerun, silent = (mixture.rerun(self._recorded, factor) for factor in (1.0, 0.0))
+        own, rest = (
+            (self._at(self._with_batch(mixture.name, run.output.double())) * gradient).sum(-1)
+            for run in (rerun, silent)
+        )
+        shares = rerun.shares(own, mixture.count)
+        size = self._tolerance * (shares.abs().sum((0, 1)) + own.abs())
+        if bool((((own - whole).abs() > size) | ((own - rest - shares.sum((0, 1))).abs() > size)).any()):
+            raise ExperimentError(
+                f"{mixture.name!r} is not the sum over the neurons of its experts: there is something else in between, "
+                "or a patch changed it; use by='layer'"
+            )
+        return shares.detach()
 
     def _warn_if_changed_later(self) -> None:
         root = captured(self._pg).root
@@ -544,3 +580,159 @@ class _LinearNorm:
             raise ExperimentError(f"the norm {self.path!r} is neither a layer norm nor an RMS norm")
         found = direction * self.weight * scale
         return found - found.mean(-1, keepdim=True) if self.subtracts_mean else found
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """A module that mixes experts, to be run again.
+
+    Attributes:
+        name: The name of what it writes.
+        target: Its output.
+        inputs: The paths of its inputs, by name.
+        count: How many experts there are.
+        experts: By the address of a parameter, the expert that it belongs to; `None` if it holds those of all.
+    """
+
+    name: str
+    target: Target
+    inputs: dict[str, str]
+    count: int
+    experts: dict[int, tuple[Tensor, int | None]]
+
+    @classmethod
+    def of(cls, pg: PatchableGraph, start: str, name: str) -> _Mixture:
+        root = captured(pg).root
+        norm = _norm_before(pg, name)
+        target = resolve(root, name if norm is None else norm.given.path)
+        frame = target.frame
+        given = {node.base_name: node for node in frame.nodes if node.kind == "input"}
+        used = {key: node for key, node in given.items() if node.spec != ScalarSpec(None)}
+        are_tensors = all(isinstance(node.spec, TensorSpec) for node in used.values() if not _is_empty(node.spec))
+        if target.node.kind != "output" or not are_tensors:
+            raise ExperimentError(
+                f"{name!r}: the experts are not in a module that takes tensors and returns this, so that it could be "
+                "run again for their neurons; use by='layer'"
+            )
+        inputs = {
+            key: format_path((*frame.path, key)) for key, node in used.items() if isinstance(node.spec, TensorSpec)
+        }
+        count = component(pg, f"{start}router").shape[-1]
+        experts: dict[int, tuple[Tensor, int | None]] = {}
+        for number in range(count):
+            if (expert := pg.components.get(f"{start}experts[{number}].out")) is not None:
+                for parameter in resolve(root, expert.name).frame.module.parameters():
+                    experts[parameter.data_ptr()] = parameter, number
+        if not experts:
+            whole = (each for each in frame.module.parameters() if each.ndim == 3 and len(each) == count)
+            experts = {each.untyped_storage().data_ptr(): (each, None) for each in whole}
+        return cls(name, target, inputs, count, experts)
+
+    def rerun(self, recorded: Mapping[str, Tensor], factor: float) -> _NeuronRun:
+        """Runs it on its recorded inputs, with all neurons times a factor."""
+        run = _NeuronRun(self, factor)
+        with torch.enable_grad(), run:
+            run.output = self.target.frame.module(**{key: recorded[path] for key, path in self.inputs.items()})
+        for key in self.target.dig:
+            run.output = take(run.output, key)
+        return run
+
+
+class _NeuronRun(TorchFunctionMode):
+    """A run of a mixture of experts, cut where linear maps of experts read something.
+
+    So its output depends on what the last linear maps of experts read only: the neurons.
+
+    Attributes:
+        output: What the module returned.
+    """
+
+    output: Any
+
+    def __init__(self, mixture: _Mixture, factor: float) -> None:
+        super().__init__()
+        self._mixture, self._factor = mixture, factor
+        self._chosen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._read: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if raw_name(func) == "__getitem__" and self._expert_of(args[0]) is not None and isinstance(args[1], Tensor):
+            result = func(*args, **kwargs)
+            if args[1].ndim == 1:  # a weight for each row
+                self._chosen[id(result)] = result, args[1]
+            return result
+        if raw_name(func) not in _LINEAR_MAPS:
+            return func(*args, **kwargs)
+        given = dict(enumerate(args)) | kwargs
+        weights = [key for key, each in given.items() if isinstance(each, Tensor) and self._expert_of(each) is not None]
+        factors = [key for key, each in given.items() if isinstance(each, Tensor) and each.is_floating_point()]
+        if not weights:
+            return func(*args, **kwargs)
+        key = next(key for key in factors if key not in weights)
+        read = given[key].detach() * self._factor
+        read.requires_grad_()
+        self._read.append((read, self._experts_of_rows(given[weights[0]], read, given)))
+        given[key] = read
+        return func(*(given[n] for n in range(len(args))), **{name: given[name] for name in kwargs})
+
+    def _expert_of(self, weight: Any) -> tuple[Tensor, int | None] | None:
+        if not isinstance(weight, Tensor) or weight.ndim < 2:
+            return None
+        if id(weight) in self._chosen:
+            return self._chosen[id(weight)][0], None
+        return self._mixture.experts.get(weight.untyped_storage().data_ptr())
+
+    def _experts_of_rows(self, weight: Tensor, read: Tensor, given: Mapping[Any, Any]) -> Tensor:
+        """Returns the expert that each row goes to."""
+        if id(weight) in self._chosen:
+            return self._chosen[id(weight)][1].expand(len(read))
+        found = self._expert_of(weight)
+        assert found is not None
+        parameter, number = found
+        rows = read.shape[:-1].numel()
+        if number is None and weight.ndim == 3:
+            offsets = given.get("offs", given.get(2))
+            if not isinstance(offsets, Tensor):
+                raise ExperimentError(
+                    f"{self._mixture.name!r}: it is not known which rows go to which expert; use by='layer'"
+                )
+            return torch.searchsorted(offsets.long(), torch.arange(rows, device=offsets.device), right=True)
+        if number is None:
+            number = (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
+        return torch.full((rows,), number, device=read.device)
+
+    def shares(self, values: Tensor, count: int) -> Tensor:
+        """Returns what each neuron adds to a value of each row of the batch: (experts, neurons, batch)."""
+        leaves = [read for read, _ in self._read]
+        found: list[Tensor] = []
+        for value in values:
+            gradients: Sequence[Tensor | None] = (
+                torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True) if value.requires_grad else ()
+            )
+            own = [
+                ((read * gradient).double().reshape(len(experts), -1), experts)
+                for (read, experts), gradient in zip(self._read, gradients, strict=False)
+                if gradient is not None
+            ]
+            if not own:
+                raise ExperimentError(
+                    f"{self._mixture.name!r}: no linear map with the weights of an expert was seen; use by='layer'"
+                )
+            total = values.new_zeros(count, max(each.shape[-1] for each, _ in own))
+            for each, experts in own:
+                total.index_add_(0, experts.long(), each.to(total.dtype))
+            found.append(total)
+        return torch.stack(found, -1)
+
+
+_LINEAR_MAPS = frozenset("linear matmul mm bmm addmm baddbmm grouped_mm _grouped_mm grouped_mm_fallback".split())
+
+
+def _is_empty(spec: Any) -> bool:
+    return isinstance(spec, ContainerSpec) and not spec.children

@@ -154,7 +154,7 @@ class Readouts:
         self._made_for = self._fingerprint()
         self._runners: dict[frozenset[str], CellRunner] = {}
         self._clean: dict[str, ReadStates] = {}
-        states, logits, _ = self._run([self._last.name], {})
+        states, logits, _ = self._run([self._last.name], {}, self._metric)
         if len(logits) != states[self._last.name].shape[self._last.axes.index("position")]:
             raise ExperimentError(
                 f"the model returned logits for {len(logits)} positions only: give inputs for which it returns all"
@@ -222,7 +222,7 @@ class Readouts:
     ) -> ReadStates:
         names, layers = self.names(stream)
         with collected_warnings() as remarks:
-            states, _, later = self._run([*names, self._last.name], patches)
+            states, output, later = self._run([*names, self._last.name], patches, self._read_logits)
         wrong = next((name for name in names if states[name].shape != states[self._last.name].shape), None)
         if wrong is not None:
             raise ExperimentError(
@@ -230,14 +230,16 @@ class Readouts:
                 f"{tuple(states[self._last.name].shape)}: it cannot be read as a state of the stream"
             )
         same = {n: known[n][1] for n in names if n in known and not later and torch.equal(known[n][0], states[n])}
+        if self._last.name in names:
+            same[self._last.name] = Readout.of(output)  # the model itself has read it
         changed = [name for name in names if name not in same]
         found = same | dict(zip(changed, self._readouts([states[name] for name in changed], later), strict=True))
         return ReadStates(names, layers, [states[n] for n in names], [found[n] for n in names], remarks)
 
     def _run(
-        self, names: Sequence[str], patches: Mapping[str, Sequence[Patch[Any]]]
+        self, names: Sequence[str], patches: Mapping[str, Sequence[Patch[Any]]], metric: Callable[[Any], Tensor]
     ) -> tuple[Mapping[str, Tensor], Any, dict[str, Sequence[Patch[Any]]]]:
-        """Returns the values of components, the logits of the row, and the patches that act after the last layer."""
+        """Returns the values of components, the metric of the output, and the patches that act after the last layer."""
         tree = FrameTree()
         marks = {path: Mark(tree=tree) for path in patches}
         last = Mark(tree=tree)
@@ -245,7 +247,7 @@ class Readouts:
         # In one context: a patch on a part of a splice needs the splice beside it.
         marked: PatchMap = {path: [*given, marks[path]] for path, given in patches.items()}
         with afterwards(state.restore), self._pg.patch(marked), self._pg.patch({self._last.path: last}):
-            run = record(self._pg, self._inputs, names, self._metric)
+            run = record(self._pg, self._inputs, names, metric)
         later = {path: patches[path] for path, mark in marks.items() if last.occurred < mark.occurred < NEVER}
         return run.values, run.measurement.values, later
 

@@ -26,9 +26,11 @@ class TreeContext(RequestContext):
 
     Attributes:
         skeleton: Returns the rows that the front end shows.
+        name_components: Sends the components, as the trait `components`.
     """
 
     skeleton: Callable[[], Skeleton]
+    name_components: Callable[[], None] = lambda: None
 
 
 def _details(context: TreeContext, payload: Payload) -> Answer:
@@ -36,7 +38,8 @@ def _details(context: TreeContext, payload: Payload) -> Answer:
 
 
 def _components(context: TreeContext, _: Payload) -> Answer:
-    return {"components": context.skeleton().components()}, []
+    context.name_components()
+    return {}, []
 
 
 def _activation(context: TreeContext, payload: Payload) -> Answer:

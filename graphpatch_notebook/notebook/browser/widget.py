@@ -6,8 +6,11 @@ front end  -- requests ---------------------------------->  `request_handlers`, 
 
 from __future__ import annotations
 
+import json
+import os
 import uuid
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -70,6 +73,7 @@ class Browser(LinkedView):
     selected = traitlets.Int().tag(sync=True)
     query = traitlets.Unicode().tag(sync=True)
     shows_sizes = traitlets.Bool().tag(sync=True)
+    components = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     scores = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     scores_name = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
     run = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
@@ -106,7 +110,8 @@ class Browser(LinkedView):
 
     def _made_context(self, workspace: Workspace) -> TreeContext:
         shared = self._shared
-        return TreeContext(self._session, workspace, shared.runs, shared.typed, shared.written, skeleton=self._rows)
+        common = (self._session, workspace, shared.runs, shared.typed, shared.written)
+        return TreeContext(*common, skeleton=self._rows, name_components=lambda: self.renew("components"))
 
     # -- public methods ------------------------------------------------------------------------------------------------
 
@@ -214,6 +219,7 @@ class Browser(LinkedView):
                 self._patch_states.clear()
                 with self.hold_sync():
                     self.expanded, self.selected = None, 0
+                    self.set_trait("components", b"")
                     self.renew("skeleton", "about", "session", "scores", "circuit")
         return skeleton
 
@@ -224,6 +230,8 @@ class Browser(LinkedView):
                 return skeleton.data
             case "session":
                 return session_state(self._session, skeleton.find, self._patch_states)
+            case "components":
+                return zlib.compress(json.dumps(skeleton.components()).encode(), 9)
             case "scores":
                 return packed_scores(self._scores, skeleton) if self._scores else b""
             case "run":
@@ -254,6 +262,19 @@ class Browser(LinkedView):
     def follow_runs(self) -> None:
         """Called when a run starts or ends, or the inputs of runs change."""
         self.renew("run", "about")
+
+    def save_html(self, file: str | os.PathLike[str]) -> None:
+        """Saves the tree as a page of HTML, with the names of the components.
+
+        Args:
+            file: The file to write; it replaces a file of that name.
+
+        Raises:
+            ValueError: The widget is closed.
+        """
+        if self.comm is not None:
+            self.renew("components")
+        super().save_html(file)
 
     # -- display -------------------------------------------------------------------------------------------------------
 

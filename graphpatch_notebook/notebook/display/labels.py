@@ -48,7 +48,8 @@ def dtype_label(dtype: torch.dtype) -> str:
 
 def spec_label(spec: ValueSpec) -> str:
     """Returns a short label of a recorded value: `[1, 128] f32` for a tensor."""
-    return value_label(getattr(spec, "shape", None), getattr(spec, "dtype", None), str(spec))
+    label = value_label(getattr(spec, "shape", None), getattr(spec, "dtype", None), str(spec))
+    return label + getattr(spec, "badge", "")
 
 
 def value_label(shape: Sequence[int] | None, dtype: torch.dtype | None, words: str) -> str:

@@ -62,6 +62,13 @@ _LOOKING = [
         views.lens,
         "Reading the layers",
     ),
+    Command(
+        "generation",
+        "[COUNT] [--tokenizer NAME] [--inputs ARGS]",
+        "shows generated tokens; a click branches at one",
+        views.generation,
+        "Generating",
+    ),
     Command("ls", "[PATH]", "lists the contents of a graph", views.ls, "Listing"),
     Command("find", "[QUERY]", "finds nodes: mul, op:linear, shape:8192, h_*.mlp", views.find, "Searching"),
     Command("code", "PATH", "shows the code of a graph or a node", views.code, "Building code"),
@@ -278,6 +285,14 @@ Default: what the model itself finds most probable at each position.
 """
         + _BROWSER.lstrip("\n"),
         ("lens", "lens 464 --stream mlp"),
+    ),
+    "generation": (
+        """
+COUNT is how many tokens are generated at most. Default: 20.
+--tokenizer NAME  the variable of a tokenizer: tokens are shown as text
+--inputs ARGS     the arguments of generate: "ids, eos_token_id=50256"
+""",
+        ("generation", "generation 5 --tokenizer tokenizer"),
     ),
     "ls": (_PLACE, ("ls", "ls h_0.attn")),
     "find": (_QUERY, ("find mlp op:linear -is:patched", "find shape:[1,*,768] is:output")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.display.tables import Table
     from graphpatch_notebook.notebook.search.search import FoundNodes
     from graphpatch_notebook.notebook.views.attention import AttentionView
+    from graphpatch_notebook.notebook.views.generation import GenerationView
     from graphpatch_notebook.notebook.views.lens import LensView
 
 
@@ -106,40 +107,79 @@ def show(workspace: Workspace, text: str) -> Browser:
     """Returns a browser opened at a path. Without widgets, it displays as the tree below this path."""
     from graphpatch_notebook.notebook.browser.browsing import browser_of
 
-    options, path = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
-    active = workspace.current()
-    place = location_of(_place(workspace, path))
-    tokenizer, typed = _shared_options(active, workspace, options)
-    try:
-        return browser_of(active.graph, workspace, place.path, typed=typed, tokenizer=tokenizer)
-    except (GraphError, TypeError) as problem:
-        raise SessionError(str(problem)) from None
+    asked = _Asked.of(workspace, text)
+    place = location_of(_place(workspace, asked.rest))
+    with _problems_as_messages():
+        return browser_of(asked.graph, workspace, place.path, typed=asked.typed, tokenizer=asked.tokenizer)
 
 
 def attention(workspace: Workspace, text: str) -> AttentionView:
     """Returns the attention view of the active graph."""
     from graphpatch_notebook.notebook.views.attention import attention_of
 
-    options, rest = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
-    refuse_arguments(rest, "attention")
-    active = workspace.current()
-    tokenizer, typed = _shared_options(active, workspace, options)
-    try:
-        return attention_of(active.graph, workspace, typed=typed, tokenizer=tokenizer)
-    except (GraphError, TypeError) as problem:
-        raise SessionError(str(problem)) from None
+    asked = _Asked.of(workspace, text)
+    refuse_arguments(asked.rest, "attention")
+    with _problems_as_messages():
+        return attention_of(asked.graph, workspace, typed=asked.typed, tokenizer=asked.tokenizer)
 
 
 def lens(workspace: Workspace, text: str) -> LensView:
-    """Returns a lens view."""
+    """Returns a lens view of the active graph."""
     from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
 
-    options, target = split_options(_without_note(text), {"--stream": True, "--tokenizer": True, "--inputs": True})
-    active = workspace.current()
-    tokenizer, typed = _shared_options(active, workspace, options)
-    shown = LensOptions(_token(target.strip()), options.get("--stream") or "residual", tokenizer)
+    asked = _Asked.of(workspace, text, "--stream")
+    shown = LensOptions(_token(asked.rest.strip()), asked.options.get("--stream") or "residual", asked.tokenizer)
+    with _problems_as_messages():
+        return lens_of(asked.graph, workspace, None, shown, typed=asked.typed)
+
+
+def generation(workspace: Workspace, text: str) -> GenerationView:
+    """Returns a view of the tokens that the active graph generates."""
+    from graphpatch_notebook.notebook.views.generation import GenerationOptions, generation_of
+
+    asked = _Asked.of(workspace, text)
+    typed = asked.rest.strip()
+    if typed and not typed.isdecimal():
+        raise SessionError(f"COUNT is how many tokens are generated at most, not {typed!r}")
+    shown = GenerationOptions(tokens=asked.tokenizer)
+    if typed:
+        shown = replace(shown, max_new_tokens=int(typed))
+    with _problems_as_messages():
+        return generation_of(asked.graph, workspace, None, shown, typed=asked.typed)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a command that opens a view asks for.
+
+    Attributes:
+        graph: The active graph.
+        options: The options that were typed.
+        rest: The text besides these.
+        tokenizer: The tokenizer; `None` if none was typed.
+        typed: The inputs as Python code; `None` if none were typed.
+    """
+
+    graph: PatchableGraph
+    options: dict[str, str]
+    rest: str
+    tokenizer: Any
+    typed: str | None
+
+    @classmethod
+    def of(cls, workspace: Workspace, text: str, *more: str) -> _Asked:
+        """Returns what a text asks for, which may also have `more` options."""
+        known = dict.fromkeys((*more, "--tokenizer", "--inputs"), True)
+        options, rest = split_options(_without_note(text), known)
+        active = workspace.current()
+        return cls(active.graph, options, rest, *_shared_options(active, workspace, options))
+
+
+@contextmanager
+def _problems_as_messages() -> Iterator[None]:
+    """Shows errors about what was asked for without their traceback."""
     try:
-        return lens_of(active.graph, workspace, None, shown, typed=typed)
+        yield
     except (GraphError, ExperimentError, TypeError) as problem:
         raise SessionError(str(problem)) from None
 

@@ -1,9 +1,14 @@
-"""Makes patches of what is selected: an action of a view, as patches that users could have typed."""
+"""Makes patches of what is selected: an action of a view, as patches that users could have typed.
+
+A position becomes `positions`, which also holds in a generation, at the step that computes it; a slice, only if the
+positions of the value are not known.
+"""
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
@@ -15,23 +20,29 @@ from graphpatch_notebook.notebook.views.selection import Item
 from graphpatch_notebook.patchable_graph import captured
 
 ACTS = ("zero", "mean", "other_run", "steer", "probe")
+_PROMPT = "prefill"
 _POSITIONS = ("position", "query", "key", "token")
 """The axes that the position of an item may be on: the first of these that a value has."""
 
 
-def patches_of(session: Session, act: str, items: list[Item], value: str | None, taken: set[str]) -> list[ChosenPatch]:
+def patches_of(
+    session: Session, act: str, items: list[Item], value: str | None, taken: set[str], steps: str | None = None
+) -> list[ChosenPatch]:
     """Returns a patch for each item.
 
     Args:
         session: The session of the graph.
         act: One of `ACTS`. `mean` replaces by the mean of the same value over the batch and the positions (of a
-            pattern, over the batch), `other_run` by the value in another run, `steer` adds, `probe` keeps the value.
+            pattern, over the batch), in a generation over the prompt; `other_run` by the value in another run; `steer`
+            adds; `probe` keeps the value.
         items: The items.
         value: For `other_run`, the inputs of the other run as Python; for `steer`, what is added; else `None`.
         taken: Names of variables that `probe` must not fill.
+        steps: The steps of a generation in which the patches act; `None` for all.
 
     Raises:
-        SessionError: An item does not name a value, or does not have such a position.
+        SessionError: An item does not name a value, or does not have such a position; or `mean` is asked for in a
+            step that computes one position only.
 
     Example:
         >>> import torch
@@ -42,14 +53,19 @@ def patches_of(session: Session, act: str, items: list[Item], value: str | None,
         >>> pg = PatchableGraph(model, torch.arange(5)[None])
         >>> item = item_of("layers[0].attn.heads[1].pattern", position=4, key=0)
         >>> print(*patches_of(Session(pg), "zero", [item], None, set()))
-        zero layers[0].attn.heads[1].pattern[:, 4, 0]
+        zero layers[0].attn.heads[1].pattern[:, :, 0] --positions 4
     """
     if not items:
         raise SessionError("nothing is selected")
+    if act == "mean" and steps not in (None, "0", _PROMPT):
+        raise SessionError(
+            f"steps {steps} compute one position each, which is its own mean: patch step 0, or replace by a value"
+        )
     found: list[ChosenPatch] = []
     for item in items:
         place = _Place.of(session, item)
         patch = _patch(session, act, place, value, taken | {str(one.name) for one in found})
+        patch = replace(patch, steps=_PROMPT if act == "mean" else steps, positions=place.positions)
         found += [] if patch in found else [patch]
     return found
 
@@ -61,12 +77,14 @@ class _Place:
     Attributes:
         path: The path of the value, or the name of a component.
         axes: What the dimensions of the value are; empty if that is not known.
-        at: By dimension: the selected index.
+        at: By dimension: the selected index, but for the position if it is in `along`.
+        along: The dimension and the index of the position, if that can be given as `positions`.
     """
 
     path: str
     axes: tuple[str, ...]
     at: dict[int, int]
+    along: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, session: Session, item: Item) -> _Place:
@@ -83,6 +101,7 @@ class _Place:
         axes = _axes_of(session, name, () if shape is None else tuple(shape))
         wanted = {"head": ("head",), "position": _POSITIONS, "key": ("key",)}
         at: dict[int, int] = {}
+        along = None
         for word, among in wanted.items():
             if item[word] is None or (word == "head" and ".heads[" in name):
                 continue
@@ -90,14 +109,38 @@ class _Place:
             if dim is None:
                 raise SessionError(f"{name!r} does not have a {word} to select: {', '.join(axes) or 'unknown axes'}")
             at[dim] = item[word]
-        return cls(name, axes, at)
+            if word == "position" and _has_positions(session, name):
+                along = dim, at.pop(dim)
+        return cls(name, axes, at, along)
 
     @property
     def slice(self) -> str | None:
-        """The slice as text; `None` for the whole value."""
-        if not self.at:
-            return None
-        return ", ".join(str(self.at.get(dim, ":")) for dim in range(max(self.at) + 1))
+        """The slice of the patch as text; `None` for the whole value."""
+        return _slice_text(self.at)
+
+    @property
+    def slice_in_value(self) -> str | None:
+        """The slice that takes what is selected out of a value, with all its dimensions of positions."""
+        dim, index = self.along or (0, None)
+        return _slice_text(self.at if index is None else {**self.at, dim: f"{index}:{index + 1}"})
+
+    @property
+    def positions(self) -> str | None:
+        """The positions as text; `None` for all."""
+        return None if self.along is None else str(self.along[1])
+
+
+def _slice_text(at: Mapping[int, int | str]) -> str | None:
+    return ", ".join(str(at.get(dim, ":")) for dim in range(max(at) + 1)) if at else None
+
+
+def _has_positions(session: Session, name: str) -> bool:
+    """Whether patches of a value can have `positions`."""
+    try:
+        session.check(ChosenPatch(name, "zero", positions="0", any_shape=True))
+    except ChosenPatchError:
+        return False
+    return True
 
 
 def _axes_of(session: Session, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -118,7 +161,7 @@ def _patch(session: Session, act: str, place: _Place, value: str | None, taken: 
             return ChosenPatch(path, "add", slice=part, value=_typed(value))
         case "other_run":
             run = f"{session.origin.graph}.record({path!r}, {_inputs(value)})[{path!r}]"
-            value = run if part is None else f"{run}[{part}]"
+            value = run if place.slice_in_value is None else f"{run}[{place.slice_in_value}]"
             return ChosenPatch(path, "replace", slice=part, value=value)
         case "mean":
             return ChosenPatch(path, "custom", value=_mean(place))
@@ -149,7 +192,7 @@ def _mean(place: _Place) -> str:
     axes = place.axes
     is_pattern = {"query", "key"} <= {*axes}
     over = [dim for dim, axis in enumerate(axes) if axis == "batch" or (axis in _POSITIONS and not is_pattern)]
-    is_weight = is_pattern and any(axes[dim] != "head" for dim in place.at)
+    is_weight = is_pattern and (place.along is not None or any(axes[dim] != "head" for dim in place.at))
     if not over or is_weight:
         raise SessionError(
             f"{place.path!r} does not have a mean over the batch and the positions"

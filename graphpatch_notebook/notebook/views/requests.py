@@ -265,9 +265,8 @@ def _edit(context: RequestContext, payload: Payload) -> Answer:
 
 def _acts(context: RequestContext, edit: Payload) -> list[ChosenPatch]:
     items, taken = edit.items("items"), context.workspace.results.names_of_others()
-    made = patches_of(context.session, edit.text("act"), items, edit.text_or_none("value"), taken)
-    steps = edit.text_or_none("steps")
-    return [replace(patch, steps=steps) for patch in made]
+    act, value, steps = edit.text("act"), edit.text_or_none("value"), edit.text_or_none("steps")
+    return patches_of(context.session, act, items, value, taken, steps)
 
 
 def _change(context: RequestContext, edit: Payload, version: int) -> None:

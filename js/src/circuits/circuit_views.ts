@@ -3,6 +3,7 @@ import type { CircuitNode, CircuitTraits } from "../kernel/protocol";
 import { element } from "../page/dom";
 import type { TreeState } from "../tree/tree_state";
 import type { Model, Part, View } from "../view";
+import { itemOf } from "../views/selection";
 import { CircuitFigure } from "./circuit_figure";
 
 export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: () => void) => void): HTMLElement {
@@ -24,19 +25,21 @@ export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: ()
   return figure.element;
 }
 
-/** A node that is pinned is the selected row of the tree, and can be patched. */
+/** A node that is pinned is the selected row of the tree, at its position if it has one, and can be patched. */
 export function makeCircuitPanel(view: View, state: TreeState): Part {
   const panel = element("div", { class: "gp-circuit-panel" });
   let figure: CircuitFigure | null = null;
   const actions = (node: CircuitNode) => {
     if (node.row < 0) return [];
     const patch = element("button", { type: "button", class: "gp-button gp-primary" }, "Patch …");
-    patch.addEventListener("click", () => view.editPatch({ row: node.row, component: node.name }, patch));
+    const positions = node.position === null ? "" : String(node.position);
+    patch.addEventListener("click", () => view.editPatch({ row: node.row, component: node.name, positions }, patch));
     return [patch];
   };
   const mark = () => {
     const patched = view.model.get("session").patches.map(({ path }) => path);
     figure?.mark(state.activeRow, new Set(patched));
+    figure?.fade((name) => !view.filter.leaves(itemOf(name)));
   };
   const show = () => {
     const circuit = view.model.get("circuit") ?? null;
@@ -47,7 +50,9 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
     figure = new CircuitFigure(circuit, {
       onPin: (pinned) => {
         const node = pinned?.[0] === "node" ? circuit.nodes[pinned[1]] : undefined;
-        if (node !== undefined && node.row >= 0) view.reveal(node.row);
+        if (node === undefined || node.row < 0) return;
+        view.reveal(node.row);
+        if (node.position !== null) view.selection.set([itemOf(node.name, { position: node.position })]);
       },
       actions,
     });
@@ -59,6 +64,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
   view.onRemove(() => view.model.off("change:circuit", show));
   view.onRemove(() => view.model.off("change:session", mark));
   view.onRemove(state.onChange(mark));
+  view.onRemove(view.filter.onChange(mark));
   show();
   return { element: panel };
 }

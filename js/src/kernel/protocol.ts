@@ -96,6 +96,8 @@ export interface Traits extends LinkedTraits {
   query: string;
   /** Whether rows with only sizes, and hidden rows, are shown. */
   shows_sizes: boolean;
+  /** Deflated JSON of `Component[]`, layer by layer. Empty: not asked for yet. */
+  components: DataView;
   /** A float32 per row, little-endian; NaN without a score. Empty: no scores. */
   scores: DataView;
   scores_name: string;
@@ -246,6 +248,10 @@ export interface CircuitPicture {
   nodes: CircuitNode[];
   /** The strongest first. */
   edges: CircuitEdge[];
+  /** The positions, of edges that have some: their token, and their center. */
+  columns: { label: string; x: number }[];
+  /** Lines from where a component reads to the later positions at which it writes. */
+  links: string[];
   /** How many edges are shown at first. */
   first: number;
   /** `40 of 1,230 edges, faithfulness 0.91`. */
@@ -275,12 +281,15 @@ export interface CircuitNode {
   ports: [name: string, x: number][];
   /** The row in the skeleton; -1 without a tree, or if there is none. */
   row: number;
+  /** In the sequence; `null`: all of them. */
+  position: number | null;
 }
 
 export interface CircuitEdge {
   sender: string;
   receiver: string;
   score: number;
+  position: number | null;
   /** The node where it begins, and those where it ends: several, if heads share the keys or values there. */
   from: number;
   to: number[];
@@ -614,8 +623,8 @@ export interface Requests {
   /** `number`: the patch that is being changed, if it is one. */
   check: { payload: { patch: PatchFields; number: number | null }; result: Checked };
   details: { payload: { row: number }; result: Details };
-  /** The components of the model, layer by layer. Finding them takes a while, so they are asked for after the tree is shown. */
-  components: { payload: Record<string, never>; result: { components: Component[] } };
+  /** Finds the components, which takes a while, so that they are asked for after the tree is shown; the trait has them. */
+  components: { payload: Record<string, never>; result: Record<string, never> };
   /** `inputs`: arguments of the call as Python; `null`: the example inputs. */
   run: { payload: { inputs: string | null }; result: RunStatus };
   run_status: { payload: { id: number }; result: RunStatus };

@@ -11,6 +11,7 @@ import {
   colourOf,
   cssColour,
   cssGradient,
+  fade,
   isLight,
   MISSING,
   MISSING_STRIPE,
@@ -59,6 +60,8 @@ export interface ResultOptions {
   endText?(value: number): string;
   /** Called when a cell is pointed at, and with `null` when none is any more. */
   point?(cell: Cell | null): void;
+  /** Whether a filter leaves a cell; the others are faint. */
+  isLeft?(row: number, column: number): boolean;
   /** The color of a cell that several values make, instead of that on the scale; with its legend. */
   mixed?: { colour(index: number): Rgb; legend: HTMLElement };
   /** About how large the cells get together. */
@@ -108,6 +111,7 @@ export function drawPlane(
   plane: Plane,
   colourAt: (value: number, index: number) => Rgb | null,
   cell: CellSize,
+  isLeft: (index: number) => boolean = () => true,
 ): void {
   canvas.width = plane.columns * cell.width;
   canvas.height = plane.rows * cell.height;
@@ -123,6 +127,7 @@ export function drawPlane(
     if (rgb === null) missing.push(index);
     else pixels.data.set(rgb, 4 * index);
     pixels.data[4 * index + 3] = 255;
+    if (!isLeft(index)) fade(pixels, index, 1);
   });
   image.getContext("2d")?.putImageData(pixels, 0, 0);
   context.imageSmoothingEnabled = false;
@@ -296,12 +301,18 @@ export class HeatmapFigure {
     return notes.map((note) => element("p", { class: "gp-note" }, note));
   }
 
-  private draw(): void {
+  private isLeft(index: number): boolean {
+    const { columns } = this.plane;
+    return this.options.result?.isLeft?.(Math.floor(index / columns), index % columns) ?? true;
+  }
+
+  /** Draws again, as when a filter has changed. */
+  draw(): void {
     const given = this.options.result?.scale;
     const scale = given ?? (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
     const mixed = this.options.result?.mixed;
     const colourAt = (value: number, index: number) => mixed?.colour(index) ?? colourOf(value, scale);
-    drawPlane(this.canvas, this.plane, colourAt, this.cell);
+    drawPlane(this.canvas, this.plane, colourAt, this.cell, (index) => this.isLeft(index));
     this.write(scale);
     this.legend.replaceChildren(...this.legendParts(scale));
   }
@@ -320,6 +331,7 @@ export class HeatmapFigure {
     const room = width - 6 * this.ratio;
     values.forEach((value, index) => {
       const [row, column] = [Math.floor(index / columns), index % columns];
+      if (!this.isLeft(index)) return;
       context.fillStyle = isLight(colourOf(value, scale) ?? MISSING) ? "#000" : "#fff";
       context.fillText(fitted(context, cellText(row, column), room), (column + 0.5) * width, (row + 0.5) * height);
     });

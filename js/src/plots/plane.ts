@@ -50,6 +50,14 @@ export function colour(value: number, map: ColourMap): Rgb {
   return [mix(0), mix(1), mix(2)];
 }
 
+/** Of 255: how much of a color is left of what is faint. */
+const FAINT = 40;
+
+/** Makes pixels faint: those of what a filter takes out. */
+export function fade(pixels: ImageData, from = 0, count = pixels.data.length / 4): void {
+  for (let pixel = from; pixel < from + count; pixel++) pixels.data[4 * pixel + 3] = FAINT;
+}
+
 /** Whether black is easier to read on a colour than white. */
 export function isLight([red, green, blue]: Rgb): boolean {
   const [r = 0, g = 0, b = 0] = [red, green, blue].map((part) => (part / 255) ** 2.2);

@@ -2,10 +2,11 @@
 
 import { GONE, SAVED, watchLife } from "../kernel/kernel_life";
 import type { Heatmap, HeatmapTraits, Item, LinkedTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { element, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
 import type { Model } from "../view";
 import { Selection } from "../views/selection";
+import { makeFilterNote, SharedFilter } from "../views/shared_filter";
 import { HeatmapFigure, type Place, type ResultOptions } from "./heatmap";
 import type { AxisLabels } from "./heatmap_frame";
 import { readPlane } from "./plane";
@@ -73,6 +74,7 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     columnLabels: labelsOf(columns),
     describe: (row, column) => describeCell(result, row, column),
     choose,
+    ...(linked && { isLeft: linked.isLeft }),
   };
   const heatmap = asHeatmap(result);
   const figure = new HeatmapFigure(heatmap, readPlane(heatmap, [values]), {
@@ -85,7 +87,10 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     if (String(cell) !== String(model.get("cell"))) model.set("cell", cell);
     showCell();
   };
-  if (linked !== null) onRemove(linked.selection.onChange(follow));
+  if (linked !== null) {
+    onRemove(linked.selection.onChange(follow));
+    onRemove(linked.filter.onChange(() => figure.draw()));
+  }
   model.on("change:cell", showCell);
   onRemove(() => model.off("change:cell", showCell));
   showCell();
@@ -94,6 +99,8 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     "section",
     { class: "gp-result gp-stack", "aria-label": "Heatmap" },
     heading,
+    linked && makeLeast(linked, result, values),
+    linked && makeFilterNote(linked.filter, onRemove),
     figure.element,
     selection,
     warning,
@@ -111,6 +118,7 @@ function linkedOf(model: Model<HeatmapTraits>, onRemove: (undo: () => void) => v
   if (items === undefined || (items.rows === null && items.columns === null)) return null;
   const plain = model as unknown as Model<Pick<LinkedTraits, "group" | "selection">>;
   const selection = new Selection(plain, onRemove);
+  const filter = new SharedFilter(plain, onRemove);
   const itemOf = (row: number, column: number): Item => {
     const parts = [items.rows?.[row], items.columns?.[column]].filter((part) => part !== undefined);
     const of = <K extends keyof Item>(key: K) => parts.find((part) => part[key] !== null)?.[key] ?? null;
@@ -125,9 +133,45 @@ function linkedOf(model: Model<HeatmapTraits>, onRemove: (undo: () => void) => v
     });
   return {
     selection,
+    filter,
+    itemOf,
+    isLeft: (row: number, column: number) => filter.leaves(itemOf(row, column)),
     places,
     click: (row: number, column: number, isMore: boolean) => selection.click(itemOf(row, column), isMore),
   };
+}
+
+/** A field for the least size of a score: what is smaller is faint here, and in all views of the graph. */
+function makeLeast(
+  { filter, itemOf }: NonNullable<ReturnType<typeof linkedOf>>,
+  { columns, name, rows }: ResultHeatmap,
+  values: DataView,
+): HTMLElement {
+  const field = element("input", {
+    class: "gp-field gp-least",
+    inputmode: "decimal",
+    placeholder: "all",
+    "aria-label": `Least size of ${name}`,
+  });
+  const choose = () => {
+    const typed = field.value.trim();
+    const least = Number(typed);
+    setAttribute(field, "aria-invalid", Number.isNaN(least));
+    if (typed === "" || Number.isNaN(least)) return filter.set(null);
+    const items: Item[] = [];
+    for (const row of rows.values.keys()) {
+      for (const column of columns.values.keys()) {
+        const value = values.getFloat32(4 * (row * columns.values.length + column), true);
+        if (Math.abs(value) >= least) items.push(itemOf(row, column));
+      }
+    }
+    filter.set({ items, words: `|${name}| ≥ ${formatNumber(least)}` });
+  };
+  field.addEventListener("change", choose);
+  filter.onChange(() => {
+    if (filter.left === null || filter.isOfOther) field.value = "";
+  });
+  return element("label", { class: "gp-check" }, `Only |${name}| ≥`, field);
 }
 
 /** The row or column that an item means: that of its name, else that of its layer and head, or of its position. */

@@ -107,6 +107,12 @@ export class Scores {
     return rows.filter((row) => (this.place[row] ?? Number.NaN) < filter.count);
   }
 
+  /** A filter in words. */
+  wordsOf(filter: ScoreFilter): string {
+    if ("count" in filter) return `the ${filter.count} ${this.isBySize ? "largest" : "highest"} of ${this.name}`;
+    return this.isBySize ? `|${this.name}| ≥ ${scoreText(filter.least)}` : `${this.name} ≥ ${scoreText(filter.least)}`;
+  }
+
   /** Siblings in order: those with the strongest in them first, those without scores last, else as they came up. */
   readonly order = (a: number, b: number): number => {
     const [first, second] = [this.best[a] ?? Number.NaN, this.best[b] ?? Number.NaN];

@@ -55,6 +55,8 @@ export class TreeState {
   /** Whether the lines are layers and their components, instead of graphs and their nodes. */
   isByComponent = false;
   scores: Scores | null = null;
+  /** The rows that the filter of another view leaves; `null`: all. */
+  private left: readonly number[] | null = null;
   isSorted = false;
   filter: ScoreFilter | null = null;
   patched: PatchedRows;
@@ -315,6 +317,15 @@ export class TreeState {
     });
   }
 
+  /** Shows only rows that the filter of another view leaves; `null`: there is none. */
+  setLeft(rows: readonly number[] | null): void {
+    if (rows === this.left) return;
+    this.changed(() => {
+      this.left = rows;
+      this.closedFound.clear();
+    });
+  }
+
   /** Takes the scores out of this view, until others come. */
   clearScores(): void {
     this.changed(() => {
@@ -331,7 +342,7 @@ export class TreeState {
   }
 
   private get isFiltered(): boolean {
-    return this.found.matches !== null || this.filter !== null;
+    return this.found.matches !== null || this.filter !== null || this.left !== null;
   }
 
   private get folding(): Folding | null {
@@ -350,8 +361,8 @@ export class TreeState {
 
   private kept(): Uint8Array | null {
     const { filter, found, scores, skeleton } = this;
-    if (!filter || !scores) return found.matches && withAncestors(skeleton, found.matches);
-    const passing = scores.passing(filter);
+    const passing = filter && scores ? scores.passing(filter) : this.left;
+    if (!passing) return found.matches && withAncestors(skeleton, found.matches);
     return withAncestors(skeleton, found.matches ? passing.filter((row) => found.has(row)) : passing);
   }
 

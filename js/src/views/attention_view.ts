@@ -13,6 +13,7 @@ import { makeActions } from "./actions";
 import { type Mode, type Pattern, Patterns, type Place } from "./attention_data";
 import { type MakeView, makePatchStrip, showSent } from "./linked_view";
 import { itemOf } from "./selection";
+import { makeFilterNote } from "./shared_filter";
 import { Thumbnails } from "./thumbnails";
 import { TokenStrips } from "./token_strips";
 import { makeUpdates } from "./updates";
@@ -106,6 +107,7 @@ class AttentionView implements Part {
       makePatchStrip(view).element,
       updates.element,
       this.status,
+      makeFilterNote(view.filter, view.onRemove),
       element("div", { class: "gp-attention-body" }, this.thumbnails.element, this.side),
     );
     this.listen();
@@ -121,6 +123,7 @@ class AttentionView implements Part {
     });
     observer.observe(view.root);
     view.onRemove(() => observer.disconnect());
+    view.onRemove(view.filter.onChange(() => this.drawThumbnails()));
     view.onRemove(
       view.selection.onChange(() => {
         this.drawLarge();
@@ -277,7 +280,12 @@ class AttentionView implements Part {
       }
     }
     this.limit = limit;
-    this.thumbnails.draw(patterns, isBeside ? Math.min(620, width / 2) : width, { patternOf, map: this.map, limit });
+    this.thumbnails.draw(patterns, isBeside ? Math.min(620, width / 2) : width, {
+      patternOf,
+      map: this.map,
+      limit,
+      isLeft: (place) => this.view.filter.leaves(this.headItem(place)),
+    });
     this.mark();
   }
 

@@ -10,6 +10,7 @@ import { makeActions } from "./actions";
 import { type LensRuns, type Readouts, readLens } from "./lens_data";
 import { labelled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
 import { itemOf } from "./selection";
+import { makeFilterNote } from "./shared_filter";
 import { makeUpdates } from "./updates";
 
 /** What the colour of a cell is. */
@@ -82,6 +83,7 @@ class LensView implements Part {
       "section",
       { class: "gp-result gp-stack gp-lens", "aria-label": "Logit lens" },
       bar,
+      makeFilterNote(view.filter, view.onRemove),
       this.figures,
       this.remarks.element,
       actions.element,
@@ -93,6 +95,10 @@ class LensView implements Part {
       this.draw();
     };
     view.onRemove(view.selection.onChange(follow));
+    const filtered = () => {
+      for (const figure of this.drawn) figure.draw();
+    };
+    view.onRemove(view.filter.onChange(filtered));
     view.model.on("change:stream", redraw);
     view.onRemove(() => view.model.off("change:stream", redraw));
     const offer = () => {
@@ -245,6 +251,7 @@ class LensView implements Part {
       valueText: (row, column) => this.reading(kind, row, column),
       ...(isRank && !isDifference ? { endText: (value) => `rank ${formatNumber(Math.round(10 ** -value - 1))}` } : {}),
       point: (cell) => this.point(KINDS.indexOf(kind), cell),
+      isLeft: (row, column) => this.isLeft(row, column),
     };
   }
 
@@ -309,6 +316,12 @@ class LensView implements Part {
   private item(row: number, column: number): Item {
     const { name, layer } = this.rows[this.rows.length - 1 - row] ?? { name: null, layer: null };
     return itemOf(name, { layer, position: column });
+  }
+
+  /** Scores of heads and MLPs filter the layers that they are in. */
+  private isLeft(row: number, column: number): boolean {
+    const item = this.item(row, column);
+    return this.view.filter.leaves(item.layer === null ? item : { ...item, name: null });
   }
 
   private follow(): void {

@@ -7,6 +7,7 @@ import { formatPercent } from "../page/numbers";
 import { describe, tryEdit } from "../patches/edits";
 import type { Linked, Model, Part } from "../view";
 import { Selection } from "./selection";
+import { SharedFilter } from "./shared_filter";
 
 /** Connects a view; its notices are a part of it, to be put above it. */
 export function link<T extends LinkedTraits>(
@@ -22,6 +23,7 @@ export function link<T extends LinkedTraits>(
     kernel,
     notices: makeNotices(kernel, onRemove),
     selection: new Selection(plain, onRemove),
+    filter: new SharedFilter(plain, onRemove),
     onRemove,
   };
 }

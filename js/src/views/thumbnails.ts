@@ -1,6 +1,6 @@
 /** All heads as small pictures on one canvas, a row for each layer: the pointer previews a head, a click selects it. */
 import { element, replaceChildren, setAttribute } from "../page/dom";
-import { type ColourMap, colour, type Rgb } from "../plots/plane";
+import { type ColourMap, colour, fade, type Rgb } from "../plots/plane";
 import type { Pattern, Patterns, Place } from "./attention_data";
 
 export interface ThumbnailOptions {
@@ -9,6 +9,16 @@ export interface ThumbnailOptions {
   choose(place: Place, isMore: boolean): void;
   /** What a head is called when it is read out. */
   describe(place: Place): string;
+}
+
+/** How heads are drawn. */
+export interface Drawing {
+  patternOf(place: Place): Pattern;
+  map: ColourMap;
+  /** Which number has the last color; `null`: about the largest of each head. */
+  limit: number | null;
+  /** Whether a filter leaves a head; the others are faint. */
+  isLeft(place: Place): boolean;
 }
 
 const GAP = 3;
@@ -65,12 +75,8 @@ export class Thumbnails {
     this.field.addEventListener("keydown", (event) => this.onKey(event));
   }
 
-  /** Draws all heads, for a width in CSS pixels. `limit`: which number has the last color; `null`: about the largest of each head. */
-  draw(
-    patterns: Patterns,
-    width: number,
-    { patternOf, map, limit }: { patternOf(place: Place): Pattern; map: ColourMap; limit: number | null },
-  ): void {
+  /** Draws all heads, for a width in CSS pixels. */
+  draw(patterns: Patterns, width: number, { patternOf, map, limit, isLeft }: Drawing): void {
     this.patterns = patterns;
     const { layers } = patterns.about;
     this.heads = Math.max(...layers.map(({ heads }) => heads));
@@ -90,6 +96,7 @@ export class Thumbnails {
     for (const [layer, { heads }] of layers.entries()) {
       for (let head = 0; head < heads; head++) {
         const image = drawn(patternOf({ layer, head }), side, map, limit);
+        if (!isLeft({ layer, head })) fade(image);
         context.putImageData(image, Math.round(head * step * this.ratio), Math.round(layer * step * this.ratio));
       }
     }

@@ -1,8 +1,45 @@
 /** Joins the tree to the selection: the row of what is selected elsewhere is revealed, and a row that is selected is an item. */
+import type { Component } from "../kernel/protocol";
 import { rowsMeant } from "../tree/component_names";
+import type { ScoreFilter } from "../tree/scores";
 import type { TreeState } from "../tree/tree_state";
 import type { View } from "../view";
 import { itemOf } from "./selection";
+
+/** Joins the tree to the filter: that of its scores is shared, and that of another view leaves its rows. */
+export function joinFilter(view: View, state: TreeState): void {
+  const { filter, skeleton } = view;
+  let shared: [ScoreFilter | null, unknown] = [null, null];
+  const lead = () => {
+    const { components, filter: own, scores } = state;
+    if (own === shared[0] && (own === null || components === shared[1])) return;
+    const wasShared = shared[0] !== null;
+    shared = [own, components];
+    if (own === null || scores === null) {
+      if (wasShared && !filter.isOfOther) filter.set(null);
+      return;
+    }
+    const names = (row: number) => components.get(row)?.map(({ name }) => name) ?? [skeleton.path(row)];
+    const items = scores.passing(own).flatMap((row) => names(row).map((name) => itemOf(name)));
+    filter.set({ items, words: scores.wordsOf(own) });
+  };
+  const follow = () => {
+    if (filter.left === null || filter.isOfOther) {
+      shared = [null, null];
+      if (state.filter !== null) state.setFilter(null);
+    }
+    const all = [...state.components.values()].flat();
+    const isLeft = ({ name }: Component) => filter.leaves(itemOf(name));
+    state.setLeft(filter.isOfOther ? all.filter(isLeft).map(({ row }) => row) : null);
+  };
+  view.onRemove(filter.onChange(follow));
+  view.onRemove(
+    state.onChange((change) => {
+      if (change === "lines") lead();
+    }),
+  );
+  if (filter.isOfOther) follow();
+}
 
 export function joinSelection(view: View, state: TreeState): void {
   let isFollowing = false;

@@ -5,7 +5,7 @@ import type { JobStatus, LinkedTraits } from "../kernel/protocol";
 import { element } from "../page/dom";
 import type { Linked, Part } from "../view";
 
-/** A burst of edits is one run. */
+/** At least so long is between two questions: a burst of edits is two runs. */
 const WAIT = 80;
 
 export interface Updates extends Part {
@@ -43,11 +43,18 @@ export function makeUpdates<T extends LinkedTraits>(
     onError: (reason) => say(wordsOf(reason).message, "failed"),
   });
   let timer: ReturnType<typeof setTimeout> | undefined;
+  let last = Number.NEGATIVE_INFINITY;
+  const askNow = () => {
+    last = performance.now();
+    poller.follow(ask());
+  };
   const check = () => {
     clearTimeout(timer);
     if (view.model.get("session").version === shownVersion()) return;
     if (view.kernel.state === "lost") return say("The patches have changed since these numbers were computed.", "done");
-    timer = setTimeout(() => poller.follow(ask()), WAIT);
+    const rest = last + WAIT - performance.now();
+    if (rest <= 0) askNow();
+    else timer = setTimeout(askNow, rest);
   };
   view.model.on("change:session", check);
   view.onRemove(() => {

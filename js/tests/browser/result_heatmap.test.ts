@@ -64,6 +64,11 @@ function pixel(canvas: HTMLCanvasElement, row: number, column: number): number[]
   return [...(canvas.getContext("2d")?.getImageData(x, y, 1, 1).data.slice(0, 3) ?? [])];
 }
 
+function alpha(canvas: HTMLCanvasElement, row: number, column: number): number {
+  const [x, y] = [((column + 0.25) / COLUMNS) * canvas.width, ((row + 0.25) / ROWS) * canvas.height];
+  return canvas.getContext("2d")?.getImageData(Math.floor(x), Math.floor(y), 1, 1).data[3] ?? -1;
+}
+
 test("cells have the colours of the scale that the kernel gave, not of one over the values", async () => {
   const { canvas } = await shown();
   VALUES.forEach((value, index) => {
@@ -391,6 +396,18 @@ test("a heatmap of a graph takes part in its selection", async () => {
   expect(el.querySelector(".gp-heatmap-mark")?.getBoundingClientRect().width).toBe(
     canvas.getBoundingClientRect().width,
   );
+  // Only the last row and cell are as strong as 1.5: the others are faint, here and by the filter of another view.
+  const alphas = () => [0, 1, 2].map((row) => alpha(canvas, row, COLUMNS - 1));
+  expect(alphas()).toEqual([255, 255, 255]);
+  await userEvent.fill(el.querySelector("[aria-label='Least size of score']") as HTMLInputElement, "1.5");
+  await userEvent.keyboard("{Enter}");
+  expect(alphas()).toEqual([40, 40, 255]);
+  const left = { items: [itemOf(null, { layer: 1 })], words: "layer 1" };
+  document.dispatchEvent(new CustomEvent("graphpatch:filter", { detail: { group: "g", left } }));
+  expect(alphas()).toEqual([40, 255, 40]);
+  expect(el.querySelector(".gp-filter-note")?.textContent).toBe("Only layer 1Show all");
+  await userEvent.click(el.querySelector(".gp-filter-note button") as HTMLButtonElement);
+  expect(alphas()).toEqual([255, 255, 255]);
   remove();
   el.remove();
   expect(model.listening).toBe(0);

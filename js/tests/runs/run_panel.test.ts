@@ -61,7 +61,7 @@ describe("a run", () => {
     expect(button("Run").getAttribute("aria-disabled")).toBe("true");
 
     await vi.advanceTimersByTimeAsync(1500);
-    expect(delays.slice(0, 6)).toEqual([30, 60, 120, 240, 300, 300]);
+    expect(delays.slice(0, 6)).toEqual([30, 36, 43, 51, 62, 74]);
     expect(progress()?.hidden).toBe(false);
     expect(progress()?.textContent).toContain("50% · 250 ms");
     expect(panel.querySelector("progress")?.value).toBe(0.5);

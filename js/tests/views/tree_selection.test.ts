@@ -2,7 +2,8 @@ import { afterEach, expect, test, vi } from "vitest";
 import type { Component } from "../../src/kernel/protocol";
 import { TreeState } from "../../src/tree/tree_state";
 import { itemOf } from "../../src/views/selection";
-import { joinSelection } from "../../src/views/tree_selection";
+import { SharedFilter } from "../../src/views/shared_filter";
+import { joinFilter, joinSelection } from "../../src/views/tree_selection";
 import { FakeView } from "../fixtures";
 
 afterEach(() => {
@@ -69,4 +70,42 @@ test("the row of a component selects it by its name", () => {
   state.setComponents([z]);
   state.select(row);
   expect(view.selection.items).toEqual([itemOf("layers[1].attn.z")]);
+});
+
+test("the filter of the tree's scores is that of all views, and the filter of another view leaves its rows", () => {
+  const view = new FakeView();
+  const rows = view.skeleton.length;
+  const [first, second] = ["transformer.h_0", "transformer.h_1"].map(
+    (path) => view.skeleton.find(`${path}.attn`) ?? -1,
+  );
+  const components = [first, second].map((row = -1, layer) => {
+    return { row: row + 1, name: `layers[${layer}].attn.z`, axes: [], shape: [] };
+  });
+  const values = new Float32Array(rows).fill(Number.NaN);
+  values[components[0]?.row ?? 0] = -2;
+  values[components[1]?.row ?? 0] = 1;
+  view.model.set("scores", new DataView(values.buffer));
+  const state = new TreeState(view);
+  joinFilter(view, state);
+  state.setComponents(components);
+  const later = () => new SharedFilter(view.model, () => undefined);
+  const before = later();
+  state.setFilter({ least: 1.5 });
+  for (const other of [before, later()]) {
+    expect(other.left?.words).toBe("|score| ≥ 1.5");
+    expect([0, 1].map((layer) => other.leaves(itemOf(`layers[${layer}].attn.heads[3].z`)))).toEqual([true, false]);
+    expect(other.leaves(itemOf("layers[0].mlp_out"))).toBe(false);
+    expect(other.leaves(itemOf("layers[0].attn_out"))).toBe(true);
+    expect(other.leaves(itemOf(null, { layer: 0, position: 2 }))).toBe(true);
+  }
+  const isThere = () => components.map(({ row }) => state.lines.has(row));
+  before.set({ items: [itemOf(null, { layer: 1, head: 2 })], words: "the head" });
+  expect(state.filter).toBeNull();
+  expect(isThere()).toEqual([false, true]);
+  before.set(null);
+  expect(view.filter.left).toBeNull();
+  state.setFilter({ count: 1 });
+  expect(before.left?.words).toBe("the 1 largest of score");
+  view.remove();
+  expect(before.left).toBeNull();
 });

@@ -174,9 +174,92 @@ def test_logits_that_are_not_such_sums_are_errors() -> None:
         ExperimentError, match="is not a linear map of the stream after the final norm at this position"
     ):
         direct_logit_attribution(pg, pixels, target=1)
+
+
+@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
+def test_neurons_of_experts_as_the_router_weights_them(how: str) -> None:
     pg, ids = captured_model("mixtral")
-    with pytest.raises(ExperimentError, match=r"mlp.post was not found in this model: each expert has its own neurons"):
-        direct_logit_attribution(pg, ids, target=1, by="neuron")
+    model: Any = pg._module
+    model.config._experts_implementation = how
+    pg = PatchableGraph(model, ids)
+    kept: list[tuple[Tensor, ...]] = []
+    handles = [
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args: kept.append(args)) for layer in model.model.layers
+    ]
+    handles.append(model.model.norm.register_forward_pre_hook(lambda _, args: kept.append(args)))
+    with torch.no_grad():
+        logits = model(ids).logits
+    for handle in handles:
+        handle.remove()
+    position = torch.tensor([1, -2])
+    rows, at = torch.arange(2), position % ids.shape[1]
+    parts = direct_logit_attribution(pg, ids, target=5, by="neuron", position=position)
+    total = sum(part.sum([dim for dim in part.dims if dim != "batch"]) for part in parts.values())
+    np.testing.assert_allclose(total, logits[rows, at, 5], atol=1e-4)
+
+    end = kept.pop()[0][rows, at]
+    scale = torch.rsqrt(end.square().mean(-1, keepdim=True) + model.config.rms_norm_eps)
+    direction = scale * model.model.norm.weight * model.lm_head.weight[5]
+    for layer, (stream, chosen, weights) in enumerate(kept):
+        experts = model.model.layers[layer].mlp.experts
+        expected = torch.zeros(4, experts.down_proj.shape[-1], 2)
+        for row, token in enumerate((rows * ids.shape[1] + at).tolist()):
+            for number, weight in zip(chosen[token].tolist(), weights[token], strict=True):
+                gate, up = (experts.gate_up_proj[number] @ stream[token]).chunk(2)
+                neurons = torch.nn.functional.silu(gate) * up
+                expected[number, :, row] = weight * neurons * (direction[row] @ experts.down_proj[number])
+        np.testing.assert_allclose(parts["mlp"][layer], expected.detach(), atol=1e-5)
+    assert float(abs(parts["mlp_bias"]).max()) < 1e-5
+
+
+class Mixing(nn.Module):
+    """Experts that are modules, with biases."""
+
+    def __init__(self, *, norms: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        experts = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3)]
+        self.experts = nn.ModuleList([nn.Sequential(*each, nn.Tanh()) if norms else each for each in experts])
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, column = torch.where(chosen == number)
+            out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, column, None])
+        return out.view_as(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, *, norms: bool) -> None:
+        super().__init__()
+        self.mixing = Mixing(norms=norms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixing(x)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_neurons_of_experts_that_are_modules(norms: bool) -> None:
+    torch.manual_seed(0)
+    layers = [Layer(norms=norms), Layer(norms=norms)]
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Sequential(*layers), nn.LayerNorm(8), nn.Linear(8, 20)).eval()
+    ids = torch.randint(20, (2, 9))
+    pg = PatchableGraph(model, ids)
+    if norms:
+        with pytest.raises(ExperimentError, match="is not the sum over the neurons of its experts"):
+            direct_logit_attribution(pg, ids, target=1, by="neuron")
+        return
+    parts = direct_logit_attribution(pg, ids, target=1, by="neuron")
+    total = sum(part.sum([dim for dim in part.dims if dim != "batch"]) for part in parts.values())
+    np.testing.assert_allclose(total, model(ids)[:, -1, 1].detach(), atol=1e-4)
+    linears: Any = [layers[1].mixing.experts[number][2] for number in range(3)]  # type: ignore[index]
+    with torch.no_grad():
+        for linear in linears:  # biases are in the rest: without them, it is zero
+            linear.bias.zero_()
+    again = direct_logit_attribution(pg, ids, target=1, by="neuron")
+    assert float(abs(parts["mlp_bias"][1]).min()) > 1e-3 > 1e-5 > float(abs(again["mlp_bias"][1]).max())
 
 
 @pytest.mark.parametrize(

@@ -499,6 +499,22 @@ def test_lens(shell: Shell) -> None:
         assert message in shell.refused(f"%graphpatch lens {typed}")
 
 
+def test_generation(shell: Shell) -> None:
+    model, ids = captured_model("llama")
+    shell.namespace.update(llama=model, ids=ids)
+    shown = shell.ok("%graphpatch generation 3 --inputs ids[:1]").value
+    expected = model._module.generate(ids[:1], max_new_tokens=3, do_sample=False)[0, ids.shape[1] :].tolist()
+    texts = shown.generation["tokens"]
+    assert shown.generation["lines"][0]["steps"] == 3
+    assert set(expected) <= set(texts)
+    for typed, message in (
+        ("many", "COUNT is"),
+        ("0 --inputs ids[:1]", "at least 1"),
+        ("--inputs ids.repeat(3, 1)", "one prompt"),
+    ):
+        assert message in shell.refused(f"%graphpatch generation {typed}")
+
+
 def test_ls_and_find(four: Shell) -> None:
     listing = four.ok("%graphpatch ls").value
     assert [child.path for child in listing] == ["x", "up", "hidden", "mul", "down", "output"]

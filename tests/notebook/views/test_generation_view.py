@@ -18,6 +18,7 @@ from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.experiments import show_generation
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
+from graphpatch_notebook.notebook.views.actions import patches_of
 from graphpatch_notebook.notebook.views.generation import GenerationView
 from graphpatch_notebook.notebook.views.selection import item_of
 from tests.components.families import captured_model
@@ -158,6 +159,29 @@ def test_an_action_on_steps_is_a_patch_of_these_steps(view: GenerationView) -> N
     assert "result" in answers[-1]
     (patch,) = view._session.chosen.patches
     assert (patch.kind, patch.steps) == ("zero", "1, 3")
+
+
+def test_an_action_on_a_position_acts_in_the_step_that_computes_it(
+    view: GenerationView, llama: tuple[PatchableGraph, Tensor]
+) -> None:
+    pg, ids = llama
+    session, path = view._session, "model.layers_0.mlp.output"
+    item = item_of("layers[0].mlp_out", position=ids.shape[1] + 2)  # of the third token, computed in step 3
+    session.extend(patches_of(session, "zero", [item], None, set()))
+    assert (session.chosen.patches[0].slice, session.chosen.patches[0].steps) == (None, None)
+    view.update()
+    check(received(view)[1], *by_hand(pg._module, ids, [], zeroed=3))
+    session.clear()
+    session.extend(patches_of(session, "mean", [item_of(path, position=1)], None, set()))
+    view.update()
+    assert view.generation["lines"][1]["name"] == "With the patches"
+    assert not np.array_equal(received(view)[1]["log"], received(view)[0]["log"])
+    with pytest.raises(SessionError, match="its own mean"):
+        patches_of(session, "mean", [item_of(path)], None, set(), "1, 3")
+    session.clear()
+    session.extend(patches_of(session, "mean", [item], None, set()))
+    view.update()
+    assert view.generation["remarks"]
 
 
 def test_what_cannot_be_shown_is_an_error(llama: tuple[PatchableGraph, Tensor], view: GenerationView) -> None:
