@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tests.browser import leaving_out
+from tests.imported import freeze
+from tests.warm_kernels import warm_kernels
 
 # A busy machine is no failure; nothing here is measured in seconds.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -48,6 +50,7 @@ def pytest_collection() -> Iterator[Any]:
         return (yield)
     finally:
         gc.enable()
+        freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -70,6 +73,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def kernels_are_warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What Jupyter starts as a Python kernel has torch and transformers imported already."""
+    with warm_kernels(tmp_path_factory.mktemp("kernels")) as variables, pytest.MonkeyPatch.context() as patched:
+        for name, value in variables.items():
+            patched.setenv(name, value)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -112,6 +112,8 @@ def _with_part(part: str, text: str, stack: str, layers: Numbers | None) -> Comp
     while not is_last:
         step = _STEP.match(part, position)
         if step is None:
+            if re.fullmatch(r"\w+\[.*\[.*\]", part[position:]):
+                raise ValueError(f"not a component name: {text!r} ({_LIST_OF_INDICES})")
             raise ValueError(f"not a component name: {text!r} (unexpected {part[position:]!r}); such are {_EXAMPLES}")
         word, brackets = step.groups()
         inside = None if brackets is None else brackets[1:-1]
@@ -132,6 +134,7 @@ def _with_part(part: str, text: str, stack: str, layers: Numbers | None) -> Comp
 
 
 _OF = {"heads": "z", "experts": "out"}
+_LIST_OF_INDICES = "a slice in a name has integers, slices and ...; for a list of indices, give the patch slice="
 
 
 def _numbers(inside: str, text: str) -> Numbers:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
+from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ComponentWarning, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
@@ -21,7 +22,7 @@ from graphpatch_notebook.execution.splices import inside_splice
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
 from graphpatch_notebook.patches.kinds import Patch, declares, has_plain_fields
-from graphpatch_notebook.paths import is_pattern, nearest
+from graphpatch_notebook.paths import is_pattern, nearest, path_pattern
 from graphpatch_notebook.sharded import Sharding, other_stage, sharding_of
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
@@ -95,6 +96,9 @@ def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:
                 raise
             return [call]
     found = nodes.matching(text)
+    if not found:  # names of components, such as `**.attn.pattern`, where modules are called otherwise
+        wanted = path_pattern(text)
+        found = [name for name in find(nodes.root) if wanted.fullmatch(name)]
     if not found:
         deeper = nodes.matching(f"{text}|**") or nodes.matching(f"**.{text}")
         close = ", ".join(map(repr, deeper[:3] or nearest(text, list(nodes))))

@@ -17,6 +17,7 @@ from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ExperimentError, GraphError, PatchValueError, UnknownPathError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, innermost
+from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped
@@ -215,6 +216,15 @@ def results_of(captured: CapturedModel, text: str) -> dict[str, _Result]:
     return found
 
 
+def _recorded_paths(captured: CapturedModel, pattern: str) -> Mapping[str, _Result | None]:
+    try:
+        return results_of(captured, pattern) or dict.fromkeys(captured.paths_of(pattern))
+    except UnknownPathError:
+        if not is_part_of_splice(captured.root, pattern):
+            raise
+        return {pattern: None}
+
+
 def _check_weights(captured: CapturedModel, paths: Mapping[str, _Result | None]) -> None:
     """Raises an error if the weight that a result is computed with is patched."""
     weights = {memory_of(result.weight): name for name, result in paths.items() if result is not None}
@@ -246,7 +256,7 @@ def record(
     listed = [patterns] if isinstance(patterns, (str, NodePath)) else patterns
     paths: dict[str, _Result | None] = {}
     for pattern in map(str, listed):
-        paths |= results_of(captured, pattern) or dict.fromkeys(captured.paths_of(pattern))
+        paths |= _recorded_paths(captured, pattern)
     if not paths:
         raise UnknownPathError("there is nothing to record: give a path, or a pattern such as 'h_*.output'")
     waiting: set[_Keeping] = set()

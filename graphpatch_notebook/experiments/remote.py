@@ -32,6 +32,7 @@ from graphpatch_notebook.experiments.executors.pickling import packed, sendable,
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
+from graphpatch_notebook.sharded import note_placements
 from graphpatch_notebook.values import mapped
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -83,9 +84,11 @@ def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **exampl
     made, (args, kwargs) = engines.run(
         _build_there, ("the recipe", recipe), ("the inputs", (example_args, example_kwargs))
     )
-    model, options = pickle.loads(made)
+    model, options, placements = pickle.loads(made)
     result = RemoteGraph(model, options, *args, **kwargs)
     result.__dict__["_engines"] = engines
+    note_placements(result.nodes.root, placements)
+    captured(result).renew()
     return result
 
 
@@ -140,6 +143,10 @@ class RemoteGraph(PatchableGraph):
             Exception: What the function raises.
         """
         __tracebackhide__ = True
+        if kwargs.get("executor") is not None:
+            raise ExperimentError(
+                "the model runs in engines already, which run cells and batches in one order: leave executor= out"
+            )
         task = ("the function", function), ("an argument", (args, kwargs))
         return self._there.run(_apply_there, ("a patch", active_patches(self._captured)), *task)
 
@@ -217,7 +224,8 @@ def _build_there(token: str, recipe: Callable[[], Any], inputs: tuple[tuple[Any,
     model = captured(pg)
     examples = model.examples
     given = inputs if examples is None else (examples.args, examples.kwargs)
-    return cloudpickle.dumps((copy_on_meta(model.root), model.options)), mapped(given, _on_cpu)
+    placements = {path: node.placement for path, node in pg.nodes.items() if node.placement}
+    return cloudpickle.dumps((copy_on_meta(model.root), model.options, placements)), mapped(given, _on_cpu)
 
 
 def _call_there(token: str, patches: _Patches, call: tuple[Any, ...], config: Any, is_with_gradients: bool) -> Any:
@@ -284,6 +292,10 @@ class Engines:
         """
         __tracebackhide__ = True
         task = packed([("the task", function), *parts])
+        if lost := [engine for engine in self._ids if engine not in self._client.ids]:
+            raise ExperimentError(
+                f"engine {lost[0]} of the cluster has died: start the cluster and make the graph anew"
+            )
         waiting = {
             engine: self._client[engine].apply_async(_answer, self._token, engine == self._ids[0], task)
             for engine in self._ids

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from graphpatch_notebook.sharded.agreement import Agreement, digest
 from graphpatch_notebook.sharded.placements import Placement
-from graphpatch_notebook.sharded.sharding import Sharding, sharding_of, with_whole_records
+from graphpatch_notebook.sharded.sharding import Sharding, note_placements, sharding_of, with_whole_records
 from graphpatch_notebook.sharded.stages import other_stage, publish_stage
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Placement",
     "Sharding",
     "digest",
+    "note_placements",
     "other_stage",
     "publish_stage",
     "sharding_of",

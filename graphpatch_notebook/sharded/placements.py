@@ -31,6 +31,7 @@ class Placement:
         dim: The dimension along which each process holds a part; `None` if each holds the whole value.
         sizes: The sizes of the parts along it, by rank.
         factor: In how many runs the entries of each part lie: weights that are packed into one are split one by one.
+        own_dim: The dimension along which a `DTensor` is split, which joins itself; `None` for all others.
     """
 
     path: str
@@ -38,9 +39,11 @@ class Placement:
     dim: int | None = None
     sizes: tuple[int, ...] = ()
     factor: int = 1
+    own_dim: int | None = None
 
     def __str__(self) -> str:
-        return "replicated" if self.dim is None else f"split along dimension {self.dim}"
+        dim = self.own_dim if self.dim is None else self.dim
+        return "replicated" if dim is None else f"split along dimension {dim}"
 
     def size_here(self, dim: int) -> int | None:
         """Returns how many entries of a dimension this process holds; `None` if it holds all of them."""

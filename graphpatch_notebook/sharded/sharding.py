@@ -154,6 +154,11 @@ class Sharding:
         node = self._leaves.get(id(target.node))
         return target if node is None else replace(target, node=node)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the processes that run the model."""
+        return bool(self.mesh.get_local_rank() == 0)
+
     def is_leaf(self, target: Target) -> bool:
         """Whether a value is that of a sharded `Linear` or `Embedding`, whose op sees parts only."""
         return id(target.node) in self._leaves
@@ -164,7 +169,10 @@ class Sharding:
             return None
         node = self._leaves.get(id(target.node), target.node)
         found = self._placements.get((id(node), target.dig))
-        return found if isinstance(found, Placement) else Placement(target.path, self.mesh)
+        if isinstance(found, Placement):
+            return found
+        held = getattr(target.frame.module, str(node.target), None) if node.kind in HELD_KINDS else None
+        return Placement(target.path, self.mesh, own_dim=_split_dim(held))
 
     def check_call(self, function: Callable[..., Any], entries: Sequence[Any]) -> None:
         """Checks that all processes call the model, or a method of it, with the same patches.
@@ -205,23 +213,21 @@ class Sharding:
             self._placements[id(target.node), target.dig] = self._placed(target, seen)
         self._refuse_packed(nodes.root)
         self._is_measured = True
-        for node, texts in self._texts(targets).items():
-            node.spec = _with_placements(node.spec, texts)
+        note_placements(nodes.root, {path: self._text(target) for path, target in targets.items()})
 
-    def _texts(self, targets: Mapping[str, Target]) -> dict[Node, dict[tuple[Any, ...], str]]:
-        """Returns how each value is distributed, or why it is refused: by node and keys within it."""
-        found: dict[Node, dict[tuple[Any, ...], str]] = {}
-        for target in targets.values():
-            problem = self.problem(target)
-            text = str(self.placement(target)) if problem is None else f"refused: {problem}"
-            found.setdefault(target.node, {})[target.dig] = text
-        return found
+    def _text(self, target: Target) -> str:
+        """Returns how a value is distributed, or why it is refused."""
+        problem = self.problem(target)
+        return str(self.placement(target)) if problem is None else f"refused: {problem}"
 
     def _placed(self, target: Target, seen: list[Any]) -> Placement | str:
         if any(one is None for one in seen):
             return _NOT_SEEN
         if all(isinstance(one, _Distributed) for one in seen):
-            return Placement(target.path, self.mesh) if seen[0].is_known else f"it is distributed as {seen[0].text}"
+            is_known, dim = seen[0].is_known, seen[0].dim
+            return (
+                Placement(target.path, self.mesh, own_dim=dim) if is_known else f"it is distributed as {seen[0].text}"
+            )
         if any(not isinstance(one, _Seen) for one in seen):
             return Placement(target.path, self.mesh) if _all_equal(seen) else "it differs between the processes"
         whole = target.whole.shape if isinstance(target.whole, TensorSpec) else seen[0].shape
@@ -320,6 +326,16 @@ def _on(spec: ValueSpec, device: torch.device) -> ValueSpec:
     return spec
 
 
+def note_placements(root: Frame, placements: Mapping[str, str]) -> None:
+    """Writes down in the records of a capture how values are distributed, given by path."""
+    by_node: dict[Node, dict[tuple[Any, ...], str]] = {}
+    for path, text in placements.items():
+        target = resolve(root, path)
+        by_node.setdefault(target.node, {})[target.dig] = text
+    for node, texts in by_node.items():
+        node.spec = _with_placements(node.spec, texts)
+
+
 def _with_placements(spec: ValueSpec, texts: Mapping[tuple[Any, ...], str], keys: tuple[Any, ...] = ()) -> ValueSpec:
     """Returns a spec whose tensors say how they are distributed."""
     if isinstance(spec, TensorSpec):
@@ -360,6 +376,7 @@ class _Distributed:
 
     text: str
     is_known: bool
+    dim: int | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -372,13 +389,21 @@ class _Look(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         if is_distributed(original_output):
-            kinds = {type(each).__name__ for each in original_output.placements}
-            self.seen = _Distributed(str(original_output.placements), kinds <= {"Shard", "Replicate", "_StridedShard"})
+            placements = original_output.placements
+            kinds = {type(each).__name__ for each in placements}
+            is_known = kinds <= {"Shard", "Replicate", "_StridedShard"}
+            self.seen = _Distributed(str(placements), is_known, _split_dim(original_output))
         elif isinstance(original_output, Tensor):
             self.seen = _Seen(tuple(original_output.shape), sketch(original_output))
         else:
             self.seen = repr(original_output)
         return original_output
+
+
+def _split_dim(value: Any) -> int | None:
+    """Returns the dimension along which a `DTensor` is split, if there is one."""
+    placements = value.placements if is_distributed(value) else ()
+    return next((each.dim for each in placements if "Shard" in type(each).__name__), None)
 
 
 def _all_equal(values: list[Any]) -> bool:

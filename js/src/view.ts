@@ -76,7 +76,7 @@ export interface Notices {
 }
 
 /** What the editor is opened for: a row (or a component of its value, by name), or a patch that is chosen. */
-export type PatchTarget = { row: number; component?: string } | { number: number };
+export type PatchTarget = { row: number; component?: string; positions?: string } | { number: number };
 
 /** What the parts of every view of a graph get. */
 export interface Linked<T extends LinkedTraits = LinkedTraits> {

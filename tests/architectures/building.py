@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,14 +25,18 @@ class NotSmall(Exception):
     """An architecture that cannot be built small, or does not run on dummy inputs; the message says why."""
 
 
-def case_of(architecture: Architecture) -> Case:
+def case_of(architecture: Architecture, settings: Mapping[str, Any] | None = None) -> Case:
     """Returns an architecture as a case of the zoo.
+
+    Args:
+        architecture: The architecture.
+        settings: Settings of the config, of which those apply that it has.
 
     Raises:
         NotSmall: The case does not exist.
     """
     special = special_of(architecture)
-    config = _config(architecture)
+    config = _config(architecture, settings or {})
 
     def build_new() -> nn.Module:
         return seeded(lambda: architecture.model_class(copy.deepcopy(config)))
@@ -55,9 +61,13 @@ def case_of(architecture: Architecture) -> Case:
     )
 
 
-def _config(architecture: Architecture) -> Any:
+def _config(architecture: Architecture, settings: Mapping[str, Any]) -> Any:
     special = special_of(architecture)
-    config = _tried("has no small config", lambda: small_config(architecture.config_class, special.settings))
+    kind = architecture.config_class
+    more = {
+        name: value for name, value in settings.items() if name in {field.name for field in dataclasses.fields(kind)}
+    }
+    config = _tried("has no small config", lambda: small_config(kind, {**special.settings, **more}))
     if architecture.attention is not None:
         config._attn_implementation = architecture.attention
     with torch.device("meta"):

@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # Package scope: while Playwright is there, asyncio has a running loop, which the tests of other folders must not meet.
 @pytest.fixture(scope="package")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, kernels_are_warm: None) -> Iterator[Server]:
     """A JupyterLab whose folder holds a copy of the examples."""
     folder = tmp_path_factory.mktemp("jupyter")
     shutil.copytree(CHECKOUT / "examples", folder / "notebooks")
@@ -65,10 +65,28 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def example_and_watch(context: BrowserContext, server: Server) -> Iterator[tuple[NotebookPage, Watch]]:
+    """The example notebook, run up to the view: one page for all tests of a module that begin there."""
+    with opened(context, is_silent=False) as (page, watch):
+        notebook = NotebookPage(page, server)
+        notebook.open("05_browser.ipynb")
+        browse = notebook.position("browser = pg.browse(")
+        for cell in notebook.code_cells():
+            if cell < browse:
+                notebook.run(cell)
+        yield notebook, watch
+
+
 @pytest.fixture
-def page_and_watch(context: BrowserContext) -> Iterator[tuple[Page, Watch]]:
-    with opened(context) as both:
-        yield both
+def page_and_watch(context: BrowserContext, request: pytest.FixtureRequest) -> Iterator[tuple[Page, Watch]]:
+    if "example" in request.fixturenames:
+        notebook, watch = request.getfixturevalue("example_and_watch")
+        yield notebook.page, watch
+        assert watch == Watch(), watch
+    else:
+        with opened(context) as both:
+            yield both
 
 
 @pytest.fixture
@@ -83,13 +101,11 @@ def notebook(page: Page, server: Server) -> NotebookPage:
 
 @pytest.fixture
 def example(notebook: NotebookPage) -> TreePage:
-    """The first view of the example notebook: the model was just wrapped, no patch is chosen."""
-    notebook.open("05_browser.ipynb")
+    """The first view of the example notebook, as new: no patch is chosen, and no cell was inserted."""
+    notebook.revert()
+    notebook.execute("%graphpatch clear")
     browse = notebook.position("browser = pg.browse(")
-    for cell in notebook.code_cells():
-        if cell <= browse:
-            notebook.run(cell)
-    notebook.execute("%graphpatch clear")  # of an earlier test: patches stay when a model is wrapped again
+    notebook.run(browse)
     notebook.scroll_to(browse)
     view = TreePage(notebook, browse)
     expect(view.tree).to_be_visible()

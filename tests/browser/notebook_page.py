@@ -149,6 +149,10 @@ class NotebookPage:
     def save(self) -> None:
         self._do("saving", 'await app.commands.execute("docmanager:save");')
 
+    def revert(self) -> None:
+        """Shows the notebook as it was saved last."""
+        self._do("reverting", "await app.shell.currentWidget.context.revert();")
+
     def interrupt_kernel(self) -> None:
         self._do("interrupting", "await app.shell.currentWidget.sessionContext.session.kernel.interrupt();")
 

@@ -127,6 +127,14 @@ def test_several_components_with_one_patch(pg):
     assert not torch.equal(by_name, pg(x))
 
 
+def test_a_pattern_that_matches_no_path_matches_names(pg):
+    by_pattern, by_name = pg.record("**.mlp_out", x), pg.record("layers[*].mlp_out", x)
+    assert list(by_pattern) == list(by_name) == [f"layers[{layer}].mlp_out" for layer in range(3)]
+    assert all(map(torch.equal, by_pattern.values(), by_name.values()))
+    assert torch.equal(outputs(pg, {"**.mlp_out": ZeroPatch()}), outputs(pg, {"layers[*].mlp_out": ZeroPatch()}))
+    assert list(pg.record("**.mlp.output", x)) == [f"layers_{layer}.mlp.output" for layer in range(3)]  # a real path
+
+
 def test_positions_are_those_of_the_value_whatever_part_is_taken(pg):
     def edit(output):
         output[1, 3, 2:] = 0
@@ -157,6 +165,8 @@ def test_plain_graphs_have_the_part(pg):
 
 
 def test_problems_are_found_before_anything_runs(pg):
+    with pytest.raises(UnknownPathError, match=r"for a list of indices, give the patch slice="):
+        pg.patch({"layers[0].mlp.post[..., [3, 5]]": ZeroPatch()}).__enter__()
     patch_map = {
         "layers[0].mlp_otu": ZeroPatch(),
         "layers[3].mlp_out": ZeroPatch(),

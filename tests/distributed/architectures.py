@@ -39,7 +39,8 @@ def examine(
         NotSmall: It cannot be built small, or not split.
         ProcessesFailed: A rank failed.
     """
-    case = case_of(architecture)
+    # Each rank needs a head of keys.
+    case = case_of(architecture, {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks} if ranks > 2 else {})
     model = case.build().eval()
     disturb(model)
     with tempfile.TemporaryDirectory() as folder:

@@ -126,7 +126,9 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
     found = {
         "law": compare(plain, pg, lambda graph: graph(X)),
         "is kept": is_kept(),
-        "placements": [pg.nodes[path].placement for path in ("blocks_0.hidden", "blocks_0.output")],
+        "placements": [
+            pg.nodes[path].placement for path in ("blocks_0.hidden", "blocks_0.output", "blocks_0.up.weight")
+        ],
         "badge": "hidden: Tensor(2, 3, 16) split along dimension 2" in repr(pg.graph.blocks_0),
         "gradients of weights": gradients_of_weights(plain, pg),
         "collectives": collectives(pg),

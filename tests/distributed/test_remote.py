@@ -34,7 +34,16 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.errors import ExperimentError, GraphError
-from graphpatch_notebook.experiments import LogitDifference, attribute, logit_lens, remote, show_attention, show_lens
+from graphpatch_notebook.experiments import (
+    LogitDifference,
+    attribute,
+    logit_lens,
+    mean_values,
+    record_to,
+    remote,
+    show_attention,
+    show_lens,
+)
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from tests.test_docs import BLOCK
 
@@ -198,6 +207,15 @@ def test_engines_are_the_ranks_of_a_sharded_model(client: Any, tmp_path: Path) -
             with pg.patch(patches | {"layers[1].mlp.post": (probe := ProbePatch())}):
                 found.append((logits(pg), probe.activation))
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+    assert there.nodes["model.layers_0.mlp.down_proj.input"].placement == "split along dimension 2"
+    path = "layers[1].resid_post"
+    stores = [
+        record_to(pg, tmp_path / name, path, {"input_ids": IDS.repeat(3, 1)}, batch_size=2)[path][:]
+        for pg, name in ((there, "there"), (here, "here"))
+    ]
+    assert torch.allclose(*stores, atol=1e-6)
+    with pytest.raises(ExperimentError, match="leave executor= out"):
+        mean_values(there, path, IDS, batch_size=1, executor=client)
 
 
 def be_rank(rank: int) -> None:
@@ -244,5 +262,6 @@ def run_code(source: str, names: dict[str, Any]) -> str:
 
 def test_a_dead_engine_is_named(client: Any) -> None:
     pg = remote(client[1:], build, input_ids=IDS)
-    with pg.patch({"@embed": CustomPatch(lambda _: os._exit(1))}), pytest.raises(ExperimentError, match="engine 1"):
-        pg(input_ids=IDS)
+    for what in ("engine 1 of the cluster did not answer", "engine 1 of the cluster has died"):
+        with pg.patch({"@embed": CustomPatch(lambda _: os._exit(1))}), pytest.raises(ExperimentError, match=what):
+            pg(input_ids=IDS)

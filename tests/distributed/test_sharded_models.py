@@ -34,7 +34,11 @@ def test_every_value_is_right(found: list[dict[str, Any]]) -> None:
         assert each["gradients of weights"] == []
         assert each["is the model's output"]
         assert each["is kept"]
-        assert each["placements"] == ["split along dimension 2", "replicated"]
+        assert each["placements"] == [
+            "split along dimension 2",
+            "replicated",
+            "split along dimension 0",
+        ]
         assert each["badge"]
 
 

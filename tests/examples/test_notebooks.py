@@ -13,7 +13,7 @@ from nbformat import NotebookNode
 
 from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, code_cells, execute, outputs, read, text
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels_are_warm")]
 
 # The variables whose values the tests below look at, by notebook.
 NAMES = {

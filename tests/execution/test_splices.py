@@ -323,3 +323,13 @@ def test_an_sae_that_remembers_what_it_encodes_and_a_transcoder() -> None:
     sae.W_skip = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(PatchMapError, match="a skip transcoder adds more"):
         pg.patch({"mlp.output": SplicePatch(sae, source="norm.output", error=False)}).__enter__()
+
+
+def test_latents_are_recorded_by_path(pg: PatchableGraph, sae: Sae) -> None:
+    latents = f"{PATH}|sae.latents"
+    spliced = pg.edit({PATH: SplicePatch(sae)})
+    recording = spliced.record([latents, "transformer.h_1.output"], IDS)
+    assert list(recording) == [latents, "transformer.h_1.output"]
+    assert torch.equal(recording[latents], sae.encode(pg.record(PATH, IDS)[PATH]))
+    with pytest.raises(UnknownPathError, match="a SplicePatch"):
+        pg.record(latents, IDS)

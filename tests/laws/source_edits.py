@@ -29,6 +29,7 @@ from torch import nn
 from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.records import ElementNode, Frame, Node
 from graphpatch_notebook.values import TensorSpec
+from tests.imported import FUNCTIONS
 from tests.laws.captures import Capture, run
 from tests.laws.edits import Change, Edit, edited, random_change
 
@@ -196,7 +197,7 @@ def _functions_of(code: Code) -> list[types.FunctionType]:
     is_closure = "<locals>" in code.co_qualname
     known = _closures if is_closure else _top_level
     if not known or (not is_closure and id(code) not in known):
-        functions = [found for found in gc.get_objects() if type(found) is types.FunctionType]
+        functions = [*FUNCTIONS, *(found for found in gc.get_objects() if type(found) is types.FunctionType)]
         known.clear()
         for function in functions:
             if ("<locals>" in function.__code__.co_qualname) == is_closure:

@@ -91,7 +91,7 @@ def comes_from_known_source(case: Case) -> bool:
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.RepeatedCallWarning")
 @some_cases(comes_from_known_source)
 def test_ops_equal_edited_source(case: Case) -> None:
-    _check(case, partial(source_edits, count=8))
+    _check(case, partial(source_edits, count=5))
 
 
 def is_gpt2_from_known_source(case: Case) -> bool:

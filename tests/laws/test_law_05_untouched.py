@@ -49,7 +49,7 @@ def test_after_errors_and_interrupts_at_any_point(case: Case) -> None:
     run(capture.model, case.example())
     before = snapshot(capture.model)
     for error in (ArithmeticError("injected"), Interrupted("injected")):
-        for path in capture.random("interrupts").sample(paths, min(4, len(paths))):
+        for path in capture.random("interrupts").sample(paths, min(2, len(paths))):
             patches = patches_everywhere(capture) | {path: CustomPatch(custom_op=raising(error), requires_clone=False)}
             try:
                 with capture.pg.patch(patches):

@@ -90,7 +90,8 @@ NAMES = [
 ]
 
 
-@pytest.fixture(scope="module")
+# Tests of one model of the zoo stay together, so those of this file do not; all in one process share one interpreter.
+@pytest.fixture(scope="session")
 def worker() -> Iterator[Worker]:
     worker = Worker()
     yield worker
@@ -270,8 +271,8 @@ print(digest({output}), digest(kept))
 """
 
 
-@pytest.mark.parametrize("form", ["graphpatch", "hooks"])
-def test_a_script_in_an_interpreter_of_its_own(form: str, tmp_path: Path) -> None:
+def test_a_script_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    """The code with graphpatch, and after it the code with hooks."""
     case = "gpt2-eager"
     patches = [
         ChosenPatch("transformer.h_0.attn.output|sub_0", "add", slice=":, -1", value="0.5 * steering"),
@@ -282,18 +283,18 @@ def test_a_script_in_an_interpreter_of_its_own(form: str, tmp_path: Path) -> Non
     session = session_of(case, "example", patches)
     assert len(session.chosen.enabled) == 4
     here = expected(session, case, "example")
-    source = export(session, form)  # type: ignore[arg-type]
-
+    script = FRESH.format(case=case)
+    for source in (export(session), export(session, "hooks")):
+        script += source.replace("\nimport", "\nfrom tests.zoo import seed_all; seed_all()\nimport", 1)
+        script += SHOWN.format(output=result_variable(source))
     file = tmp_path / "script.py"
-    seeded = source.replace("\nimport", "\nfrom tests.zoo import seed_all; seed_all()\nimport", 1)
-    shown = SHOWN.format(output=result_variable(source))
-    file.write_text(FRESH.format(case=case) + seeded + shown, encoding="utf8")
+    file.write_text(script, encoding="utf8")
     done = subprocess.run(
         [sys.executable, str(file)], capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
 
-    assert done.stdout.split("\n")[0] == f"{here.digests['']} {here.digests['kept']}"
+    assert done.stdout.splitlines() == [f"{here.digests['']} {here.digests['kept']}"] * 2
 
 
 FRAGMENTS = [

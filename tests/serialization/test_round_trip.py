@@ -98,7 +98,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
 
 def few_tensors(pg: PatchableGraph) -> list[str]:
     paths = [path for path, node in pg.nodes.items() if node.dtype is not None and node.dtype.is_floating_point]
-    return [path for path in paths[:: max(1, len(paths) // 8)] if not pg.nodes[path].is_view_filled_later]
+    return [path for path in paths[:: max(1, len(paths) // 5)] if not pg.nodes[path].is_view_filled_later]
 
 
 def patched_output(pg: PatchableGraph, path: str, call: Call) -> Any:

@@ -12,23 +12,19 @@ from .transformers_models import TRANSFORMERS
 
 CASES: list[Case] = [*TORCH, *AWKWARD, *TRANSFORMERS]
 
-# One model of transformers for each mechanism. Every other one combines what several of these have, or differs in
-# sizes, names, dtype or the attention alone: the laws leave it to `hatch run exhaustive`.
+# One model of transformers for each mechanism. Every other one combines what several of these have, has what one of
+# the awkward models has alone (a checkpoint, a scripted function, a loop over chunks), or differs in sizes, names,
+# dtype or the attention: the laws leave it to `hatch run exhaustive`.
 OF_EACH_KIND = {
     "gpt2-eager",  # learned positions, one projection for queries, keys and values
     "llama-bfloat16-sdpa",  # rotary positions, grouped heads, rounding of another dtype
-    "llama-checkpointing-sdpa",  # a forward that runs again in backward
     "mixtral-expert-loop-eager",  # experts in a loop over values
-    "gemma2-eager",  # soft caps, sliding windows
     "bert-sdpa",  # an encoder
-    "deberta-v2-eager",  # scripted functions
     "t5-eager",  # an encoder and a decoder, relative positions that are added as biases
     "mamba",  # a state instead of attention
     "clip-eager",  # images and texts
     "deepseek-v3-eager",  # compressed keys and values, experts in one operation
-    "longformer-eager",  # a loop over chunks
     "swin-eager",  # shifted windows
-    "whisper-sdpa",  # sounds; an encoder and a decoder, absolute positions
 }
 
 

@@ -73,6 +73,7 @@ class Circuit:
         faithfulness: The share of `clean - corrupted` that remains if only these edges pass on what differs between
             the two runs; `None` if it was not measured. Pictures show it: `dataclasses.replace(circuit,
             faithfulness=0.9)`.
+        tokens: The text of each position, for pictures of edges with positions; numbers if it is empty.
 
     Example:
         >>> circuit = Circuit(
@@ -98,6 +99,7 @@ class Circuit:
     method: str = ""
     metric: str = ""
     faithfulness: float | None = None
+    tokens: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         shown = self.strongest(_LISTED).edges
@@ -175,6 +177,7 @@ class Circuit:
             "corrupted": self.corrupted,
             "faithfulness": self.faithfulness,
             "candidates": self.candidates,
+            "tokens": list(self.tokens),
             "edges": [
                 [edge.sender, edge.receiver, edge.score, *(() if edge.position is None else (edge.position,))]
                 for edge in self.edges
@@ -204,8 +207,9 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
     def to_svg(self, file: str | os.PathLike[str] | None = None, *, edges: int | None = None) -> str:
         """Returns a picture of the circuit, for papers, and writes it into a file if one is given.
 
-        Layers go upwards. The width of an edge is proportional to the magnitude of its score; negative scores are blue
-        and dashed. Fonts are not embedded.
+        Layers go upwards; if edges have positions, tokens go across, with dotted lines from where a component reads
+        keys and values to the later positions at which it writes. The width of an edge is proportional to the magnitude
+        of its score; negative scores are blue and dashed. Fonts are not embedded.
 
         Args:
             file: The name of the file, such as `"circuit.svg"`.
@@ -251,6 +255,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
                 method=_text(given["method"]),
                 metric=_text(given["metric"]),
                 faithfulness=None if given["faithfulness"] is None else float(given["faithfulness"]),
+                tokens=tuple(map(_text, given.get("tokens", ()))),
             )
             circuit.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:

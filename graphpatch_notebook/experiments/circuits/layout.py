@@ -1,9 +1,11 @@
-"""Where the nodes and edges of a circuit go in its picture: layers upwards, the components of a layer side by side.
+"""Where the nodes and edges of a circuit go in its picture: layers upwards, tokens or components side by side.
 
 names of senders and receivers
   -> rows                   one for each layer and kind of component, in the order of the model
   -> order within a row     few crossings: an edge over several rows has a place in each, as a node has
   -> coordinates            close to the neighbors in other rows, with a gap to those beside
+
+Of edges with positions, a node is a component at a position, and all nodes of a position are in one column.
 
 `svg` and the front end draw the same layout.
 """
@@ -16,7 +18,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from graphpatch_notebook.components.names import parse_name
-from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit, Edge
+from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit, Edge, place_of
 
 NODE_HEIGHT = 36.0
 PORTS = ("q", "k", "v")
@@ -27,6 +29,8 @@ _PITCH = 92.0
 """From a row to the next."""
 _GAP, _EDGE_ROOM = 16.0, 10.0
 _MARGIN, _LABELS = 14.0, 66.0
+_TOKENS, _BETWEEN = 24.0, 40.0
+"""For the tokens, below, and from a column to the next."""
 _ROUNDS = 12
 _THINNEST, _WIDEST = 1.0, 8.0
 _SPREAD, _APART = 0.36, 3.0
@@ -69,6 +73,7 @@ class PlacedNode:
         x: Its center, from the left.
         y: Its center, from the top.
         ports: Its inputs at which edges end, of `q`, `k` and `v`.
+        position: Its position; `None` for all.
     """
 
     name: str
@@ -78,6 +83,7 @@ class PlacedNode:
     x: float = 0.0
     y: float = 0.0
     ports: tuple[str, ...] = ()
+    position: int | None = None
 
     def port_x(self, port: str) -> float:
         """Returns where the edges into an input end."""
@@ -113,6 +119,14 @@ class Band:
 
 
 @dataclass(frozen=True)
+class TokenColumn:
+    """A position: its token, and its center from the left."""
+
+    label: str
+    x: float
+
+
+@dataclass(frozen=True)
 class CircuitLayout:
     """The picture of a circuit, in pixels.
 
@@ -122,6 +136,8 @@ class CircuitLayout:
         nodes: The nodes, from the lowest row to the highest, each row from the left.
         edges: The edges, the strongest first.
         bands: The layers.
+        columns: The positions, below the nodes; empty without positions.
+        links: Lines from a component at a position to itself at later ones, which attend to it.
     """
 
     width: float
@@ -129,6 +145,8 @@ class CircuitLayout:
     nodes: tuple[PlacedNode, ...]
     edges: tuple[PlacedEdge, ...]
     bands: tuple[Band, ...]
+    columns: tuple[TokenColumn, ...] = ()
+    links: tuple[str, ...] = ()
 
 
 def lay_out(circuit: Circuit) -> CircuitLayout:
@@ -148,6 +166,7 @@ class _Item:
     row: int
     node: int | None = None
     x: float = 0.0
+    column: int = 0
     below: list[_Item] = field(default_factory=list)
     above: list[_Item] = field(default_factory=list)
 
@@ -164,31 +183,45 @@ class _Route:
 class _Picture:
     def __init__(self, circuit: Circuit) -> None:
         self.edges = sorted(circuit.edges, key=lambda edge: -abs(edge.score))
-        senders = {edge.sender for edge in self.edges}
-        # Of the heads that share keys or values, those that pass something on.
+        self.tokens = circuit.tokens
+        senders = {(edge.sender, edge.position) for edge in self.edges}
+        # Of the heads that share keys or values, those that pass something on: at this position, or at another one.
+        sending = {sender for sender, _ in senders}
         targets = {
-            receiver: [name for name in circuit.targets(receiver) if name in senders] or circuit.targets(receiver)[:1]
-            for receiver in {edge.receiver for edge in self.edges}
+            (edge.receiver, edge.position): [
+                (name, edge.position)
+                for name in [one for one in circuit.targets(edge.receiver) if one in sending]
+                or circuit.targets(edge.receiver)[:1]
+            ]
+            for edge in self.edges
         }
         used = senders.union(*targets.values())
-        self.nodes = [_placed(name) for name in circuit.nodes if name in used]
-        self.index = {node.name: index for index, node in enumerate(self.nodes)}
+        positions = {position for _, position in used if position is not None}
+        self.positions: list[int | None] = [*sorted(positions)] or [None]
+        self.nodes = [
+            _placed(name, position) for name in circuit.nodes for position in self.positions if (name, position) in used
+        ]
+        self.index = {(node.name, node.position): index for index, node in enumerate(self.nodes)}
         self.rows = list(dict.fromkeys(node.row for node in self.nodes))
         self.items: list[list[_Item]] = [[] for _ in self.rows]
-        self.of_node = [_Item(node.width, self.rows.index(node.row), at) for at, node in enumerate(self.nodes)]
+        self.of_node = [
+            _Item(node.width, self.rows.index(node.row), at, column=self.positions.index(node.position))
+            for at, node in enumerate(self.nodes)
+        ]
         for item in self.of_node:
             self.items[item.row].append(item)
         self.routes = [
             self._route(number, edge, self.index[target])
             for number, edge in enumerate(self.edges)
-            for target in targets[edge.receiver]
+            for target in targets[edge.receiver, edge.position]
         ]
 
     def _route(self, number: int, edge: Edge, target: int) -> _Route:
         """Returns a line. The strongest have places in the rows between; others pass behind the nodes there."""
-        first, last = self.of_node[self.index[edge.sender]], self.of_node[target]
+        first, last = self.of_node[self.index[edge.sender, edge.position]], self.of_node[target]
         room = _EDGE_ROOM + self._thickness(edge)
-        between = [_Item(room, row) for row in range(first.row + 1, last.row)] if number < READABLE else []
+        rows = range(first.row + 1, last.row) if number < READABLE else ()
+        between = [_Item(room, row, column=first.column) for row in rows]
         for item in between:
             self.items[item.row].append(item)
         items = (first, *between, last)
@@ -217,10 +250,15 @@ class _Picture:
         number = {before: now for now, before in enumerate(order)}
         return CircuitLayout(
             round(right - left + 2 * _MARGIN + _LABELS, 1),
-            2 * _MARGIN + NODE_HEIGHT + _PITCH * max(len(self.rows) - 1, 0),
+            2 * _MARGIN
+            + NODE_HEIGHT
+            + _PITCH * max(len(self.rows) - 1, 0)
+            + (0 if self.positions == [None] else _TOKENS),
             tuple(self.nodes[at] for at in order),
             tuple(self._placed_edges(number)),
             tuple(self._bands()),
+            tuple(self._columns()),
+            tuple(self._links()),
         )
 
     def _y(self, row: int) -> float:
@@ -249,7 +287,7 @@ class _Picture:
             near = [place[id(other)] for other in (item.below if is_upward else item.above)]
             return sum(near) / len(near) if near else place[id(item)]
 
-        row.sort(key=wanted)
+        row.sort(key=lambda item: (item.column, wanted(item)))
 
     def _crossings(self) -> int:
         place = {id(item): index for row in self.items for index, item in enumerate(row)}
@@ -264,6 +302,9 @@ class _Picture:
     # -- coordinates ---------------------------------------------------------------------------------------------------
 
     def _place(self) -> None:
+        if self.positions != [None]:
+            self._place_by_column()
+            return
         for row in self.items:
             offsets = _offsets(row)
             for item, offset in zip(row, offsets, strict=True):
@@ -271,6 +312,22 @@ class _Picture:
         for round_ in range(_ROUNDS):
             for row in self.items if round_ % 2 == 0 else reversed(self.items):
                 self._pull(row)
+
+    def _place_by_column(self) -> None:
+        """Puts the items of each position above one another, in the middle of its column."""
+        left = 0.0
+        for column in range(len(self.positions)):
+            parts = [[item for item in row if item.column == column] for row in self.items]
+            offsets = [_offsets(part) for part in parts]
+            wide = [
+                own[-1] + (part[0].width + part[-1].width) / 2 if part else 0.0
+                for part, own in zip(parts, offsets, strict=True)
+            ]
+            middle = left + max(wide) / 2
+            for part, own, width in zip(parts, offsets, wide, strict=True):
+                for item, offset in zip(part, own, strict=False):
+                    item.x = middle - width / 2 + part[0].width / 2 + offset
+            left += max(wide) + _BETWEEN
 
     def _pull(self, row: list[_Item]) -> None:
         """Moves the items of a row as close to their neighbors as their order and the gaps allow."""
@@ -306,7 +363,7 @@ class _Picture:
                 below, above = self._y(first.row) - NODE_HEIGHT / 2, self._y(last.row) + NODE_HEIGHT / 2
                 lines.append(_curve([(starts[at], below), *between, (stops[at], above)]))
                 receivers.append(renumbered[last.node or 0])
-            sender = renumbered[self.index[edge.sender]]
+            sender = renumbered[self.index[edge.sender, edge.position]]
             yield PlacedEdge(edge, sender, tuple(receivers), self._thickness(edge), "".join(lines))
 
     def _thickness(self, edge: Edge) -> float:
@@ -340,6 +397,34 @@ class _Picture:
             ends[at] = x + scale * width / 2
             x += scale * width
 
+    def _columns(self) -> Iterable[TokenColumn]:
+        for number, position in enumerate(self.positions):
+            if position is not None:
+                label = self.tokens[position] if position < len(self.tokens) else str(position)
+                items = [item for row in self.items for item in row if item.column == number]
+                ends = [side for item in items for side in (item.x - item.width / 2, item.x + item.width / 2)]
+                yield TokenColumn(label, round((min(ends) + max(ends)) / 2, 1))
+
+    def _links(self) -> Iterable[str]:
+        """Yields lines from where a component reads for other positions to where it writes what it read."""
+        reads = {route.items[-1].node for route in self.routes if place_of(self.edges[route.edge]) is None}
+        writes = {route.items[0].node for route in self.routes}
+        for at, node in enumerate(self.nodes):
+            if at not in reads or node.position is None:
+                continue
+            same = [other for other in writes if other is not None and self.nodes[other].name == node.name]
+            later = [other for other in same if (self.nodes[other].position or 0) >= node.position]
+            for other in later or same:
+                if other != at:
+                    first, last = node, self.nodes[other]
+                    side = 1 if last.x > first.x else -1
+                    start, stop = first.x + side * first.width / 2, last.x - side * last.width / 2
+                    bend, top = (stop - start) / 4, node.y - NODE_HEIGHT / 2 - 14
+                    yield (
+                        f"M{start:.1f} {node.y:.1f}C{start + bend:.1f} {top:.1f} "
+                        f"{stop - bend:.1f} {top:.1f} {stop:.1f} {node.y:.1f}"
+                    )
+
     def _bands(self) -> Iterable[Band]:
         layers: dict[tuple[str, int], list[int]] = {}
         for number, (stack, layer, _) in enumerate(self.rows):
@@ -351,9 +436,9 @@ class _Picture:
             yield Band(f"{stack} {layer}".strip() if stack else f"layer {layer}", top, bottom - top)
 
 
-def _placed(name: str) -> PlacedNode:
+def _placed(name: str, position: int | None) -> PlacedNode:
     row, label = row_and_label(name)
-    return PlacedNode(name, label, row, max(_LEAST_WIDTH, LETTER * len(label) + _PADDING))
+    return PlacedNode(name, label, row, max(_LEAST_WIDTH, LETTER * len(label) + _PADDING), position=position)
 
 
 def _offsets(row: Sequence[_Item]) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
-from graphpatch_notebook.experiments.circuits.circuit import Circuit
+from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.layout import (
     LETTER,
     NODE_HEIGHT,
@@ -41,6 +41,7 @@ def svg_of(circuit: Circuit, most: int | None = None) -> str:
         f"<title>{escape(title)}</title>",
         f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
         *_bands(layout, width),
+        *_tokens(layout),
         '<g fill="none" stroke-linecap="butt">',
         *(_edge(edge) for edge in reversed(layout.edges)),
         "</g>",
@@ -58,18 +59,27 @@ def _bands(layout: CircuitLayout, width: float) -> Iterator[str]:
         yield f'<text x="10" y="{middle + 4:g}" fill="#57606a">{escape(band.label)}</text>'
 
 
+def _tokens(layout: CircuitLayout) -> Iterator[str]:
+    for column in layout.columns:
+        at = f'x="{column.x:g}" y="{layout.height - 10:g}"'
+        yield f'<text class="token" {at} text-anchor="middle" fill="#57606a">{escape(column.label)}</text>'
+    for line in layout.links:
+        yield f'<path class="link" d="{line}" fill="none" stroke="#57606a" stroke-dasharray="2 4"/>'
+
+
 def _edge(placed: PlacedEdge) -> str:
     edge = placed.edge
     color, dash = (NEGATIVE, _DASH) if edge.score < 0 else (POSITIVE, "")
     return (
         f'<path class="edge" d="{placed.line}" stroke="{color}" stroke-width="{placed.width:g}" stroke-opacity="0.8"'
-        f"{dash}><title>{escape(f'{edge.sender} → {edge.receiver}: {edge.score:+.4g}')}</title></path>"
+        f"{dash}><title>{escape(named(edge))}</title></path>"
     )
 
 
 def _node(node: PlacedNode) -> Iterator[str]:
     x, y = node.x - node.width / 2, node.y - NODE_HEIGHT / 2
-    yield f'<g class="node"><title>{escape(node.name)}</title>'
+    at = "" if node.position is None else f" at {node.position}"
+    yield f'<g class="node"><title>{escape(node.name + at)}</title>'
     yield (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{node.width:.1f}" height="{NODE_HEIGHT:g}" rx="6" '
         'fill="#ffffff" stroke="#57606a"/>'
@@ -96,6 +106,11 @@ def _legend(layout: CircuitLayout, summary: str) -> Iterator[str]:
         yield f'<text x="{x + 42:g}" y="{line + 4:g}" fill="#24292f">{escape(text)}</text>'
         x += 64 + LETTER * len(text)
     yield f'<text x="14" y="{line + 30:g}" fill="#57606a">{escape(summary)}</text>'
+
+
+def named(edge: Edge) -> str:
+    """Returns an edge in one line."""
+    return str(edge).replace("->", "→")
 
 
 def summary_of(circuit: Circuit, shown: int) -> str:

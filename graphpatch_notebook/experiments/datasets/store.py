@@ -40,7 +40,7 @@ from graphpatch_notebook.experiments.executors.checkpoint import weights_digest
 from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection
-from graphpatch_notebook.sharded import digest
+from graphpatch_notebook.sharded import digest, sharding_of
 from graphpatch_notebook.whole_files import whole_file
 
 _FORMAT = "graphpatch-activations"
@@ -107,7 +107,9 @@ def record_to(
         "weights": weights_digest(captured(pg).module),
         "patches": digest("", active_patches(captured(pg)))[1].item(),
     }
-    writer = _Writer(Path(folder), reader, settings, shard_bytes)
+    sharding = sharding_of(captured(pg).root)
+    is_writing = sharding is None or sharding.is_first  # all processes of a sharded model have the whole values
+    writer = _Writer(Path(folder), reader, settings, shard_bytes, is_writing=is_writing)
     running: deque[Inputs] = deque()
 
     def begun() -> Iterator[tuple[int, Inputs]]:
@@ -120,6 +122,8 @@ def record_to(
         index = {"example": rows.examples, "position": rows.positions, "token": rows.tokens}
         writer.add(running.popleft(), index, values)
     writer.write()
+    if sharding is not None:
+        sharding.agreement.check("record_to", [])  # all wait for the files
     return ActivationStore(folder)
 
 
@@ -130,8 +134,10 @@ class _Writer:
         examples: How many examples are stored, or wait to be.
     """
 
-    def __init__(self, folder: Path, reader: RowReader, settings: dict[str, Any], shard_bytes: int) -> None:
-        self._folder, self._reader, self._shard_bytes = folder, reader, shard_bytes
+    def __init__(
+        self, folder: Path, reader: RowReader, settings: dict[str, Any], shard_bytes: int, *, is_writing: bool
+    ) -> None:
+        self._folder, self._reader, self._shard_bytes, self._is_writing = folder, reader, shard_bytes, is_writing
         paths = {path: "position" if reader.has_positions(path) else "example" for path in reader.by_path}
         document = {"format": _FORMAT, "version": _VERSION, "paths": paths, "settings": settings}
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +147,7 @@ class _Writer:
                     f"the folder {str(folder)!r} has a store of other values, positions, weights or patches, or of "
                     "another dtype: choose another folder, or delete it"
                 )
-        else:
+        elif is_writing:
             if any(folder.iterdir()):
                 raise ExperimentError(
                     f"the folder {str(folder)!r} is not empty, and not a store: choose another folder"
@@ -191,8 +197,9 @@ class _Writer:
             return
         tensors = {name: self._joined(name) for name in self._waiting[0]}
         notes = {"examples": str(self._examples), "digests": json.dumps(self._digests)}
-        with whole_file(self._folder / f"{self._shards:06}.safetensors") as file:
-            save_file(tensors, file, notes)
+        if self._is_writing:
+            with whole_file(self._folder / f"{self._shards:06}.safetensors") as file:
+                save_file(tensors, file, notes)
         self._shards += 1
         self._start()
 

@@ -39,8 +39,8 @@ class CircuitView(DisplayedWidget):
 
     Attributes:
         selected: What is pinned: the name of a component, such as `"layers[1].attn.heads[2].z"`, or the sender and
-            receiver of an edge, as a tuple; `None` if nothing is. Set it to pin something, and use `observe` to react
-            to clicks.
+            receiver of an edge, as a tuple; `None` if nothing is. In circuits with positions, a tuple that ends with
+            the position. Set it to pin something, and use `observe` to react to clicks.
 
     Example:
         >>> from graphpatch_notebook.experiments import Circuit, Edge, show_circuit
@@ -65,8 +65,8 @@ class CircuitView(DisplayedWidget):
         self.set_trait("circuit", state)
         self.set_trait("model_id", self._own_id)
         self._places: dict[Any, list[Any]] = {
-            **{node["name"]: ["node", number] for number, node in enumerate(state["nodes"])},
-            **{(edge["sender"], edge["receiver"]): ["edge", number] for number, edge in enumerate(state["edges"])},
+            **{_key(node, "name"): ["node", number] for number, node in enumerate(state["nodes"])},
+            **{_key(edge, "sender", "receiver"): ["edge", number] for number, edge in enumerate(state["edges"])},
         }
         super().__init__(self._static_html, self._own_id)
 
@@ -110,6 +110,14 @@ class CircuitView(DisplayedWidget):
         return static_circuit(self._circuit, self._own_id)
 
 
+def _key(item: dict[str, Any], *names: str) -> Any:
+    """Returns what selects a node or an edge: a name, or a tuple."""
+    words = tuple(item[name] for name in names)
+    if item["position"] is not None:
+        return (*words, item["position"])
+    return words if len(words) > 1 else words[0]
+
+
 def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _: None) -> dict[str, Any]:
     """Returns the `CircuitPicture` of the front end.
 
@@ -134,6 +142,7 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
                 "height": NODE_HEIGHT,
                 "ports": [[port, round(node.port_x(port), 1)] for port in node.ports],
                 "row": -1 if row is None else row,
+                "position": node.position,
             }
             for node, row in zip(layout.nodes, rows, strict=True)
         ],
@@ -142,6 +151,7 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
                 "sender": placed.edge.sender,
                 "receiver": placed.edge.receiver,
                 "score": placed.edge.score,
+                "position": placed.edge.position,
                 "from": placed.sender,
                 "to": list(placed.receivers),
                 "thickness": placed.width,
@@ -149,6 +159,8 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
             }
             for placed in layout.edges
         ],
+        "columns": [{"label": column.label, "x": column.x} for column in layout.columns],
+        "links": list(layout.links),
         "first": min(READABLE, len(shown.edges)),
         "summary": summary_of(circuit, len(shown.edges)),
         "python": circuit.to_python(),
@@ -166,7 +178,8 @@ def static_circuit(circuit: Circuit, model_id: str) -> str:
     picture = base64.b64encode(circuit.to_svg(edges=READABLE).encode()).decode()
     edges = circuit.strongest(_LISTED).edges
     rows = "".join(
-        f"<li><code>{escaped(edge.sender)}</code> → <code>{escaped(edge.receiver)}</code>: {edge.score:+.3g}</li>\n"
+        f"<li><code>{escaped(edge.sender)}</code> → <code>{escaped(edge.receiver)}</code>"
+        f"{'' if edge.position is None else f' at {edge.position}'}: {edge.score:+.3g}</li>\n"
         for edge in edges
     )
     return (

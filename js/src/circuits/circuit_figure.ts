@@ -91,11 +91,15 @@ export class CircuitFigure {
   // -- what is drawn -------------------------------------------------------------------------------------------------
 
   private draw(): SVGSVGElement {
-    const { width, height, bands } = this.circuit;
+    const { width, height, bands, columns, links } = this.circuit;
     const areas = bands.flatMap((band) => [
       svgElement("rect", { class: "gp-circuit-band", x: 0, y: band.y, width: "100%", height: band.height }),
       svgElement("text", { class: "gp-circuit-layer", x: 10, y: band.y + band.height / 2 + 4 }, band.label),
     ]);
+    const tokens = columns.map(({ label, x }) =>
+      svgElement("text", { class: "gp-circuit-token", x, y: height - 10 }, label),
+    );
+    const reads = links.map((d) => svgElement("path", { class: "gp-circuit-link", d }));
     const weakFirst = [...this.edges].reverse();
     return svgElement(
       "svg",
@@ -108,7 +112,7 @@ export class CircuitFigure {
         viewBox: `0 0 ${width} ${height}`,
         onkeydown: (event: KeyboardEvent) => this.onKey(event),
       },
-      svgElement("g", { "aria-hidden": true }, ...areas),
+      svgElement("g", { "aria-hidden": true }, ...areas, ...tokens, ...reads),
       svgElement("g", { "aria-hidden": true }, ...weakFirst.flatMap(({ lines }) => lines)),
       ...this.nodes.map(({ group }) => group),
     );
@@ -227,8 +231,8 @@ export class CircuitFigure {
     if (drawn === undefined) return;
     const { into, out } = this.edgesOf(number);
     const counts = `${formatCount(into.length, "edge")} in, ${formatCount(out.length, "edge")} out`;
-    const { label, name } = drawn.node;
-    setAttribute(drawn.group, "aria-label", `${label}: ${name}, ${counts}`);
+    const { label, name, position } = drawn.node;
+    setAttribute(drawn.group, "aria-label", `${label}${this.at(position)}: ${name}, ${counts}`);
   }
 
   // -- what is pointed at, and pinned --------------------------------------------------------------------------------
@@ -264,15 +268,23 @@ export class CircuitFigure {
 
   private describe(what: Pinned | null): (Node | string)[] {
     if (what === null) return ["Point at a node or an edge; a click pins it."];
-    if (what[0] === "node") return [element("code", {}, this.nodes[what[1]]?.node.name ?? "")];
+    if (what[0] === "node") {
+      const { name, position } = (this.nodes[what[1]] as DrawnNode).node;
+      return [element("code", {}, name), this.at(position)];
+    }
     const { edge } = this.edges[what[1]] as DrawnEdge;
     return [
       element("code", {}, edge.sender),
       " → ",
       element("code", {}, edge.receiver),
-      ": ",
+      `${this.at(edge.position)}: `,
       element("strong", { class: "gp-number" }, signed(edge.score)),
     ];
+  }
+
+  /** ` at 5`, for what is at a position. */
+  private at(position: number | null): string {
+    return position === null ? "" : ` at ${position}`;
   }
 
   private showPinned(): void {
@@ -295,7 +307,7 @@ export class CircuitFigure {
     if (drawn === undefined) return;
     const { into, out } = this.edgesOf(number);
     const actions = this.options.actions?.(drawn.node) ?? [];
-    const heading = element("strong", {}, element("code", {}, drawn.node.name));
+    const heading = element("strong", {}, element("code", {}, drawn.node.name), this.at(drawn.node.position));
     replaceChildren(
       this.details,
       element("div", { class: "gp-line gp-circuit-actions" }, heading, ...actions, this.unpin()),

@@ -25,14 +25,15 @@ export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: ()
   return figure.element;
 }
 
-/** A node that is pinned is the selected row of the tree, and can be patched. */
+/** A node that is pinned is the selected row of the tree, at its position if it has one, and can be patched. */
 export function makeCircuitPanel(view: View, state: TreeState): Part {
   const panel = element("div", { class: "gp-circuit-panel" });
   let figure: CircuitFigure | null = null;
   const actions = (node: CircuitNode) => {
     if (node.row < 0) return [];
     const patch = element("button", { type: "button", class: "gp-button gp-primary" }, "Patch …");
-    patch.addEventListener("click", () => view.editPatch({ row: node.row, component: node.name }, patch));
+    const positions = node.position === null ? "" : String(node.position);
+    patch.addEventListener("click", () => view.editPatch({ row: node.row, component: node.name, positions }, patch));
     return [patch];
   };
   const mark = () => {
@@ -49,7 +50,9 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
     figure = new CircuitFigure(circuit, {
       onPin: (pinned) => {
         const node = pinned?.[0] === "node" ? circuit.nodes[pinned[1]] : undefined;
-        if (node !== undefined && node.row >= 0) view.reveal(node.row);
+        if (node === undefined || node.row < 0) return;
+        view.reveal(node.row);
+        if (node.position !== null) view.selection.set([itemOf(node.name, { position: node.position })]);
       },
       actions,
     });

@@ -248,6 +248,10 @@ export interface CircuitPicture {
   nodes: CircuitNode[];
   /** The strongest first. */
   edges: CircuitEdge[];
+  /** The positions, of edges that have some: their token, and their center. */
+  columns: { label: string; x: number }[];
+  /** Lines from where a component reads to the later positions at which it writes. */
+  links: string[];
   /** How many edges are shown at first. */
   first: number;
   /** `40 of 1,230 edges, faithfulness 0.91`. */
@@ -277,12 +281,15 @@ export interface CircuitNode {
   ports: [name: string, x: number][];
   /** The row in the skeleton; -1 without a tree, or if there is none. */
   row: number;
+  /** In the sequence; `null`: all of them. */
+  position: number | null;
 }
 
 export interface CircuitEdge {
   sender: string;
   receiver: string;
   score: number;
+  position: number | null;
   /** The node where it begins, and those where it ends: several, if heads share the keys or values there. */
   from: number;
   to: number[];

@@ -82,7 +82,7 @@ class PatchEditor implements Editor {
     }
     this.changing = chosen;
     this.row = "row" in target ? target.row : (chosen?.row ?? -1);
-    const component = "row" in target ? target.component : undefined;
+    const { component, positions = "" } = "row" in target ? target : {};
     this.path = chosen?.path ?? component ?? this.view.skeleton.path(this.row);
     const unpatchable = chosen === null ? whyUnpatchable(this.view.skeleton, this.row) : null;
     if (unpatchable !== null) {
@@ -92,7 +92,8 @@ class PatchEditor implements Editor {
     this.form.lock(false);
     this.outcome.clear();
     this.form.showKinds(this.kinds());
-    this.form.write(chosen === null ? newDraft(this.path, this.kinds()) : draftOf(chosen, this.kinds()));
+    const draft = chosen === null ? newDraft(this.path, this.kinds()) : draftOf(chosen, this.kinds());
+    this.form.write(chosen === null ? { ...draft, positions } : draft);
     this.failure.textContent = "";
     this.fill(this.content());
     this.floating.open(anchor, this.title());

@@ -13,10 +13,10 @@ const HOSTILE = "<img src=x onerror=window.wasRun=1>";
 /** embed -> head 0.0 (q and v) -> logits, and past it -> logits. */
 function picture(changes: Partial<CircuitPicture> = {}): CircuitPicture {
   const node = (name: string, label: string, x: number, y: number, row = -1) => {
-    return { name, label, x, y, width: 70, height: 36, ports: [] as [string, number][], row };
+    return { name, label, x, y, width: 70, height: 36, ports: [] as [string, number][], row, position: null };
   };
   const edge = (from: number, to: number, sender: string, receiver: string, score: number, line: string) => {
-    return { from, to: [to], sender, receiver, score, thickness: 3, line };
+    return { from, to: [to], sender, receiver, score, thickness: 3, line, position: null };
   };
   const head = node("layers[0].attn.heads[0].z", "head 0.0", 100, 110);
   head.ports = [
@@ -34,6 +34,8 @@ function picture(changes: Partial<CircuitPicture> = {}): CircuitPicture {
       edge(0, 1, "@embed", "layers[0].attn.heads[0].q", 1, "M140 172C140 150 80 150 80 128"),
       edge(0, 1, "@embed", "layers[0].attn.heads[0].v", 0.25, "M150 172C150 150 120 150 120 128"),
     ],
+    columns: [],
+    links: [],
     first: 4,
     summary: "4 of 9 edges, faithfulness 0.9",
     python: "circuit = 1",
@@ -143,22 +145,31 @@ test("above a tree, a pinned node is the selected row, and can be patched by its
   const row = rig.row("transformer.h_0.attn.output");
   const circuit = picture();
   const [, head] = circuit.nodes;
-  if (head) head.row = row;
+  if (head) Object.assign(head, { row, position: 5 });
+  circuit.columns = [{ label: "<b>token</b>", x: 100 }];
+  circuit.links = ["M0 0H9"];
   rig.model.set("circuit", circuit);
   const state = new TreeState(rig.view);
   const panel = makeCircuitPanel(rig.view, state);
   document.body.append(panel.element);
   undos.push(() => panel.element.remove());
-  const { node } = parts(panel.element);
-  await userEvent.click(node("head 0.0"));
+  const { query } = parts(panel.element);
+  const node = () => parts(panel.element).node("head 0.0 at 5");
+  expect(query(".gp-circuit-token").textContent).toBe("<b>token</b>");
+  expect(query(".gp-circuit-link").getAttribute("d")).toBe("M0 0H9");
+  await userEvent.click(node());
   expect(rig.view.calls.at(-1)).toEqual(["reveal", row]);
+  expect(rig.view.selection.items).toMatchObject([{ name: "layers[0].attn.heads[0].z", head: 0, position: 5 }]);
   await userEvent.click(panel.element.querySelector("button.gp-primary") as HTMLElement);
-  expect(rig.view.calls.at(-1)?.slice(0, 2)).toEqual(["editPatch", { row, component: "layers[0].attn.heads[0].z" }]);
+  expect(rig.view.calls.at(-1)?.slice(0, 2)).toEqual([
+    "editPatch",
+    { row, component: "layers[0].attn.heads[0].z", positions: "5" },
+  ]);
 
   rig.session([patch(1, { path: "layers[0].attn.heads[0].z", row })]);
-  expect(node("head 0.0").classList).toContain("gp-patched-node");
+  expect(node().classList).toContain("gp-patched-node");
   state.reveal(row);
-  expect(node("head 0.0").classList).toContain("gp-in-tree");
+  expect(node().classList).toContain("gp-in-tree");
   rig.model.set("circuit", null);
   expect(panel.element.hidden).toBe(true);
 });

@@ -38,27 +38,66 @@ def made(layers: int, heads: int, kept: int, seed: int = 0, kv_heads: int | None
     return Circuit(tuple(edges[:kept]), {**feeds, "@logits": ()}, len(edges), clean=2.0, corrupted=-1.0)
 
 
+def placed(circuit: Circuit, count: int, seed: int = 0) -> Circuit:
+    """The circuit with each edge at a random one of so many positions."""
+    chooser = random.Random(seed)
+    edges = tuple(replace(edge, position=chooser.randrange(count)) for edge in circuit.edges)
+    return replace(circuit, edges=edges, tokens=tuple("abcdefgh"[:count]))
+
+
 CIRCUITS = [made(1, 2, 3), made(3, 4, 40, 1), made(4, 8, 90, 2), made(3, 4, 50, 3, kv_heads=2), made(12, 12, 300, 4)]
+CIRCUITS += [placed(made(2, 2, 12), 3), placed(made(3, 4, 50, 3, kv_heads=2), 5)]
 
 
 @pytest.mark.parametrize("circuit", CIRCUITS, ids=lambda circuit: str(len(circuit.edges)))
 def test_edges_go_upwards_and_nodes_do_not_overlap(circuit: Circuit) -> None:
     layout = lay_out(circuit)
-    assert [placed.edge for placed in layout.edges] == sorted(circuit.edges, key=lambda edge: -abs(edge.score))
+    assert [each.edge for each in layout.edges] == sorted(circuit.edges, key=lambda edge: -abs(edge.score))
     assert {node.name for node in layout.nodes} <= {*circuit.nodes}
-    for placed in layout.edges:
-        assert layout.nodes[placed.sender].name == placed.edge.sender
-        assert {layout.nodes[at].name for at in placed.receivers} <= {*circuit.targets(placed.edge.receiver)}
-        assert placed.receivers
-        numbers = [float(number) for number in re.findall(r"-?\d+\.\d", placed.line)]
+    for each in layout.edges:
+        assert layout.nodes[each.sender].name == each.edge.sender
+        assert {layout.nodes[at].name for at in each.receivers} <= {*circuit.targets(each.edge.receiver)}
+        assert {layout.nodes[at].position for at in (each.sender, *each.receivers)} == {each.edge.position}
+        assert each.receivers
+        numbers = [float(number) for number in re.findall(r"-?\d+\.\d", each.line)]
         lowest, highest = max(numbers[1::2]), min(numbers[1::2])
-        assert lowest == layout.nodes[placed.sender].y - NODE_HEIGHT / 2
-        assert highest == min(layout.nodes[at].y for at in placed.receivers) + NODE_HEIGHT / 2 < lowest
+        assert lowest == layout.nodes[each.sender].y - NODE_HEIGHT / 2
+        assert highest == min(layout.nodes[at].y for at in each.receivers) + NODE_HEIGHT / 2 < lowest
     for node in layout.nodes:
         assert node.width / 2 <= node.x <= layout.width - node.width / 2
         assert NODE_HEIGHT / 2 <= node.y <= layout.height - NODE_HEIGHT / 2
     for one, other in itertools.combinations(layout.nodes, 2):
         assert one.y != other.y or abs(one.x - other.x) >= (one.width + other.width) / 2 + 15
+
+
+def test_tokens_go_across() -> None:
+    """The nodes of a position are in its column; dotted lines lead from keys and values to where their head writes."""
+    circuit = placed(made(3, 4, 50, 3, kv_heads=2), 5)
+    layout = lay_out(circuit)
+    assert [column.label for column in layout.columns] == ["a", "b", "c", "d", "e"]
+    sides = [[], [], [], [], []]
+    for node in layout.nodes:
+        sides[node.position] += [node.x - node.width / 2, node.x + node.width / 2]
+    for column, (one, other) in zip(layout.columns, itertools.pairwise([*sides, [layout.width]]), strict=True):
+        assert min(one) < column.x < max(one) < min(other)
+
+    head = "layers[1].attn.heads[0]"
+    feeds = {f"{head}.k": (f"{head}.z",), f"{head}.q": (f"{head}.z",), "@logits": ()}
+    edges = (
+        Edge("@embed", f"{head}.k", 1.0, 1),
+        Edge("@embed", f"{head}.q", 1.0, 4),
+        Edge(f"{head}.z", "@logits", 1.0, 4),
+    )
+    circuit = Circuit(edges, feeds, 9, clean=1.0, corrupted=0.0)
+    layout = lay_out(circuit)
+    nodes = {(node.name, node.position): node for node in layout.nodes}
+    assert set(nodes) == {("@embed", 1), ("@embed", 4), (f"{head}.z", 1), (f"{head}.z", 4), ("@logits", 4)}
+    (link,) = layout.links
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d", link)]
+    first, last = nodes[f"{head}.z", 1], nodes[f"{head}.z", 4]
+    assert (numbers[0], numbers[-2]) == pytest.approx((first.x + first.width / 2, last.x - last.width / 2))
+    texts = [text.text for text in ElementTree.fromstring(circuit.to_svg()).iter(f"{SVG}text")]
+    assert texts.index("1") < texts.index("4")
 
 
 def test_a_layer_is_above_the_ones_before_it_and_its_mlp_above_its_heads() -> None:
