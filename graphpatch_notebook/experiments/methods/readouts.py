@@ -35,7 +35,6 @@ from graphpatch_notebook.experiments.methods.lens import (
     stream_states,
 )
 from graphpatch_notebook.experiments.methods.reference_runs import record
-from graphpatch_notebook.experiments.remote import RemoteGraph
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
@@ -134,11 +133,6 @@ class Readouts:
         if sharding_of(captured(pg).root) is not None:
             raise ExperimentError(
                 "a lens view: the model is sharded over processes, all of which must run the same; use logit_lens"
-            )
-        if isinstance(pg, RemoteGraph):
-            raise ExperimentError(
-                "a lens view: the model runs in other processes, which would send all states; use logit_lens, which "
-                "runs there, and show_heatmap"
             )
         check_inputs(pg, inputs)
         self._pg, self._inputs = pg, inputs
