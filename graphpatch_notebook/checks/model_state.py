@@ -513,7 +513,7 @@ def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
     return (
         len(now) == len(saved)
         and all(map(operator.is_, now.values(), saved.values()))
-        and all(map(operator.eq, now, saved))
+        and (all(map(operator.is_, now, saved)) or all(map(operator.eq, now, saved)))
     )
 
 

@@ -139,7 +139,8 @@ def all_modules(model: Module) -> list[Module]:
         module = waiting.pop()
         if id(module) not in found:
             found[id(module)] = module
-            waiting += [child for child in [*module._modules.values()][::-1] if child is not None]
+            if module._modules:
+                waiting += [child for child in [*module._modules.values()][::-1] if child is not None]
     return list(found.values())
 
 

@@ -32,8 +32,8 @@ from graphpatch_notebook.values import with_own_containers
 class FrameFlow(Protocol):
     """Sees frames that are given one tensor, and decides for which of them input and output are kept."""
 
-    def begins(self, node: FrameNode, value: Tensor) -> None:
-        """Called when a frame begins that is given one tensor."""
+    def begins(self, node: FrameNode, value: Tensor) -> bool:
+        """Called when a frame begins that is given one tensor; returns whether to call `returns` or `fails`, too."""
 
     def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
         """Called when such a frame returns; returns whether to keep its input and output."""
@@ -78,8 +78,8 @@ class FrameRecording:
         with without_torch_functions():
             value = self._only_tensor(module, args, kwargs)
             if self._flow is not None and value is not None and not running.node.is_open:
-                running.is_paired = True
-                self._flow.begins(running.node, value)
+                running.is_paired = True  # also if an interrupt arrives now
+                running.is_paired = self._flow.begins(running.node, value)
             if is_kept or running.is_paired:
                 running.given = GivenValues(args, kwargs)
             running.is_kept = is_kept

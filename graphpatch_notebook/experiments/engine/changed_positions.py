@@ -400,7 +400,7 @@ class PositionFlow(ValueReads):
 
     # -- frames --------------------------------------------------------------------------------------------------------
 
-    def begins(self, node: FrameNode, value: Tensor) -> None:
+    def begins(self, node: FrameNode, value: Tensor) -> bool:
         """Called when a frame begins that has one tensor as its input."""
         bit = self._bits[node] = 1 << len(self._bits)
         lead = tuple(value.shape[:-1])
@@ -411,6 +411,7 @@ class PositionFlow(ValueReads):
         given, returned = (0, 0) if tag is None else (tag.given, tag.returned)
         self._set(value, _Tag(given | bit, returned, lead))
         self._running |= bit
+        return True
 
     def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
         """Called when the frame returns; returns whether it is position-wise."""
@@ -530,12 +531,13 @@ class RecordedFlow:
     position_wise: frozenset[Place]
     last_only: frozenset[Place]
 
-    def begins(self, node: FrameNode, value: Tensor) -> None:
-        """Does nothing: the flow is known."""
-
-    def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
+    def begins(self, node: FrameNode, value: Tensor) -> bool:
         """Returns whether the frame is position-wise."""
         return node.place in self.position_wise
+
+    def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
+        """Called for position-wise frames only."""
+        return True
 
     def fails(self, node: FrameNode) -> None:
         """Does nothing: the flow is known."""
@@ -546,7 +548,7 @@ class RecordedFlow:
 _WHOLE = 0.8
 """If a larger fraction of positions has changed, all are computed: selecting them would cost more."""
 
-LEAST_OPERATIONS = {"cpu": 3e7, "other": 4e9}
+LEAST_OPERATIONS = {"cpu": 1e7, "other": 4e9}
 """A module that needs fewer operations for a forward computes all positions: to find those that changed costs more."""
 
 
@@ -573,7 +575,7 @@ class ChangedPositions:
             return forward(*args, **kwargs)
         size = given.shape[0]
         count = value.shape[0] // size
-        places = self._changed(value.unflatten(0, (count, size)))
+        places = self._changed(value.reshape(count, size, *value.shape[1:]))
         changed = places.shape[0]
         if changed > _WHOLE * (value.numel() // value.shape[-1]):
             return forward(*args, **kwargs)
@@ -616,7 +618,7 @@ class ChangedPositions:
         changed = places.shape[0]
         missing = -changed % math.prod(lead)
         padded = torch.cat([places, places[-1:].expand(missing)]) if missing else places
-        shaped = vectors.index_select(0, padded).unflatten(0, (-1, *lead))
+        shaped = vectors.index_select(0, padded).view(-1, *lead, vectors.shape[-1])
         output: Tensor = forward(**{keyword[0]: shaped}) if keyword else forward(shaped)
         return output.flatten(0, -2)[:changed]
 
