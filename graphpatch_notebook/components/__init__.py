@@ -3,13 +3,13 @@
 `flow` follows values across frames, `operations` sorts torch functions by what they do, and `regions` are what lies
 between linear maps and a value. `chain` finds the layers and the residual stream through them, `writes` what each layer
 adds to the stream; `attention`, `mlp` and `ends` find what is inside of these, and `axes` what dimensions mean.
-`components` names what was found, `proofs` recomputes it from values of a run (equal as `closeness` says), and `noise`
-proves what takes runs with noise. `names` is the text of the names: it parses them, and looks them up. `weights` finds
-which parts of the model's matrices belong to components.
+`components` names what was found, and `proofs` recomputes it from values of a run, or of runs with noise. `names` is
+the text of the names: it parses them, and looks them up. `weights` finds which parts of the model's matrices belong to
+components.
 """
 
 from graphpatch_notebook.components.components import Component, Components, find
-from graphpatch_notebook.components.noise import ProofRun
+from graphpatch_notebook.components.proofs import ProofRun
 from graphpatch_notebook.components.weights import ComponentWeights, NoWeightError, Projection, Weights, projection
 
 __all__ = [

@@ -17,9 +17,8 @@ from graphpatch_notebook.components.ends import end_of, ends_alone, start_of
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.mlp import Mlp, mlp_of
 from graphpatch_notebook.components.names import look_up
-from graphpatch_notebook.components.noise import ProofRun
 from graphpatch_notebook.components.operations import CREATIONS
-from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, norm_name, prove
+from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, ProofRun, norm_name, prove
 from graphpatch_notebook.components.writes import Write, Writes
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,22 +21,20 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components.attention import Attention, Part, Parts
 from graphpatch_notebook.components.chain import Layer, Norm, Stack, Step, Trails
-from graphpatch_notebook.components.closeness import (
-    is_close,
-    is_closer,
-    is_multiple,
-    is_normed,
-    is_shifted,
-    rounding,
-)
 from graphpatch_notebook.components.ends import End, Start
 from graphpatch_notebook.components.flow import Place, UnknownValueError, Value
 from graphpatch_notebook.components.mlp import Mlp
-from graphpatch_notebook.components.noise import NoiseRuns, ProofRun, floats, keeping, noise
 from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.regions import region
 from graphpatch_notebook.components.writes import Write
-from graphpatch_notebook.patches.kinds import AddPatch
+from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch
+from graphpatch_notebook.values import children
+
+ProofRun: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], Any]"
+"""Runs the model with patches, on the inputs of the proofs, and returns its result."""
+
+Proof: TypeAlias = "tuple[str, str, str | None]"
+"""The name of a component, how it was proved, and why it was not."""
 
 _SUM = "residual sum recomputed"
 _HEAD_COUNTS = (
@@ -637,3 +636,207 @@ def _config_numbers(module: Any, names: tuple[str, ...]) -> Iterator[int]:
             found = vars(each).get(name) if hasattr(each, "__dict__") else None
             values = found if isinstance(found, (list, tuple)) else [found]
             yield from (value for value in values if type(value) is int)
+
+
+# -- runs with noise: what moves values between positions, and whether layers follow each other ------------------------
+
+_MOST_POSITIONS = 8
+_PATCHED = "patching it = patching the next layer's input"
+
+
+class NoiseRuns:
+    """Runs the model with noise added to the stream.
+
+    Args:
+        trails: The flow of values, and the norms.
+        known: The paths that can be patched.
+        run: Runs the model.
+    """
+
+    def __init__(self, trails: Trails, known: Collection[str], run: ProofRun) -> None:
+        self._trails = trails
+        self._flow = trails.flow
+        self._known = known
+        self._run = run
+
+    def proofs(self, layers: list[NamedLayer]) -> Iterator[Proof]:
+        """Yields what runs with noise prove, or refute, of the layers of a stack."""
+        yield from self._positions(layers)
+        yield from self._patches(layers)
+
+    def _recorded(self, *paths: str) -> dict[str, Tensor]:
+        kept: dict[str, Tensor] = {}
+        if patches := {path: keeping(kept, path) for path in paths if path in self._known}:
+            self._run(patches)
+        return kept
+
+    def _positions(self, layers: list[NamedLayer]) -> Iterator[Proof]:
+        """Whether attention and mixers move values between positions, and MLPs do not: by noise at one position."""
+        seen: dict[tuple[type, str], str | None] = {}
+        for named in layers:
+            for each in named.writes:
+                key = type(named.layer.frame.module), each.kind
+                name = f"{named.name}{each.kind}_out"
+                if key not in seen:
+                    seen[key] = self._position_problem(named.layer, each.write)
+                if seen[key] is not None:
+                    yield name, "", seen[key]
+
+    def _position_problem(self, layer: Layer, write: Write) -> str | None:
+        state = write.state
+        path = self._flow.path(state)
+        given = [place.path for place in self._flow.inputs(layer.frame) if place.value == state]
+        if len(given) == 1:  # else noise at the input would leave the others as they are
+            path = given[0]
+        own = self._flow.path(write.value)
+        axes = layer.axes(state)
+        if (
+            sorted(axes) != ["batch", "channel", "position"]
+            or axes[-1] != "channel"
+            or state.shape[dim := axes.index("position")] < 3
+            or write.value.size != state.size
+            or path not in self._known
+        ):
+            return None
+        values = self._recorded(path, own)
+        if len(values) < len({path, own}):
+            return None
+        stream = values[path]
+
+        def is_local(position: int) -> bool:
+            return self._is_local(values, path, own, (*[slice(None)] * dim, position))
+
+        if write.kind == "mlp":
+            is_allowed = write.has_convolution or is_local(1)
+            return None if is_allowed else "it moves values between positions, as a mixer does"
+        # Noise at one position may not reach the others: these may be masked, or may not sample it.
+        positions = [1, 0, *range(2, min(stream.shape[dim], _MOST_POSITIONS))]
+        if write.kind in ("attn", "mixer") and all(map(is_local, positions)):
+            return "it does not move values between positions"
+        return None
+
+    def _is_local(self, values: dict[str, Tensor], path: str, own: str, at: tuple[slice | int, ...]) -> bool:
+        """Whether noise at one position of the stream changes what is written at that position only."""
+        stream, before = values[path], values[own]
+        kept: dict[str, Tensor] = {}
+        self._run({path: AddPatch(value=noise(stream[at]), slice=at), own: keeping(kept, own)})
+        change = (kept[own] - before).abs().reshape(stream.shape)
+        change[at] = 0
+        return bool(change.max() <= 1e-5 * (1 + before.abs().max()))
+
+    def _patches(self, layers: list[NamedLayer]) -> Iterator[Proof]:
+        """Whether a patch on the end of a layer does what one on the begin of the next does."""
+        pairs = [pair for pair in pairwise(layers) if self._is_chained(*pair)]
+        for one, other in dict.fromkeys([*pairs[:1], *pairs[-1:]]):
+            end = self._recorded(one.layer.end.path).get(one.layer.end.path)
+            if end is not None:
+                yield from self._patched(one, other, noise(end))
+
+    def _is_chained(self, one: NamedLayer, other: NamedLayer) -> bool:
+        """Whether a layer reads what the one before returns, as one of its inputs, and nothing else reads that."""
+        flow, end, start = self._flow, one.layer.end.value, other.layer.start.value
+        steps = self._trails.find(start, end, adds=False)
+        if steps is None or any(step.kind != "same" for step in steps):
+            return False
+        states = {end, *(step.result for step in steps)}
+        frame = other.layer.frame
+        if len([place for place in flow.inputs(frame) if place.value in states]) > 1:
+            return False
+        after = flow.order[one.layer.frame.output_node]
+        inside = range(flow.start(frame), flow.order[frame.output_node] + 1)
+        readers = [user for state in states for user in flow.users.get(state.node, ()) if flow.order[user] > after]
+        return all(flow.order[user] in inside or Value(user) in states for user in readers)
+
+    def _patched(self, one: NamedLayer, other: NamedLayer, added: Tensor) -> Iterator[Proof]:
+        end, start = one.layer.end, other.layer.start
+        at_end = first_float(self._run({end.path: AddPatch(value=added)}))
+        at_start = first_float(self._run({start.path: AddPatch(value=added.reshape(start.value.shape))}))
+        if not is_close(at_end, at_start):
+            yield f"{one.name}resid_post", "", f"patching {end.path} is not patching {start.path}"
+        elif not is_close(at_end, first_float(self._run({})), 0.0):  # else the result does not depend on either
+            yield f"{one.name}resid_post", _PATCHED, None
+
+
+def keeping(kept: dict[str, Tensor], path: str) -> Patch[Any]:
+    def keep(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            kept.setdefault(path, value.detach().clone())  # the model may write into it later
+        return value
+
+    return CustomPatch(custom_op=keep, requires_clone=False)
+
+
+def noise(like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(like.shape, generator=generator).to(like)
+    scale = float(like.float().std().nan_to_num(1.0))
+    return noise * (scale or 1.0)  # constants, such as the zeros that a decoder of queries begins with, get noise, too
+
+
+def floats(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of floating-point numbers in a value."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    for _, child in children(value) or () if not isinstance(value, Tensor) else ():
+        yield from floats(child)
+
+
+def first_float(value: Any) -> Tensor | None:
+    return next(floats(value), None)
+
+
+# -- equal up to rounding, and to what proofs do not care for: a factor, a norm, a bias --------------------------------
+
+_TOLERANCE = 1e-4
+
+
+def is_close(one: Any, other: Any, tolerance: float = _TOLERANCE) -> bool:
+    """Whether two tensors have the same elements in the same order, in any shape, up to rounding."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.numel() != other.numel():
+        return False
+    if tolerance:
+        tolerance = max(rounding(one, tolerance), rounding(other, tolerance))
+    one, other = one.detach().double().reshape(-1), other.detach().double().reshape(-1)
+    finite = torch.isfinite(one)
+    if not torch.equal(finite, torch.isfinite(other)):
+        return False
+    if not finite.any():
+        return True
+    one, other = one[finite], other[finite]
+    return bool((one - other).abs().max() <= tolerance * torch.maximum(one.abs().max(), other.abs().max()))
+
+
+def rounding(value: Tensor, least: float) -> float:
+    """Returns how much of a value may be due to its dtype: at least `least`."""
+    return max(least, 4 * torch.finfo(value.dtype).eps) if value.is_floating_point() else least
+
+
+def is_closer(one: Tensor, control: Tensor, result: Tensor) -> bool:
+    """Whether a value is much closer to a result than the control is."""
+    own, other = ((value.double() - result).abs().max() for value in (one, control))
+    return bool(other > 10 * own)
+
+
+def is_multiple(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal up to a positive factor."""
+    if one.shape != other.shape:
+        return False
+    scale = other.double().norm() / one.double().norm().clamp_min(1e-30)
+    return is_close(one.double() * scale, other, rounding(one, 1e-3))
+
+
+def is_shifted(one: Tensor, other: Tensor, heads: int) -> bool:
+    """Whether a tensor is another one, up to a positive factor, plus a number for each head and channel."""
+    if one.shape != other.shape or one.shape[-2] < 3:
+        return False
+    one, other = (value.unflatten(0, (-1, heads or 1)) for value in (one, other))
+    return is_multiple(*(value - value.mean((0, 2), keepdim=True) for value in (one, other)))
+
+
+def is_normed(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is another one, with vectors of one length each, times a number for each channel."""
+    if one.shape != other.shape:
+        return False
+    normed = torch.nn.functional.normalize(one.double(), dim=-1)
+    weights = (normed * other).flatten(0, -2).sum(0) / normed.square().flatten(0, -2).sum(0).clamp_min(1e-30)
+    return is_close(normed * weights, other, rounding(one, 1e-3))

@@ -39,7 +39,13 @@ from graphpatch_notebook.execution.splices import check_splices
 from graphpatch_notebook.execution.steps import GenerationSteps, StepCount
 from graphpatch_notebook.interrupts import Block, afterwards, discards_value
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
-from graphpatch_notebook.torch_compat import EagerCode, is_in_backward, runs_hooks
+from graphpatch_notebook.torch_compat import (
+    EagerCode,
+    function_mode_depth,
+    is_in_backward,
+    runs_hooks,
+    visible_flex_attention,
+)
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
 
@@ -401,6 +407,9 @@ def _observed(
             if len(restoring) > 1 or run.plan.sees_ops:
                 restoring.append(partial(visible_apply.let_go, run))
                 visible_apply.hold(run)
+            elif function_mode_depth():
+                restoring.append(partial(visible_flex_attention.let_go, run))
+                visible_flex_attention.hold(run)
             return function(*args, **kwargs)
         except Exception as error:
             hide_way_to(error)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook import AddPatch, ExtractionOptions, GraphPatchError, PatchableGraph, ProbePatch, ZeroPatch
 
@@ -97,6 +98,24 @@ def test_scores_and_pattern_are_nodes_of_one_call(form: str) -> None:
 
         with pg.patch({"pattern": ZeroPatch(slice=(slice(None), 1))}):
             torch.testing.assert_close(pg(inputs), model.by_hand(inputs, edit)["output"])
+
+
+def test_function_modes_around_a_patched_call_see_it() -> None:
+    """Methods have modes of their own: dynamo would fail on them, if a model calls what it compiled."""
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model, x = FORMS["compiled"](), torch.randn(2, LENGTH, 8)
+    pg = PatchableGraph(model, x)
+    with pg.patch({"q.output": ZeroPatch()}):
+        plain = pg(x)
+        with Mode():
+            torch.testing.assert_close(pg(x), plain)
+    assert seen.count(flex.flex_attention) == 1
 
 
 def test_its_steps_are_nodes_if_the_options_say_so() -> None:

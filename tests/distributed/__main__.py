@@ -76,7 +76,8 @@ def _row(finding: dict[str, Any]) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(finding["refused"].values()).items())
     wrong = "".join(f"\n    WRONG {path}: {what}" for path, what in finding["wrong"].items())
     names = f", {len(finding['names'])} other names" if finding["names"] else ""
-    counts = f"{finding['right']} right, {len(finding['refused'])} refused, {len(finding['wrong'])} wrong{names}"
+    refused = f"{len(finding['refused'])} of {finding['count']} refused"
+    counts = f"{finding['right']} right, {refused}, {len(finding['wrong'])} wrong{names}"
     return start + counts + (f" ({reasons})" if reasons else "") + wrong
 
 

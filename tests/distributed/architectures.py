@@ -39,8 +39,23 @@ def examine(
         NotSmall: It cannot be built small, or not split.
         ProcessesFailed: A rank failed.
     """
-    # Each rank needs a head of keys.
-    case = case_of(architecture, {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks} if ranks > 2 else {})
+    try:
+        return _examined(architecture, ranks, {}, seconds, most, most_gradients)
+    except NotSmall:
+        # Each rank needs a head of keys, and small models have two.
+        heads = {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks}
+        return _examined(architecture, ranks, heads, seconds, most, most_gradients)
+
+
+def _examined(
+    architecture: Architecture,
+    ranks: int,
+    settings: dict[str, int],
+    seconds: float,
+    most: int | None,
+    most_gradients: int | None,
+) -> Comparison:
+    case = case_of(architecture, settings)
     model = case.build().eval()
     disturb(model)
     with tempfile.TemporaryDirectory() as folder:

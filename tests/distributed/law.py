@@ -27,6 +27,7 @@ class Comparison:
     """What was found of a sharded model.
 
     Attributes:
+        count: How many values there are.
         right: How many values are right.
         refused: Why values are refused, by path.
         wrong: What is wrong with the others, by path.
@@ -34,6 +35,7 @@ class Comparison:
         kinds: How many of the values are distributed in which way.
     """
 
+    count: int = 0
     right: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
@@ -72,6 +74,7 @@ def compare(
     found.names = [path for path in {**here, **there} if _form(here.get(path)) != _form(there.get(path))]
     refused = sharding.refusals(sharded.nodes)
     floats = [path for path, node in there.items() if path in here and _is_float(node)]
+    found.count = len(floats)
     found.refused = {path: refused[path] for path in floats if path in refused}
     patchable = [path for path in floats if path not in refused]
     rng = random.Random(0)

@@ -34,7 +34,17 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.errors import ExperimentError, GraphError
-from graphpatch_notebook.experiments import LogitDifference, attribute, logit_lens, mean_values, record_to, remote
+from graphpatch_notebook.experiments import (
+    LogitDifference,
+    attribute,
+    logit_lens,
+    mean_values,
+    record_to,
+    remote,
+    show_attention,
+    show_lens,
+)
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from tests.test_docs import BLOCK
 
 IDS = torch.arange(10).reshape(2, 5)
@@ -79,6 +89,22 @@ def test_names_shapes_and_components_are_known_without_weights(there: PatchableG
     assert {p: m.shape for p, m in there.nodes.items()} == {p: m.shape for p, m in here.nodes.items()}
     assert list(there.components) == list(here.components)
     assert all(parameter.is_meta for parameter in there.parameters())
+
+
+def test_attention_is_shown_with_patches_and_the_lens_says_why_not(there: PatchableGraph, here: PatchableGraph) -> None:
+    views = [show_attention(pg, input_ids=IDS) for pg in (there, here)]
+    with contextlib.closing(views[0]), contextlib.closing(views[1]):
+        for view in views:
+            view._session.add(ChosenPatch("layers[0].attn.heads[2].z", "zero"))
+            view.update()
+        for remote_run, run in zip(*((view._clean, view._patched) for view in views), strict=True):
+            for found, right in zip(remote_run, run, strict=True):
+                assert torch.equal(found.cells.cells, right.cells.cells)
+        assert not torch.equal(views[0]._clean[1].cells.cells, views[0]._patched[1].cells.cells)
+    for view in views:
+        view._session.clear()
+    with pytest.raises(ExperimentError, match="use logit_lens"):
+        show_lens(there, input_ids=IDS)
 
 
 def test_calls_give_the_same_numbers(there: PatchableGraph, here: PatchableGraph) -> None:

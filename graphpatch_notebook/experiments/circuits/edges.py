@@ -117,8 +117,8 @@ def attribute_edges(
         receivers: Names of receivers, or patterns.
         heads: Whether heads of attention are nodes of their own.
         experts: Whether experts are senders of their own, `layers[2].experts[5].out` (what the expert writes, times its
-            weight), in models that keep what each chosen expert of a token writes. Where they do not, and where a
-            shared expert is added, `mlp_out` is the sender, and `skipped` says why.
+            weight), and `layers[2].shared_experts.out` what is added beside them, in models that keep what each chosen
+            expert of a token writes. Where they do not, `mlp_out` is the sender, and `skipped` says why.
         positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
             or a slice, as for `attribute`. The score of an edge at a position is that of what the sender writes there.
             Scores of all positions sum to those without `positions`, except for `"exact"`, which has the effect of each

@@ -9,6 +9,7 @@ from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components import Components, NoWeightError, Projection, find, projection
 from graphpatch_notebook.components.chain import Layer, Stack, Trails
 from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.operations import ADDITIONS
 from graphpatch_notebook.components.proofs import NamedLayer, NamedWrite
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.stream import (
@@ -25,6 +26,8 @@ from graphpatch_notebook.experiments.circuits.stream import (
 from graphpatch_notebook.values import TensorSpec, ValueSpec
 
 _LETTERS = "qkv"
+_LOOP = "they run in a loop over those that are hit: which of its steps is which expert's depends on the inputs"
+_INTO_ROWS = frozenset("index_add index_add_ scatter_add scatter_add_ index_put index_put_".split())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +143,7 @@ class _Finder:
         self._has_heads = heads
         self._has_experts = experts
         self._by_value: dict[Value, Writer] = {}
-        self._heads: dict[str, Writer] = {}
+        self._written: dict[str, tuple[str, ...]] = {}
         self.found = Nodes(self._flow)
         order = self._flow.order
         self._stacks = sorted(self._stacks, key=lambda each: order[each[0].layers[0].start.value.node])
@@ -176,15 +179,18 @@ class _Finder:
         self.found.streams[stream] = path
 
     def _add_writer(self, stream: str, named: NamedLayer, each: NamedWrite) -> None:
-        writer = self._of_heads(named, each) if self._has_heads else None
+        writers: list[Writer] = []
+        if self._has_heads and (of_heads := self._of_heads(named, each)) is not None:
+            writers = [of_heads]
         if self._has_experts and each.mlp is not None and each.mlp.router is not None:
-            writer = self._of_experts(named, each.write.value, each.mlp.router)
-        if writer is None:
+            writers = self._of_experts(named, each.write.value, each.mlp.router)
+        if not writers:
             name = f"{named.name}{each.kind}_out"
-            writer = Writer((name,), each.write.value, boundary_path(self._flow, each.write.value))
-        writer = replace(writer, stream=stream, steps=self._steps_to(each.write.value, writer))
-        self._by_value[writer.value] = writer
-        self._heads[f"{named.name}{each.kind}"] = writer
+            writers = [Writer((name,), each.write.value, boundary_path(self._flow, each.write.value))]
+        for writer in writers:
+            steps = self._steps_to(each.write.value, writer)
+            self._by_value[writer.value] = replace(writer, stream=stream, steps=steps)
+        self._written[f"{named.name}{each.kind}"] = tuple(name for writer in writers for name in writer.names)
 
     def _steps_to(self, written: Value, writer: Writer) -> tuple[StreamStep, ...]:
         """Returns what is done with what a sender writes, before it is added to the stream."""
@@ -213,23 +219,47 @@ class _Finder:
             return None
         return writer
 
-    def _of_experts(self, named: NamedLayer, written: Value, router: Value) -> Writer | None:
-        """Returns the writer of the experts, if what is added is the sum of what the chosen ones write for each row."""
-        flow, value = self._flow, written
-        while (moving := flow.moving(value.node)) and value.op != "sum" and is_same(value) and len(moving) == 1:
-            value = moving[0]
-        made = value.node.whole
+    def _of_experts(self, named: NamedLayer, written: Value, router: Value) -> list[Writer]:
+        """Returns the writers of the experts, if what the chosen ones write is summed for each row.
+
+        What is added beside them, as by a shared expert, is a sender of its own.
+        """
+        summands = self._summands(written)
+        found = [self._routed(named, value, router) for value in summands]
+        problems = [each for each in found if isinstance(each, str)]
+        if len(problems) == len(summands) or len(summands) > 2:
+            self.found.skipped[f"{named.name}experts[*].out"] = _LOOP if _LOOP in problems else problems[0]
+            return []
+        shared = f"{named.name}shared_experts.out"
+        return [
+            each if isinstance(each, Writer) else Writer((shared,), value, boundary_path(self._flow, value))
+            for each, value in zip(found, summands, strict=True)
+        ]
+
+    def _summands(self, value: Value) -> list[Value]:
+        """Returns the values whose sum a value is, in order of execution."""
+        moving = self._flow.moving(value.node)
+        if value.op != "sum" and is_same(value) and len(moving) == 1:
+            return self._summands(moving[0])
+        if value.op in ADDITIONS and len(moving) == 2 and "alpha" not in value.node.whole.kwargs:
+            found = [each for part in moving for each in self._summands(part)]
+            return sorted(found, key=lambda each: self._flow.order[each.node])
+        return [value]
+
+    def _routed(self, named: NamedLayer, value: Value, router: Value) -> Writer | str:
+        """Returns the writer of a sum over the chosen experts, or why a value is not one."""
+        flow, moving, made = self._flow, self._flow.moving(value.node), value.node.whole
         dim = made.kwargs.get("dim", made.args[1] if len(made.args) > 1 else None)
-        problem = "what each chosen expert writes is not one value, or more than that is added (a shared expert)"
-        if value.op == "sum" and len(moving) == 1 and len(moving[0].shape) == 3 and dim in (1, -2):
-            inputs = {place.path: place.value.spec for place in flow.inputs(flow.frame_of[value.node])}
-            numbers = [path for path, spec in inputs.items() if _are_numbers(spec, moving[0].shape[:2])]
-            if len(numbers) == 1:
-                names = tuple(f"{named.name}experts[{number}].out" for number in range(router.shape[-1]))
-                return Writer(names, value, flow.path(moving[0]), choice=numbers[0])
-            problem = "the numbers of the chosen experts were not found"
-        self.found.skipped[f"{named.name}experts[*].out"] = problem
-        return None
+        if value.op in _INTO_ROWS:
+            return _LOOP
+        if value.op != "sum" or len(moving) != 1 or len(moving[0].shape) != 3 or dim not in (1, -2):
+            return "what each chosen expert writes is not one value"
+        inputs = {place.path: place.value.spec for place in flow.inputs(flow.frame_of[value.node])}
+        numbers = [path for path, spec in inputs.items() if _are_numbers(spec, moving[0].shape[:2])]
+        if len(numbers) != 1:
+            return "the numbers of the chosen experts were not found"
+        names = tuple(f"{named.name}experts[{number}].out" for number in range(router.shape[-1]))
+        return Writer(names, value, flow.path(moving[0]), choice=numbers[0])
 
     def _input_path(self, linear: Value) -> str:
         """Returns the path of what a linear map reads: at the input of its module, if it is that of a module."""
@@ -288,7 +318,7 @@ class _Finder:
         return ""
 
     def _note_fed(self, name: str, receivers: Sequence[str]) -> None:
-        senders = self._heads[name].names
+        senders = self._written[name]
         share = len(senders) // len(receivers)
         is_by_head = share * len(receivers) == len(senders) and len(senders) > 1
         for number, receiver in enumerate(receivers):
@@ -345,7 +375,7 @@ class _Finder:
         if not value.shape or not source:
             raise NoPathError(f"what it reads, {self._flow.path(value)}, does not come from the stream")
         self.found.readers.append(Reader((name,), paths, source, self._flow.order[value.node]))
-        self.found.feeds[name] = self._heads[name].names if name in self._heads else ()
+        self.found.feeds[name] = self._written.get(name, ())
 
     def _frames(self, layer: Layer, inside: frozenset[Node]) -> Iterator[Frame]:
         """Yields the frames in a layer that compute some nodes, outer ones first."""

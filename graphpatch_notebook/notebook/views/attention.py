@@ -26,6 +26,7 @@ from torch import Tensor
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.remote import RemoteGraph
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
 from graphpatch_notebook.notebook.run.model_calls import RunInputs
@@ -36,9 +37,9 @@ from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_f
 from graphpatch_notebook.notebook.views.patterns import (
     AttentionLayer,
     LayerPatterns,
-    RecordedPatterns,
     attention_layers,
     packed,
+    patterns_of_run,
     pooled,
 )
 from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
@@ -204,11 +205,11 @@ class AttentionView(ComputedView):
         return work
 
     def _patterns(self, graph: PatchableGraph, patches: dict[str, list[Patch[Any]]]) -> list[LayerPatterns]:
-        recorded = RecordedPatterns(self._layers)
         args, kwargs = self._inputs.copy()
-        with torch.no_grad(), graph.patch(dict(recorded.added_to(patches).items())):
-            graph(*args, **kwargs)
-        return recorded.found()
+        if isinstance(graph, RemoteGraph):  # quantized there, so that little is sent
+            found: list[LayerPatterns] = graph.run_there(patterns_of_run, self._layers, patches, args, kwargs)
+            return found
+        return patterns_of_run(graph, self._layers, patches, args, kwargs)
 
     def _head(self, version: int, run: str, layer: int, head: int) -> tuple[bytes, float]:
         found = {"clean": self._clean, "patched": self._patched}.get(run)

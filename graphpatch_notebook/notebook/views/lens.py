@@ -19,6 +19,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates
 from graphpatch_notebook.experiments.plotting.labels import tick_text
+from graphpatch_notebook.experiments.remote import RemoteGraph
 from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
@@ -89,6 +90,11 @@ def lens_of(
         SessionError: There are no inputs, or a patch context is active.
         TypeError: The tokenizer is not valid.
     """
+    if isinstance(graph, RemoteGraph):
+        raise ExperimentError(
+            "a lens view: the model runs in other processes, which would send all states; use logit_lens, which runs "
+            "there, and show_heatmap"
+        )
     is_texts = isinstance(options.tokens, Sequence) and all(isinstance(text, str) for text in options.tokens)
     given = None if options.tokens is None or is_texts else options.tokens
     session, shared = session_for_view(graph, workspace, tokenizer=given)

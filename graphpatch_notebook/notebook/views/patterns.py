@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphpatch_notebook.components import Component, Components
 from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch
 
 _LEVELS = 255
@@ -218,6 +219,24 @@ class RecordedPatterns:
             for _, pattern, values in self._patches
             if pattern.kept is not None
         ]
+
+
+def patterns_of_run(
+    graph: PatchableGraph,
+    layers: Sequence[AttentionLayer],
+    patches: Mapping[str, Sequence[Patch[Any]]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[LayerPatterns]:
+    """Runs a graph with patches, and returns the patterns of each layer.
+
+    Raises:
+        GraphError: The model did not compute a pattern on these inputs.
+    """
+    recorded = RecordedPatterns(layers)
+    with torch.no_grad(), graph.patch(dict(recorded.added_to(patches).items())):
+        graph(*args, **kwargs)
+    return recorded.found()
 
 
 def _axes(component: Component) -> tuple[str, ...]:

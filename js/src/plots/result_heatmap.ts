@@ -167,9 +167,9 @@ function makeLeast(
     }
     filter.set({ items, words: `|${name}| ≥ ${formatNumber(least)}` });
   };
-  field.addEventListener("change", choose);
+  field.addEventListener("input", choose); // some hosts keep Enter, and with it the event `change`
   filter.onChange(() => {
-    if (filter.left === null || filter.isOfOther) field.value = "";
+    if (filter.isOfOther) field.value = "";
   });
   return element("label", { class: "gp-check" }, `Only |${name}| ≥`, field);
 }

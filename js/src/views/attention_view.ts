@@ -47,6 +47,7 @@ class AttentionView implements Part {
   private patterns: Patterns | null = null;
   private mode: Mode = "pattern";
   private isCommonScale = false;
+  private isMean = false;
   /** Which number has the last color in all thumbnails; `null`: each has its own scale. */
   private limit: number | null = null;
   private previewed: Place | null = null;
@@ -57,6 +58,7 @@ class AttentionView implements Part {
   private readonly title = element("h3", { class: "gp-heading gp-attention-title" });
   private readonly modes = element("div", { class: "gp-button-group", role: "group", "aria-label": "What is shown" });
   private readonly rowChoice = element("select", { class: "gp-field", "aria-label": "Row of the batch" });
+  private readonly mean = element("label", { class: "gp-check", hidden: true });
   private readonly status = element("p", { class: "gp-note", role: "status" });
   private readonly side: HTMLElement;
   private figures: HeatmapFigure[] = [];
@@ -69,6 +71,7 @@ class AttentionView implements Part {
         this.drawLarge();
       },
       choose: (place, isMore) => this.chooseHead(place, isMore),
+      chooseLayer: (layer) => this.chooseLayer(layer),
       describe: (place) => this.nameOf(place),
     });
     this.strips = new TokenStrips({
@@ -89,6 +92,12 @@ class AttentionView implements Part {
       this.isCommonScale = common.checked;
       this.draw();
     });
+    const mean = element("input", { type: "checkbox" });
+    mean.addEventListener("change", () => {
+      this.isMean = mean.checked;
+      this.drawLarge();
+    });
+    this.mean.append(mean, "Mean of the selected heads");
     this.rowChoice.addEventListener("change", () => this.chooseRow());
     const head = element(
       "div",
@@ -96,6 +105,7 @@ class AttentionView implements Part {
       this.modes,
       this.rowChoice,
       element("label", { class: "gp-check" }, common, "One scale for all heads"),
+      this.mean,
     );
     this.side = element("div", { class: "gp-stack gp-attention-side" }, this.title, this.large, this.strips.element);
     const actions = makeActions(view, { pathOf });
@@ -189,6 +199,11 @@ class AttentionView implements Part {
   private chooseHead(place: Place, isMore: boolean): void {
     const [position] = this.pinned();
     this.view.selection.click(this.headItem(place, { position: isMore ? (position ?? null) : null }), isMore);
+  }
+
+  private chooseLayer(layer: number): void {
+    const { heads } = this.layer({ layer, head: 0 });
+    this.view.selection.set(Array.from({ length: heads }, (_, head) => this.headItem({ layer, head })));
   }
 
   private pinned(): (number | null)[] {
@@ -303,6 +318,7 @@ class AttentionView implements Part {
     const { patterns } = this;
     if (patterns === null) return;
     const places = this.shown();
+    this.mean.hidden = this.chosen().length < 2;
     replaceChildren(this.title, ...this.titleParts(places));
     const runs: AttentionRun[] = this.mode === "difference" ? ["patched"] : patterns.about.runs;
     this.figures = [];
@@ -332,6 +348,7 @@ class AttentionView implements Part {
   private titleParts(places: readonly Place[]): (HTMLElement | string)[] {
     const [only] = places;
     if (places.length === 1 && only) return [this.nameOf(only)];
+    if (this.isMean) return [`Mean of ${places.map((place) => this.nameOf(place)).join("; ")}`];
     return places.flatMap((place, at) => {
       const patch = element("span", { class: "gp-hue", "aria-hidden": true });
       patch.style.backgroundColor = cssColour(hue(at));
@@ -354,7 +371,7 @@ class AttentionView implements Part {
       );
     }
     const layer = this.layer(first);
-    const combined = found.length > 1 ? { ...pattern, values: greatest(found) } : pattern;
+    const combined = this.combined(found, pattern);
     const most =
       (this.isCommonScale ? this.limit : null) ??
       Math.max(largest(combined.values), ...this.otherRun(places, run, count));
@@ -382,7 +399,7 @@ class AttentionView implements Part {
         this.showTokens();
       },
       box,
-      ...(found.length > 1 ? { mixed: this.mixed(found, places, most) } : {}),
+      ...(found.length > 1 && !this.isMean ? { mixed: this.mixed(found, places, most) } : {}),
     };
     const [queries, keys] = layer.full;
     const heatmap = {
@@ -403,6 +420,12 @@ class AttentionView implements Part {
     });
     this.figures.push(figure);
     return figure.element;
+  }
+
+  /** One pattern of several: their mean, or where they are overlaid the strongest of each weight. */
+  private combined(found: readonly Pattern[], first: Pattern): Pattern {
+    if (found.length < 2) return first;
+    return { ...first, values: this.isMean ? meanOf(found) : greatest(found) };
   }
 
   /** The largest weight of the same heads in the other run, so that both have one scale. */
@@ -447,7 +470,7 @@ class AttentionView implements Part {
     const [rows, columns] = layer.full;
     const { pointed } = this;
     this.strips.show({
-      pattern: found.length > 1 ? { ...pattern, values: greatest(found) } : pattern,
+      pattern: this.combined(found, pattern),
       queries: patterns.about.tokens[layer.queries] ?? [],
       keys: patterns.about.tokens[layer.keys] ?? [],
       run: this.mode === "pattern" && patterns.has("patched") ? "patched: " : "",
@@ -465,6 +488,13 @@ class AttentionView implements Part {
     const isWeight = place && last?.name === this.headItem(place, {}, "pattern").name;
     for (const figure of this.figures) figure.show(row === null ? [] : [[row, isWeight ? (last?.key ?? null) : null]]);
   }
+}
+
+function meanOf(patterns: readonly Pattern[]): Float32Array {
+  const [first] = patterns;
+  return Float32Array.from(first?.values ?? [], (_, at) => {
+    return patterns.reduce((sum, { values }) => sum + (values[at] ?? 0), 0) / patterns.length;
+  });
 }
 
 function hue(at: number): Rgb {

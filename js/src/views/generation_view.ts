@@ -102,12 +102,12 @@ class GenerationView implements Part {
   // -- the tokens ----------------------------------------------------------------------------------------------------
 
   private draw(): void {
-    const prompt = this.generation.prompt.map(visibleToken).join("");
+    const prompt = this.generation.prompt.map((text) => element("span", { class: "gp-token" }, visibleToken(text)));
     const first = element(
       "p",
       { class: "gp-generation-prompt" },
       element("span", { class: "gp-muted" }, "Prompt "),
-      element("code", {}, prompt),
+      element("code", {}, ...prompt),
     );
     this.tokens = this.numbers.lines.map((steps, line) => this.buttonsOf(steps, line));
     const lines = this.generation.lines.map(({ name, branch }, line) => {
@@ -250,13 +250,7 @@ class GenerationView implements Part {
 
   /** The probable tokens of a step, each with a button that branches there. */
   private explain(pointed: [line: number, step: number] | null = null): void {
-    const place = pointed ?? this.pinned;
-    if (place === null) {
-      const how = "Point at a token to see what else was probable; click it to branch there.";
-      replaceChildren(this.details, element("p", { class: "gp-note" }, how));
-      return;
-    }
-    const [line, step] = place;
+    const [line, step] = pointed ?? this.pinned ?? [0, 0];
     const steps = this.numbers.lines[line];
     const { lines, top, tokens } = this.generation;
     if (steps === undefined) return;
@@ -281,7 +275,9 @@ class GenerationView implements Part {
     const log = formatNumber(steps.logProbability[step] ?? 0, 3);
     const numbers = `log-probability ${log}, entropy ${formatNumber(steps.entropy[step] ?? 0, 3)} nats`;
     const list = element("table", { class: "gp-lens-list gp-generation-list" }, element("tbody", {}, ...rows));
-    replaceChildren(this.details, heading, element("p", { class: "gp-note" }, numbers), list);
+    const how = "Point at a token to see what else was probable; click it to keep that.";
+    const hint = pointed === null && this.pinned === null && element("p", { class: "gp-note" }, how);
+    replaceChildren(this.details, heading, element("p", { class: "gp-note" }, numbers), hint, list);
   }
 }
 

@@ -355,12 +355,8 @@ class LensView implements Part {
   private explain(): void {
     const chosen = this.view.selection.items.flatMap((item) => this.placeOf(item));
     const pinned = chosen.find(([row, column]) => row !== null && column !== null) as Cell | undefined;
-    const cell = this.pointed ?? pinned ?? null;
-    if (cell === null) {
-      replaceChildren(this.details, element("p", { class: "gp-note" }, "Point at a cell to see its probable tokens."));
-      return;
-    }
-    const [row, column] = cell;
+    // Where nothing is meant: what the model itself predicts.
+    const [row, column] = this.pointed ?? pinned ?? [0, this.lens.target.length - 1];
     const label = this.rows[this.rows.length - 1 - row]?.label ?? "";
     const lists = this.runs.map((_, run) => this.list(run, row, column));
     const heading = element("h4", { class: "gp-run-title" }, `layer ${label}, ${this.where(column)}`);

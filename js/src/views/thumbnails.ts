@@ -7,6 +7,8 @@ export interface ThumbnailOptions {
   /** The head under the pointer or the keyboard's cursor; `null`: none any more. */
   preview(place: Place | null): void;
   choose(place: Place, isMore: boolean): void;
+  /** Chooses all heads of a layer. */
+  chooseLayer(layer: number): void;
   /** What a head is called when it is read out. */
   describe(place: Place): string;
 }
@@ -72,6 +74,10 @@ export class Thumbnails {
       const place = this.at(event);
       if (place !== null) this.options.choose(place, event.shiftKey);
     });
+    this.labels.addEventListener("click", ({ target }) => {
+      const layer = [...this.labels.children].indexOf(target as Element);
+      if (layer >= 0) this.options.chooseLayer(layer);
+    });
     this.field.addEventListener("keydown", (event) => this.onKey(event));
   }
 
@@ -88,7 +94,10 @@ export class Thumbnails {
     this.canvas.style.width = `${this.heads * step}px`;
     this.canvas.style.height = `${layers.length * step}px`;
     this.element.style.setProperty("--gp-step", `${step}px`);
-    replaceChildren(this.labels, ...layers.map(({ title }) => element("span", { title: `Layer ${title}` }, title)));
+    replaceChildren(
+      this.labels,
+      ...layers.map(({ title }) => element("span", { title: `Layer ${title}: all heads` }, title)),
+    );
     replaceChildren(this.numbers, ...Array.from({ length: this.heads }, (_, head) => element("span", {}, `${head}`)));
     const context = this.canvas.getContext("2d");
     if (context === null) return;

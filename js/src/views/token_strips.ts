@@ -48,9 +48,18 @@ export class TokenStrips {
     const column =
       isUsable && key !== null ? Float32Array.from({ length: rows }, (_, at) => values[at * columns + key] ?? 0) : null;
     looksAt?.show(keys, row, query, query === null ? null : (queries[query] ?? null), run);
-    lookedAt?.show(queries, column, key, key === null ? null : (keys[key] ?? null), run);
+    if (key === null && query === null && isUsable) lookedAt?.showReceived(keys, received(pattern), run);
+    else lookedAt?.show(queries, column, key, key === null ? null : (keys[key] ?? null), run);
     this.note.hidden = query !== null || key !== null;
   }
+}
+
+function received({ rows, columns, values }: Pattern): Float32Array {
+  const sums = new Float32Array(columns);
+  values.forEach((value, at) => {
+    sums[at % columns] = (sums[at % columns] ?? 0) + value / rows;
+  });
+  return sums;
 }
 
 class Strip {
@@ -130,16 +139,23 @@ class Strip {
     replaceChildren(this.title, run, ...this.words(weights, of, position));
   }
 
-  private words(weights: Float32Array | null, of: string | null, position: number | null): (HTMLElement | string)[] {
-    if (of === null || weights === null) return [`… ${this.verb}`];
+  /** Where no token is meant: how much attention each receives, as the mean over the queries. */
+  showReceived(texts: readonly string[], weights: Float32Array, run: string): void {
+    this.show(texts, weights, null, null, run);
+    replaceChildren(this.title, run, `received, mean over the queries: ${this.strongest(weights)}`);
+  }
+
+  private strongest(weights: Float32Array): string {
     const order = [...weights.keys()].sort((one, other) => Math.abs(weights[other] ?? 0) - Math.abs(weights[one] ?? 0));
     const named = order
       .slice(0, NAMED)
       .filter((at) => weights[at] !== 0)
       .map((at) => `${visibleToken(this.texts[at] ?? "")} (${at}) ${formatNumber(weights[at] ?? 0, 3)}`);
-    return [
-      element("strong", {}, visibleToken(of)),
-      ` (${position}) ${this.verb}: ${named.join(", ") || "0 everywhere"}`,
-    ];
+    return named.join(", ") || "0 everywhere";
+  }
+
+  private words(weights: Float32Array | null, of: string | null, position: number | null): (HTMLElement | string)[] {
+    if (of === null || weights === null) return [`… ${this.verb}`];
+    return [element("strong", {}, visibleToken(of)), ` (${position}) ${this.verb}: ${this.strongest(weights)}`];
   }
 }

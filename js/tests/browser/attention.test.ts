@@ -101,6 +101,19 @@ test("hovering previews a head, a click selects it, Shift overlays", async () =>
   expect(text(".gp-selected-text")).toBe("layers[1].attn.heads[1].z, layers[0].attn.heads[1].z");
 });
 
+test("the number of a layer selects its heads, which are overlaid, or averaged; without a token, keys have what they receive", async () => {
+  const { el, model, query, text } = await shown();
+  const mean = query<HTMLInputElement>(".gp-check:nth-child(4) input");
+  expect(query(".gp-check:nth-child(4)").hidden).toBe(true);
+  query(".gp-layer-labels span:nth-child(2)").click();
+  expect(model.get("selection")).toEqual([0, 1].map((head) => itemOf(`layers[1].attn.heads[${head}].z`)));
+  mean.click();
+  expect(text(".gp-attention-title")).toBe("Mean of Layer 1, head 0; Layer 1, head 1");
+  // Of 8 rows of two heads, key 2 has the query 2 twice, and 3 once; key 3 has one.
+  const received = [...el.querySelectorAll(".gp-strip-title")].at(-1)?.textContent;
+  expect(received).toBe("received, mean over the queries: ␣sat (2) 0.375, The (0) 0.25, ␣cat (1) 0.25");
+});
+
 test("a token shows what it looks at and what looks at it", async () => {
   const { click, el, model, query } = await shown();
   click(1, 1);

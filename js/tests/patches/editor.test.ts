@@ -59,6 +59,14 @@ describe("the fields", () => {
     expect(editor.element.querySelector("details")?.open).toBe(false);
   });
 
+  it("have the position of what a new patch is for", () => {
+    editor.open({ row: rig.row(PATH), positions: "5" }, anchor);
+    expect(field("Positions").value).toBe("5");
+    expect(editor.element.querySelector("details")?.open).toBe(true);
+    editor.open({ row: rig.row(PATH) }, anchor);
+    expect(field("Positions").value).toBe("");
+  });
+
   it("keep what was typed while another kind hides them, and do not send it", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     kind("add");

@@ -570,21 +570,28 @@ def test_what_adds_up_in_training_mode_only_by_chance_is_an_error() -> None:
 
 
 class Experts(nn.Module):
-    """Computes the chosen experts of each row, and keeps what each of them writes."""
+    """Computes the chosen experts of each row, and keeps what each of them writes, or runs one after another."""
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, is_loop: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(count, width, width) / 2)
+        self.is_loop = is_loop
 
     def forward(self, rows: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        if self.is_loop:
+            total = torch.zeros_like(rows)
+            for expert in range(len(self.weight)):
+                at, place = torch.where(chosen == expert)
+                total.index_add_(0, at, (rows[at] @ self.weight[expert]).tanh() * shares[at, place, None])
+            return total
         written = torch.einsum("rd,rkde->rke", rows, self.weight[chosen]).tanh()
         return (written * shares[..., None]).sum(dim=1)
 
 
 class ExpertBlock(nn.Module):
-    def __init__(self, shared: bool) -> None:
+    def __init__(self, shared: bool, is_loop: bool) -> None:
         super().__init__()
-        self.norm, self.gate, self.experts = nn.LayerNorm(8), nn.Linear(8, 5), Experts(5, 8)
+        self.norm, self.gate, self.experts = nn.LayerNorm(8), nn.Linear(8, 5), Experts(5, 8, is_loop)
         self.shared = nn.Linear(8, 8) if shared else None
 
     def forward(self, stream: Tensor) -> Tensor:
@@ -599,11 +606,11 @@ class ExpertBlock(nn.Module):
 class ExpertModel(nn.Module):
     """A stream with a mixture of experts in each layer."""
 
-    def __init__(self, *, shared: bool = False) -> None:
+    def __init__(self, *, shared: bool = False, is_loop: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embed, self.norm, self.head = nn.Embedding(30, 8), nn.LayerNorm(8), nn.Linear(8, 30)
-        self.layers = nn.ModuleList(ExpertBlock(shared) for _ in range(2))
+        self.layers = nn.ModuleList(ExpertBlock(shared, is_loop) for _ in range(2))
 
     def forward(self, ids: Tensor) -> Tensor:
         stream = self.embed(ids)
@@ -612,8 +619,9 @@ class ExpertModel(nn.Module):
         return self.head(self.norm(stream))
 
 
-def test_experts_are_senders_of_their_own() -> None:
-    model = ExpertModel().eval()
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_are_senders_of_their_own(shared: bool) -> None:
+    model = ExpertModel(shared=shared).eval()
     clean, corrupted = torch.arange(12).reshape(2, 6), torch.arange(12, 24).reshape(2, 6)
     pg = PatchableGraph(model, clean)
 
@@ -623,33 +631,42 @@ def test_experts_are_senders_of_their_own() -> None:
     whole = attribute_edges(pg, metric, clean, corrupted, method="secant", routing="frozen")
     apart = attribute_edges(pg, metric, clean, corrupted, method="secant", routing="frozen", experts=True)
     names = [f"layers[0].experts[{number}].out" for number in range(5)]
+    names += ["layers[0].shared_experts.out"] if shared else []
     summed = apart.sel(sender=names).sum("sender").values
     np.testing.assert_allclose(summed, np.nan_to_num(whole.sel(sender="layers[0].mlp_out").values), atol=1e-5)
     assert apart.conservation == pytest.approx(1, abs=1e-5)
 
     exact = attribute_edges(
-        pg, metric, clean, corrupted, method="exact", experts=True, senders=names, receivers="@logits"
+        pg, metric, clean, corrupted, method="exact", experts=True, senders=names, receivers="@logits", positions=[2, 5]
     )
     writes: dict[str, Tensor] = {}
     for key, ids in (("clean", clean), ("corrupted", corrupted)):
-        rows = model.layers[0].norm(model.embed(ids)).reshape(-1, 8)
-        shares, chosen = model.layers[0].gate(rows).softmax(-1).topk(2, -1)
-        dense = torch.einsum("rd,nde->rne", rows, model.layers[0].experts.weight).tanh()
+        layer = model.layers[0]
+        rows = layer.norm(model.embed(ids)).reshape(-1, 8)
+        shares, chosen = layer.gate(rows).softmax(-1).topk(2, -1)
+        dense = torch.einsum("rd,nde->rne", rows, layer.experts.weight).tanh()
         writes[key] = dense * torch.zeros(len(rows), 5).scatter(1, chosen, shares)[..., None]
-    change = (writes["clean"] - writes["corrupted"]).reshape(2, 6, 5, 8)
+        if shared:
+            writes[key] = torch.cat([writes[key], layer.shared(rows).tanh()[:, None]], 1)
+    change = (writes["clean"] - writes["corrupted"]).reshape(2, 6, -1, 8)
     stream = model.layers[1](model.layers[0](model.embed(corrupted)))
     before = metric(model.head(model.norm(stream)))
-    expected = [metric(model.head(model.norm(stream + change[:, :, number]))) - before for number in range(5)]
-    torch.testing.assert_close(torch.tensor(exact.values[0]).float(), torch.stack(expected).detach(), atol=1e-5, rtol=0)
+    for column, position in enumerate((2, 5)):
+        mask = torch.zeros(6, 1).index_fill(0, torch.tensor(position), 1)
+        streams = [stream + mask * change[:, :, number] for number in range(len(names))]
+        effects = torch.stack([metric(model.head(model.norm(each))) - before for each in streams]).detach()
+        found = torch.tensor(exact.sel(receiver="@logits", sender=names).values[:, column]).float()
+        torch.testing.assert_close(found, effects, atol=1e-5, rtol=0)
 
     circuit_of_all = circuit(pg, apart, edges=apart.attrs["edges"])
     with torch.no_grad(), pg.patch(circuit_patches(pg, circuit_of_all, corrupted)):
         torch.testing.assert_close(pg(clean), model(clean), atol=1e-4, rtol=0)
 
 
-def test_experts_beside_a_shared_one_are_one_sender() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_in_a_loop_are_one_sender(shared: bool) -> None:
     ids = torch.arange(12).reshape(2, 6)
-    pg = PatchableGraph(ExpertModel(shared=True).eval(), ids)
+    pg = PatchableGraph(ExpertModel(shared=shared, is_loop=True).eval(), ids)
     scores = attribute_edges(pg, lambda logits: logits[:, -1, 3].sum(), ids, ids.flip(1), experts=True)
-    assert "shared expert" in scores.skipped["layers[0].experts[*].out"]
+    assert "in a loop over those that are hit" in scores.skipped["layers[0].experts[*].out"]
     assert "layers[0].mlp_out" in scores.sender.values
