@@ -149,18 +149,18 @@ def summary(tensor: Tensor) -> Summary:
     mean = min(max(mean, low), high)
     std = None
     if count > 1:
-        std = bounded(norm(lambda: (_finite(piece) - mean for piece in pieces(tensor))) / math.sqrt(count - 1))
+        std = norm(lambda: (_finite(piece) - mean for piece in pieces(tensor)), count - 1)
     return Summary(tensor.numel(), nan, infinite, low, high, mean, std)
 
 
-def norm(make: Callable[[], Iterator[Tensor]]) -> float:
-    """Returns the square root of the sum of squares, even if the squares overflow or underflow."""
+def norm(make: Callable[[], Iterator[Tensor]], divisor: int = 1) -> float:
+    """Returns the square root of the sum of squares over a divisor, even if the squares or their sum overflow."""
     norms = []
     for piece in make():
         largest = float(piece.abs().max()) if len(piece) else 0.0
         if largest > 0:
             largest = bounded(largest)
-            norms.append(bounded(largest * math.sqrt(float((piece / largest).square().sum()))))
+            norms.append(bounded(largest * math.sqrt(float((piece / largest).square().sum()) / divisor)))
     return bounded(math.hypot(*norms))
 
 
