@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,25 +24,26 @@ _LENGTH = 8
 @contextlib.contextmanager
 def warm_kernels(folder: Path) -> Iterator[dict[str, str]]:
     """Starts the process that forks. Gives the variables with which Jupyter takes its kernels for those of Python."""
-    address = str(folder / "address")
-    specification = {
-        "argv": [sys.executable, "-S", "-E", __file__, address, "-f", "{connection_file}"],
-        "display_name": "Python 3",
-        "language": "python",
-    }
-    file = folder / "kernels" / "python3" / "kernel.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(specification), "utf8")
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(address)
-    listening.listen(64)
-    with listening:
+    # The folder of an address of its own, since addresses have at most about 100 characters.
+    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as listening:
+        address = str(Path(short) / "address")
+        specification = {
+            "argv": [sys.executable, "-S", "-E", __file__, address, "-f", "{connection_file}"],
+            "display_name": "Python 3",
+            "language": "python",
+        }
+        file = folder / "kernels" / "python3" / "kernel.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(specification), "utf8")
+        listening.bind(address)
+        listening.listen(64)
         process = subprocess.Popen([sys.executable, __file__], stdin=listening.fileno())
-    try:
-        yield {"JUPYTER_PATH": str(folder)}
-    finally:
-        process.terminate()
-        process.wait()
+        listening.close()
+        try:
+            yield {"JUPYTER_PATH": str(folder)}
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _fork_kernels(listening: socket.socket) -> None:
