@@ -294,6 +294,7 @@ _COMMANDS: dict[str, Arguments] = {
     "use": Arguments(("graph",)),
     "show": Arguments(("place", "new"), {"--tokenizer": "value", "--inputs": "value"}),
     "attention": Arguments((), {"--tokenizer": "value", "--inputs": "value"}),
+    "generation": Arguments(("new",), {"--tokenizer": "value", "--inputs": "value"}),
     "lens": Arguments(("new",), {"--stream": "new", "--tokenizer": "value", "--inputs": "value"}),
     "ls": Arguments(("place", "new")),
     "find": Arguments(("query",)),
