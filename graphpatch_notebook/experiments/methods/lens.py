@@ -513,7 +513,7 @@ class _Attribution:
             )
         return shares
 
-    @torch.enable_grad()  # type: ignore[untyped-decorator]
+    @torch.enable_grad()
     def _expert_shares(self, mixture: _Mixture, whole: Tensor, gradient: Tensor) -> Tensor:
         """Returns the contributions of the neurons of experts, and checks that they add up to those of the mixture."""
         rerun, silent = (mixture.rerun(self._recorded, factor) for factor in (1.0, 0.0))
