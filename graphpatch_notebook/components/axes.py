@@ -183,15 +183,17 @@ def _before_view(
     """Returns the axes of what was reshaped.
 
     Each of its dimensions is one of the result, or has one element, or is one of two that became one: batch and heads,
-    or the heads and how often each is repeated. A single head that is repeated is a dimension, too.
+    or the heads and how often each is repeated. A batch of one and a single head that is repeated are dimensions, too.
     """
     sized = [(size, name) for size, name in zip(result, axes, strict=True) if size != 1]
     found = []
     for position, size in enumerate(source):
         next_size = source[position + 1] if position + 1 < len(source) else 0
-        is_head = is_repeated and bool(sized) and sized[0] == (next_size, "head")
-        if size == 1 and not is_head:
-            found.append("one")
+        splits = ("batch_head", "head") if is_repeated else ("batch_head",)
+        is_split = any(sized[:1] == [(next_size, name)] for name in splits)
+        if size == 1 and not is_split:
+            is_same = source[: position + 1] == result[: position + 1]
+            found.append(axes[position] if is_same else "one")
         elif sized and sized[0][0] == size:
             found.append(sized.pop(0)[1])
         elif sized and sized[0][0] == size * next_size and sized[0][1] in _SPLITS:

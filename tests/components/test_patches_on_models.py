@@ -8,6 +8,8 @@ import functools
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -130,3 +132,31 @@ def test_probes_of_the_heads_are_the_parts_of_the_whole(name):
     assert torch.equal(torch.stack([part.activation for part in parts], 1), whole.activation)
     with pytest.raises(UnknownPathError, match=f"there are {count} heads|heads share {count}"):
         pg.patch({f"layers[0].attn.heads[{count}].k": ZeroPatch()}).__enter__()
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_heads_are_found_in_a_batch_of_one_where_models_repeat_or_merge_them(family):
+    torch.manual_seed(0)
+    if family == "llama":
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": HEADS, "num_key_value_heads": 2}
+        config = LlamaConfig(num_hidden_layers=2, attn_implementation="eager", **sizes, **TOKENS)
+        model = LlamaForCausalLM(config).eval()
+        attention = model.model.layers[1].self_attn
+        keys, part = attention.k_proj, slice(SIZE, 2 * SIZE)
+    else:
+        model = BloomForCausalLM(BloomConfig(n_layer=2, n_head=HEADS, hidden_size=16, **TOKENS)).eval()
+        attention = model.transformer.h[1].self_attention
+        keys, part = attention.query_key_value, slice(4 * SIZE, 5 * SIZE)  # queries, keys and values of each head
+    pg = PatchableGraph(model, x[:1])
+    output = attention.o_proj if family == "llama" else attention.dense
+    with torch.no_grad():
+        clean = model(x).logits
+        for name, module, zeroed, is_input in (
+            ("layers[1].attn.heads[1].k", keys, part, False),
+            ("layers[1].attn.heads[2].z", output, slice(2 * SIZE, 3 * SIZE), True),
+        ):
+            with hooked(module, lambda value, zeroed=zeroed: value[..., zeroed].zero_(), is_input=is_input):
+                expected = model(x).logits
+            with pg.patch({name: ZeroPatch()}):
+                torch.testing.assert_close(pg(x).logits, expected)
+            assert not torch.allclose(expected, clean, atol=1e-6)

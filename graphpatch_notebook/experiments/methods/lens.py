@@ -269,11 +269,13 @@ def direct_logit_attribution(
     if by not in ("layer", "head", "neuron"):
         raise ExperimentError(f"by must be 'layer', 'head' or 'neuron', not {by!r}")
     extra("xarray", "a dataset of contributions")
+    has_gradients = torch.is_grad_enabled()
     for tokens in (target, minus):
         _checked_tokens(tokens, component(pg, "@logits"))
     parts = _Parts(pg, stack, by)
-    values = record(pg, Inputs(inputs, input_kwargs), parts.names).values
-    return _Attribution(pg, parts, values, _one_token(target), _one_token(minus), position).dataset()
+    with torch.inference_mode(False), torch.set_grad_enabled(has_gradients):
+        values = record(pg, Inputs(inputs, input_kwargs), parts.names).values
+        return _Attribution(pg, parts, values, _one_token(target), _one_token(minus), position).dataset()
 
 
 def _one_token(tokens: Any) -> Any:
@@ -511,6 +513,7 @@ class _Attribution:
             )
         return shares
 
+    @torch.enable_grad()
     def _expert_shares(self, mixture: _Mixture, whole: Tensor, gradient: Tensor) -> Tensor:
         """Returns the contributions of the neurons of experts, and checks that they add up to those of the mixture."""
         rerun, silent = (mixture.rerun(self._recorded, factor) for factor in (1.0, 0.0))
@@ -634,7 +637,7 @@ class _Mixture:
     def rerun(self, recorded: Mapping[str, Tensor], factor: float) -> _NeuronRun:
         """Runs it on its recorded inputs, with all neurons times a factor."""
         run = _NeuronRun(self, factor)
-        with torch.enable_grad(), run:
+        with run:
             run.output = self.target.frame.module(**{key: recorded[path] for key, path in self.inputs.items()})
         for key in self.target.dig:
             run.output = take(run.output, key)

@@ -176,8 +176,10 @@ def test_logits_that_are_not_such_sums_are_errors() -> None:
         direct_logit_attribution(pg, pixels, target=1)
 
 
-@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
-def test_neurons_of_experts_as_the_router_weights_them(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "mode"), [("eager", torch.no_grad), ("grouped_mm", torch.enable_grad), ("batched_mm", torch.inference_mode)]
+)
+def test_neurons_of_experts_as_the_router_weights_them(how: str, mode: Any) -> None:
     pg, ids = captured_model("mixtral")
     model: Any = pg._module
     model.config._experts_implementation = how
@@ -193,7 +195,8 @@ def test_neurons_of_experts_as_the_router_weights_them(how: str) -> None:
         handle.remove()
     position = torch.tensor([1, -2])
     rows, at = torch.arange(2), position % ids.shape[1]
-    parts = direct_logit_attribution(pg, ids, target=5, by="neuron", position=position)
+    with mode():
+        parts = direct_logit_attribution(pg, ids, target=5, by="neuron", position=position)
     total = sum(part.sum([dim for dim in part.dims if dim != "batch"]) for part in parts.values())
     np.testing.assert_allclose(total, logits[rows, at, 5], atol=1e-4)
 
