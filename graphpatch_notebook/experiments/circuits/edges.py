@@ -193,8 +193,7 @@ def attribute_edges(
 
 def _warn_of_skipped(nodes: Nodes) -> None:
     """Warns if whole components are missing: the scores are then those of a part of the model."""
-    missing = {name: why for name, why in nodes.skipped.items() if "[*]." not in name and not name.endswith("heads[*]")}
-    if missing:
+    if missing := nodes.missing:
         name, why = next(iter(missing.items()))
         warn(
             f"edges of {len(missing)} components cannot be followed, and have no scores: {name}: {why}"

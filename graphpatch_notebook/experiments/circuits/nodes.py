@@ -81,6 +81,11 @@ class Nodes:
         return [name for reader in self.readers for name in reader.names]
 
     @property
+    def missing(self) -> dict[str, str]:
+        """Why there are no edges to, or from, whole components."""
+        return {name: why for name, why in self.skipped.items() if "[*]." not in name and not name.endswith("heads[*]")}
+
+    @property
     def norm_paths(self) -> list[str]:
         """The paths of what the norms on the way to receivers read."""
         return list(dict.fromkeys(norm.path for reader in self.readers for norm in norms_in(reader.source)))

@@ -322,9 +322,11 @@ class ReadPatch(Patch[Any]):
             )
         with without_torch_functions():
             value = base.clone()
+            read = rows_of(value)  # a copy, if the channels are not the last in memory
             for reader in self.readers:
                 for rows, columns in self._changes(reader):
-                    rows_of(value)[:, columns] += rows
+                    read[:, columns] += rows
+            value.copy_(read.view(value.shape))
             if self.stream.last in self.readers:
                 self.stream.forget()
         return value

@@ -53,7 +53,8 @@ def circuit(
             nowhere.
         absolute: Whether scores count by magnitude; otherwise edges with a negative effect come last.
         prune: Whether edges are removed that change nothing, since they are not on a way from the embeddings to the
-            logits. The circuit may have fewer edges then.
+            logits. The circuit may have fewer edges then. No edge is removed if there are components whose edges cannot
+            be followed (`scores.skipped`): they read what all others write.
 
     Returns:
         The circuit. `circuit_patches` runs the model as this circuit.
@@ -90,7 +91,7 @@ def circuit(
         method=str(attrs["method"]),
         metric=str(attrs["metric"]),
     )
-    if not prune:
+    if not prune or nodes.missing:
         return found
     pruned = found.without_dead_ends()
     if found.edges and not pruned.edges:
@@ -258,7 +259,8 @@ def faithfulness(
     for each in named.values():
         _check_scores(each)
     first = next(iter(named.values()))
-    if len({each.shape for each in named.values()}) > 1:
+    labels = [{dim: each[dim].values.tolist() for dim in each.dims} for each in named.values()]
+    if any(each != labels[0] for each in labels):
         raise ExperimentError(
             "the scores are not those of the same edges: some have positions, or others than the rest"
         )

@@ -20,6 +20,7 @@ from graphpatch_notebook.execution import (
     token_inputs,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, selection
@@ -122,6 +123,7 @@ class RowReader:
     """
 
     def __init__(self, pg: PatchableGraph, patterns: Any, positions: PositionSelection | None) -> None:
+        check_graph(pg)
         model = captured(pg)
         # What workers need: without annotations, which may be classes of the model's own.
         signature = signature_of(model.module.forward)

@@ -177,6 +177,25 @@ def test_the_stream_is_scaled_by_what_is_computed_from_weights(is_followed: bool
         scores = attribute_edges(pg, lambda out: out[0, -1, 3], tokens, tokens + 3, method="secant")
     if is_followed:
         assert (scores.attrs["edges"], scores.attrs["conservation"]) == (10, pytest.approx(1.0))
+    # What cannot be followed reads what all others write: their edges are not dead ends.
+    patches = circuit_patches(pg, circuit(pg, scores, scores.attrs["edges"]), tokens + 3)
+    with torch.no_grad(), pg.patch(patches):
+        torch.testing.assert_close(pg(tokens), model(tokens))
+
+
+def test_a_stream_whose_channels_are_not_the_last_in_memory() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_sizes": [6, 10], "depths": [1, 1], "num_stages": 2, "image_size": 32}
+    model = (
+        made("ConvNextForImageClassification", "ConvNextConfig", **sizes, layer_scale_init_value=1.0).double().eval()
+    )
+    clean, corrupted = torch.randn(2, 2, 3, 32, 32, dtype=torch.double)
+    pg = PatchableGraph(model, clean)
+    scores = attribute_edges(pg, lambda out: out.logits[:, 0].sum(), clean, corrupted)
+    with torch.no_grad():
+        for count, inputs in ((scores.attrs["edges"], clean), (0, corrupted)):
+            with pg.patch(circuit_patches(pg, circuit(pg, scores, count), corrupted)):
+                torch.testing.assert_close(pg(clean).logits, model(inputs).logits, rtol=1e-9, atol=1e-9)
 
 
 PATHS = {
@@ -546,9 +565,10 @@ def test_errors() -> None:
     far = Circuit((Edge("@embed", "layers[0].mlp", 1.0, 7),), circuit(it.pg, scores).feeds, 1, 1.0, 0.0)
     with pytest.raises(ExperimentError, match="position 7 is out of range"):
         circuit_patches(it.pg, far, it.corrupted)
-    both = {"whole": scores, "placed": it.scores("gradient", positions=True)}
-    with pytest.raises(ExperimentError, match="some have positions"):
-        faithfulness(it.pg, both, it.metric, it.clean, it.corrupted)
+    first, second = (it.scores("gradient", positions=[0, last]) for last in (1, 2))
+    for both in ({"whole": scores, "placed": first}, {"first": first, "second": second}):
+        with pytest.raises(ExperimentError, match="some have positions, or others"):
+            faithfulness(it.pg, both, it.metric, it.clean, it.corrupted)
     pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(ExperimentError, match="the model has no edges between components"):
         attribute_edges(pg, torch.sum, torch.ones(1, 2), torch.zeros(1, 2))

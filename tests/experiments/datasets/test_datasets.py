@@ -196,6 +196,7 @@ def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) ->
             "same for all examples",
             lambda pg, folder: record_to(pg, folder, STREAMS, [], positions=[[1], [2]]),
         ),
+        (TypeError, "give a PatchableGraph", lambda _, folder: record_to(build(), folder, STREAMS, [])),
         (ExperimentError, "not a baseline", lambda pg, _: ridge_probes(pg, STREAMS, [], [1.0], baselines=["none"])),
         (
             ExperimentError,
