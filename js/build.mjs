@@ -11,8 +11,7 @@ import { build, context } from "esbuild";
 
 const root = dirname(dirname(fileURLToPath(import.meta.url)));
 const out = join(root, "graphpatch_notebook", "static");
-const sources = ["js", "package.json", "package-lock.json"];
-const caches = ["__pycache__", "node_modules"];
+const sources = ["js/src", "js/build.mjs", "js/tsconfig.json", "package.json", "package-lock.json"];
 
 function files(path) {
   return statSync(path).isFile() ? [path] : readdirSync(path).flatMap((name) => files(join(path, name)));
@@ -23,7 +22,6 @@ function digest() {
   const hash = createHash("sha256");
   const named = sources
     .flatMap((source) => files(join(root, source)))
-    .filter((path) => !caches.some((name) => relative(root, path).split(sep).includes(name)))
     .map((path) => [relative(root, path).split(sep).join("/"), path]);
   for (const [name, path] of named.sort(([a], [b]) => (a < b ? -1 : 1))) {
     hash.update(name).update(readFileSync(path, "latin1").replaceAll("\r\n", "\n"), "latin1");

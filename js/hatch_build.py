@@ -11,15 +11,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("js", "package.json", "package-lock.json")
-CACHES = frozenset({"__pycache__", "node_modules"})  # what Python, and the tests, leave beside the sources
+SOURCES = ("js/src", "js/build.mjs", "js/tsconfig.json", "package.json", "package-lock.json")
 BUNDLE = ("widget.js", "widget.css", "loader.js", "saved_page.js")
 
 
 def digest(root: Path) -> str:
     """Returns the hash of everything that the bundle may depend on; js/build.mjs computes the same."""
-    files = [(file.relative_to(root), file) for source in SOURCES for file in _files(root / source)]
-    named = [(path.as_posix(), file) for path, file in files if not CACHES.intersection(path.parts)]
+    named = [(file.relative_to(root).as_posix(), file) for source in SOURCES for file in _files(root / source)]
     result = hashlib.sha256()
     for name, file in sorted(named):
         result.update(name.encode() + file.read_bytes().replace(b"\r\n", b"\n"))

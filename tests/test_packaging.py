@@ -96,8 +96,8 @@ def test_the_bundle_is_what_its_sources_make() -> None:
 
 def test_a_bundle_of_other_sources_is_out_of_date(tmp_path: Path) -> None:
     hook = hatch_build()
-    caches = ("js/__pycache__/x.pyc", "js/node_modules/.vite/x.json")
-    for name in ("js/src/index.ts", *caches, "package.json", "package-lock.json"):
+    others = ("js/__pycache__/x.pyc", "js/node_modules/.vite/x.json", "js/tests/x.test.ts")
+    for name in (*hook.SOURCES[1:], "js/src/index.ts", *others):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"one\r\ntwo")
     static = tmp_path / "graphpatch_notebook" / "static"
@@ -107,7 +107,7 @@ def test_a_bundle_of_other_sources_is_out_of_date(tmp_path: Path) -> None:
     assert not hook.is_current(tmp_path)
     (static / "source.sha256").write_text(hook.digest(tmp_path) + "\n")
     assert hook.is_current(tmp_path)
-    for name in caches:
+    for name in others:
         (tmp_path / name).write_bytes(b"other")
     (tmp_path / "package.json").write_bytes(b"one\ntwo")  # as git may check it out
     assert hook.is_current(tmp_path)
