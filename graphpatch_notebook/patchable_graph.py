@@ -550,7 +550,8 @@ class PatchableGraph(ModuleDelegate):
             return step.compile(patches, *args, **options, **kwargs)
 
         def generating(call: Callable[..., Any]) -> Callable[..., Any]:
-            generate = generating_with(self.__dict__["_generation_config"], model.module.generate, call)
+            method: Any = model.module.generate
+            generate = generating_with(self.__dict__["_generation_config"], method, call)
             return functools.partial(generate, **no_compile_arguments(model.module))
 
         return CompiledSteps(run, compiled, generating)
