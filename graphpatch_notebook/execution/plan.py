@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
@@ -115,20 +116,34 @@ OpEntries: TypeAlias = "dict[int, SiteEntries]"
 EntriesByChain: TypeAlias = "dict[tuple[int, ...], OpEntries]"
 
 
+class PatchedCode:
+    """The call sites in one code object at which ops are patched.
+
+    Attributes:
+        offsets: The offset of the instruction that each of the interpreter's own offsets means: specialized code has
+            several for one instruction. Shared by all plans, and filled during runs.
+        by_offset: Entries by the offset of the innermost step of their call site, then by the steps above it, then by
+            the occurrence.
+    """
+
+    __slots__ = ("by_offset", "offsets")
+
+    def __init__(self, code: CodeType) -> None:
+        self.offsets = call_sites.offsets_of(code)
+        self.by_offset: dict[int, EntriesByChain] = {}
+
+
 @dataclass(slots=True, eq=False)
 class PatchedSites:
     """The call sites of one frame at which ops are patched.
 
     Attributes:
-        by_offset: Entries by their call site: first its innermost step (id of the code object, then offset), then the
-            steps above it, then the occurrence.
-        by_lasti: The same by the interpreter's own offsets, filled during runs: specialized code has several for one
-            instruction.
+        by_code: The call sites, by the id of the code object of their innermost step; and code without any that a run
+            came to.
         visits: How many calls have entries; zero if a call may come after the last of them that is to be reported.
     """
 
-    by_offset: dict[int, dict[int, EntriesByChain]] = field(default_factory=dict)
-    by_lasti: dict[int, dict[int, EntriesByChain]] = field(default_factory=dict)
+    by_code: dict[int, PatchedCode] = field(default_factory=dict)
     visits: int = 0
     _may_repeat: bool = False
 
@@ -136,8 +151,10 @@ class PatchedSites:
         """Returns the entries at one call site and occurrence, for new ones to be added."""
         (code, offset), *above = reversed(site.steps)
         chain = tuple(number for outer, at in above for number in (id(outer), at))
-        self.by_lasti.setdefault(id(code), {})
-        by_occurrence = self.by_offset.setdefault(id(code), {}).setdefault(offset, {}).setdefault(chain, {})
+        patched = self.by_code.get(id(code))
+        if patched is None:
+            patched = self.by_code[id(code)] = PatchedCode(code)
+        by_occurrence = patched.by_offset.setdefault(offset, {}).setdefault(chain, {})
         if occurrence not in by_occurrence:
             by_occurrence[occurrence] = SiteEntries()
             if not self._may_repeat:
