@@ -296,9 +296,7 @@ class FrameRecorder:
     def forget_old_owners(self, arguments: Any, result: Any) -> None:
         """Notes that the memory of a new tensor, which the arguments do not share, left its old owners."""
         owners, freed = self.recorder.owners, self.recorder.freed_later
-        used = {
-            memory for tensor in plain_tensors(result) if (memory := memory_of(tensor)) in owners or memory in freed
-        }
+        used = {memory for memory in map(memory_of, plain_tensors(result)) if memory in owners or memory in freed}
         for memory in used.difference(map(memory_of, plain_tensors(arguments) if used else ())):
             owners.pop(memory, None)
             freed.discard(memory)

@@ -65,6 +65,12 @@ class Entry:
     is_early: bool = False
     rank: int = 0
 
+    @property
+    def shows_itself(self) -> bool:
+        """Whether patches see the value itself: not a part of it, nor a copy from before the model writes into it."""
+        is_whole = not self.target.index and (self.restriction is None or self.restriction.positions is None)
+        return is_whole and not self.target.node.is_mutated_later
+
     def __post_init__(self) -> None:
         # Most patches take a short way, and probes, which may be on many nodes at once, a shorter one.
         target, patches = self.target, self.patches
@@ -81,10 +87,13 @@ class Entry:
         if target.dig or target.component is not None or node.is_mutated_later or node.is_view_filled_later:
             return
         self.plain_shape = spec.shape
-        if patches[0].only_keeps and all([declares(patch, "only_keeps") for patch in patches]):
+        if not declares(patches[0], "only_keeps"):
+            return
+        if len(patches) == 1:
             self.observed_shape = spec.shape
-            if len(patches) == 1 and not self.is_special:
-                self.watch = patches[0].op
+            self.watch = None if self.is_special else patches[0].op
+        elif all(declares(patch, "only_keeps") for patch in patches):
+            self.observed_shape = spec.shape
 
 
 # Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.
@@ -242,10 +251,8 @@ class FramePlan:
         """Adds an entry of this frame."""
         self.entries.append(entry)
         node = entry.target.node
-        if node.kind == "input" and not node.is_mutated_later and any(patch.only_keeps for patch in entry.patches):
-            # Patches see a copy of a value that the model writes into later, and of some positions; and a part.
-            if not entry.target.index and (entry.restriction is None or entry.restriction.positions is None):
-                self.probed_inputs.append(entry)
+        if node.kind == "input" and entry.shows_itself and any(patch.only_keeps for patch in entry.patches):
+            self.probed_inputs.append(entry)
         if entry.patches[0].replaces_call:
             self.skips.append(entry)
         elif node.kind == "output":
