@@ -18,6 +18,8 @@ from tests.warm_kernels import warm_kernels
 # A busy machine is no failure; nothing here is measured in seconds.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
+# Of the processes that tests start, kernels for the most part: a fixture below says it to this one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

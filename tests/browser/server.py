@@ -108,7 +108,6 @@ def environment(folder: Path) -> dict[str, str]:
         "JUPYTER_PREFER_ENV_PATH": "1",
         "IPYTHONDIR": str(folder / "ipython"),
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH")))),
     }
 

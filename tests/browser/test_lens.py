@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.browser.notebook_page import NotebookPage
@@ -33,19 +34,21 @@ generation = show_generation(pg, ids, max_new_tokens=5)
 generation
 """
 
-# Greedy tokens by plain torch: position 4 of the first block's output is zero in each run of the whole text.
+# Log-probabilities of greedy tokens by plain torch: each step runs the whole text, in which position 4 of the first
+# block's output is zero.
 BY_HOOKS = """
-def tokens_by_hooks():
-    text = ids
+def said_by_hooks(is_patched):
     def zero(block, args, output):
-        states = (output[0] if isinstance(output, tuple) else output).clone()
-        states[:, 4] = 0
-        return (states, *output[1:]) if isinstance(output, tuple) else states
-    handle = model.transformer.h[0].register_forward_hook(zero)
-    for _ in range(5):
-        text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
+        if is_patched:
+            (output[0] if isinstance(output, tuple) else output)[:, 4] = 0
+    handle, text, said = model.transformer.h[0].register_forward_hook(zero), ids, []
+    with torch.no_grad():
+        for _ in range(5):
+            best = model(text).logits[:, -1:].log_softmax(-1).max(-1)
+            said.append(best.values.item())
+            text = torch.cat([text, best.indices], 1)
     handle.remove()
-    return text[0, 6:].tolist()
+    return said
 """
 
 
@@ -71,10 +74,10 @@ def test_a_cell_is_patched_by_a_click_and_generated_tokens_branch(
     generation = notebook.cell(2).get_by_role("region", name="Generation")
     # The patch is for a position of the text, which only the step of the prompt computes.
     patched = generation.get_by_role("group", name="With the patches")
-    expect(patched).to_be_visible()
-    shown = [int(token) for token in patched.get_by_role("button").all_inner_texts()]
-    assert shown == notebook.value("tokens_by_hooks()")
-    assert notebook.value("model.generate(ids, max_new_tokens=5, do_sample=False)[0, 6:].tolist()") != shown
+    for line, is_patched in ((generation.get_by_role("group", name="Without patches"), False), (patched, True)):
+        labels = [token.get_attribute("aria-label") or "" for token in line.get_by_role("button").all()]
+        said = [float(label.split()[-1].replace("\N{MINUS SIGN}", "-")) for label in labels]
+        assert said == pytest.approx(notebook.value(f"said_by_hooks({is_patched})"), abs=0.006)
     lens.get_by_role("button", name="Undo").click()
     expect(patched).not_to_be_visible()
     generation.get_by_role("button", name=re.compile("^step 2:")).first.click()

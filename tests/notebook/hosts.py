@@ -33,7 +33,6 @@ def environment(folder: Path) -> dict[str, str]:
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
         "JUPYTER_DATA_DIR": str(folder / "data"),
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
-        "OMP_NUM_THREADS": "1",
         "TERM": "xterm-256color",
         # Debuggers warn of frozen modules, on the screen.
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",

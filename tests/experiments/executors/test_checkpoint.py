@@ -76,7 +76,7 @@ class Told:
 
 
 def run_script(folder: Path, **variables: str) -> int:
-    environment = os.environ | variables | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | variables | {"PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.run([sys.executable, str(SCRIPT), str(folder)], env=environment, check=False).returncode
 
 

@@ -108,14 +108,7 @@ def once(file: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def one_thread_each() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-
-
-@pytest.fixture(scope="module")
-def processes(one_thread_each: None) -> Iterator[ProcessPoolExecutor]:
+def processes() -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
         yield executor
 
@@ -128,7 +121,7 @@ def short_lived() -> BaseContext:
 
 
 @pytest.fixture(scope="module")
-def client(one_thread_each: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Of a cluster of two processes, in which a chunk whose worker dies is not run again by the scheduler itself."""
     import dask
     import distributed
@@ -378,7 +371,7 @@ def test_one_process_with_another_model_fails_its_cells_only(
 
 
 @pytest.mark.slow
-def test_a_killed_process_loses_nothing(pg: PatchableGraph, here: Any, one_thread_each: None, tmp_path: Path) -> None:
+def test_a_killed_process_loses_nothing(pg: PatchableGraph, here: Any, tmp_path: Path) -> None:
     flag, parent = tmp_path / "killed", os.getpid()
 
     def act(layer: int, unit: int) -> None:
@@ -394,7 +387,10 @@ def test_a_killed_process_loses_nothing(pg: PatchableGraph, here: Any, one_threa
 
 
 @pytest.mark.slow
-def test_what_kills_its_process_is_not_run_here(pg: PatchableGraph, here: Any, one_thread_each: None) -> None:
+def test_what_kills_its_process_is_not_run_here(
+    pg: PatchableGraph,
+    here: Any,
+) -> None:
     parent = os.getpid()
 
     def act(layer: int, unit: int) -> None:
@@ -656,7 +652,7 @@ def test_a_cell_that_kills_every_worker_does_not_lose_the_others(pg: PatchableGr
 
 @pytest.mark.slow
 def test_where_no_worker_is_left_the_rest_is_run_here(
-    pg: PatchableGraph, here: Any, one_thread_each: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pg: PatchableGraph, here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not what killed them. Nobody starts these workers again, so that their futures never end."""
     import distributed
@@ -767,7 +763,6 @@ def start(ray: Any) -> None:
 def test_ray(
     pg: PatchableGraph,
     here: Any,
-    one_thread_each: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A cell that kills two workers is NaN, all others are right, and a stopped Ray is an error."""
