@@ -27,10 +27,13 @@ from graphpatch_notebook.execution import (
     CapturedModel,
     CompiledModel,
     CompiledPatches,
+    CompiledSteps,
+    Entry,
     PatchContext,
     Recording,
     call_patched,
     check_compilable,
+    check_same_values,
     copied_config,
     generating_with,
     innermost,
@@ -48,6 +51,7 @@ from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.sharded import publish_stage, sharding_of, with_whole_records
+from graphpatch_notebook.torch_compat import EagerCode
 
 if TYPE_CHECKING:
     import torch
@@ -413,7 +417,8 @@ class PatchableGraph(ModuleDelegate):
         The graphs are a record of the run on the example inputs. The result was compared with this `PatchableGraph` on
         `args` and `kwargs`, bit for bit. It raises an error on inputs of another structure or memory layout than the
         example's, and in another mode (`train()`, `eval()`) than the captured one. It is not valid after changes of the
-        model other than of its weights.
+        model other than of its weights. Of an object among the inputs, such as a static cache, it reads and writes the
+        tensors; it raises an error if their shapes, or plain values in the object, differ from the example's.
 
         Args:
             args: Inputs to compare with, positional.
@@ -447,7 +452,14 @@ class PatchableGraph(ModuleDelegate):
         plan = context.plan if context is not None else self._captured.permanent_plan
         entries = plan.entries if plan is not None else ()
         return verified_fx_module(
-            self._graph_module, entries, self, args, dict(kwargs or {}), allow_doubts=allow_doubts, any_size=any_size
+            self._graph_module,
+            entries,
+            self,
+            args,
+            dict(kwargs or {}),
+            examples=self._captured.examples,
+            allow_doubts=allow_doubts,
+            any_size=any_size,
         )
 
     def compile(  # type: ignore[override]  # that of `nn.Module` compiles a module in place
@@ -468,7 +480,8 @@ class PatchableGraph(ModuleDelegate):
         active now are part of it, too.
 
         The graph is made by `to_fx`, which compares it with the patched model on `inputs`, bit for bit; what is said
-        there holds for it, too. It is compiled at the first call.
+        there holds for it, too. It is compiled at the first call. `CompiledModel.generate` generates text, with graphs
+        of its own.
 
         Args:
             patches: The patch map, of `ZeroPatch`, `AddPatch` and `ReplacePatch` (or other classes with
@@ -507,7 +520,41 @@ class PatchableGraph(ModuleDelegate):
             assert context is not None
             check_compilable(context.plan.entries)
             graph = self.to_fx(inputs, input_kwargs, allow_doubts=allow_doubts, any_size=any_size)
-        return CompiledModel(graph, copies, self._captured.module, backend, mode)
+        steps = self._compiled_steps(patches, entries, allow_doubts=allow_doubts, backend=backend, mode=mode)
+        return CompiledModel(graph, copies, self._captured.module, steps, backend, mode)
+
+    def _compiled_steps(
+        self,
+        patches: Mapping[str | NodePath, Patch[Any] | Sequence[Patch[Any]]],
+        entries: Sequence[Entry],
+        **options: Any,
+    ) -> CompiledSteps:
+        """Returns the compiled steps of generations with these patches only."""
+        model, alone = self._captured, copy.copy(self)
+        has_others = model.has_patched_calls or innermost(model) is not None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if has_others:
+                raise GraphError(
+                    "generations are compiled with the patches given to compile only: give it all patches, outside of "
+                    "pg.patch(), and of a PatchableGraph that is not edited"
+                )
+            with alone.patch(patches, strict=True):
+                return alone(*args, **kwargs)
+
+        def compiled(*args: Any, **kwargs: Any) -> CompiledModel:
+            own_args, own_kwargs = copied((args, kwargs))
+            with afterwards(ModuleState(model.module).restore):
+                step = PatchableGraph(model.module, model.options, *own_args, **own_kwargs)
+            check_same_values(entries, step._captured, patches)
+            return step.compile(patches, *args, **options, **kwargs)
+
+        def generating(call: Callable[..., Any]) -> Callable[..., Any]:
+            method: Any = model.module.generate
+            generate = generating_with(self.__dict__["_generation_config"], method, call)
+            return functools.partial(generate, **no_compile_arguments(model.module))
+
+        return CompiledSteps(run, compiled, generating)
 
     def _code_of(self, frame: Frame) -> str:
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)
@@ -870,7 +917,8 @@ class PatchableGraph(ModuleDelegate):
             @functools.wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
                 is_patched = innermost(self._captured) is not None or bool(self._captured.permanent)
-                if name == "generate" and is_patched:
+                # With an older torch, patches on operations would only have an effect at the first step.
+                if name == "generate" and is_patched and not EagerCode.is_possible:
                     kwargs |= no_compile_arguments(self._module)
                 return self._call(function, args, kwargs)
 

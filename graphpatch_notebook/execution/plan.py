@@ -73,7 +73,7 @@ class Entry:
             or not isinstance(spec, TensorSpec)
         ):
             return
-        if target.dig or target.component is not None or node.is_mutated_later or node.is_view_filled_later:
+        if target.dig or target.index or node.is_mutated_later or node.is_view_filled_later:
             return
         self.plain_shape = spec.shape
         if not declares(patches[0], "only_keeps"):

@@ -31,8 +31,9 @@ from graphpatch_notebook.execution import GENERATION_CONFIG, Recording, active_p
 from graphpatch_notebook.experiments.executors.pickling import packed, sendable, unpacked
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch, ProbePatch
+from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded import note_placements
+from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import mapped
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -155,10 +156,8 @@ class RemoteGraph(PatchableGraph):
         __tracebackhide__ = True
         given = patterns if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
         values: dict[str, Any] = self.run_there(_recorded, [str(pattern) for pattern in given], *inputs, **options)
-        probes = {path: ProbePatch() for path in values}
-        for path, probe in probes.items():
-            probe.op(values[path])
-        return Recording(probes, self._captured, is_whole=options.get("positions") is None)
+        kept = {path: (value, version_of(value)) for path, value in values.items()}
+        return Recording(kept, self._captured, is_whole=options.get("positions") is None)
 
     def sweep(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a sweep in the engines: see `PatchableGraph.sweep`."""

@@ -192,9 +192,7 @@ def test_tokens_of_several_sequences_in_one_row_are_refused() -> None:
         if ("mlp" in path or "moe" in path) and len(node.shape or ()) == 2 and node.shape[:1] == (LENGTH,)
     )
     with (
-        pytest.raises(
-            PatchMapError, match=r"no dimension of its shape \(7, 48\) is the example's sequence"
-        ),
+        pytest.raises(PatchMapError, match=r"no dimension of its shape \(7, 48\) is the example's sequence"),
         pg.patch({path: ProbePatch(positions=1)}),
     ):
         pass
