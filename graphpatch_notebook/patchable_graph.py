@@ -899,7 +899,8 @@ class PatchableGraph(ModuleDelegate):
                 return self._call(function, args, kwargs)
         model.check_weights()
         if (sharding := sharding_of(model.root)) is not None:
-            sharding.check_call(function, () if context is None else context.plan.entries)
+            with sharding.checked_call(function, () if context is None else context.plan.entries):
+                return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
         return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
