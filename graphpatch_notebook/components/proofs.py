@@ -1,8 +1,8 @@
 """Proofs that components are what their names say, from values of a run.
 
 Each proof recomputes a value from others with plain torch: the residual sum, the norms, `pattern @ v`, `z @ W_O + b`.
-Each has a control, which must fail: the same with one summand left out, heads exchanged, or positions moved. A proof
-whose control does not fail proves nothing, and leaves a doubt.
+Most have a control, which must fail: the same with one summand left out, heads exchanged, or positions moved. A proof
+whose control does not fail proves nothing, and leaves a doubt. To rerun a norm, alone, needs none.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class _Prover:
         return self._call_values(norm.frame) if isinstance(norm, Norm) else self._values_of(norm.node)
 
     def _norm_problem(self, norm: Norm | Value) -> str | None:
-        """Reruns a norm, alone; the control gives it the input of other positions."""
+        """Reruns a norm, alone."""
         if isinstance(norm, Value):
             return None if is_close(self._computed(norm.node), self._value(norm)) else "the norm's rerun differs"
         result = self._value(norm.returned.value)

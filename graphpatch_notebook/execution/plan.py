@@ -62,7 +62,7 @@ class Entry:
     is_early: bool = False
 
     def __post_init__(self) -> None:
-        # Most patches take a short way, and probes, which may be on many nodes at once, a shorter one.
+        # Entries without restrictions take a fast path; probes, which may be on many nodes at once, a faster one.
         target, patches = self.target, self.patches
         node, spec = target.node, target.whole
         self.is_special = node.is_in_place or node.position is not None
@@ -86,13 +86,16 @@ class Entry:
 
 
 def _rank(entry: Entry) -> int:
-    """When an entry has its turn among those on one value: what others read comes late, and the end of the run last."""
+    """Returns the sort key of entries on one value: what others read comes late, and patches that end the run last."""
     late = 1 if entry.is_source else 2 if entry.patches[0].stops_run else 0
     return late - 3 if entry.is_early else late
 
 
+FUSED_MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+"""Modules that torch computes by other kernels in some runs than in others, with other rounding."""
+
 # Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.
-_FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
+_FUSED = FUSED_MODULES[:2]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -507,7 +510,7 @@ class Callers:
 
     @property
     def has_compiled_parts(self) -> bool:
-        """Whether `torch.compile` compiled any of the modules that are now in the model, be it since the capture."""
+        """Whether `torch.compile` compiled any of the modules that are now in the model, even after the capture."""
         return has_compiled_parts(self._root)
 
     def frames_of(self, module: Module) -> list[Frame]:
