@@ -265,14 +265,18 @@ class _WeightsThere(Weights):
         return _ByLayerThere(found, fetch) if isinstance(found, ComponentWeights) else fetch(None)
 
 
-class _ByLayerThere(ComponentWeights):
+class _ByLayerThere:
     def __init__(self, found: ComponentWeights, fetch: Callable[[Any], Tensor]) -> None:
-        super().__init__(found.name, found._layers, found.missing)
         self._found, self._fetch = found, fetch
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._found.shape
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        return repr(self._found)
 
     def __getitem__(self, key: Any) -> Tensor:
         return self._fetch(key)
