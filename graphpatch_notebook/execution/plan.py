@@ -49,7 +49,7 @@ class Entry:
         is_source: Whether the value is only kept for patches that read it.
         placement: How the value is distributed over processes, if the model is sharded: patches see the whole value.
         is_early: Whether it comes before the other entries on the value: it is for the op that made it.
-        rank: When it has its turn among those on one value: what others read comes late, and the end of the run last.
+        rank: The sort key of entries on one value: what others read comes late, and patches that end the run last.
     """
 
     target: Target
@@ -72,7 +72,7 @@ class Entry:
         return is_whole and not self.target.node.is_mutated_later
 
     def __post_init__(self) -> None:
-        # Most patches take a short way, and probes, which may be on many nodes at once, a shorter one.
+        # Entries without restrictions take a fast path; probes, which may be on many nodes at once, a faster one.
         target, patches = self.target, self.patches
         node, spec = target.node, target.whole
         self.rank = (1 if self.is_source else 2 if patches[0].stops_run else 0) - 3 * self.is_early
@@ -84,7 +84,7 @@ class Entry:
             or not isinstance(spec, TensorSpec)
         ):
             return
-        if target.dig or target.component is not None or node.is_mutated_later or node.is_view_filled_later:
+        if target.dig or target.index or node.is_mutated_later or node.is_view_filled_later:
             return
         self.plain_shape = spec.shape
         if not declares(patches[0], "only_keeps"):
@@ -96,8 +96,11 @@ class Entry:
             self.observed_shape = spec.shape
 
 
+FUSED_MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+"""Modules that torch computes by other kernels in some runs than in others, with other rounding."""
+
 # Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.
-_FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
+_FUSED = FUSED_MODULES[:2]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -520,7 +523,7 @@ class Callers:
 
     @property
     def has_compiled_parts(self) -> bool:
-        """Whether `torch.compile` compiled any of the modules that are now in the model, be it since the capture."""
+        """Whether `torch.compile` compiled any of the modules that are now in the model, even after the capture."""
         return has_compiled_parts(self._root)
 
     def frames_of(self, module: Module) -> list[Frame]:

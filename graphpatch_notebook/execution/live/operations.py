@@ -47,7 +47,7 @@ class LiveMode(TorchFunctionMode):
         if sites is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         leaf = sys._getframe(1)
-        # The short way of `_entries_at`, written out: most calls are at instructions where nothing is patched.
+        # The fast path of `_entries_at`, inlined: most calls are at instructions where nothing is patched.
         code = sites.by_code.get(id(leaf.f_code))
         if code is None or (offset := code.offsets.get(leaf.f_lasti)) is None:
             entries = self._entries_at(leaf)
@@ -61,7 +61,7 @@ class LiveMode(TorchFunctionMode):
         if entries is None:
             return result
         entry = entries[0]
-        # The short way of `is_observed`, written out: this runs for every op of a model that is probed whole.
+        # The fast path of `is_observed`, inlined: this runs for every op of a model that is probed whole.
         is_watched = entry.watch is not None and len(entries) == 1 and type(result) is Tensor
         if is_watched and result.shape == entry.observed_shape:
             self.fired.add(id(entry))

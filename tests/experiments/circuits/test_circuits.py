@@ -473,6 +473,8 @@ def test_dead_ends() -> None:
     for number in range(3):
         left = [Edge(*pair, 1.0) for place, pair in enumerate(chain) if place != number]
         assert Circuit(tuple(left), feeds, 6, 1.0, 0.0).without_dead_ends().edges == ()
+        guarded = Circuit(tuple(left), feeds, 6, 1.0, 0.0, missing={"layers[1].attn": "it cannot be followed"})
+        assert guarded.without_dead_ends() == guarded == Circuit.from_json(guarded.to_json())
 
 
 def test_dead_ends_by_position() -> None:
