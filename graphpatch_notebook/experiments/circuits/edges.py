@@ -32,6 +32,7 @@ from graphpatch_notebook.experiments.attribution.rules import (
     check_method,
     midpoints,
     rules_of,
+    warn_of_loss,
     widened,
 )
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
@@ -109,8 +110,10 @@ def attribute_edges(
             with one for each batch.
         corrupted: The corrupted inputs, in the same form.
         method: The derivatives, as for `attribute`. With `"secant"`, the scores into `@logits` sum exactly to the
-            change of the metric. `"integrated"` takes the mean of the gradients at `steps` points between the runs.
-            `"exact"` runs the model once for each edge, and returns the true effects: for small models.
+            change of the metric; if those out of `@embed` do not, a warning names what may be the cause, such as a
+            mixture of experts that routes the two runs differently. `"integrated"` takes the mean of the gradients at
+            `steps` points between the runs. `"exact"` runs the model once for each edge, and returns the true effects:
+            for small models.
         steps: The number of points for `"integrated"`.
         routing: `"frozen"` holds choices of experts, as for `attribute`; not for `"exact"`.
         senders: Names of senders, or patterns such as `layers[*].mlp_out`; all by default.
@@ -133,8 +136,8 @@ def attribute_edges(
         no edge. Attributes: `clean` and `corrupted`, the metric of the two runs; `feeds`, for each receiver the senders
         that are computed from it; `skipped`, why components or heads are not nodes (with a warning if whole components
         are missing); `edges`, the number of edges, each position counted; `conservation`, the sum of the scores into
-        the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them); `method`,
-        `routing`, `metric`, `steps`.
+        the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them);
+        `fallbacks`, as for `attribute`; `method`, `routing`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, the inputs differ in
@@ -183,11 +186,14 @@ def attribute_edges(
         "metric": metric_name(batches[0].metric),
         "edges": int(total.edges.sum()),
         "conservation": float(total.values[-1, total.edges[-1]].sum()) / change if change else float("nan"),
+        "fallbacks": dict(total.fallbacks),
         "feeds": {receiver: list(fed) for receiver, fed in nodes.feeds.items()},
         "skipped": dict(nodes.skipped),
         **({"steps": steps} if method == "integrated" else {}),
         **({"positions": "of each row"} if are_of_rows(positions) else {}),
     }
+    if method == "secant" and (positions is None or positions is True):
+        _warn_of_loss(nodes, total)
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
 
 
@@ -201,6 +207,21 @@ def _warn_of_skipped(nodes: Nodes) -> None:
             ExperimentWarning,
             stacklevel=level_of_caller(),
         )
+
+
+def _warn_of_loss(nodes: Nodes, scored: ScoredEdges) -> None:
+    """Warns if the edges out of what streams begin with do not sum to the change of the metric.
+
+    Those into the logits sum to it in any case: what is between the components does not matter to them.
+    """
+    change = scored.clean - scored.corrupted
+    if nodes.missing or not scored.fallbacks or not change:  # without fallbacks, the runs differ elsewhere, too
+        return
+    begins = [f"{stream}@embed" for stream in nodes.streams]
+    columns = [number for number, name in enumerate(nodes.senders) if name in begins]
+    total = float(np.nansum(scored.values[:, columns]))
+    what = f"the edges out of {' and '.join(begins)} differ from the change of the metric"
+    warn_of_loss(what, abs(total / change - 1), scored.fallbacks, is_half=scored.is_half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +308,8 @@ class EdgeScores:
         count = 1 if positions is None else len(positions.labels)
         self.values = np.full((len(nodes.receivers), len(nodes.senders), count), np.nan)
         self.clean = self.corrupted = 0.0
+        self.fallbacks: Mapping[str, str] = {}
+        self.is_half = False
         self.rows = {name: row for row, name in enumerate(nodes.receivers)}
         self.columns = {name: column for column, name in enumerate(nodes.senders)}
         for reader in nodes.readers:
@@ -307,6 +330,8 @@ class ScoredEdges:
         clean: The metric of the clean run.
         corrupted: The metric of the corrupted run.
         positions: The positions; `None`: one score for all.
+        fallbacks: Why the derivative of a function does not explain its whole change, by its name.
+        is_half: Whether components write values in half precision.
     """
 
     values: Any
@@ -314,6 +339,8 @@ class ScoredEdges:
     clean: float
     corrupted: float
     positions: list[int] | None
+    fallbacks: Mapping[str, str]
+    is_half: bool
 
 
 def _mean(batches: Sequence[ScoredEdges]) -> ScoredEdges:
@@ -329,7 +356,8 @@ def _mean(batches: Sequence[ScoredEdges]) -> ScoredEdges:
     values, clean, corrupted = (
         sum(getattr(each, name) / len(batches) for each in batches) for name in ("values", "clean", "corrupted")
     )
-    return ScoredEdges(values, first.edges, clean, corrupted, first.positions)
+    fallbacks = {name: why for each in batches for name, why in each.fallbacks.items()}
+    return ScoredEdges(values, first.edges, clean, corrupted, first.positions, fallbacks, first.is_half)
 
 
 @dataclass(frozen=True)
@@ -359,7 +387,9 @@ class _Scoring:
             choices = Choices(self.routing)
             found = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed).scores()
         labels = None if found.positions is None else found.positions.labels
-        return ScoredEdges(found.values, found.edges, found.clean, found.corrupted, labels)
+        return ScoredEdges(
+            found.values, found.edges, found.clean, found.corrupted, labels, found.fallbacks, found.is_half
+        )
 
 
 _Placed: TypeAlias = Callable[[Mapping[str, Tensor]], "WrittenPositions | None"]
@@ -464,6 +494,8 @@ class _Runs:
             clean, metric = self._run(self._batch.clean, {}, [], state)
         found = EdgeScores(self._nodes, self._placed(clean.values))
         found.clean = float(metric)
+        found.fallbacks = rules.fallbacks
+        found.is_half = any(value.is_floating_point() and value.element_size() < 4 for value in clean.values.values())
         deltas: Deltas | None = None
         for fraction in self._fractions:
             starts = {path: clean.values[path] if fraction else None for path in self._nodes.streams.values()}
