@@ -103,7 +103,7 @@ def record_to(
     settings = {
         "positions": repr(positions),
         "dtype": str(dtype),
-        "weights": weights_digest(captured(pg).module),
+        "weights": weights_digest(pg),
         "patches": digest("", active_patches(captured(pg)))[1].item(),
     }
     sharding = sharding_of(captured(pg).root)
