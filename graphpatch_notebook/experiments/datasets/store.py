@@ -140,6 +140,9 @@ class _Writer:
         paths = {path: "position" if reader.has_positions(path) else "example" for path in reader.by_path}
         document = {"format": _FORMAT, "version": _VERSION, "paths": paths, "settings": settings}
         folder.mkdir(parents=True, exist_ok=True)
+        for pattern in (f".{_SETTINGS}.*.tmp", ".[0-9]*.safetensors.*.tmp") if is_writing else ():
+            for left in folder.glob(pattern):  # by a process that was killed while it wrote
+                left.unlink(missing_ok=True)
         if (folder / _SETTINGS).exists():
             if _read_settings(folder) != document:
                 raise ExperimentError(
