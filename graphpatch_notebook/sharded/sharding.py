@@ -180,9 +180,9 @@ class Sharding:
                 made = make(), None
             except Exception as error:
                 made = None, error
-        result, error = self.gathered(made)[0]
-        if error is not None:
-            raise error
+        result, problem = self.gathered(made)[0]
+        if problem is not None:
+            raise problem
         return result  # type: ignore[no-any-return]
 
     def is_leaf(self, target: Target) -> bool:

@@ -112,7 +112,8 @@ def weights_digest(pg: PatchableGraph) -> str:
     captured(pg).check_weights()
     found, module = {}, captured(pg).module
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        part = tensor.to_local() if is_distributed(tensor) else tensor
+        part: Any = tensor
+        part = part.to_local() if is_distributed(part) else part
         plain = part.detach() if _has_memory(part) else None
         sample = None if plain is None else plain.reshape(-1)[:: max(1, -(-plain.numel() // _SAMPLED))]
         found[name] = (str(tensor.dtype), tuple(tensor.shape), sample)
