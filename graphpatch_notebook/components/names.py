@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.components.components import Component
 
 Numbers: TypeAlias = "int | slice | tuple[int, ...]"
-"""What a name has in brackets after `layers`, `heads` and `experts`: a number, several, or a slice (`*` is all)."""
+"""What is in brackets after `layers`, `heads` or `experts`: a number, a list of them, or a slice (`*` is all)."""
 
 MEMBERS = {"heads": "head", "experts": "expert"}
 """The words that take numbers, and the axis that these count along."""
@@ -146,12 +146,14 @@ def _numbers(inside: str, text: str) -> Numbers:
     if inside == "*":
         return slice(None)
     is_list = inside.startswith("[")
-    found = _index(inside[1:-1] if is_list else inside, text, "a number, several ([0, 2] or 0, 2), a slice or *")
+    found = _index(
+        inside[1:-1] if is_list else inside, text, "a number, a list of them ([0, 2] or 0, 2), a slice, or *"
+    )
     if len(found) == 1 and isinstance(found[0], int if is_list else (int, slice)):
         return found[0]
     if all(type(number) is int for number in found):
         return found
-    raise ValueError(f"not a component name: {text!r} ([{inside}] is not a number, several, a slice or *)")
+    raise ValueError(f"not a component name: {text!r} ([{inside}] is not a number, a list of them, a slice, or *)")
 
 
 def _index(inside: str, text: str, wanted: str = "integers, slices and ...") -> tuple[Any, ...]:

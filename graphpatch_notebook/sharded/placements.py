@@ -52,8 +52,8 @@ class Placement:
         mesh: The processes, as a `DeviceMesh` of one dimension.
         dim: The dimension along which each process holds a part; `None` if each holds the whole value.
         sizes: The sizes of the parts along it, by rank.
-        factor: In how many runs the entries of each part lie: weights that are packed into one are split one by one.
-        own_dim: The dimension along which a `DTensor` is split, which joins itself; `None` for all others.
+        factor: How many weights are packed along `dim` (2 for gate and up): each is split separately.
+        own_dim: The split dimension of a `DTensor`, which gathers itself; `None` for all others.
         alike: Where values that each process holds whole are noted.
     """
 
@@ -166,9 +166,8 @@ class _Gradient:
             slices_there = is_there.movedim(dim, 0).flatten(1).sum(1) if others else is_there.long()
             if bool((slices_same & (slices_there >= _FEW)).any()):
                 raise PatchValueError(
-                    f"{self.path!r} has no gradient that is known: for a part of the value each process has all of it, "
-                    "and for another part one term of a sum; patch it without gradients, or patch what is computed "
-                    "from it"
+                    f"the gradient of {self.path!r} cannot be determined: some entries are complete on every process, "
+                    "others are terms of a sum; patch it without gradients, or patch what is computed from it"
                 )
         return total
 

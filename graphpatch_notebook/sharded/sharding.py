@@ -28,7 +28,7 @@ from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded.agreement import Agreement
 from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_same_sketch, sketch
 from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
 
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
 _Key: TypeAlias = "tuple[int, tuple[Any, ...]]"
@@ -62,7 +62,7 @@ def with_whole_records(local: Frame) -> Frame:
         root, sharding.reason = local, f"no copy of the model can run in one process ({error})"
     else:
         capture = Capture(local.capture.options)
-        device = next((spec.device for node in local.nodes for spec in _tensors(node.spec)), torch.device("cpu"))
+        device = next((spec.device for node in local.nodes for spec in tensor_specs(node.spec)), torch.device("cpu"))
         for frame in root.walk():
             frame.capture = capture
         sharding.join(root, local, device)
@@ -255,7 +255,7 @@ class Sharding:
         if not differing:
             is_of_shards = any(runs_shards(above.module) for above in target.frame.frames_above())
             if is_of_shards and target.node.kind == "op" and all(one.is_zero for one in seen):
-                return "it is zero on all processes, and may be where each of them collects its term of a sum"
+                return "it is zero on all processes, and may be a buffer into which each process adds its term of a sum"
             if all(is_same_sketch(seen[0].sketch, one.sketch) for one in seen):
                 return self._as_held(target)
             return "each process holds one term of a sum, or a value of its own"
@@ -362,14 +362,6 @@ def _with_placements(spec: ValueSpec, texts: Mapping[tuple[Any, ...], str], keys
         inside = ((text, key, _with_placements(child, texts, (*keys, key))) for text, key, child in spec.children)
         return replace(spec, children=tuple(inside))
     return spec
-
-
-def _tensors(spec: ValueSpec) -> Iterator[TensorSpec]:
-    if isinstance(spec, TensorSpec):
-        yield spec
-    elif isinstance(spec, ContainerSpec):
-        for _, _, child in spec.children:
-            yield from _tensors(child)
 
 
 # -- what a process saw ------------------------------------------------------------------------------------------------

@@ -46,7 +46,6 @@ from graphpatch_notebook.whole_files import whole_file
 _FORMAT = "graphpatch-activations"
 _VERSION = 1
 _SETTINGS = "store.json"
-_INDEX = ("example", "position", "token")
 _MOST_BYTES = 2**28
 
 

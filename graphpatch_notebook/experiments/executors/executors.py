@@ -104,7 +104,7 @@ def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
         )
     if isinstance(recipe, Module):
         raise ExperimentError(
-            f"recipe= is the model itself ({type(recipe).__name__}): its weights would go through the scheduler. Say "
+            f"recipe= is the model itself ({type(recipe).__name__}): its weights would be sent to other processes. Say "
             f"how to build it where it runs:\n{RECIPE}"
         )
     if not callable(recipe) and not isinstance(recipe, (str, os.PathLike)):

@@ -533,7 +533,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], str]]:
     def patches(n: int) -> Any:
         return {"linear.output": CustomPatch(custom_op=(lambda t: model.linear(t)) if n == 1 else torch.neg)}
 
-    through = "its weights would go through the scheduler"
+    through = "its weights would be sent to other processes"
     return {
         "closure": ({"metric": closure}, f"the metric holds the model \\(Model\\), by its variable 'model': {through}"),
         "global": ({"metric": names["by_global"]}, f"the metric holds .*, by its variable 'network': {through}"),
