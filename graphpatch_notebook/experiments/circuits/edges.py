@@ -65,7 +65,7 @@ from graphpatch_notebook.warning_places import level_of_caller, warn
 if TYPE_CHECKING:
     from xarray import DataArray
 
-Side: TypeAlias = Literal["senders", "receivers"]
+RestoredEnd: TypeAlias = Literal["senders", "receivers"]
 
 
 @runs_where_the_model_is
@@ -77,7 +77,7 @@ def attribute_edges(
     *,
     method: Literal["gradient", "integrated", "relp", "secant", "exact"] = "gradient",
     steps: int = 5,
-    one_sided: bool | Side = False,
+    one_sided: bool | RestoredEnd = False,
     routing: Routing = "free",
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
@@ -170,7 +170,7 @@ def attribute_edges(
     check_method(method, (*METHODS, "exact"))
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
-    sides = _sides(one_sided, method, experts)
+    ends = _ends(one_sided, method, experts)
     points, limit = midpoints(steps), checked_bytes(max_bytes)
     Choices(routing)  # checks it
     fractions = points if method == "integrated" else [0.0]
@@ -179,7 +179,7 @@ def attribute_edges(
     _warn_of_skipped(nodes)
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
-    scoring = _Scoring(method, fractions, sides, limit, routing, heads, experts, positions, batch, rows, columns)
+    scoring = _Scoring(method, fractions, ends, limit, routing, heads, experts, positions, batch, rows, columns)
     total = _mean(list(map_batches(pg, scoring, batches, executor=executor, recipe=recipe)))
     coords: dict[str, list[Any]] = {"receiver": nodes.receivers, "sender": nodes.senders}
     if total.positions is not None:
@@ -203,21 +203,21 @@ def attribute_edges(
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
 
 
-def _sides(one_sided: bool | Side, method: str, experts: bool) -> Sequence[Side]:
+def _ends(one_sided: bool | RestoredEnd, method: str, experts: bool) -> Sequence[RestoredEnd]:
     """Returns the ends of edges that are restored alone, for scores that are the mean over these.
 
     Raises:
         ExperimentError: Something else was given, or the scores have no such ends.
     """
-    known: tuple[Side, ...] = get_args(Side)
-    sides = (known if one_sided else ()) if isinstance(one_sided, bool) else (one_sided,)
-    if not all(side in known for side in sides):
+    known: tuple[RestoredEnd, ...] = get_args(RestoredEnd)
+    ends = (known if one_sided else ()) if isinstance(one_sided, bool) else (one_sided,)
+    if not all(end in known for end in ends):
         raise ExperimentError(f"one_sided must be a bool, 'senders' or 'receivers', not {one_sided!r}")
-    if sides and method != "secant":
+    if ends and method != "secant":
         raise ExperimentError(f'one_sided={one_sided!r} restores one component after another: give method="secant"')
-    if sides and experts:
+    if ends and experts:
         raise ExperimentError("one_sided= restores whole components: drop experts=True")
-    return sides
+    return ends
 
 
 def _warn_of_skipped(nodes: Nodes) -> None:
@@ -367,7 +367,7 @@ class _Scoring:
 
     method: Any
     fractions: Sequence[float]
-    sides: Sequence[Side]
+    ends: Sequence[RestoredEnd]
     max_bytes: int
     routing: Routing
     heads: bool
@@ -388,7 +388,7 @@ class _Scoring:
         else:
             choices = Choices(self.routing)
             runs = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed)
-            found = runs.one_sided_scores(self.sides, self.rows, self.columns) if self.sides else runs.scores()
+            found = runs.one_sided_scores(self.ends, self.rows, self.columns) if self.ends else runs.scores()
         labels = None if found.positions is None else found.positions.labels
         return ScoredEdges(found.values, found.edges, found.clean, found.corrupted, labels)
 
@@ -488,11 +488,11 @@ class _Runs:
         with self._kept_state() as state:
             return self._scores(state)
 
-    def one_sided_scores(self, sides: Sequence[Side], rows: Sequence[str], columns: Sequence[str]) -> EdgeScores:
+    def one_sided_scores(self, ends: Sequence[RestoredEnd], rows: Sequence[str], columns: Sequence[str]) -> EdgeScores:
         """Returns scores as the mean of those in which one end of the edges alone is restored.
 
         Args:
-            sides: The ends.
+            ends: The ends.
             rows: The receivers that are restored.
             columns: The senders that are restored.
         """
@@ -507,16 +507,16 @@ class _Runs:
             def restored(paths: Iterable[str], columns: Tensor | None) -> dict[str, Patch[Any]]:
                 return {path: _restoring(clean.values[path], corrupted.values[path], columns) for path in paths}
 
-            if "senders" in sides:
+            if "senders" in ends:
                 for writer, name, heads in _members(self._nodes.writers, columns):
                     rules, end = self._end_run(restored(writer.paths, heads), state)
                     alone = self._scores_to(self._nodes.readers, rules, end, deltas, found.positions, state)
-                    found.values[:, found.columns[name]] += alone[:, found.columns[name]] / len(sides)
-            if "receivers" in sides:
+                    found.values[:, found.columns[name]] += alone[:, found.columns[name]] / len(ends)
+            if "receivers" in ends:
                 for reader, name, heads in _members(self._nodes.readers, rows):
                     rules, _ = self._end_run(restored(reader.paths, heads), state)
                     alone = self._scores_to([reader], rules, clean, deltas, found.positions, state)
-                    found.values[found.rows[name]] += alone[found.rows[name]] / len(sides)
+                    found.values[found.rows[name]] += alone[found.rows[name]] / len(ends)
             return found
 
     @contextmanager
