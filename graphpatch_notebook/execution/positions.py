@@ -145,14 +145,14 @@ def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None,
 
 def _holds_all_positions(root: Frame, target: Target) -> bool:
     """Whether the first dimension of a value is as long as all rows together, and in their order."""
-    spec, known = _token_spec(root), dimensions_of(root)
+    spec, whole, known = _token_spec(root), target.whole, dimensions_of(root)
     length = _encoder_sequence(root) if _is_inside(encoder_of(root), target) else _sequence(root)
-    if spec is None or length is None:
+    if spec is None or length is None or not isinstance(whole, TensorSpec):
         return False
     merged = tuple(count * size for count, size in zip(known.profiles(spec)[0], length, strict=False))
-    if 0 not in known.dims_like(target.whole, merged):
+    if 0 not in known.dims_like(whole, merged):
         return False
-    return not known.is_placed_by_values(target.frame, target.node, target.whole, [0], [merged])
+    return not known.is_placed_by_values(target.frame, target.node, whole, [0], [merged])
 
 
 def sequence_dims(axes: Sequence[str]) -> list[int]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
 from graphpatch_notebook.experiments.attribution.rules import (
     METHODS,
+    DerivativeRules,
     Method,
     check_method,
     midpoints,
@@ -57,12 +59,14 @@ from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from xarray import DataArray
+
+RestoredEnd: TypeAlias = Literal["senders", "receivers"]
 
 
 @runs_where_the_model_is
@@ -74,6 +78,7 @@ def attribute_edges(
     *,
     method: Literal["gradient", "integrated", "relp", "secant", "exact"] = "gradient",
     steps: int = 5,
+    one_sided: bool | RestoredEnd = False,
     routing: Routing = "free",
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
@@ -115,6 +120,11 @@ def attribute_edges(
             `steps` points between the runs. `"exact"` runs the model once for each edge, and returns the true effects:
             for small models.
         steps: The number of points for `"integrated"`.
+        one_sided: For `"secant"`: compares the corrupted run with runs that are closer to it than the clean run is.
+            `"senders"`: with the run in which this sender alone is restored; the scores of all edges from a sender then
+            sum to the exact effect of patching it. `"receivers"`: with the run in which this receiver alone reads clean
+            values; the scores of all edges to it sum to the exact effect of that. `True`: the mean of both, the most
+            accurate scores. It takes two runs for each sender, each receiver, or both, of those that are asked for.
         routing: `"frozen"` holds choices of experts, as for `attribute`; not for `"exact"`.
         senders: Names of senders, or patterns such as `layers[*].mlp_out`; all by default.
         receivers: Names of receivers, or patterns.
@@ -137,7 +147,7 @@ def attribute_edges(
         that are computed from it; `skipped`, why components or heads are not nodes (with a warning if whole components
         are missing); `edges`, the number of edges, each position counted; `conservation`, the sum of the scores into
         the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them);
-        `fallbacks`, as for `attribute`; `method`, `routing`, `metric`, `steps`.
+        `fallbacks`, as for `attribute`; `method`, `one_sided`, `routing`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, the inputs differ in
@@ -163,6 +173,7 @@ def attribute_edges(
     check_method(method, (*METHODS, "exact"))
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
+    ends = _ends(one_sided, method, experts)
     points, limit = midpoints(steps), checked_bytes(max_bytes)
     Choices(routing)  # checks it
     fractions = points if method == "integrated" else [0.0]
@@ -171,7 +182,7 @@ def attribute_edges(
     _warn_of_skipped(nodes)
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
-    scoring = _Scoring(method, fractions, limit, routing, heads, experts, positions, batch, rows, columns)
+    scoring = _Scoring(method, fractions, ends, limit, routing, heads, experts, positions, batch, rows, columns)
     total = _mean(list(map_batches(pg, scoring, batches, executor=executor, recipe=recipe)))
     coords: dict[str, list[Any]] = {"receiver": nodes.receivers, "sender": nodes.senders}
     if total.positions is not None:
@@ -182,6 +193,7 @@ def attribute_edges(
         "clean": total.clean,
         "corrupted": total.corrupted,
         "method": method,
+        "one_sided": one_sided,
         "routing": routing,
         "metric": metric_name(batches[0].metric),
         "edges": int(total.edges.sum()),
@@ -197,6 +209,23 @@ def attribute_edges(
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
 
 
+def _ends(one_sided: bool | RestoredEnd, method: str, experts: bool) -> Sequence[RestoredEnd]:
+    """Returns the ends of edges that are restored alone, for scores that are the mean over these.
+
+    Raises:
+        ExperimentError: Something else was given, or the scores have no such ends.
+    """
+    known: tuple[RestoredEnd, ...] = get_args(RestoredEnd)
+    ends = (known if one_sided else ()) if isinstance(one_sided, bool) else (one_sided,)
+    if not all(end in known for end in ends):
+        raise ExperimentError(f"one_sided must be a bool, 'senders' or 'receivers', not {one_sided!r}")
+    if ends and method != "secant":
+        raise ExperimentError(f'one_sided={one_sided!r} restores one component after another: give method="secant"')
+    if ends and experts:
+        raise ExperimentError("one_sided= restores whole components: drop experts=True")
+    return ends
+
+
 def _warn_of_skipped(nodes: Nodes) -> None:
     """Warns if whole components are missing: the scores are then those of a part of the model."""
     if missing := nodes.missing:
@@ -210,18 +239,11 @@ def _warn_of_skipped(nodes: Nodes) -> None:
 
 
 def _warn_of_loss(nodes: Nodes, scored: ScoredEdges) -> None:
-    """Warns if the edges out of what streams begin with do not sum to the change of the metric.
-
-    Those into the logits sum to it in any case: what is between the components does not matter to them.
-    """
-    change = scored.clean - scored.corrupted
-    if nodes.missing or not scored.fallbacks or not change:  # without fallbacks, the runs differ elsewhere, too
+    """Warns if scores of the secant do not sum to what they should, and names what may be the cause."""
+    if nodes.missing or not scored.fallbacks or not scored.losses:  # without fallbacks, the runs differ elsewhere, too
         return
-    begins = [f"{stream}@embed" for stream in nodes.streams]
-    columns = [number for number, name in enumerate(nodes.senders) if name in begins]
-    total = float(np.nansum(scored.values[:, columns]))
-    what = f"the edges out of {' and '.join(begins)} differ from the change of the metric"
-    warn_of_loss(what, abs(total / change - 1), scored.fallbacks, is_half=scored.is_half)
+    what = max(scored.losses, key=scored.losses.__getitem__)
+    warn_of_loss(what, scored.losses[what], scored.fallbacks, is_half=scored.is_half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +330,9 @@ class EdgeScores:
         count = 1 if positions is None else len(positions.labels)
         self.values = np.full((len(nodes.receivers), len(nodes.senders), count), np.nan)
         self.clean = self.corrupted = 0.0
-        self.fallbacks: Mapping[str, str] = {}
         self.is_half = False
+        self.losses: dict[str, float] = {}
+        self.fallbacks: dict[str, str] = {}
         self.rows = {name: row for row, name in enumerate(nodes.receivers)}
         self.columns = {name: column for column, name in enumerate(nodes.senders)}
         for reader in nodes.readers:
@@ -318,6 +341,20 @@ class EdgeScores:
                 senders = [self.columns[name] for name in writer.names]
                 self.values[np.ix_([self.rows[name] for name in reader.names], senders, there)] = 0.0
         self.edges = ~np.isnan(self.values)
+
+    def note_sum(self, what: str, scores: Any, change: float, rules: DerivativeRules) -> None:
+        """Notes by how much scores miss what they should sum to, relative to it.
+
+        Args:
+            what: Which edges these are, and what they should sum to.
+            scores: Their scores.
+            change: What they should sum to.
+            rules: The rules of the runs.
+        """
+        self.fallbacks |= rules.fallbacks
+        size = max(abs(change), 1e-2 * abs(self.clean - self.corrupted))  # smaller effects are mostly rounding
+        if size:
+            self.losses[f"the edges {what}"] = abs(float(np.nansum(scores)) - change) / size
 
 
 @dataclass(frozen=True)
@@ -330,8 +367,9 @@ class ScoredEdges:
         clean: The metric of the clean run.
         corrupted: The metric of the corrupted run.
         positions: The positions; `None`: one score for all.
+        losses: By how much scores miss what they should sum to, by what that is.
         fallbacks: Why the derivative of a function does not explain its whole change, by its name.
-        is_half: Whether components write values in half precision.
+        is_half: Whether the model computes in half precision, also in parts.
     """
 
     values: Any
@@ -339,6 +377,7 @@ class ScoredEdges:
     clean: float
     corrupted: float
     positions: list[int] | None
+    losses: Mapping[str, float]
     fallbacks: Mapping[str, str]
     is_half: bool
 
@@ -356,8 +395,11 @@ def _mean(batches: Sequence[ScoredEdges]) -> ScoredEdges:
     values, clean, corrupted = (
         sum(getattr(each, name) / len(batches) for each in batches) for name in ("values", "clean", "corrupted")
     )
+    losses: dict[str, float] = {}
+    for each in batches:
+        losses |= {what: max(loss, losses.get(what, 0.0)) for what, loss in each.losses.items()}
     fallbacks = {name: why for each in batches for name, why in each.fallbacks.items()}
-    return ScoredEdges(values, first.edges, clean, corrupted, first.positions, fallbacks, first.is_half)
+    return ScoredEdges(values, first.edges, clean, corrupted, first.positions, losses, fallbacks, first.is_half)
 
 
 @dataclass(frozen=True)
@@ -366,6 +408,7 @@ class _Scoring:
 
     method: Any
     fractions: Sequence[float]
+    ends: Sequence[RestoredEnd]
     max_bytes: int
     routing: Routing
     heads: bool
@@ -385,13 +428,15 @@ class _Scoring:
             found = _exact_effects(pg, nodes, pair, self.batch, self.rows, self.columns, placed)
         else:
             choices = Choices(self.routing)
-            found = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed).scores()
+            runs = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed)
+            found = runs.one_sided_scores(self.ends, self.rows, self.columns) if self.ends else runs.scores()
         labels = None if found.positions is None else found.positions.labels
         return ScoredEdges(
-            found.values, found.edges, found.clean, found.corrupted, labels, found.fallbacks, found.is_half
+            found.values, found.edges, found.clean, found.corrupted, labels, found.losses, found.fallbacks, found.is_half
         )
 
 
+_Group = TypeVar("_Group", Writer, Reader)
 _Placed: TypeAlias = Callable[[Mapping[str, Tensor]], "WrittenPositions | None"]
 
 
@@ -483,45 +528,147 @@ class _Runs:
 
     def scores(self) -> EdgeScores:
         """Returns the scores; the model and the random state are restored."""
+        with self._kept_state() as state:
+            return self._scores(state)
+
+    def one_sided_scores(self, ends: Sequence[RestoredEnd], rows: Sequence[str], columns: Sequence[str]) -> EdgeScores:
+        """Returns scores as the mean of those in which one end of the edges alone is restored.
+
+        Args:
+            ends: The ends.
+            rows: The receivers that are restored.
+            columns: The senders that are restored.
+        """
+        with self._kept_state() as state:
+            with torch.no_grad():
+                clean, high = self._run(self._batch.clean, {}, state, self._reads)
+                corrupted, low = self._run(self._batch.corrupted, {}, state, self._reads)
+            found = EdgeScores(self._nodes, self._placed(clean.values))
+            found.clean, found.corrupted = float(high), float(low)
+            deltas = self._deltas(clean, corrupted)
+            found.is_half = deltas.coarsest > 1e-6
+
+            def restored(paths: Iterable[str], columns: Tensor | None) -> dict[str, Patch[Any]]:
+                return {path: _restoring(clean.values[path], corrupted.values[path], columns) for path in paths}
+
+            if "senders" in ends:
+                for writer, name, heads in _members(self._nodes.writers, columns):
+                    rules, end, effect = self._end_run(restored(writer.paths, heads), state)
+                    alone = self._scores_to(self._nodes.readers, rules, end, deltas, found.positions, state)
+                    own = alone[:, found.columns[name]]
+                    found.values[:, found.columns[name]] += own / len(ends)
+                    found.note_sum(f"out of {name!r} differ from its effect", own, effect - found.corrupted, rules)
+            if "receivers" in ends:
+                for reader, name, heads in _members(self._nodes.readers, rows):
+                    rules, _, effect = self._end_run(restored(reader.paths, heads), state)
+                    alone = self._scores_to([reader], rules, clean, deltas, found.positions, state)
+                    own = alone[found.rows[name]]
+                    found.values[found.rows[name]] += own / len(ends)
+                    found.note_sum(f"into {name!r} differ from its effect", own, effect - found.corrupted, rules)
+            return found
+
+    @contextmanager
+    def _kept_state(self) -> Iterator[ModuleState]:
         with torch.inference_mode(False):
             state = ModuleState(captured(self._pg).module)
             with afterwards(state.restore):
-                return self._scores(state)
+                yield state
+
+    @functools.cached_property
+    def _reads(self) -> Sequence[str]:
+        return list(dict.fromkeys(path for reader in self._nodes.readers for path in reader.paths))
+
+    def _deltas(self, clean: RecordedValues, corrupted: RecordedValues) -> Deltas:
+        deltas = Deltas(self._nodes, clean, corrupted, self._max_bytes // 2)
+        deltas.check(self._nodes)
+        return deltas
+
+    def _end_run(
+        self, patches: Mapping[str, Patch[Any]], state: ModuleState
+    ) -> tuple[DerivativeRules, RecordedValues, float]:
+        rules = rules_of(self._method)
+        with rules.recording(), torch.no_grad():
+            end, metric = self._run(self._batch.corrupted, patches, state)
+        return rules, end, float(metric)
+
+    def _scores_to(
+        self,
+        readers: Sequence[Reader],
+        rules: DerivativeRules,
+        end: RecordedValues,
+        deltas: Deltas,
+        positions: WrittenPositions | None,
+        state: ModuleState,
+    ) -> Any:
+        """Returns the scores of edges to some receivers, by derivatives between the corrupted run and another one.
+
+        Args:
+            readers: The receivers.
+            rules: The rules, which have recorded the other run.
+            end: What norms on the way to receivers read at the other end.
+            deltas: What senders write.
+            positions: The positions of scores.
+            state: The model's state.
+        """
+        found = EdgeScores(self._nodes, positions)
+        corrupted, _, gradients = self._gradient_run(rules, end, 0, state)
+        self._add_scores(readers, end, corrupted, gradients, deltas, found)
+        return found.values
+
+    def _gradient_run(
+        self, rules: DerivativeRules, clean: RecordedValues, fraction: float, state: ModuleState
+    ) -> tuple[RecordedValues, Tensor, Mapping[str, Tensor | None]]:
+        """Returns the values, the metric and the gradients of a run between the two, mostly at the corrupted one."""
+        starts = {path: clean.values[path] if fraction else None for path in self._nodes.streams.values()}
+        with rules.applied(), torch.enable_grad():
+            run = _GradientRun(starts, fraction, self._reads)
+            values, metric = self._run(self._batch.corrupted, run.patches, state)
+        return values, metric, run.gradients(metric, self._reads)
+
+    def _add_scores(
+        self,
+        readers: Sequence[Reader],
+        clean: RecordedValues,
+        corrupted: RecordedValues,
+        gradients: Mapping[str, Tensor | None],
+        deltas: Deltas,
+        found: EdgeScores,
+    ) -> None:
+        back = _Backwards(self._method, clean, corrupted, deltas, found, self._max_bytes // 2, len(self._fractions))
+        for _, together in groupby(readers, key=lambda reader: id(reader.source)):
+            back.score(list(together), gradients)
 
     def _scores(self, state: ModuleState) -> EdgeScores:
         rules = rules_of(self._method)
         with rules.recording(), torch.no_grad():
-            clean, metric = self._run(self._batch.clean, {}, [], state)
+            clean, metric = self._run(self._batch.clean, {}, state)
         found = EdgeScores(self._nodes, self._placed(clean.values))
         found.clean = float(metric)
-        found.fallbacks = rules.fallbacks
-        found.is_half = any(value.is_floating_point() and value.element_size() < 4 for value in clean.values.values())
         deltas: Deltas | None = None
         for fraction in self._fractions:
-            starts = {path: clean.values[path] if fraction else None for path in self._nodes.streams.values()}
-            with rules.applied(), torch.enable_grad():
-                reads = list(dict.fromkeys(path for reader in self._nodes.readers for path in reader.paths))
-                run = _GradientRun(starts, fraction, reads)
-                corrupted, metric = self._run(self._batch.corrupted, run.patches, reads, state)
-            gradients = run.gradients(metric, reads)
+            corrupted, metric, gradients = self._gradient_run(rules, clean, fraction, state)
             if deltas is None:
                 base = corrupted
                 if fraction:
                     with torch.no_grad():
-                        base, metric = self._run(self._batch.corrupted, {}, [], state)
+                        base, metric = self._run(self._batch.corrupted, {}, state)
                 found.corrupted = float(metric.detach())
-                deltas = Deltas(self._nodes, clean, base, self._max_bytes // 2)
-                deltas.check(self._nodes)
-            back = _Backwards(self._method, clean, corrupted, deltas, found, self._max_bytes // 2, len(self._fractions))
-            for _, readers in groupby(self._nodes.readers, key=lambda reader: id(reader.source)):
-                back.score(list(readers), gradients)
+                deltas = self._deltas(clean, base)
+                found.is_half = deltas.coarsest > 1e-6
+            self._add_scores(self._nodes.readers, clean, corrupted, gradients, deltas, found)
+        # Those into the logits sum to it in any case: what is between the components does not matter to them.
+        begins = [f"{stream}@embed" for stream in self._nodes.streams]
+        columns = [found.columns[name] for name in begins if name in found.columns]
+        change = found.clean - found.corrupted
+        what = f"out of {' and '.join(begins)} differ from the change of the metric"
+        found.note_sum(what, found.values[:, columns], change, rules)
         return found
 
     def _run(
-        self, inputs: Inputs, patches: Mapping[str, Patch[Any]], reads: Sequence[str], state: ModuleState
+        self, inputs: Inputs, patches: Mapping[str, Patch[Any]], state: ModuleState, also: Sequence[str] = ()
     ) -> tuple[RecordedValues, Tensor]:
         state.restore()
-        probes = {path: ProbePatch() for path in recorded_paths(self._nodes)}
+        probes = {path: ProbePatch() for path in (*recorded_paths(self._nodes), *also)}
         merged: dict[str | NodePath, list[Patch[Any]]] = {}
         for listed in (patches, probes):
             for path, patch in listed.items():
@@ -531,6 +678,23 @@ class _Runs:
             output = inputs.run(self._pg)
         metric = metric_number(self._batch.metric(output))
         return RecordedValues({path: probe.activation.detach() for path, probe in probes.items()}), metric
+
+
+def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple[_Group, str, Tensor | None]]:
+    """Yields the senders or receivers with some names, each with the columns of its head, if it is one."""
+    for group in groups:
+        for number, name in enumerate(group.names):
+            if name in names:
+                yield group, name, None if group.projection is None else group.projection.heads[number]
+
+
+def _restoring(clean: Tensor, corrupted: Tensor, columns: Tensor | None) -> Patch[Any]:
+    """Returns the patch that restores a clean value, or some of its columns."""
+    if columns is None:
+        return ReplacePatch(value=clean)
+    value, at = corrupted.clone(), index_of(columns.to(corrupted.device))
+    value[..., at] = clean[..., at]
+    return ReplacePatch(value=value)
 
 
 class _GradientRun:
@@ -568,11 +732,17 @@ class Deltas:
         clean: The clean run.
         corrupted: The corrupted run.
         max_bytes: If the differences are larger, they are computed again when they are needed.
+
+    Attributes:
+        coarsest: The largest rounding error of the values, relative to them. Of a stream in single precision,
+            components may write in half.
     """
 
     def __init__(self, nodes: Nodes, clean: RecordedValues, corrupted: RecordedValues, max_bytes: int) -> None:
         self._clean = clean
         self._corrupted = corrupted
+        values = (value for value in clean.values.values() if value.is_floating_point())
+        self.coarsest = max(torch.finfo(value.dtype).eps for value in values)
         self._columns: dict[int, slice] = {}
         end = 0
         for writer in nodes.writers:
@@ -620,9 +790,6 @@ class Deltas:
                 show as linear.
         """
         totals: dict[int, Tensor] = {}
-        # Of a stream in single precision, components may write in half.
-        values = [value for value in self._clean.values.values() if value.is_floating_point()]
-        coarsest = max(torch.finfo(value.dtype).eps for value in values)
 
         def total(term: Summand) -> Tensor:
             source = term.source
@@ -641,7 +808,7 @@ class Deltas:
             for term in source:
                 found = found + total(term)
             scale = max(float(value.abs().max()) for value in (clean, corrupted))
-            tolerance = max(1e-3, 32 * coarsest) * scale
+            tolerance = max(1e-3, 32 * self.coarsest) * scale
             if not float((known - found).abs().max()) <= tolerance:
                 raise ExperimentError(
                     f"what components add to the residual stream does not explain {path!r}: it differs by "
