@@ -111,8 +111,8 @@ def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
 def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None, bool]:
     """Returns which dimensions of a target's whole value hold the batch and the sequence, and if that is an encoder's.
 
-    The second is `None` if the value has no positions, as a pooled output, or if the model does not take tokens. Both are
-    the same if one dimension holds the positions of all rows, one row after the other, as of the logits of a router.
+    The second is `None` if the value has no positions, as a pooled output, or if the model does not take tokens. Both
+    are the same if one dimension holds the positions of all rows, one row after the other, as of a router's logits.
     Keys and values of attention have the positions that are attended to.
 
     Raises:

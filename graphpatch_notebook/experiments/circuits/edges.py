@@ -432,7 +432,14 @@ class _Scoring:
             found = runs.one_sided_scores(self.ends, self.rows, self.columns) if self.ends else runs.scores()
         labels = None if found.positions is None else found.positions.labels
         return ScoredEdges(
-            found.values, found.edges, found.clean, found.corrupted, labels, found.losses, found.fallbacks, found.is_half
+            found.values,
+            found.edges,
+            found.clean,
+            found.corrupted,
+            labels,
+            found.losses,
+            found.fallbacks,
+            found.is_half,
         )
 
 
