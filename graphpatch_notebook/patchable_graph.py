@@ -361,7 +361,7 @@ class PatchableGraph(ModuleDelegate):
             >>> print(pg.verify(torch.ones(5, 2)))
             1 frame: 1 equal
         """
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         self._captured.check_weights()
         report = verify(self._graph_module, args, kwargs)
         return dataclasses.replace(report, permanent=self._captured.permanent_paths)
@@ -385,7 +385,8 @@ class PatchableGraph(ModuleDelegate):
         """
         return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
 
-    def _refuse_sharded(self) -> None:
+    def _refuse_elsewhere(self) -> None:
+        """Raises an error if the graphs here are not those of all of the model."""
         if sharding_of(self._captured.root) is not None:
             raise GraphError(
                 "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
@@ -393,7 +394,7 @@ class PatchableGraph(ModuleDelegate):
             )
 
     def _refuse_patches(self) -> None:
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         self._captured.check_weights()
         if self._captured.permanent:
             raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
@@ -441,7 +442,7 @@ class PatchableGraph(ModuleDelegate):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
         """
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         given: Any = (args, kwargs or {})
         if not isinstance(given[0], (tuple, list)) or not isinstance(given[1], Mapping):
             raise TypeError(
@@ -597,7 +598,7 @@ class PatchableGraph(ModuleDelegate):
         """
         from graphpatch_notebook import serialization
 
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         self._captured.check_weights()
         if self._captured.permanent:
             raise SerializationError(
@@ -899,7 +900,8 @@ class PatchableGraph(ModuleDelegate):
                 return self._call(function, args, kwargs)
         model.check_weights()
         if (sharding := sharding_of(model.root)) is not None:
-            sharding.check_call(function, () if context is None else context.plan.entries)
+            with sharding.checked_call(function, () if context is None else context.plan.entries):
+                return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
         return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
@@ -936,7 +938,7 @@ class PatchableGraph(ModuleDelegate):
             setattr(self._module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         result = memo[id(self)] = self._around(copy.deepcopy(self._captured, memo))
         result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"], memo)
         return result

@@ -306,7 +306,7 @@ class VisibleFlexAttention:
                 function.__code__ = _handing_over(function.__code__)
 
     def let_go(self, holder: object) -> None:
-        """Takes that back. It may be called twice."""
+        """Undoes it. It may be called twice."""
         with self._lock:
             self._holders.discard(holder)
             while self._original and not self._holders:

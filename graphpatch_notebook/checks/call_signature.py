@@ -29,6 +29,7 @@ from graphpatch_notebook.values import (
     ValueSpec,
     children,
     describe,
+    dtype_name,
     is_same_plain,
     key_text,
     plain_dict_key,
@@ -101,7 +102,7 @@ class Difference:
 
 def _shown(what: Any) -> str:
     if isinstance(what, TensorSpec):
-        return f"{what} of {str(what.dtype).removeprefix('torch.')}"
+        return f"{what} of {dtype_name(what.dtype)}"
     return repr(what.value) if isinstance(what, ScalarSpec) else str(what)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.components.components import Component
 
 Numbers: TypeAlias = "int | slice | tuple[int, ...]"
-"""What a name has in brackets after `layers`, `heads` and `experts`: a number, several, or a slice (`*` is all)."""
+"""What is in brackets after `layers`, `heads` or `experts`: a number, a list of them, or a slice (`*` is all)."""
 
 MEMBERS = {"heads": "head", "experts": "expert"}
 """The words that take numbers, and the axis that these count along."""
@@ -146,12 +146,14 @@ def _numbers(inside: str, text: str) -> Numbers:
     if inside == "*":
         return slice(None)
     is_list = inside.startswith("[")
-    found = _index(inside[1:-1] if is_list else inside, text, "a number, several ([0, 2] or 0, 2), a slice or *")
+    found = _index(
+        inside[1:-1] if is_list else inside, text, "a number, a list of them ([0, 2] or 0, 2), a slice, or *"
+    )
     if len(found) == 1 and isinstance(found[0], int if is_list else (int, slice)):
         return found[0]
     if all(type(number) is int for number in found):
         return found
-    raise ValueError(f"not a component name: {text!r} ([{inside}] is not a number, several, a slice or *)")
+    raise ValueError(f"not a component name: {text!r} ([{inside}] is not a number, a list of them, a slice, or *)")
 
 
 def _index(inside: str, text: str, wanted: str = "integers, slices and ...") -> tuple[Any, ...]:
@@ -338,7 +340,10 @@ def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: 
         for number in _counted(name.members or 0, len(separate), word, text):
             yield _sliced(separate[number], replace(name, members=number), text)
         return
-    whole = _one(found, str(replace(bare, words=tuple(w for w in name.words if w != word))), text)
+    key = str(replace(bare, words=tuple(w for w in name.words if w != word)))
+    if key not in found and word != "heads":
+        key = str(replace(name, members=name.members or 0, index=()))  # which says why there are no separate ones
+    whole = _one(found, key, text)
     if name.axis not in whole.axes:
         raise UnknownPathError(f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {_axes(whole)}")
     dim = whole.axes.index(name.axis)

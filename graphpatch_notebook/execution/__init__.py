@@ -30,7 +30,7 @@ from graphpatch_notebook.execution.live.stand_in import (
     no_compile_arguments,
     tensor_at,
 )
-from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.plan import FUSED_MODULES, Entry
 from graphpatch_notebook.execution.positions import (
     DECODER_TOKENS,
     Restriction,
@@ -47,6 +47,7 @@ from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
 __all__ = [
     "DECODER_TOKENS",
+    "FUSED_MODULES",
     "GENERATION_CONFIG",
     "CapturedModel",
     "CompiledModel",

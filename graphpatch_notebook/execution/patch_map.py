@@ -65,7 +65,7 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
                     problems += _problems_inside(text, inside[1].patches)
                     entries.append(Entry(inside[0], (inside[1],)))
                 continue
-        is_one = len(targets) == 1 and not is_pattern(text)
+        is_one = len(targets) == 1 and (targets[0].path == text or not is_pattern(text))
         for target in targets if is_one else _several(targets, text, patches, patch_map, problems):
             entries += _entries(root, target, patches, problems)
     entries += _sources_of(nodes, entries, problems)
@@ -127,7 +127,7 @@ _READ = _Read()
 def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -> list[Entry]:
     """Notes in entries what their patches read, and returns entries that keep these values for them."""
     found: dict[str, Entry] = {}
-    for entry in entries:
+    for entry in [one for one in entries if type(one.patches[0]).sources is not Patch.sources]:
         for text in entry.patches[0].sources:
             try:
                 targets = targets_of(nodes, text)

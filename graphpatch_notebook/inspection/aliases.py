@@ -13,15 +13,18 @@ from collections.abc import Iterator, Sequence
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components import find
+from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import UnknownPathError
 
 Found = tuple[tuple[str, ...], Node]
 """A node, and the names that lead to its frame."""
 
-_FUSED = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
+_FUSED = FUSED_ATTENTION | {"multi_head_attention_forward"}
 _SCORES = {"attn_scores", "attention_scores", "scores"}
-_PATTERNS = {"pattern", "attn_pattern", "attn_weights", "attn_weight", "attention_weights", "attn_probs"}
+_PATTERNS = {"pattern", "probs", "attn_pattern", "attn_weights", "attn_weight", "attention_weights", "attn_probs"}
 _PATTERNS |= {"attention_probs", *_SCORES}
+INSIDE_ATTENTION = frozenset(_PATTERNS)
+"""Names of the scores and the pattern."""
 
 _IN_LAYERS = {
     # TransformerLens

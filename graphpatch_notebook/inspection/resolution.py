@@ -213,6 +213,10 @@ def operation_of(root: Frame, path: str) -> str | None:
         target = resolve(root, path)
     except Unresolvable:
         return None
+    return _operation(target)
+
+
+def _operation(target: Target) -> str | None:
     return target.node.op if target.node.kind == "op" and target.component is None else None
 
 
@@ -222,7 +226,7 @@ def other_operation(root: Frame, path: str, op: str | None) -> str | None:
     Names of operations count within a module: in another version of its code `attn_weights_3` may be another value.
     """
     target = resolve(root, path)
-    here = target.node.op if target.node.kind == "op" and target.component is None else None
+    here = _operation(target)
     if op is None or op == here:
         return None
     names = target.frame.path
@@ -323,14 +327,15 @@ def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> 
     respelled = list(_respelled(frame, parsed.names[:depth], parsed.names[depth:], parsed.dig))
     close = respelled or nearest_paths(root, parsed)
     hint = f"; nearest: {_listed(close, 4)}" if close else ""
-    if not any(map(is_component_name, close)) and (fused := fused_attention(root, parsed.names)) is not None:
-        hint = "; attention is one fused call in this model" + _inside(fused)
-    elif not respelled and (answer := answer_to_alias(root, str(parsed))) is not None:
-        hint = f"; {answer}"
+    if not respelled and not any(map(is_component_name, close)):
+        if (fused := fused_attention(root, parsed.names)) is not None:
+            hint = "; attention is one fused call in this model" + _inside(fused)
+        elif (answer := answer_to_alias(root, str(parsed))) is not None:
+            hint = f"; {answer}"
     if not respelled and (idle := _idle_submodule(frame, parsed.names[depth])) is not None:
         hint = (
             f"; the submodule {idle!r} did not run on the example inputs: make the PatchableGraph with inputs that "
-            "come to it"
+            "reach it"
         )
     asked = "" if depth == len(parsed.names) - 1 and not parsed.dig else f"{str(parsed)!r}: "
     return Unresolvable(f"{asked}no node {parsed.names[depth]!r} in {where}{hint}", is_unknown=True)

@@ -40,15 +40,15 @@ def test_text_and_back(name):
     ("text", "message"),
     [
         ("layers[3]", "say which part of the layer"),
-        ("layers[x].resid_pre", "a number, several"),
-        ("layers[1.5].resid_pre", "a number, several"),
+        ("layers[x].resid_pre", "a number, a list"),
+        ("layers[1.5].resid_pre", "a number, a list"),
         ("layers[3].attn.heads[2]", "say what of the heads"),
         ("layers[3].attn[2].z", "a slice is at its end"),
         ("layers[3].mlp.post[::-1]", "must be positive"),
         ("layers[3].mlp.post[__import__('os')]", "integers, slices"),
         ("layers[3].mlp.post[[0, 2]]", "integers, slices"),
-        ("layers[[]].resid_pre", "a number, several"),
-        ("layers[[1:2]].resid_pre", "a number, several"),
+        ("layers[[]].resid_pre", "a number, a list"),
+        ("layers[[1:2]].resid_pre", "a number, a list"),
         ("layers[3].", "unexpected"),
         ("layers[3].resid_pre.", "unexpected"),
         ("h_3.attn", "such names are"),
@@ -128,7 +128,9 @@ def model():
     ]
     parts.append(Part("@logits", "output", (2, 5, 50), ("batch", "position", "vocab")))
     return Model(
-        {part.name: part for part in parts}, {"": 2}, {"layers[*].attn.pattern": "attention is one fused call"}
+        {part.name: part for part in parts},
+        {"": 2},
+        {"layers[*].attn.pattern": "attention is one fused call", "layers[0].experts[*].out": "they run as one call"},
     )
 
 
@@ -196,6 +198,8 @@ def test_look_up(model, text, expected):
         ("layers[0].attn.q*", "unknown component .*nearest: .*'layers\\[0\\].attn.k'"),
         ("layers[0].heads[0].resid*", "unknown component"),
         ("layers[0].experts[0].*", "unknown component"),
+        ("layers[0].experts[1].out[0]", "unknown component .*: they run as one call"),
+        ("layers[0].experts[1:].out", "they run as one call"),
         ("layers[1].attn.pattern", "attention is one fused call"),
         ("layers[*].attn.pattern", "attention is one fused call"),
         ("layers[1].experts[3].out", "there are 3 experts"),
