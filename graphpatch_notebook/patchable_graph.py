@@ -677,8 +677,8 @@ class PatchableGraph(ModuleDelegate):
         Args:
             patch_map: From node paths (strings or `NodePath` objects) to a patch or a list of patches. A path may be a
                 pattern, in which `*` is any text within a name, and `**` any text: `"h_*.mlp.output"`. What is a path
-                is never taken for a pattern, and patches on a path replace those on a pattern that matches it. An empty
-                list means no patch.
+                is never taken for a pattern. Patches that change the value at a path of its own, and an empty list,
+                which means no patch, replace those of patterns, and of names of several values, there.
             strict: Whether a patch that never fires during a call is an error rather than a warning.
 
         Raises:
