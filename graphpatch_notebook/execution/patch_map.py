@@ -132,7 +132,7 @@ _READ = _Read()
 def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -> list[Entry]:
     """Notes in entries what their patches read, and returns entries that keep these values for them."""
     found: dict[str, Entry] = {}
-    for entry in entries:
+    for entry in [one for one in entries if type(one.patches[0]).sources is not Patch.sources]:
         for text in entry.patches[0].sources:
             try:
                 targets = targets_of(nodes, text)
@@ -176,7 +176,7 @@ _Meant: TypeAlias = "list[tuple[str, Any, list[Target]]]"
 
 def _without_replaced(meant: _Meant, problems: list[str]) -> _Meant:
     """Returns the keys; those that may mean several values, without values that another key changes by a path."""
-    several = [_may_mean_several(text) for text, _, _ in meant]
+    several = [_may_mean_several(text) and [target.path for target in targets] != [text] for text, _, targets in meant]
     if not any(several):
         return meant
     own = {

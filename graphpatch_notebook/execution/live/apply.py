@@ -62,7 +62,12 @@ class Applier:
         """Applies entries to a value that goes into a frame or out of it, where a mode of the run may be on."""
         __tracebackhide__ = True
         for entry in entries:
-            if entry.observed_shape is not None and self.is_observed(entry, value):
+            if (watch := entry.watch) is not None and not self.is_under_mode and type(value) is Tensor:
+                if value.shape == entry.observed_shape:  # `is_observed`, inlined: all values may be probed
+                    self.fired.ids.add(id(entry))
+                    watch(value)
+                    continue
+            elif entry.observed_shape is not None and self.is_observed(entry, value):
                 continue
             if not self.is_under_mode:
                 value = self.apply(entry, value)
