@@ -340,7 +340,10 @@ def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: 
         for number in _counted(name.members or 0, len(separate), word, text):
             yield _sliced(separate[number], replace(name, members=number), text)
         return
-    whole = _one(found, str(replace(bare, words=tuple(w for w in name.words if w != word))), text)
+    key = str(replace(bare, words=tuple(w for w in name.words if w != word)))
+    if key not in found and word != "heads":
+        key = str(replace(name, members=name.members or 0, index=()))  # which says why there are no separate ones
+    whole = _one(found, key, text)
     if name.axis not in whole.axes:
         raise UnknownPathError(f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {_axes(whole)}")
     dim = whole.axes.index(name.axis)

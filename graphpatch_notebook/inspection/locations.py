@@ -156,9 +156,10 @@ class Location:
             return UnknownChildError(f"{message}; it has {', '.join(map(repr, self.children())) or 'none'}")
         if self.graph is None:
             return UnknownChildError(f"{message}: it is a value, {self.spec}")
-        if not self.names and (answer := answer_to_alias(self.root, format_path(names))) is not None:
-            return UnknownChildError(f"{message}; {answer}")
         close = [*self._like(names), *nearest_paths(self.root, ParsedPath((*self.names, *names)))]
+        may_be_alias = not self.names and not any(map(is_component_name, close))
+        if may_be_alias and (answer := answer_to_alias(self.root, format_path(names))) is not None:
+            return UnknownChildError(f"{message}; {answer}")
         listed = ", ".join(map(repr, list(dict.fromkeys(close))[:_MOST_MEANT]))
         return UnknownChildError(f"{message}; nearest: {listed}" if listed else message)
 

@@ -327,10 +327,11 @@ def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> 
     respelled = list(_respelled(frame, parsed.names[:depth], parsed.names[depth:], parsed.dig))
     close = respelled or nearest_paths(root, parsed)
     hint = f"; nearest: {_listed(close, 4)}" if close else ""
-    if not any(map(is_component_name, close)) and (fused := fused_attention(root, parsed.names)) is not None:
-        hint = "; attention is one fused call in this model" + _inside(fused)
-    elif not respelled and (answer := answer_to_alias(root, str(parsed))) is not None:
-        hint = f"; {answer}"
+    if not respelled and not any(map(is_component_name, close)):
+        if (fused := fused_attention(root, parsed.names)) is not None:
+            hint = "; attention is one fused call in this model" + _inside(fused)
+        elif (answer := answer_to_alias(root, str(parsed))) is not None:
+            hint = f"; {answer}"
     if not respelled and (idle := _idle_submodule(frame, parsed.names[depth])) is not None:
         hint = (
             f"; the submodule {idle!r} did not run on the example inputs: make the PatchableGraph with inputs that "

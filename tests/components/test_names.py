@@ -128,7 +128,9 @@ def model():
     ]
     parts.append(Part("@logits", "output", (2, 5, 50), ("batch", "position", "vocab")))
     return Model(
-        {part.name: part for part in parts}, {"": 2}, {"layers[*].attn.pattern": "attention is one fused call"}
+        {part.name: part for part in parts},
+        {"": 2},
+        {"layers[*].attn.pattern": "attention is one fused call", "layers[0].experts[*].out": "they run as one call"},
     )
 
 
@@ -196,6 +198,8 @@ def test_look_up(model, text, expected):
         ("layers[0].attn.q*", "unknown component .*nearest: .*'layers\\[0\\].attn.k'"),
         ("layers[0].heads[0].resid*", "unknown component"),
         ("layers[0].experts[0].*", "unknown component"),
+        ("layers[0].experts[1].out[0]", "unknown component .*: they run as one call"),
+        ("layers[0].experts[1:].out", "they run as one call"),
         ("layers[1].attn.pattern", "attention is one fused call"),
         ("layers[*].attn.pattern", "attention is one fused call"),
         ("layers[1].experts[3].out", "there are 3 experts"),
