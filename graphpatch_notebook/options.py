@@ -45,8 +45,8 @@ class ExtractionOptions:
         copy_transformers_generation_config: Give the `PatchableGraph` of a transformers model a `generation_config` of
             its own, a copy of the model's, which its `generate` uses. Otherwise, it uses the model's own.
         decompose: Which composite functions to record as their steps, in graphs too: a list of functions, or of their
-            names. `None`: none, but attention has its scores and its pattern as values. A list turns that off, be it
-            empty. See below.
+            names. `None`: none, but attention has its scores and its pattern as values. A list, even an empty
+            one, turns that off. See below.
 
     Attention patterns: a call of `scaled_dot_product_attention`, or of `multi_head_attention_forward` (which
     `torch.nn.MultiheadAttention` calls), both of `torch.nn.functional`, is one node, in graphs as well, and so is one

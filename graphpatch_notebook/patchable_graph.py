@@ -27,10 +27,13 @@ from graphpatch_notebook.execution import (
     CapturedModel,
     CompiledModel,
     CompiledPatches,
+    CompiledSteps,
+    Entry,
     PatchContext,
     Recording,
     call_patched,
     check_compilable,
+    check_same_values,
     copied_config,
     generating_with,
     innermost,
@@ -48,6 +51,7 @@ from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.sharded import publish_stage, sharding_of, with_whole_records
+from graphpatch_notebook.torch_compat import EagerCode
 
 if TYPE_CHECKING:
     import torch
@@ -357,7 +361,7 @@ class PatchableGraph(ModuleDelegate):
             >>> print(pg.verify(torch.ones(5, 2)))
             1 frame: 1 equal
         """
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         self._captured.check_weights()
         report = verify(self._graph_module, args, kwargs)
         return dataclasses.replace(report, permanent=self._captured.permanent_paths)
@@ -381,7 +385,8 @@ class PatchableGraph(ModuleDelegate):
         """
         return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
 
-    def _refuse_sharded(self) -> None:
+    def _refuse_elsewhere(self) -> None:
+        """Raises an error if the graphs here are not those of all of the model."""
         if sharding_of(self._captured.root) is not None:
             raise GraphError(
                 "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
@@ -389,7 +394,7 @@ class PatchableGraph(ModuleDelegate):
             )
 
     def _refuse_patches(self) -> None:
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         self._captured.check_weights()
         if self._captured.permanent:
             raise GraphError("graphs are interpreted without patches: interpret the graph that edit() was called on")
@@ -413,7 +418,8 @@ class PatchableGraph(ModuleDelegate):
         The graphs are a record of the run on the example inputs. The result was compared with this `PatchableGraph` on
         `args` and `kwargs`, bit for bit. It raises an error on inputs of another structure or memory layout than the
         example's, and in another mode (`train()`, `eval()`) than the captured one. It is not valid after changes of the
-        model other than of its weights.
+        model other than of its weights. Of an object among the inputs, such as a static cache, it reads and writes the
+        tensors; it raises an error if their shapes, or plain values in the object, differ from the example's.
 
         Args:
             args: Inputs to compare with, positional.
@@ -436,7 +442,7 @@ class PatchableGraph(ModuleDelegate):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
         """
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         given: Any = (args, kwargs or {})
         if not isinstance(given[0], (tuple, list)) or not isinstance(given[1], Mapping):
             raise TypeError(
@@ -447,7 +453,14 @@ class PatchableGraph(ModuleDelegate):
         plan = context.plan if context is not None else self._captured.permanent_plan
         entries = plan.entries if plan is not None else ()
         return verified_fx_module(
-            self._graph_module, entries, self, args, dict(kwargs or {}), allow_doubts=allow_doubts, any_size=any_size
+            self._graph_module,
+            entries,
+            self,
+            args,
+            dict(kwargs or {}),
+            examples=self._captured.examples,
+            allow_doubts=allow_doubts,
+            any_size=any_size,
         )
 
     def compile(  # type: ignore[override]  # that of `nn.Module` compiles a module in place
@@ -468,7 +481,8 @@ class PatchableGraph(ModuleDelegate):
         active now are part of it, too.
 
         The graph is made by `to_fx`, which compares it with the patched model on `inputs`, bit for bit; what is said
-        there holds for it, too. It is compiled at the first call.
+        there holds for it, too. It is compiled at the first call. `CompiledModel.generate` generates text, with graphs
+        of its own.
 
         Args:
             patches: The patch map, of `ZeroPatch`, `AddPatch` and `ReplacePatch` (or other classes with
@@ -507,7 +521,41 @@ class PatchableGraph(ModuleDelegate):
             assert context is not None
             check_compilable(context.plan.entries)
             graph = self.to_fx(inputs, input_kwargs, allow_doubts=allow_doubts, any_size=any_size)
-        return CompiledModel(graph, copies, self._captured.module, backend, mode)
+        steps = self._compiled_steps(patches, entries, allow_doubts=allow_doubts, backend=backend, mode=mode)
+        return CompiledModel(graph, copies, self._captured.module, steps, backend, mode)
+
+    def _compiled_steps(
+        self,
+        patches: Mapping[str | NodePath, Patch[Any] | Sequence[Patch[Any]]],
+        entries: Sequence[Entry],
+        **options: Any,
+    ) -> CompiledSteps:
+        """Returns the compiled steps of generations with these patches only."""
+        model, alone = self._captured, copy.copy(self)
+        has_others = model.has_patched_calls or innermost(model) is not None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if has_others:
+                raise GraphError(
+                    "generations are compiled with the patches given to compile only: give it all patches, outside of "
+                    "pg.patch(), and of a PatchableGraph that is not edited"
+                )
+            with alone.patch(patches, strict=True):
+                return alone(*args, **kwargs)
+
+        def compiled(*args: Any, **kwargs: Any) -> CompiledModel:
+            own_args, own_kwargs = copied((args, kwargs))
+            with afterwards(ModuleState(model.module).restore):
+                step = PatchableGraph(model.module, model.options, *own_args, **own_kwargs)
+            check_same_values(entries, step._captured, patches)
+            return step.compile(patches, *args, **options, **kwargs)
+
+        def generating(call: Callable[..., Any]) -> Callable[..., Any]:
+            method: Any = model.module.generate
+            generate = generating_with(self.__dict__["_generation_config"], method, call)
+            return functools.partial(generate, **no_compile_arguments(model.module))
+
+        return CompiledSteps(run, compiled, generating)
 
     def _code_of(self, frame: Frame) -> str:
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)
@@ -550,7 +598,7 @@ class PatchableGraph(ModuleDelegate):
         """
         from graphpatch_notebook import serialization
 
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         self._captured.check_weights()
         if self._captured.permanent:
             raise SerializationError(
@@ -852,7 +900,8 @@ class PatchableGraph(ModuleDelegate):
                 return self._call(function, args, kwargs)
         model.check_weights()
         if (sharding := sharding_of(model.root)) is not None:
-            sharding.check_call(function, () if context is None else context.plan.entries)
+            with sharding.checked_call(function, () if context is None else context.plan.entries):
+                return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
         return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
@@ -870,7 +919,8 @@ class PatchableGraph(ModuleDelegate):
             @functools.wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
                 is_patched = innermost(self._captured) is not None or bool(self._captured.permanent)
-                if name == "generate" and is_patched:
+                # With an older torch, patches on operations would only have an effect at the first step.
+                if name == "generate" and is_patched and not EagerCode.is_possible:
                     kwargs |= no_compile_arguments(self._module)
                 return self._call(function, args, kwargs)
 
@@ -888,7 +938,7 @@ class PatchableGraph(ModuleDelegate):
             setattr(self._module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
-        self._refuse_sharded()
+        self._refuse_elsewhere()
         result = memo[id(self)] = self._around(copy.deepcopy(self._captured, memo))
         result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"], memo)
         return result

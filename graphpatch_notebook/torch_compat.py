@@ -189,6 +189,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return is_any_compiled((module,))
 
 
+def called_by(call: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the attributes of a module whose calls `call` runs, hooks included, as those of a compiled module.
+
+    `Module._compiled_call_impl`: torch 2.2 to 2.13. Tested by: tests/execution/test_compiled_model.py.
+    """
+    return {"_compiled_call_impl": call}
+
+
 def has_compiled_parts(root: torch.nn.Module) -> bool:
     """Whether `torch.compile` compiled `root`, or any module in it, so far.
 
@@ -298,7 +306,7 @@ class VisibleFlexAttention:
                 function.__code__ = _handing_over(function.__code__)
 
     def let_go(self, holder: object) -> None:
-        """Takes that back. It may be called twice."""
+        """Undoes it. It may be called twice."""
         with self._lock:
             self._holders.discard(holder)
             while self._original and not self._holders:

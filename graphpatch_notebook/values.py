@@ -139,6 +139,16 @@ def is_same_plain(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
+    """Returns the name of a dtype or a layout without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_specs(spec: ValueSpec) -> list[TensorSpec]:
+    """Returns the tensors in a value."""
+    return [leaf for _, leaf in leaves(spec) if isinstance(leaf, TensorSpec)]
+
+
 def leaves(spec: ValueSpec) -> Iterator[tuple[tuple[str, ...], TensorSpec | ScalarSpec | UnknownSpec]]:
     """Yields the tensors and numbers in `spec`, each with the texts of the keys that lead to it."""
     if isinstance(spec, (TensorSpec, UnknownSpec)) or (isinstance(spec, ScalarSpec) and spec.is_number):

@@ -76,7 +76,7 @@ def patched(pg: PatchableGraph, path: str, patch: Any) -> Any:
             ZeroPatch(),
             UnknownPathError,
             "'other.output': no node 'other' in the root graph; the submodule 'other' did not run on the example inputs"
-            ": make the PatchableGraph with inputs that come to it",
+            ": make the PatchableGraph with inputs that reach it",
         ),
         (
             "hidden",

@@ -75,7 +75,7 @@ class Decomposition:
     Attributes:
         name: What the options call it: its name in `torch.nn.functional`.
         function: The function, as torch dispatches it.
-        is_exact: Whether the steps give the very bits of the function.
+        is_exact: Whether the steps are bit-identical to the function.
         problem: Takes the arguments of a call; returns the reason why this call cannot be opened, or `None`.
         make_steps: Returns the function that takes the steps, with the signature of `function`.
         inner: The steps that are inner nodes by default; `None` for a function that has none.
@@ -89,7 +89,7 @@ class Decomposition:
     inner: InnerSteps | None = None
 
     def steps(self, *, is_fused: bool) -> Callable[..., Any]:
-        """Returns the function that takes the steps, be it those of a call that has inner nodes."""
+        """Returns the function that takes the steps; for `is_fused`, those that also expose the inner nodes."""
         return (self.inner.make_steps if is_fused and self.inner is not None else self.make_steps)()
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Decomposition:
         try:
             return self.problem(*args, **kwargs)
         except (TypeError, AttributeError, RuntimeError) as error:  # the function itself will say what is wrong
-            return f"its arguments are none that it takes ({error})"
+            return f"its arguments are invalid ({error})"
 
 
 _signature = cache(inspect.signature)
@@ -303,7 +303,11 @@ def _attention_problem(
     mask_dtypes = (None, torch.bool, torch.float32, query.dtype)
     has_mask = getattr(attn_mask, "dtype", None) in mask_dtypes or (is_cast and given[-1].is_floating_point())
     is_valid = has_dtypes and has_groups and has_shapes and has_mask and 0 <= dropout_p <= 1
-    return None if is_valid and len({tensor.device for tensor in given}) == 1 else "its arguments do not go together"
+    return (
+        None
+        if is_valid and len({tensor.device for tensor in given}) == 1
+        else "its arguments have inconsistent shapes, dtypes or devices"
+    )
 
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)

@@ -295,12 +295,11 @@ class FrameRecorder:
 
     def forget_old_owners(self, arguments: Any, result: Any) -> None:
         """Notes that the memory of a new tensor, which the arguments do not share, left its old owners."""
-        theirs = {memory_of(tensor) for tensor in plain_tensors(arguments)}
-        for tensor in plain_tensors(result):
-            memory = memory_of(tensor)
-            if memory is not None and memory not in theirs:
-                self.recorder.owners.pop(memory, None)
-                self.recorder.freed_later.discard(memory)
+        owners, freed = self.recorder.owners, self.recorder.freed_later
+        used = {memory for memory in map(memory_of, plain_tensors(result)) if memory in owners or memory in freed}
+        for memory in used.difference(map(memory_of, plain_tensors(arguments) if used else ())):
+            owners.pop(memory, None)
+            freed.discard(memory)
 
     def add_op(self, node: OpNode, name: str, result: Any, wrote: list[Tensor], variable: Assigned) -> Any:
         """Adds an op with its result, and returns what the model is to go on with.

@@ -333,9 +333,12 @@ class AttributePaths:
 
     def path(self, module: Module, child: Module) -> str:
         """Returns how `module`'s code would write `child`; from the root if `child` is elsewhere."""
-        inside = self._inside(module)
-        if child is not module and (path := inside.get(id(child))):
-            return path
+        if child is not module:
+            for name, held in module._modules.items():  # most calls are of these
+                if held is child:
+                    return name
+            if path := self._inside(module).get(id(child)):
+                return path
         from_root = self._inside(self._root).get(id(child), "")
         if child is module:  # recursion: it is known by its own name
             from_root = from_root.rsplit(".", 1)[-1]

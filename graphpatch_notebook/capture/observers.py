@@ -217,7 +217,7 @@ class ThreadState:
             set_grad_enabled(self._has_gradients)
 
 
-# These run whole modules inside: their insides are what people want to see.
+# These run whole modules inside. Users want the nodes of these.
 TRANSPARENT = (CheckpointFunction,)
 
 
@@ -246,7 +246,7 @@ class _VisibleApply:
             visible_flex_attention.hold(holder)
 
     def let_go(self, holder: object) -> None:
-        """Takes that back."""
+        """Undoes it."""
         with self._lock:
             self._holders.discard(holder)
             if not self._holders and Function.__dict__["apply"] is self._wrapper:

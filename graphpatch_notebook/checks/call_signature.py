@@ -29,6 +29,7 @@ from graphpatch_notebook.values import (
     ValueSpec,
     children,
     describe,
+    dtype_name,
     is_same_plain,
     key_text,
     plain_dict_key,
@@ -101,7 +102,7 @@ class Difference:
 
 def _shown(what: Any) -> str:
     if isinstance(what, TensorSpec):
-        return f"{what} of {str(what.dtype).removeprefix('torch.')}"
+        return f"{what} of {dtype_name(what.dtype)}"
     return repr(what.value) if isinstance(what, ScalarSpec) else str(what)
 
 
@@ -309,7 +310,7 @@ def _compare_children(
 ) -> None:
     count = 0
     for text, key, child in spec.children:
-        if _has(value, key):
+        if has_child(value, key):
             count += 1
             _compare_values(_below(name, text), child, take(value, key), tensors, found)
         else:
@@ -321,7 +322,8 @@ def _compare_children(
                 found.append(Difference(Aspect.VALUE, ABSENT, describe(item), _below(name, key_text(key))))
 
 
-def _has(value: Any, key: Any) -> bool:
+def has_child(value: Any, key: Any) -> bool:
+    """Whether a container or an object has a child at `key`, as `values.take` would return it."""
     if isinstance(value, (tuple, list)):
         return int(key) < len(value)
     return plain_dict_key(key) in value if isinstance(value, Mapping) else hasattr(value, key)

@@ -23,7 +23,16 @@ from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Nod
 from graphpatch_notebook.checks.meta_runs import InputShapes, MetaRunError, input_shapes, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, ValueSpec, describe, leaves
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ObjectSpec,
+    ScalarSpec,
+    TensorSpec,
+    ValueSpec,
+    describe,
+    leaves,
+    tensor_specs,
+)
 
 InputDim: TypeAlias = "tuple[int, int]"
 """A dimension of the inputs: the number of the tensor among them, and the position in its shape; see `input_shapes`."""
@@ -59,7 +68,7 @@ class Dimensions:
 
     Attributes:
         groups: The dimensions of the inputs that can have other sizes: those of one group only together.
-        reason: Why sizes that coincide have to do for all values; `None` where they need not.
+        reason: Why dimensions are matched by equal sizes only; `None` if runs at other sizes distinguished them.
 
     Example:
         >>> from graphpatch_notebook import PatchableGraph
@@ -187,7 +196,7 @@ class Dimensions:
         self._reordered = None
 
     def _note(self, spec: ValueSpec, found: ValueSpec | None) -> None:
-        """Notes the sizes of a captured value, and of those in it, in one run more."""
+        """Notes the sizes of a captured value, and of those in it, in one more run."""
         if isinstance(spec, ContainerSpec):
             inside = {text: child for text, _, child in found.children} if isinstance(found, ContainerSpec) else {}
             for text, _, child in spec.children:
@@ -305,7 +314,7 @@ class Dimensions:
         for node in frame.nodes:
             if isinstance(node, CallNode):
                 self._order(node.frame)
-            own = {profile for spec in _tensors(node.spec) for profile in self.profiles(spec)}
+            own = {profile for spec in tensor_specs(node.spec) for profile in self.profiles(spec)}
             if found := self._order_of(frame, node) & own:
                 self._reordered[id(node)] = found
 
@@ -324,7 +333,7 @@ class Dimensions:
         if source.op in _SORTS:
             given = source.kwargs.get("dim", source.args[1] if len(source.args) > 1 else -1)
             dim = given if type(given) is int else -1
-            specs = [spec for spec in _tensors(source.spec) if -len(spec.shape) <= dim < len(spec.shape)]
+            specs = [spec for spec in tensor_specs(source.spec) if -len(spec.shape) <= dim < len(spec.shape)]
             found |= {self.profiles(spec)[dim] for spec in specs}
         return found
 
@@ -360,10 +369,6 @@ def _is_same(one: Profile, other: Profile) -> bool:
     return all(a == b or _ABSENT in (a, b) for a, b in zip(one, other, strict=False))
 
 
-def _tensors(spec: ValueSpec) -> list[TensorSpec]:
-    return [leaf for _, leaf in leaves(spec) if isinstance(leaf, TensorSpec)]
-
-
 def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: CallInputs | None = None) -> str | None:
     """Returns a message about how `shape` differs from the captured shape, or `None` if that difference is allowed.
 
@@ -380,7 +385,7 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Call
         return f"it had {dimensions} when it was captured, and has {len(shape)} now"
     if frame.opaque_reason is not None or frame.has_own_graph:  # what a value is made of is not recorded
         return None
-    if frame.parent is None and any(spec is given for node in frame.inputs() for given in _tensors(node.spec)):
+    if frame.parent is None and any(spec is given for node in frame.inputs() for given in tensor_specs(node.spec)):
         return None
     known = dimensions_of(frame.root)
     problem = _size_problem(known, spec, shape)

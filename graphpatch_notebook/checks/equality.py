@@ -28,8 +28,9 @@ class IncomparableError(Exception):
 def difference(a: Any, b: Any, where: str, *, within_rounding: bool = False) -> str | None:
     """Returns a description of the first difference between two values, or `None` if they are equal bit for bit.
 
-    Equal are: classes of containers, keys and their order, and for tensors class, dtype, shape, strides, device,
-    `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal if their attributes are.
+    Two values are equal if classes of containers, keys and their order match, and for tensors class, dtype, shape,
+    strides, device, `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal if their
+    attributes are.
 
     Args:
         a: One value.
@@ -106,7 +107,7 @@ def _tensor_difference(a: Tensor, b: Tensor, where: str) -> str | None:
     if a.device.type == "meta":
         return None
     with torch.no_grad():
-        # Dynamo of torch 2.8, which may come by here, fails on a strict `zip`; equal layouts have as many parts.
+        # Dynamo of torch 2.8, which may trace this, fails on a strict `zip`; equal layouts have as many parts.
         parts = list(zip(map(_plain, _parts(a)), map(_plain, _parts(b))))  # noqa: B905
         # One answer, not two, has to come back from the device where all is well.
         if all(x.shape == y.shape and torch.equal(_bits(x), _bits(y)) for x, y in parts):

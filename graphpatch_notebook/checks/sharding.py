@@ -1,8 +1,8 @@
 """Determines whether a model is sharded over several processes, and copies such a model as one process would have it.
 
-Of a model under tensor parallelism, a process holds some heads, some neurons, or one term of a sum: what a slice, a
-position, a head or a number means something else there than in the whole value. FSDP is different: its weights are
-whole while a module runs.
+Under tensor parallelism each process holds some heads, some neurons, or one term of a sum, so that a slice, a position,
+a head or a number means something else there than in the whole value. FSDP is different: its weights are whole while a
+module runs.
 """
 
 from __future__ import annotations

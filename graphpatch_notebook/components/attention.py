@@ -201,7 +201,7 @@ class Parts:
 
 
 _PLAIN = ("Tensor", "Parameter")
-_FUSED = "attention is one fused call that cannot be opened"
+_FUSED_REASON = "attention is one fused call that cannot be opened"
 _FUSED_GRAPH = (
     "attention is one fused call in this graph; it is opened in a PatchableGraph of the model, and apart in the graphs "
     'of a model with attn_implementation="eager"'
@@ -237,7 +237,8 @@ def _why_fused(flow: Flow, attention: Attention) -> str:
         return _FUSED_GRAPH
     specs = [read.spec for read in flow.reads(attention.z.node)]
     kind = next((s.type_name for s in specs if isinstance(s, TensorSpec) and s.type_name not in _PLAIN), None)
-    return _FUSED if kind is None else f"{_FUSED}: its arguments are {kind}s, and only plain tensors can be"
+    because = "" if kind is None else f": its arguments are {kind}s, and only plain tensors can be"
+    return _FUSED_REASON + because
 
 
 def is_sequence_first(trails: Trails, inside: frozenset[Node], own: tuple[Attention, ...], stream: Value) -> bool:

@@ -116,6 +116,12 @@ class Components(Mapping[str, Component]):
         self._verify(self._prove, args, kwargs)
         return self
 
+    def take(self, proved: Mapping[str, Component]) -> None:
+        """Takes the proofs and doubts of the same components, proved elsewhere."""
+        for name, component in proved.items():
+            found = self._findings.by_name[name]
+            self._findings.by_name[name] = replace(found, proof=component.proof, doubt=component.doubt)
+
     def _prove(self, run: ProofRun, known: Collection[str]) -> None:
         found = self._findings
         verdicts = prove(found.evidence, {name: each.path for name, each in found.by_name.items()}, known, run)

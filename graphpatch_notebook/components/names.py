@@ -2,6 +2,7 @@
 
 "decoder.layers[*].attn.heads[0:2].z[:, 0]"   text
   -> ComponentName                              stack, words, numbers, slice (`parse_name`)
+  -> ComponentName, ...                         one for each stack and layer, and for each match of a pattern
   -> [Component, ...]                           path, index and axes, one for each layer and head (`look_up`)
 """
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.components.components import Component
 
 Numbers: TypeAlias = "int | slice | tuple[int, ...]"
-"""What a name has in brackets after `layers`, `heads` and `experts`: a number, several, or a slice (`*` is all)."""
+"""What is in brackets after `layers`, `heads` or `experts`: a number, a list of them, or a slice (`*` is all)."""
 
 MEMBERS = {"heads": "head", "experts": "expert"}
 """The words that take numbers, and the axis that these count along."""
@@ -43,8 +44,9 @@ class ComponentName:
 
     Attributes:
         words: The words of the part: `("attn", "heads", "z")`, `("@logits",)`. They may have `*`, as patterns of paths.
-        stack: The path of the frame that holds the list of layers, if the name has one.
-        layers: The layers; `None` for the values outside of the layers (`@embed`).
+            Of a pattern of whole names, all words: `("**", "attn", "heads", "z")`.
+        stack: The path of the frame that holds the list of layers, if the name has one. It may have `*`.
+        layers: The layers; `None` for the values outside of the layers (`@embed`), and for patterns of whole names.
         members: The heads, or the experts; `None` if the name has no word that takes numbers.
         index: The slice of the value, as a tuple of integers, slices and `...`; `()` for the whole value.
     """
@@ -72,11 +74,11 @@ def is_component_name(text: str) -> bool:
     """Whether a text is meant as a component name, and not as a node path.
 
     Example:
-        >>> is_component_name("layers[3].attn.z"), is_component_name("h_3.attn.output")
-        (True, False)
+        >>> [is_component_name(text) for text in ("layers[3].attn.z", "**.heads[1].z", "h_3.attn.output")]
+        [True, True, False]
     """
     outside = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)
-    return bool(re.search(r"(?:^|\.)(?:layers\[|@[\w*])", outside))
+    return bool(re.search(r"(?:^|\.)(?:layers\[|@[\w*]|\*.*\[)", outside))
 
 
 def parse_name(text: str) -> ComponentName:
@@ -98,6 +100,8 @@ def parse_name(text: str) -> ComponentName:
             raise ValueError(f"not a component name: {text!r} (say which part of the layer, such as .resid_post)")
         return _with_part(part[1:], text, found["stack"] or "", layers)
     found = _WORD.fullmatch(text)
+    if found is None and "*" in text:
+        return _with_part(text, text, "", None)
     if found is None:
         raise ValueError(f"not a component name: {text!r}; such names are {_EXAMPLES}")
     return _with_part(found["part"], text, found["stack"] or "", None)
@@ -142,12 +146,14 @@ def _numbers(inside: str, text: str) -> Numbers:
     if inside == "*":
         return slice(None)
     is_list = inside.startswith("[")
-    found = _index(inside[1:-1] if is_list else inside, text, "a number, several ([0, 2] or 0, 2), a slice or *")
+    found = _index(
+        inside[1:-1] if is_list else inside, text, "a number, a list of them ([0, 2] or 0, 2), a slice, or *"
+    )
     if len(found) == 1 and isinstance(found[0], int if is_list else (int, slice)):
         return found[0]
     if all(type(number) is int for number in found):
         return found
-    raise ValueError(f"not a component name: {text!r} ([{inside}] is not a number, several, a slice or *)")
+    raise ValueError(f"not a component name: {text!r} ([{inside}] is not a number, a list of them, a slice, or *)")
 
 
 def _index(inside: str, text: str, wanted: str = "integers, slices and ...") -> tuple[Any, ...]:
@@ -217,20 +223,36 @@ def look_up(found: FoundComponents, text: str) -> list[Component]:
         name = parse_name(text)
     except ValueError as error:
         raise UnknownPathError(str(error)) from None
-    components: list[Component] = []
-    is_lenient = name.layers == slice(None)
+    by_layer = [_of_layer(found, one, text) for one in _by_layer(found, name, text)]
+    problems = [each for each in by_layer if isinstance(each, UnknownPathError)]
+    is_lenient = name.layers == slice(None) or "*" in name.stack
+    if problems and not (is_lenient and len(problems) < len(by_layer)):
+        raise problems[0]
+    return [component for each in by_layer if isinstance(each, list) for component in each]
+
+
+def _by_layer(found: FoundComponents, name: ComponentName, text: str) -> list[ComponentName]:
+    """Returns the names that a name stands for, each with one stack and one layer."""
+    stacks = [name.stack]
+    if "*" in name.stack:
+        pattern = path_pattern(f"{name.stack}.layers")
+        known = found.layers if name.layers is not None else ("", *found.layers)
+        stacks = [stack for stack in dict.fromkeys(known) if pattern.fullmatch(_list_of(stack))] or stacks
+    names: list[ComponentName] = []
     problem: UnknownPathError | None = None
-    for layer in _layers(found, name, text):
-        one = replace(name, layers=layer)
+    for stack in stacks:
+        in_stack = replace(name, stack=stack)
         try:
-            components += list(_of_layer(found, one, text))
-        except UnknownPathError as error:
+            names += [replace(in_stack, layers=layer) for layer in _layers(found, in_stack, text)]
+        except UnknownPathError as error:  # other stacks may have more layers
             problem = problem or error
-            if not is_lenient:
-                raise
-    if not components and problem is not None:
+    if not names and problem is not None:
         raise problem
-    return components
+    return names
+
+
+def _list_of(stack: str) -> str:
+    return f"{stack}.layers" if stack else "layers"
 
 
 def _layers(found: FoundComponents, name: ComponentName, text: str) -> list[int | None]:
@@ -238,16 +260,15 @@ def _layers(found: FoundComponents, name: ComponentName, text: str) -> list[int 
         return [None]
     count = found.layers.get(name.stack)
     if count is None:
-        stacks = list(found.layers)
-        if not stacks:
+        named = list(map(_list_of, found.layers))
+        if not named:
             raise UnknownPathError(f"{text!r}: {_reason(found, str(name)) or 'no stack of layers was found'}")
-        named = [f"{stack}.layers" if stack else "layers" for stack in stacks]
-        meant = nearest(f"{name.stack}.layers", named, 1)[0]
+        meant = [*nearest(f"{name.stack}.layers", named, 1), *["**.layers"] * (len(named) > 1)]
         raise UnknownPathError(
             f"{text!r}: the stacks of layers in this model are {', '.join(map(repr, named))}; nearest: "
-            f"{_restacked(text, meant)!r}"
+            f"{', '.join(repr(_restacked(text, one)) for one in meant)}"
         )
-    return list(_counted(name.layers, count, "layers", text))
+    return list(_counted(name.layers, count, f"layers in {name.stack!r}" if name.stack else "layers", text))
 
 
 def _restacked(text: str, named: str) -> str:
@@ -269,33 +290,37 @@ def _counted(numbers: Numbers, count: int, what: str, text: str) -> Iterator[int
 
 
 def _matching(found: FoundComponents, name: ComponentName, text: str) -> list[ComponentName]:
-    """Returns the names that a name with one layer, and with `*` in its words, stands for."""
+    """Returns the names that a name with `*` in its words stands for: those of one layer, or any if it has none."""
     if not any("*" in word for word in name.words):
         return [name]
     has_heads = "heads" in name.words
-    pattern = path_pattern(".".join(word for word in name.words if word != "heads"))
-    start = str(replace(name, words=("",), members=None, index=()))
+    bare = replace(name, words=tuple(word for word in name.words if word != "heads"), members=None, index=())
+    pattern, start = path_pattern(str(bare)), str(bare).partition("*")[0]
     matching: list[ComponentName] = []
     for key in found:
         each = parse_name(key) if key.startswith(start) else None
-        if each is None or (each.stack, each.layers) != (name.stack, name.layers):
+        if each is None or not pattern.fullmatch(str(replace(each, members=None))):
             continue
-        if not pattern.fullmatch(".".join(each.words)) or (has_heads and "head" not in found[key].axes):
+        if has_heads and "head" not in found[key].axes:
             continue
         words = (*each.words[:-1], "heads", each.words[-1]) if has_heads else each.words
         members = slice(None) if name.members is None and each.members is not None else name.members
-        one = replace(name, words=words, members=members)
+        one = replace(each, words=words, members=members, index=name.index)
         matching += [one] if one not in matching else []
     if not matching:
         _one(found, str(replace(name, members=None, index=())), text)
     return matching
 
 
-def _of_layer(found: FoundComponents, name: ComponentName, text: str) -> Iterator[Component]:
-    """Yields the components that a name with one layer means."""
+def _of_layer(found: FoundComponents, name: ComponentName, text: str) -> list[Component] | UnknownPathError:
+    """Returns the components that a name with one layer means, or why there are none."""
     is_pattern = any("*" in word for word in name.words)
-    for one in _matching(found, name, text):
-        yield from _of_one(found, one, text, is_pattern)
+    try:
+        return [
+            component for one in _matching(found, name, text) for component in _of_one(found, one, text, is_pattern)
+        ]
+    except UnknownPathError as error:
+        return error
 
 
 def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
@@ -315,7 +340,10 @@ def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: 
         for number in _counted(name.members or 0, len(separate), word, text):
             yield _sliced(separate[number], replace(name, members=number), text)
         return
-    whole = _one(found, str(replace(bare, words=tuple(w for w in name.words if w != word))), text)
+    key = str(replace(bare, words=tuple(w for w in name.words if w != word)))
+    if key not in found and word != "heads":
+        key = str(replace(name, members=name.members or 0, index=()))  # which says why there are no separate ones
+    whole = _one(found, key, text)
     if name.axis not in whole.axes:
         raise UnknownPathError(f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {_axes(whole)}")
     dim = whole.axes.index(name.axis)

@@ -1,8 +1,8 @@
 """Proofs that components are what their names say, from values of a run.
 
 Each proof recomputes a value from others with plain torch: the residual sum, the norms, `pattern @ v`, `z @ W_O + b`.
-Each has a control, which must fail: the same with one summand left out, heads exchanged, or positions moved. A proof
-whose control does not fail proves nothing, and leaves a doubt.
+Most have a control, which must fail: the same with one summand left out, heads exchanged, or positions moved. A proof
+whose control does not fail proves nothing, and leaves a doubt. To rerun a norm, alone, needs none.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class _Prover:
         return self._call_values(norm.frame) if isinstance(norm, Norm) else self._values_of(norm.node)
 
     def _norm_problem(self, norm: Norm | Value) -> str | None:
-        """Reruns a norm, alone; the control gives it the input of other positions."""
+        """Reruns a norm, alone."""
         if isinstance(norm, Value):
             return None if is_close(self._computed(norm.node), self._value(norm)) else "the norm's rerun differs"
         result = self._value(norm.returned.value)
@@ -728,9 +728,9 @@ class NoiseRuns:
         """Whether a patch on the end of a layer does what one on the begin of the next does."""
         pairs = [pair for pair in pairwise(layers) if self._is_chained(*pair)]
         for one, other in dict.fromkeys([*pairs[:1], *pairs[-1:]]):
-            end = self._recorded(one.layer.end.path).get(one.layer.end.path)
-            if end is not None:
-                yield from self._patched(one, other, noise(end))
+            values = self._recorded(one.layer.end.path, other.layer.start.path)
+            if one.layer.end.path in values:
+                yield from self._patched(one, other, values)
 
     def _is_chained(self, one: NamedLayer, other: NamedLayer) -> bool:
         """Whether a layer reads what the one before returns, as one of its inputs, and nothing else reads that."""
@@ -747,10 +747,12 @@ class NoiseRuns:
         readers = [user for state in states for user in flow.users.get(state.node, ()) if flow.order[user] > after]
         return all(flow.order[user] in inside or Value(user) in states for user in readers)
 
-    def _patched(self, one: NamedLayer, other: NamedLayer, added: Tensor) -> Iterator[Proof]:
+    def _patched(self, one: NamedLayer, other: NamedLayer, values: dict[str, Tensor]) -> Iterator[Proof]:
         end, start = one.layer.end, other.layer.start
+        added = noise(values[end.path])
+        shape = values[start.path].shape if start.path in values else start.value.shape
         at_end = first_float(self._run({end.path: AddPatch(value=added)}))
-        at_start = first_float(self._run({start.path: AddPatch(value=added.reshape(start.value.shape))}))
+        at_start = first_float(self._run({start.path: AddPatch(value=added.reshape(shape))}))
         if not is_close(at_end, at_start):
             yield f"{one.name}resid_post", "", f"patching {end.path} is not patching {start.path}"
         elif not is_close(at_end, first_float(self._run({})), 0.0):  # else the result does not depend on either

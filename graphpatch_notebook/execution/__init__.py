@@ -12,7 +12,13 @@ is such a module compiled by `torch.compile`.
 from __future__ import annotations
 
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.compiled_model import CompiledModel, CompiledPatches, check_compilable
+from graphpatch_notebook.execution.compiled_model import (
+    CompiledModel,
+    CompiledPatches,
+    CompiledSteps,
+    check_compilable,
+    check_same_values,
+)
 from graphpatch_notebook.execution.context import PatchContext, active_patches, call_patched, innermost
 from graphpatch_notebook.execution.live.apply import apply_to_rows
 from graphpatch_notebook.execution.live.boundaries import FrameWatch, frames_seen
@@ -24,7 +30,7 @@ from graphpatch_notebook.execution.live.stand_in import (
     no_compile_arguments,
     tensor_at,
 )
-from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.plan import FUSED_MODULES, Entry
 from graphpatch_notebook.execution.positions import (
     DECODER_TOKENS,
     Restriction,
@@ -41,10 +47,12 @@ from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
 __all__ = [
     "DECODER_TOKENS",
+    "FUSED_MODULES",
     "GENERATION_CONFIG",
     "CapturedModel",
     "CompiledModel",
     "CompiledPatches",
+    "CompiledSteps",
     "Entry",
     "FrameWatch",
     "GenerationStep",
@@ -57,6 +65,7 @@ __all__ = [
     "apply_to_rows",
     "call_patched",
     "check_compilable",
+    "check_same_values",
     "copied_config",
     "frames_seen",
     "generating_with",

@@ -1,4 +1,8 @@
-"""A patched model compiled by `torch.compile`, with the values of its patches as inputs of the compiled graph."""
+"""A patched model compiled by `torch.compile`, with the values of its patches as inputs of the compiled graph.
+
+pg.compile(patches, *inputs)  ->  CompiledModel: one graph, for calls like the one with `inputs`
+                                  └── generate: CompiledSteps, with a CompiledModel for each form of its steps
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,11 @@ import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook.errors import GraphError, PatchValueError
+from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError
+from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.graphs.plain_fx import InputCheck
+from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.values import TensorSpec
 
@@ -36,9 +43,16 @@ class CompiledModel:
     """
 
     def __init__(
-        self, graph: fx.GraphModule, patches: CompiledPatches, model: Module, backend: Any, mode: str | None
+        self,
+        graph: fx.GraphModule,
+        patches: CompiledPatches,
+        model: Module,
+        steps: CompiledSteps,
+        backend: Any,
+        mode: str | None,
     ) -> None:
         self.graph = graph
+        self._steps = steps
         self._patches = patches
         # The graph refers to these, so writes into weights have their effect, and other parameters or modules do not.
         self._parts = [(name, module, _parts_of(module)) for name, module in model.named_modules()]
@@ -67,6 +81,40 @@ class CompiledModel:
             # graph raises that error itself.
             self.graph(*args, **kwargs)
             raise
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generates text as the model's own `generate` does, with the patches, at compiled speed.
+
+        Needs a static cache: `cache_implementation="static"`, or a `StaticCache` as `past_key_values`. The first step,
+        over the prompt, runs the model with the patches as it is, since each length of a prompt would be compiled
+        anew. The later ones are one compiled graph: other prompts, other values of patches and other caches do not
+        compile again, another batch size or length of the cache does.
+
+        Args:
+            args: As for the model's own `generate`.
+            kwargs: Likewise.
+
+        Raises:
+            GraphError: The cache is not static, or the steps cannot be compiled with these patches.
+
+        Example:
+            >>> from transformers import GPT2Config, GPT2LMHeadModel
+            >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
+            >>> config = GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8, bos_token_id=0, eos_token_id=None)
+            >>> model, ids = GPT2LMHeadModel(config).eval(), torch.ones(1, 3, dtype=torch.long)
+            >>> pg = PatchableGraph(model, ids, use_cache=False)
+            >>> patches = {"output|logits": ZeroPatch()}
+            >>> compiled = pg.compile(patches, ids, use_cache=False, allow_doubts=True, backend="eager")
+            >>> compiled.generate(ids, max_new_tokens=3, do_sample=False, cache_implementation="static")
+            tensor([[1, 1, 1, 0, 0, 0]])
+        """
+        return self._steps.generate(*args, **kwargs)
+
+    def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call has inputs like those that the graph is for."""
+        check = self.graph.get_submodule("check_inputs")
+        assert isinstance(check, InputCheck)
+        return check.accepts(args, kwargs)
 
 
 def _parts_of(module: Module) -> list[Any]:
@@ -146,6 +194,108 @@ class _CopiedPatch:
             # A tensor without dimensions does not change the dtype of others, so it can be as exact as the number.
             dtype = torch.float32 if device.type == "mps" else torch.float64
         return torch.tensor(value, dtype=dtype, device=device)
+
+
+class CompiledSteps:
+    """The calls of a model in generations with a static cache: the first one of each runs as it is, others compiled.
+
+    Args:
+        run: Runs the model with the patches.
+        compiled: Returns the compiled model for calls with such inputs.
+        generating: Returns the `generate` of the model, with a function that runs the calls of the model.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        compiled: Callable[..., CompiledModel],
+        generating: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        self.run = run
+        self._compiled = compiled
+        self._generating = generating
+        self._known: list[CompiledModel] = []
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs `generate`."""
+        return self._generating(_Generation(self))(*args, **kwargs)
+
+    def compiled_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledModel:
+        """Returns the compiled model for calls with such inputs."""
+        found = next((known for known in self._known if known.accepts(args, kwargs)), None)
+        if found is None:
+            if len(self._known) == _MOST_FORMS:
+                raise GraphError(
+                    f"the steps of these generations had {_MOST_FORMS} forms (sizes of inputs and caches, plain "
+                    "arguments), and each was compiled; call pg.compile again for others"
+                )
+            found = self._compiled(*args, **kwargs)
+            self._known.append(found)
+        return found
+
+
+_MOST_FORMS = 16
+
+
+class _Generation:
+    """The calls of the model in one generation."""
+
+    def __init__(self, steps: CompiledSteps) -> None:
+        self._steps = steps
+        self._is_first = True
+        self._current: tuple[dict[str, Any], CompiledModel] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if self._is_first:
+            if not any(getattr(value, "is_compileable", False) for value in (*args, *kwargs.values())):
+                raise GraphError(
+                    "compiled generations need a cache whose tensors keep their sizes and places: give "
+                    'cache_implementation="static", or a StaticCache as past_key_values'
+                )
+            self._is_first = False
+            return self._steps.run(*args, **kwargs)
+        forms = {name: value.shape if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+        if self._current is None or args or not _are_same_forms(self._current[0], forms):
+            self._current = forms, self._steps.compiled_for(args, kwargs)
+        return self._current[1](*args, **kwargs)
+
+
+def _are_same_forms(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    return before.keys() == now.keys() and all(
+        now[name] is form or (isinstance(form, torch.Size) and now[name] == form) for name, form in before.items()
+    )
+
+
+def check_same_values(entries: Sequence[Entry], step: CapturedModel, patch_map: Any) -> None:
+    """Checks that the patches on a model are on the same values in the steps of a generation.
+
+    Args:
+        entries: The patches.
+        step: The model, captured on the inputs of a step.
+        patch_map: Their patch map.
+
+    Raises:
+        GraphError: Some are not; the message names them all.
+    """
+    try:
+        found = {entry.target.text: _place(entry.target) for entry in step.entries_of(patch_map)}
+    except PatchMapError as error:
+        raise GraphError(f"the steps after the prompt cannot have these patches: {error}") from None
+    texts = [entry.target.text for entry in entries if found.get(entry.target.text) != _place(entry.target)]
+    if texts:
+        raise GraphError(
+            f"the steps after the prompt cannot have these patches: {', '.join(map(repr, texts))} is another value "
+            "there, as the code takes another way with a cache; patch another value, such as the output of the module"
+        )
+
+
+def _place(target: Target) -> Any:
+    """Returns where the code of the model computes a value."""
+    node, calls = target.node, [frame.call for frame in (target.frame, *target.frame.frames_above())]
+    frames = [(id(call.frame.module), call.call_index) for call in calls if call is not None]
+    made = (node.site and node.site.steps, node.occurrence, node.position) if node.kind == "op" else node.target
+    return frames, node.kind, made, target.dig, target.index
 
 
 def check_compilable(entries: Sequence[Entry]) -> None:

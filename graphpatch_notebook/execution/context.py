@@ -202,7 +202,7 @@ class ActiveContext:
         """
         plan = self.plan
         self.has_compiled_parts = plan.has_compiled_parts
-        self._swaps.hold(plan.watched)
+        self._swaps.hold(plan.layout.watched)
         if plan.with_patched_inputs or plan.with_other_boundaries:
             for module in _to_hook(plan):
                 self.hooks.hold(module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,10 +20,11 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
 from graphpatch_notebook.execution.skipped_calls import are_for_calls, call_problem, call_target
 from graphpatch_notebook.execution.splices import inside_splice
+from graphpatch_notebook.inspection.aliases import answer_to_alias
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
 from graphpatch_notebook.patches.kinds import Patch, declares, has_plain_fields
-from graphpatch_notebook.paths import is_pattern, nearest, path_pattern
+from graphpatch_notebook.paths import is_pattern, nearest
 from graphpatch_notebook.sharded import Sharding, other_stage, sharding_of
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
@@ -63,7 +65,7 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
                     problems += _problems_inside(text, inside[1].patches)
                     entries.append(Entry(inside[0], (inside[1],)))
                 continue
-        is_one = len(targets) == 1 and not is_pattern(text)
+        is_one = len(targets) == 1 and (targets[0].path == text or not is_pattern(text))
         for target in targets if is_one else _several(targets, text, patches, patch_map, problems):
             entries += _entries(root, target, patches, problems)
     entries += _sources_of(nodes, entries, problems)
@@ -92,18 +94,21 @@ def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:
             return resolve_all(nodes.root, text)
         except Unresolvable:
             call = call_target(nodes.root, text, patches)
-            if call is None:
-                raise
-            return [call]
-    found = nodes.matching(text)
-    if not found:  # names of components, such as `**.attn.pattern`, where modules are called otherwise
-        wanted = path_pattern(text)
-        found = [name for name in find(nodes.root) if wanted.fullmatch(name)]
-    if not found:
+            if call is not None:
+                return [call]
+            bare = text.rpartition("[")[0]
+            if is_pattern(bare) and nodes.matching(bare):
+                raise Unresolvable(f"{text!r}: for a part of the values at {bare!r}, give patches slice=") from None
+            raise
+    if found := nodes.matching(text):
+        return [resolve(nodes.root, path) for path in found]
+    with suppress(UnknownPathError):  # names of components, such as `**.attn.pattern`, if no path is like this
+        return [resolve(nodes.root, component.name) for component in find(nodes.root).lookup(text)]
+    answer = answer_to_alias(nodes.root, text)
+    if answer is None:
         deeper = nodes.matching(f"{text}|**") or nodes.matching(f"**.{text}")
-        close = ", ".join(map(repr, deeper[:3] or nearest(text, list(nodes))))
-        raise Unresolvable(f"the pattern {text!r} matches no value; nearest: {close}", is_unknown=True)
-    return [resolve(nodes.root, path) for path in found]
+        answer = f"nearest: {', '.join(map(repr, deeper[:3] or nearest(text, list(nodes))))}"
+    raise Unresolvable(f"the pattern {text!r} matches no value; {answer}", is_unknown=True)
 
 
 @dataclass(eq=False)
@@ -122,7 +127,7 @@ _READ = _Read()
 def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -> list[Entry]:
     """Notes in entries what their patches read, and returns entries that keep these values for them."""
     found: dict[str, Entry] = {}
-    for entry in entries:
+    for entry in [one for one in entries if type(one.patches[0]).sources is not Patch.sources]:
         for text in entry.patches[0].sources:
             try:
                 targets = targets_of(nodes, text)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
@@ -47,6 +49,7 @@ class Entry:
         is_source: Whether the value is only kept for patches that read it.
         placement: How the value is distributed over processes, if the model is sharded: patches see the whole value.
         is_early: Whether it comes before the other entries on the value: it is for the op that made it.
+        rank: The sort key of entries on one value: what others read comes late, and patches that end the run last.
     """
 
     target: Target
@@ -60,12 +63,20 @@ class Entry:
     is_source: bool = False
     placement: Placement | None = None
     is_early: bool = False
+    rank: int = 0
+
+    @property
+    def shows_itself(self) -> bool:
+        """Whether patches see the value itself: not a part of it, nor a copy from before the model writes into it."""
+        is_whole = not self.target.index and (self.restriction is None or self.restriction.positions is None)
+        return is_whole and not self.target.node.is_mutated_later
 
     def __post_init__(self) -> None:
-        # Most patches take a short way, and probes, which may be on many nodes at once, a shorter one.
+        # Entries without restrictions take a fast path; probes, which may be on many nodes at once, a faster one.
         target, patches = self.target, self.patches
         node, spec = target.node, target.whole
-        self.is_special = node.is_in_place or node.position is not None
+        self.rank = (1 if self.is_source else 2 if patches[0].stops_run else 0) - 3 * self.is_early
+        self.is_special = node.kind == "op" and (node.is_in_place or node.position is not None)
         if (
             self.restriction is not None
             or self.is_source
@@ -73,7 +84,7 @@ class Entry:
             or not isinstance(spec, TensorSpec)
         ):
             return
-        if target.dig or target.component is not None or node.is_mutated_later or node.is_view_filled_later:
+        if target.dig or target.index or node.is_mutated_later or node.is_view_filled_later:
             return
         self.plain_shape = spec.shape
         if not declares(patches[0], "only_keeps"):
@@ -85,14 +96,11 @@ class Entry:
             self.observed_shape = spec.shape
 
 
-def _rank(entry: Entry) -> int:
-    """When an entry has its turn among those on one value: what others read comes late, and the end of the run last."""
-    late = 1 if entry.is_source else 2 if entry.patches[0].stops_run else 0
-    return late - 3 if entry.is_early else late
-
+FUSED_MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+"""Modules that torch computes by other kernels in some runs than in others, with other rounding."""
 
 # Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.
-_FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
+_FUSED = FUSED_MODULES[:2]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -115,29 +123,45 @@ OpEntries: TypeAlias = "dict[int, SiteEntries]"
 EntriesByChain: TypeAlias = "dict[tuple[int, ...], OpEntries]"
 
 
+class PatchedCode:
+    """The call sites in one code object at which ops are patched.
+
+    Attributes:
+        offsets: The offset of the instruction that each of the interpreter's own offsets means: specialized code has
+            several for one instruction. Shared by all plans, and filled during runs.
+        by_offset: Entries by the offset of the innermost step of their call site, then by the steps above it, then by
+            the occurrence.
+    """
+
+    __slots__ = ("by_offset", "offsets")
+
+    def __init__(self, code: CodeType) -> None:
+        self.offsets = call_sites.offsets_of(code)
+        self.by_offset: dict[int, EntriesByChain] = {}
+
+
 @dataclass(slots=True, eq=False)
 class PatchedSites:
     """The call sites of one frame at which ops are patched.
 
     Attributes:
-        by_offset: Entries by their call site: first its innermost step (id of the code object, then offset), then the
-            steps above it, then the occurrence.
-        by_lasti: The same by the interpreter's own offsets, filled during runs: specialized code has several for one
-            instruction.
+        by_code: The call sites, by the id of the code object of their innermost step; and code without any that a run
+            came to.
         visits: How many calls have entries; zero if a call may come after the last of them that is to be reported.
     """
 
-    by_offset: dict[int, dict[int, EntriesByChain]] = field(default_factory=dict)
-    by_lasti: dict[int, dict[int, EntriesByChain]] = field(default_factory=dict)
+    by_code: dict[int, PatchedCode] = field(default_factory=dict)
     visits: int = 0
     _may_repeat: bool = False
 
     def entries_at(self, site: Site, occurrence: int) -> SiteEntries:
         """Returns the entries at one call site and occurrence, for new ones to be added."""
         (code, offset), *above = reversed(site.steps)
-        chain = tuple(number for outer, at in above for number in (id(outer), at))
-        self.by_lasti.setdefault(id(code), {})
-        by_occurrence = self.by_offset.setdefault(id(code), {}).setdefault(offset, {}).setdefault(chain, {})
+        chain = tuple(number for outer, at in above for number in (id(outer), at)) if above else ()
+        patched = self.by_code.get(id(code))
+        if patched is None:
+            patched = self.by_code[id(code)] = PatchedCode(code)
+        by_occurrence = patched.by_offset.setdefault(offset, {}).setdefault(chain, {})
         if occurrence not in by_occurrence:
             by_occurrence[occurrence] = SiteEntries()
             if not self._may_repeat:
@@ -230,10 +254,7 @@ class FramePlan:
         """Adds an entry of this frame."""
         self.entries.append(entry)
         node = entry.target.node
-        # Patches see a copy of a value that the model writes into later, and of some positions of a value; and a part.
-        is_whole = not entry.target.index and (entry.restriction is None or entry.restriction.positions is None)
-        shows_itself = not node.is_mutated_later and is_whole
-        if node.kind == "input" and shows_itself and any(patch.only_keeps for patch in entry.patches):
+        if node.kind == "input" and entry.shows_itself and any(patch.only_keeps for patch in entry.patches):
             self.probed_inputs.append(entry)
         if entry.patches[0].replaces_call:
             self.skips.append(entry)
@@ -249,7 +270,8 @@ class FramePlan:
             self.inputs.setdefault(node.target, []).append(entry)
         elif node.kind == "op":
             assert node.site is not None
-            self._inside(node.composite, entry)._at(node.site, node.occurrence).append(entry)
+            plan = self if node.composite is None else self._inside(node.composite, entry)
+            plan._at(node.site, node.occurrence).append(entry)
         else:
             self.tensors.setdefault(node.target, []).append(entry)
 
@@ -307,6 +329,8 @@ class RunPlan:
         with_patched_inputs: The modules whose inputs are patched.
         with_other_boundaries: The other modules whose output is patched, or whose inputs are probed.
         restricted: Those of the entries that are for some steps or positions only.
+        skips: Those of the entries that replace calls of modules.
+        has_parts_of_splices: Whether there are patches on parts of a splice that is not among the patches.
         sees_ops: Whether ops are patched.
     """
 
@@ -320,12 +344,9 @@ class RunPlan:
     with_patched_inputs: list[Module]
     with_other_boundaries: list[Module]
     restricted: Sequence[Entry]
+    skips: Sequence[Entry]
+    has_parts_of_splices: bool
     sees_ops: bool
-
-    @functools.cached_property
-    def watched(self) -> Sequence[Module]:
-        """The modules whose calls must be seen."""
-        return self.layout.watched
 
     @property
     def has_compiled_parts(self) -> bool:
@@ -345,11 +366,6 @@ class RunPlan:
         return bool(self.under_mode) and any(map(has_compiled_parts, self.under_mode))
 
     @functools.cached_property
-    def has_parts_of_splices(self) -> bool:
-        """Whether there are patches on parts of a splice that is not among the patches."""
-        return any(isinstance(entry.patches[0], InsidePatch) for entry in self.entries)
-
-    @functools.cached_property
     def under_mode(self) -> Sequence[Module]:
         """The modules with frames that run under the function mode, and that have submodules."""
         return [plan.frame.module for plan in self.root.walk() if plan.needs_mode and plan.frame.module._modules]
@@ -359,11 +375,6 @@ class RunPlan:
         if not entries:
             return self
         return make_plan(self.root.frame, [*self.entries, *entries], self.callers, self.own_graphs)
-
-    @functools.cached_property
-    def skips(self) -> Sequence[Entry]:
-        """Those of the entries that replace calls of modules."""
-        return [entry for entry in self.entries if entry.patches[0].replaces_call]
 
     @functools.cached_property
     def data_loops(self) -> dict[SourceLine, list[str]]:
@@ -379,7 +390,8 @@ def make_plan(
     root: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule] = ()
 ) -> RunPlan:
     """Returns the plan of a run with `entries`, in their order, and with `own_graphs`."""
-    entries = joined_with_splices(entries)
+    given, entries = entries, joined_with_splices(entries)
+    has_parts = entries is not given and any(isinstance(entry.patches[0], InsidePatch) for entry in entries)
     wanted = [entry.target.frame for entry in entries]
     if own_graphs:
         wanted[:0] = [graph.frame for graph in own_graphs]
@@ -392,12 +404,14 @@ def make_plan(
         assert plan.frame.call is not None
         calls = listed[above].calls.setdefault(id(plan.frame.module), {})
         calls[plan.frame.call.call_index] = plan
-    for entry in sorted(entries, key=_rank):
+    for entry in sorted(entries, key=operator.attrgetter("rank")):
         if own_graphs:
             _refuse_before_hooks(entry, plans)
         plans[id(entry.target.frame)].add(entry)
+    sees_ops = False
     for plan in listed:
         plan.settle()
+        sees_ops |= plan.sites is not None
     custom: dict[int, FramePlan] = {}
     for graph in own_graphs:
         if graph.frame.custom_graph is not None:
@@ -418,7 +432,9 @@ def make_plan(
         with_patched_inputs,
         with_other_boundaries,
         [entry for entry in entries if entry.restriction is not None],
-        any(plan.sites is not None for plan in listed),
+        [entry for entry in entries if entry.patches[0].replaces_call],
+        has_parts,
+        sees_ops,
     )
 
 
@@ -507,7 +523,7 @@ class Callers:
 
     @property
     def has_compiled_parts(self) -> bool:
-        """Whether `torch.compile` compiled any of the modules that are now in the model, be it since the capture."""
+        """Whether `torch.compile` compiled any of the modules that are now in the model, even after the capture."""
         return has_compiled_parts(self._root)
 
     def frames_of(self, module: Module) -> list[Frame]:

@@ -77,7 +77,8 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
         return Restriction(steps, positions, dim, is_encoder)
     if patch.observes_only and len({len(row) for row in positions.rows}) > 1:
         raise ValueError(
-            f"positions ({positions}) are not as many in each row: the copies that the patch reads would have no shape"
+            f"positions ({positions}) has a different number of positions in some rows; a patch that reads a value "
+            "needs the same number in every row"
         )
     return Restriction(steps, positions, dim, is_encoder, row_dimension(root, target, dim))
 
@@ -230,16 +231,17 @@ def _unclear(
     lengths = f"{length} tokens" + ("" if encoder_length is None else f" and an encoder's {encoder_length} positions")
     if not dims:
         repair = "choose a part of the value with slice= and a step with steps="
-        asked = f"dimension {given}" if given is not None else "no dimension"
-        return f"{asked} of its shape {shape} is that of the example's sequence, {lengths}; {repair}"
+        if given is not None:
+            return f"dimension {given} of its shape {shape} is not the example's sequence, {lengths}; {repair}"
+        return f"no dimension of its shape {shape} is the example's sequence, {lengths}; {repair}"
     if len(set(dims)) < len(dims):
         return (
             f"the example had {lengths}, so it is not known whose positions its shape {shape} has; make the "
             "PatchableGraph with an example whose encoder and decoder sequences differ in length"
         )
     return (
-        f"several dimensions of its shape {shape} are that of the example's sequence, {lengths}; say which one is "
-        f"meant: position_dim={dims[0]} or {', '.join(map(str, dims[1:]))}"
+        f"several dimensions of its shape {shape} have the length of the example's sequence, {lengths}; say which one "
+        f"is meant: position_dim={dims[0]} or {', '.join(map(str, dims[1:]))}"
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,12 +18,14 @@ from graphpatch_notebook.errors import ExperimentError, GraphError, PatchValueEr
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, innermost
 from graphpatch_notebook.execution.splices import is_part_of_splice
+from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped
+from graphpatch_notebook.patches.kinds import ProbePatch, RunStopped, check_unchanged
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.patches.slices import index_problem, selection_problem
 from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.torch_compat import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,25 +33,30 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 
+_Kept: TypeAlias = "tuple[Any, int | None]"
+"""A value, and how often it had been written into when it was kept."""
+
+
 @dataclass(eq=False)
 class _Keeping(ProbePatch):
-    """A probe that converts the value, and ends the run when it is the last of several.
+    """Keeps the value in a recording that is being made, and ends the run after the last one.
 
     Attributes:
-        waiting: The probes of the run that have not fired.
+        recorder: Makes the recording.
+        path: The path of the value there.
         convert: Converts the value.
-        is_stopping: Whether the run ends when none is waiting.
     """
 
     only_keeps: ClassVar[bool] = True
-    waiting: set[_Keeping] = field(kw_only=True)
+    recorder: _Recorder = field(kw_only=True, repr=False)
+    path: str = field(kw_only=True)
     convert: Callable[[Any], Any] | None = field(kw_only=True)
-    is_stopping: bool = field(kw_only=True)
 
     def op(self, original_output: Any) -> Any:
-        super().op(original_output if self.convert is None else self.convert(original_output))
-        self.waiting.discard(self)
-        if self.is_stopping and not self.waiting:
+        value = original_output if self.convert is None else self.convert(original_output)
+        kept = self.recorder.kept
+        kept[self.path] = value, version_of(value)
+        if len(kept) == self.recorder.last:
             raise RunStopped(original_output, self)
         return original_output
 
@@ -75,19 +82,23 @@ class Recording(Mapping[str, Any]):
         (2, 3, 2)
     """
 
-    def __init__(self, probes: Mapping[str, ProbePatch], captured: CapturedModel, *, is_whole: bool) -> None:
-        self._probes = dict(probes)
+    def __init__(self, kept: Mapping[str, _Kept], captured: CapturedModel, *, is_whole: bool) -> None:
+        self._kept = kept
         self._captured = weakref.ref(captured)  # a recording does not keep the model
         self._is_whole = is_whole
 
     def __getitem__(self, path: object) -> Any:
         text = str(path)
-        probe = self._probes.get(text)
-        return self._by_other_name(text) if probe is None else probe.activation
+        return self._value(text) if text in self._kept else self._by_other_name(text)
+
+    def _value(self, name: str) -> Any:
+        value, version = self._kept[name]
+        check_unchanged(value, version)
+        return value
 
     def _by_other_name(self, text: str) -> Any:
-        if (results := self._results_named(text)) and len(results) == 1 and results[0] in self._probes:
-            return self._probes[results[0]].activation
+        if (results := self._results_named(text)) and len(results) == 1 and results[0] in self._kept:
+            return self._value(results[0])
         targets = self._targets_of(text)
         if len(targets) > 1:
             names = ", ".join(repr(target.text) for target in targets[:3])
@@ -95,16 +106,16 @@ class Recording(Mapping[str, Any]):
         for target in targets:
             for name, recorded in self._names_by_path.get(target.path, ()):
                 if recorded.index == target.index:
-                    return self._probes[name].activation
+                    return self._value(name)
                 if not recorded.index and self._is_whole:
-                    return _part(self._probes[name].activation, target)
-        close = ", ".join(map(repr, nearest(text, list(self._probes))))
+                    return _part(self._value(name), target)
+        close = ", ".join(map(repr, nearest(text, list(self._kept))))
         raise UnknownPathError(f"{text!r} was not recorded" + (f"; nearest: {close}" if close else ""))
 
     @functools.cached_property
     def _names_by_path(self) -> dict[str, list[tuple[str, Target]]]:
         found: dict[str, list[tuple[str, Target]]] = {}
-        for name in self._probes:
+        for name in self._kept:
             for target in self._targets_of(name):
                 found.setdefault(target.path, []).append((name, target))
         return found
@@ -124,10 +135,10 @@ class Recording(Mapping[str, Any]):
             return []
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._probes)
+        return iter(self._kept)
 
     def __len__(self) -> int:
-        return len(self._probes)
+        return len(self._kept)
 
     def __repr__(self) -> str:
         lines = [f"{path}: {_shown(value)}" for path, value in self.items()]
@@ -225,20 +236,84 @@ def _recorded_paths(captured: CapturedModel, pattern: str) -> Mapping[str, _Resu
         return {pattern: None}
 
 
-def _check_weights(captured: CapturedModel, paths: Mapping[str, _Result | None]) -> None:
-    """Raises an error if the weight that a result is computed with is patched."""
-    weights = {memory_of(result.weight): name for name, result in paths.items() if result is not None}
-    context = innermost(captured)
-    for entry in context.plan.entries if weights and context is not None else ():
-        node = entry.target.node
-        if node.kind != "parameter" or all(patch.observes_only for patch in entry.patches):
-            continue
-        held = functools.reduce(getattr, str(node.target).split("."), entry.target.frame.module)
-        if (name := weights.get(memory_of(held))) is not None:
-            raise GraphError(
-                f"{name} is computed with the weight {entry.target.text}, which is patched: record "
-                f"{name.removesuffix('result')}z, and multiply it with the patched weight"
-            )
+class _Recorder:
+    """Makes recordings of the same values, one at a time.
+
+    Attributes:
+        kept: The values of the recording that is being made, by path.
+        last: The number of values after which the run ends; 0 if it does not.
+        is_reusable: Whether another recording may be made: not if it has weights, or must warn of doubts each time.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        paths: Mapping[str, _Result | None],
+        positions: PositionSelection | None,
+        convert: Callable[[Any], Any] | None,
+        *,
+        stop_at_last: bool,
+    ) -> None:
+        self.kept: dict[str, _Kept] = {}
+        self.last = len(paths) if stop_at_last else 0
+        self._captured = captured
+        self._paths = paths
+        self._is_whole = positions is None
+        patches: dict[str, list[_Keeping]] = {}
+        for path, result in paths.items():
+            converted = convert if result is None else functools.partial(_result, result.weight, convert)
+            patch = _Keeping(positions=positions, recorder=self, path=path, convert=converted)
+            patches.setdefault(path if result is None else result.z, []).append(patch)
+        patch_map = {path: each if len(each) > 1 else each[0] for path, each in patches.items()}
+        entries = captured.entries_of(patch_map)
+        self._context = PatchContext.of_entries(captured, patch_map, entries)
+        components = [entry.target.component for entry in entries]
+        has_doubts = any(each is not None and each.doubt for each in components)
+        self.is_reusable = not has_doubts and not any(paths.values())
+
+    def recording(self, run: Callable[[], Any]) -> Recording:
+        """Returns the recording of a run."""
+        __tracebackhide__ = True
+        with self._context:
+            self._check_weights()
+            run()
+        kept, self.kept = self.kept, {}
+        in_order = {path: kept[path] for path in self._paths if path in kept}
+        return Recording(in_order, self._captured, is_whole=self._is_whole)
+
+    def _check_weights(self) -> None:
+        """Raises an error if the weight that a result is computed with is patched."""
+        weights = {memory_of(result.weight): name for name, result in self._paths.items() if result is not None}
+        context = innermost(self._captured) if weights else None
+        for entry in () if context is None else context.plan.entries:
+            node = entry.target.node
+            if node.kind != "parameter" or all(patch.observes_only for patch in entry.patches):
+                continue
+            held = functools.reduce(getattr, str(node.target).split("."), entry.target.frame.module)
+            if (name := weights.get(memory_of(held))) is not None:
+                raise GraphError(
+                    f"{name} is computed with the weight {entry.target.text}, which is patched: record "
+                    f"{name.removesuffix('result')}z, and multiply it with the patched weight"
+                )
+
+
+def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> Any:
+    return value.to(device=device, dtype=dtype) if isinstance(value, Tensor) else value
+
+
+def _result(weight: Tensor, convert: Callable[[Any], Any] | None, z: Tensor) -> Any:
+    result = z @ weight.to(z.device)
+    return result if convert is None else convert(result)
+
+
+class _IdleRecorders(dict[Any, _Recorder]):
+    """Recorders that no call uses now, by what was asked of them: these need no new patches and plan."""
+
+    def __init__(self, _: NodeMap) -> None:
+        super().__init__()
+
+
+_MOST_IDLE = 16
 
 
 def record(
@@ -253,29 +328,21 @@ def record(
 ) -> Recording:
     """Returns the values that `run`, a call of the `PatchableGraph`, computes at some paths: see `pg.record`."""
     __tracebackhide__ = True
-    listed = [patterns] if isinstance(patterns, (str, NodePath)) else patterns
-    paths: dict[str, _Result | None] = {}
-    for pattern in map(str, listed):
-        paths |= _recorded_paths(captured, pattern)
-    if not paths:
-        raise UnknownPathError("there is nothing to record: give a path, or a pattern such as 'h_*.output'")
-    waiting: set[_Keeping] = set()
-
-    def convert(value: Any, result: _Result | None) -> Any:
-        value = value if result is None else value @ result.weight.to(value.device)
-        return value.to(device=device, dtype=dtype) if isinstance(value, Tensor) else value
-
-    probes: dict[str, _Keeping] = {}
-    patches: dict[str, list[_Keeping]] = {}
-    for path, result in paths.items():
-        is_as_it_is = dtype is None and device is None and result is None
-        converting = None if is_as_it_is else functools.partial(convert, result=result)
-        probe = _Keeping(positions=positions, waiting=waiting, convert=converting, is_stopping=stop_at_last)
-        probes[path] = probe
-        patches.setdefault(path if result is None else result.z, []).append(probe)
-    waiting.update(probes.values())
-    with PatchContext(captured, patches):
-        _check_weights(captured, paths)
-        run()
-    fired = {path: probe for path, probe in probes.items() if probe not in waiting}
-    return Recording(fired, captured, is_whole=positions is None)
+    listed = tuple(map(str, [patterns] if isinstance(patterns, (str, NodePath)) else patterns))
+    idle, key = kept_for(captured.nodes, _IdleRecorders), (listed, dtype, device, stop_at_last)
+    recorder = idle.pop(key, None) if positions is None else None
+    if recorder is None:
+        paths: dict[str, _Result | None] = {}
+        for pattern in listed:
+            paths |= _recorded_paths(captured, pattern)
+        if not paths:
+            raise UnknownPathError("there is nothing to record: give a path, or a pattern such as 'h_*.output'")
+        is_as_it_is = dtype is None and device is None
+        convert = None if is_as_it_is else functools.partial(_converted, dtype=dtype, device=device)
+        recorder = _Recorder(captured, paths, positions, convert, stop_at_last=stop_at_last)
+    recording = recorder.recording(run)
+    if recorder.is_reusable and positions is None:
+        if len(idle) >= _MOST_IDLE:
+            idle.clear()
+        idle[key] = recorder
+    return recording

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from graphpatch_notebook.capture.inputs import ExampleInputs
+from graphpatch_notebook.checks.call_signature import inputs_of_call
 from graphpatch_notebook.checks.comparison import compared
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution.plan import Entry
@@ -24,6 +26,7 @@ def verified_fx_module(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    examples: ExampleInputs | None,
     allow_doubts: bool,
     any_size: bool,
 ) -> fx.GraphModule:
@@ -35,6 +38,7 @@ def verified_fx_module(
         run: Runs the model with these patches.
         args: Positional inputs to compare with.
         kwargs: Inputs by keyword.
+        examples: The example inputs, if they are known.
         allow_doubts: Whether to accept graphs that may not hold for other inputs.
         any_size: Whether the result takes inputs of other sizes.
 
@@ -60,7 +64,8 @@ def verified_fx_module(
         patched.setdefault(entry.target.node, []).append(
             (entry.target.dig, PatchedPart(entry.target.index, entry.patches))
         )
-    result, check = plain_fx_module(root, patched, any_size=any_size)
+    given = {} if examples is None else inputs_of_call(root.frame, examples.args, examples.kwargs)
+    result, check = plain_fx_module(root, patched, given, any_size=any_size)
     doubts = listed_doubts(root)
     if doubts and not allow_doubts:
         raise GraphError(

@@ -11,6 +11,7 @@ pickled (functions by cloudpickle, as Dask does), and run in all engines.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import signal
@@ -26,13 +27,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.checks.meta_runs import copy_on_meta
+from graphpatch_notebook.components import Component, Components, ComponentWeights, Weights, find
 from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note
-from graphpatch_notebook.execution import GENERATION_CONFIG, Recording, active_patches, innermost
+from graphpatch_notebook.execution import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost
 from graphpatch_notebook.experiments.executors.pickling import packed, sendable, unpacked
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch, ProbePatch
+from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded import note_placements
+from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import mapped
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -41,6 +44,11 @@ _RECIPE = """\
         return AutoModelForCausalLM.from_pretrained("gpt2").eval()
 
     pg = remote(cluster, build, input_ids=ids)"""
+_REPAIR = "Use it where the model runs, by a function of the graph there: pg.run_there(function)"
+_CHANGES = "bfloat16 cpu cuda double eval float half requires_grad_ to train type xpu zero_grad".split()
+_REFUSED = (
+    "add_module apply load_state_dict register_buffer register_module register_parameter set_submodule to_empty _apply"
+).split()
 _POLL = 0.2  # seconds
 _PATIENCE = 30.0  # seconds for engines to answer an interrupt
 
@@ -117,7 +125,7 @@ class RemoteGraph(PatchableGraph):
         patches = active_patches(self._captured)
         output, kept = self._there.run(
             _call_there,
-            ("a patch", patches),
+            ("a patch", (patches, self._is_strict)),
             ("an input", (name, args, kwargs)),
             ("the generation config", getattr(self, GENERATION_CONFIG, None)),
             ("", torch.is_grad_enabled()),
@@ -148,17 +156,20 @@ class RemoteGraph(PatchableGraph):
                 "the model runs in engines already, which run cells and batches in one order: leave executor= out"
             )
         task = ("the function", function), ("an argument", (args, kwargs))
-        return self._there.run(_apply_there, ("a patch", active_patches(self._captured)), *task)
+        return self._there.run(_apply_there, ("a patch", (active_patches(self._captured), self._is_strict)), *task)
+
+    @property
+    def _is_strict(self) -> bool:
+        context = innermost(self._captured)
+        return context is not None and context.reports.is_strict
 
     def record(self, patterns: Any, *inputs: Any, **options: Any) -> Recording:
         """Returns the values at some paths, on the CPU: see `PatchableGraph.record`."""
         __tracebackhide__ = True
         given = patterns if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
         values: dict[str, Any] = self.run_there(_recorded, [str(pattern) for pattern in given], *inputs, **options)
-        probes = {path: ProbePatch() for path in values}
-        for path, probe in probes.items():
-            probe.op(values[path])
-        return Recording(probes, self._captured, is_whole=options.get("positions") is None)
+        kept = {path: (value, version_of(value)) for path, value in values.items()}
+        return Recording(kept, self._captured, is_whole=options.get("positions") is None)
 
     def sweep(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a sweep in the engines: see `PatchableGraph.sweep`."""
@@ -175,6 +186,35 @@ class RemoteGraph(PatchableGraph):
         __tracebackhide__ = True
         return self._joined(super().edit(patch_map))
 
+    @property
+    def components(self) -> Components:
+        """The components of the model: see `PatchableGraph.components`. They are proved in the engines."""
+        found = find(self._captured.root)
+
+        def verify(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.take(self.run_there(_proved, *args, **kwargs))
+
+        return found.with_runs(verify)
+
+    @property
+    def weights(self) -> Weights:
+        """The weights of the components, which are sent when they are indexed: see `PatchableGraph.weights`."""
+        return _WeightsThere(self)
+
+    def _refuse_elsewhere(self) -> None:
+        raise GraphError(
+            "the model runs in other processes, and so does what needs its graphs and weights: "
+            'pg.run_there(lambda there: there.save("FILE"))'
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_engines" in self.__dict__ and name != GENERATION_CONFIG:
+            raise GraphError(
+                f"the model runs in other processes, where {name!r} would not change: set it there, by a function of "
+                "the graph: pg.run_there(function)"
+            )
+        super().__setattr__(name, value)
+
     def __copy__(self) -> PatchableGraph:
         return self._joined(super().__copy__())
 
@@ -188,7 +228,76 @@ class RemoteGraph(PatchableGraph):
         return engines
 
 
-_Patches: TypeAlias = "list[tuple[str, Patch[Any]]]"
+def _changing(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(Module, name))
+    def method(self: RemoteGraph, *args: Any, **kwargs: Any) -> Any:
+        if name in _REFUSED:
+            raise GraphError(
+                f"the model runs in other processes, where {name} would change nothing: "
+                f"pg.run_there(lambda there: there.{name}(...))"
+            )
+        if name in ("train", "eval", "requires_grad_"):  # which can be read here
+            getattr(self._module, name)(*args, **kwargs)
+        self.run_there(_changed, name, *args, **kwargs)
+        return self
+
+    return method
+
+
+for _name in (*_CHANGES, *_REFUSED):
+    if hasattr(Module, _name):
+        setattr(RemoteGraph, _name, _changing(_name))
+
+
+class _WeightsThere(Weights):
+    """The weights of a model in engines: shapes are known here, and numbers are sent when they are asked for."""
+
+    def __init__(self, pg: RemoteGraph, stack: str = "") -> None:
+        super().__init__(captured(pg).root, stack)
+        self._pg = pg
+
+    def __getitem__(self, stack: str) -> Weights:
+        return _WeightsThere(self._pg, stack)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        fetch = functools.partial(self._pg.run_there, _weight, self._stack, name)
+        return _ByLayerThere(found, fetch) if isinstance(found, ComponentWeights) else fetch(None)
+
+
+class _ByLayerThere:
+    def __init__(self, found: ComponentWeights, fetch: Callable[[Any], Tensor]) -> None:
+        self._found, self._fetch = found, fetch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        return repr(self._found)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return self._fetch(key)
+
+
+def _weight(pg: PatchableGraph, stack: str, name: str, key: Any) -> Tensor:
+    found = getattr(pg.weights[stack], name)
+    result: Tensor = found if key is None else found[key]
+    return result.detach()
+
+
+def _proved(pg: PatchableGraph, *inputs: Any, **input_kwargs: Any) -> dict[str, Component]:
+    return dict(pg.components.verify(*inputs, **input_kwargs))
+
+
+def _changed(pg: PatchableGraph, name: str, *args: Any, **kwargs: Any) -> None:
+    getattr(pg, name)(*args, **kwargs)
+
+
+_Patches: TypeAlias = "tuple[list[tuple[str, Patch[Any]]], bool]"
+"""The patches, each with its path, and whether it is an error if one never fires."""
 
 
 def _recorded(pg: PatchableGraph, patterns: list[str], *inputs: Any, **options: Any) -> dict[str, Any]:
@@ -207,7 +316,7 @@ def _answer(token: str, is_first: bool, task: bytes) -> bytes:
         try:
             function, *parts = unpacked(task)
             result = function(token, *parts)
-            is_right, answer = True, packed([("what is returned", result if is_first else None)])
+            is_right, answer = True, packed([("what is returned", result if is_first else None)], _REPAIR)
         except (Exception, KeyboardInterrupt) as error:
             is_right, answer = False, packed([("the error", sendable(error))])
     given = {
@@ -233,23 +342,23 @@ def _call_there(token: str, patches: _Patches, call: tuple[Any, ...], config: An
     pg = _graphs[token]
     if config is not None and captured(pg).options.copy_transformers_generation_config:
         pg.generation_config = config
-    with torch.set_grad_enabled(is_with_gradients), pg.patch(_patch_map(patches)):
+    with torch.set_grad_enabled(is_with_gradients), _patched(pg, patches):
         output = (pg if name is None else getattr(pg, name))(*args, **kwargs)
-    kept = [patch.values_kept() for _, patch in patches if patch.only_keeps]
+    kept = [patch.values_kept() for _, patch in patches[0] if patch.only_keeps]
     return mapped((output, kept), _on_cpu)
 
 
 def _apply_there(token: str, patches: _Patches, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
     pg = _graphs[token]
-    with pg.patch(_patch_map(patches)) if patches else nullcontext():
+    with _patched(pg, patches) if patches[0] else nullcontext():
         return mapped(function(pg, *given[0], **given[1]), _on_cpu)
 
 
-def _patch_map(patches: _Patches) -> dict[Any, list[Patch[Any]]]:
+def _patched(pg: PatchableGraph, patches: _Patches) -> PatchContext:
     found: dict[Any, list[Patch[Any]]] = {}
-    for path, patch in patches:
+    for path, patch in patches[0]:
         found.setdefault(path, []).append(patch)
-    return found
+    return pg.patch(found, strict=patches[1])
 
 
 def _on_cpu(value: Any) -> Any:
@@ -291,7 +400,7 @@ class Engines:
             Exception: What the function raised.
         """
         __tracebackhide__ = True
-        task = packed([("the task", function), *parts])
+        task = packed([("the task", function), *parts], _REPAIR)
         if lost := [engine for engine in self._ids if engine not in self._client.ids]:
             raise ExperimentError(
                 f"engine {lost[0]} of the cluster has died: start the cluster and make the graph anew"

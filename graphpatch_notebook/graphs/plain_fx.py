@@ -20,24 +20,39 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD
-from graphpatch_notebook.capture.records import CallNode, Frame, Node
-from graphpatch_notebook.checks.call_signature import CONTIGUOUS, Aspect, CallSignature, Difference
+from graphpatch_notebook.capture.inputs import given_input, passed_on
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, at_keys
+from graphpatch_notebook.checks.call_signature import CONTIGUOUS, Aspect, CallSignature, Difference, has_child
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import Container, printable
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.generated_code import written_value
 from graphpatch_notebook.graphs.modules import GraphModule
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.torch_compat import codegen_of
-from graphpatch_notebook.values import Key, ScalarSpec, replaced, take
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    Key,
+    ObjectSpec,
+    ScalarSpec,
+    TensorSpec,
+    ValueSpec,
+    children,
+    describe,
+    is_same_plain,
+    key_text,
+    plain_dict_key,
+    replaced,
+    take,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +72,15 @@ Patched = Mapping[Node, Sequence[tuple[tuple[Key, ...], PatchedPart]]]
 """The patches of each node, in order, by the keys that lead to the value that they are on a part of."""
 
 
-def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> tuple[fx.GraphModule, InputCheck]:
+def plain_fx_module(
+    root: GraphModule, patched: Patched, examples: Mapping[str, Any], *, any_size: bool
+) -> tuple[fx.GraphModule, InputCheck]:
     """Returns the hierarchy from `root` down as plain modules, with patches inserted, and the check of its inputs.
 
     Args:
         root: The graph module of the whole model.
         patched: The patches.
+        examples: The example inputs by parameter, as far as they are known.
         any_size: Whether inputs of other sizes than the example's are accepted.
 
     Raises:
@@ -73,8 +91,9 @@ def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> t
         listed = "; ".join(f"{graph.path or '<root>'!r}: {graph.frame.opaque_reason}" for graph in opaque)
         raise GraphError(f"some parts of the model have no graph, so it cannot be written as one graph: {listed}")
     woven: set[Node] = set()
-    check = InputCheck(root.frame, any_size=any_size)
-    result = _Writer(root, patched, woven, check).module()
+    check, given = InputCheck(root.frame, any_size=any_size), GivenObjects(examples)
+    result = _Writer(root, patched, woven, check, given).module()
+    check.objects = given.recorded()
     if missing := [node.name for node in patched if node not in woven]:
         raise GraphError(f"these patched nodes are not in the graphs: {', '.join(map(repr, missing))}")
     return result, check
@@ -150,13 +169,16 @@ class PatchedValue(Module):
 class _Writer:
     """Writes the module of one frame, and those of the frames below it. The root module checks its inputs first."""
 
-    def __init__(self, graph_module: GraphModule, patched: Patched, woven: set[Node], check: InputCheck) -> None:
+    def __init__(
+        self, graph_module: GraphModule, patched: Patched, woven: set[Node], check: InputCheck, given: GivenObjects
+    ) -> None:
         assert isinstance(graph_module, CompiledGraphModule)
         self._source = graph_module
         self._frame: Frame = graph_module.frame
         self._patched = patched
         self._woven = woven
         self._input_check = check
+        self._given = given
         self._held: dict[str, Any] = {}
         self._not_saved: list[str] = []
         self._graph = fx.Graph()
@@ -207,16 +229,38 @@ class _Writer:
             path = str(old.target if record is None else record.target)
             if isinstance(record, CallNode) and record.call_index > 0:
                 path = f"{path}_call_{record.call_index}"
-            below = old if callee is None else _Writer(callee, self._patched, self._woven, self._input_check).module()
+            below = (
+                old
+                if callee is None
+                else _Writer(callee, self._patched, self._woven, self._input_check, self._given).module()
+            )
             new.target = self._put(path, below)
         elif new.op == "get_attr":
             value = self._value_of(old)
+            if record is not None and record.kind == "constant" and self._given.has(value):
+                self._read_given(new, value)
+                return
             held = record if record is not None and record.kind in ("parameter", "buffer", "attribute") else None
             new.target = self._put(str(old.target if held is None else held.target), value)
             if isinstance(value, Tensor) and (held is None or not _is_saved(self._frame.module, held)):
                 self._not_saved.append(new.target)
         elif new.op == "call_function":
             new.target = _traceable(new.target)
+
+    def _read_given(self, node: fx.Node, tensor: Tensor) -> None:
+        """Makes a node read a tensor from the object among the inputs that holds it."""
+        place = self._given.place_in(self._frame, tensor)
+        if place is None:
+            raise GraphError(
+                f"{self._source.path or '<root>'!r} uses a tensor of an object that it is not given as an input"
+            )
+        parameter, reads = place
+        value = next(n for n in self._graph.nodes if n.op == "placeholder" and n.target.lstrip("*") == parameter)
+        with self._graph.inserting_before(node):
+            for read in reads[:-1]:
+                value = self._graph.call_function(*_reading(value, read))
+        node.op = "call_function"
+        node.target, node.args = _reading(value, reads[-1])
 
     def _value_of(self, node: fx.Node) -> Any:
         try:
@@ -334,6 +378,90 @@ def listed_doubts(root: GraphModule) -> str:
     return "; ".join(f"{path!r} {doubt}" for path, doubt in found)
 
 
+# -- objects among the inputs ------------------------------------------------------------------------------------------
+
+
+class GivenObjects:
+    """The objects among the inputs of a model, such as caches. Graphs read the tensors of the object they are given.
+
+    Args:
+        examples: The example inputs by parameter.
+    """
+
+    def __init__(self, examples: Mapping[str, Any]) -> None:
+        self._held = {name: list(_held_in(value, (), ())) for name, value in examples.items() if _is_object(value)}
+        tensors = [(name, each) for name, held in self._held.items() for each in held if isinstance(each[1], Tensor)]
+        self._places = {id(tensor): (name, reads) for name, (reads, tensor) in tensors}
+        self._used: set[str] = set()
+
+    def has(self, value: Any) -> bool:
+        """Whether one of the objects holds this tensor."""
+        return id(value) in self._places
+
+    def place_in(self, frame: Frame, tensor: Tensor) -> tuple[str, Reads] | None:
+        """Returns the parameter of a frame that is given the object, and what leads from there to the tensor."""
+        name, reads = self._places[id(tensor)]
+        for node in frame.inputs():
+            for before in _objects_in(node.spec):
+                if _input_of_model(frame, node, tuple(key for _, key in before)) == name:
+                    self._used.add(name)
+                    return node.target, (*before, *reads)
+        return None
+
+    def recorded(self) -> dict[str, list[tuple[Reads, ValueSpec]]]:
+        """Returns what was recorded of the objects that graphs read, by parameter."""
+        return {name: [(reads, describe(value)) for reads, value in self._held[name]] for name in self._used}
+
+
+Reads: TypeAlias = "tuple[tuple[bool, Key], ...]"
+"""What leads from an object to what it holds: whether each step is an attribute (or an item), and its key."""
+
+
+def _reading(value: fx.Node, read: tuple[bool, Key]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    is_attribute, key = read
+    return getattr if is_attribute else operator.getitem, (value, plain_dict_key(key))
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(describe(value), ObjectSpec) and not isinstance(value, (Tensor, Module, type))
+
+
+def _held_in(value: Any, reads: Reads, above: tuple[int, ...]) -> Iterator[tuple[Reads, Any]]:
+    """Yields the tensors and plain values in the attributes of an object, and in objects and containers in these."""
+    if id(value) in above:  # an object may hold itself
+        return
+    inside = [*vars(value).items()] if _is_object(value) and hasattr(value, "__dict__") else children(value) or []
+    for key, child in inside:
+        here = (*reads, (not isinstance(value, _WITH_ITEMS), key))
+        if isinstance(describe(child), (TensorSpec, ScalarSpec)):
+            yield here, child
+        else:
+            yield from _held_in(child, here, (*above, id(value)))
+
+
+_WITH_ITEMS = (tuple, list, Mapping)
+
+
+def _objects_in(spec: ValueSpec) -> Iterator[Reads]:
+    if isinstance(spec, ObjectSpec):
+        yield ()
+    elif isinstance(spec, ContainerSpec):
+        is_attribute = not issubclass(spec.type, _WITH_ITEMS)
+        for _, key, child in spec.children:
+            yield from (((is_attribute, key), *reads) for reads in _objects_in(child))
+
+
+def _input_of_model(frame: Frame, node: Node, keys: tuple[Key, ...]) -> str | None:
+    """Returns the parameter of the model whose value an input of a frame holds at `keys`."""
+    while (found := passed_on(node, frame)) is not None:
+        value, frame = found
+        value = at_keys(value, keys)
+        if not isinstance(value, Ref) or value.node.kind != "input":
+            return None
+        node, keys = value.node, value.dig
+    return None if keys else str(node.target)
+
+
 # -- which calls it holds for -----------------------------------------------------------------------------------------
 
 _IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE, Aspect.REQUIRES_GRAD, Aspect.LAYOUT})
@@ -356,7 +484,17 @@ class InputCheck(Module):
         # Compilers see this module, but not the module whose graph calls it; `train()` and `eval()` reach both.
         self.training = self.was_training = frame.conditions.training
         self.modules_below: list[tuple[str, Module, bool]] = []
+        self._frame_inputs = frame.parameters
+        self.objects: dict[str, list[tuple[Reads, ValueSpec]]] = {}
         self._is_noting_layouts = False
+
+    def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call, given as the model is called, looks like the recorded one."""
+        try:
+            self(*(given_input(self._frame_inputs, name, args, dict(kwargs)) for name, _ in self.signature.inputs))
+        except GraphError:
+            return False
+        return True
 
     def add_module_below(self, path: str, module: Module) -> None:
         """Accepts calls only while `module` stays in its current mode."""
@@ -381,6 +519,8 @@ class InputCheck(Module):
         differences = self.signature.differences(values)
         if differences:
             raise GraphError(f"{differences[0]}; {self._repair(differences[0])}")
+        if self.objects:
+            self._check_objects(values)
         if self._is_noting_layouts:
             names = [name for name, _ in self.signature.inputs]
             now = CallSignature.of(dict(zip(names, values, strict=True))).tensors
@@ -388,6 +528,20 @@ class InputCheck(Module):
             tensors = tuple(replace(form, layout=other.layout) for form, other in pairs)
             ignored = self.signature.ignored - {Aspect.LAYOUT}
             self.signature = replace(self.signature, tensors=tensors, ignored=ignored)
+
+    def _check_objects(self, values: tuple[Any, ...]) -> None:
+        """Checks that objects whose tensors the graphs read hold tensors of the same shapes, and the same numbers."""
+        for number, (name, _) in enumerate(self.signature.inputs):
+            for reads, spec in self.objects.get(name, ()):
+                value = values[number]
+                for _, key in reads:
+                    value = take(value, key) if has_child(value, key) else None
+                if not _is_like(spec, value):
+                    where = format_path((name,), tuple(key_text(key) for _, key in reads))
+                    raise GraphError(
+                        f"{where!r} is {describe(value)}, and was {spec} in the example; make another graph, with "
+                        "pg.to_fx(...) of a PatchableGraph that has such inputs as its example"
+                    )
 
     def _check_modes(self) -> None:
         if self.training is not self.was_training:
@@ -404,6 +558,12 @@ class InputCheck(Module):
             another = "make another graph, with pg.to_fx(...) on inputs like this one"
             return f"the model may ask for that; {contiguous}{another}"
         return "make another graph, with pg.to_fx(...) of a PatchableGraph that has such inputs as its example"
+
+
+def _is_like(spec: ValueSpec, value: Any) -> bool:
+    if isinstance(spec, TensorSpec):
+        return isinstance(value, Tensor) and value.shape == spec.shape and value.dtype == spec.dtype
+    return isinstance(spec, ScalarSpec) and is_same_plain(spec.value, value)
 
 
 def _other_mode(who: str, was_training: bool) -> str:

@@ -13,14 +13,18 @@ from collections.abc import Iterator, Sequence
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components import find
+from graphpatch_notebook.components.operations import FUSED_ATTENTION
+from graphpatch_notebook.errors import UnknownPathError
 
 Found = tuple[tuple[str, ...], Node]
 """A node, and the names that lead to its frame."""
 
-_FUSED = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
+_FUSED = FUSED_ATTENTION | {"multi_head_attention_forward"}
 _SCORES = {"attn_scores", "attention_scores", "scores"}
-_PATTERNS = {"pattern", "attn_pattern", "attn_weights", "attn_weight", "attention_weights", "attn_probs"}
+_PATTERNS = {"pattern", "probs", "attn_pattern", "attn_weights", "attn_weight", "attention_weights", "attn_probs"}
 _PATTERNS |= {"attention_probs", *_SCORES}
+INSIDE_ATTENTION = frozenset(_PATTERNS)
+"""Names of the scores and the pattern."""
 
 _IN_LAYERS = {
     # TransformerLens
@@ -30,6 +34,7 @@ _IN_LAYERS = {
     "attn.hook_rot_q": "attn.q_rot",
     "attn.hook_rot_k": "attn.k_rot",
     "attn.hook_attn_scores": "attn.scores",
+    "attn.hook_result": "attn.heads[*].result",
     "ln1.hook_normalized": "ln1",
     "ln2.hook_normalized": "ln2",
     # nnterp
@@ -47,31 +52,51 @@ _OUTSIDE = {
     "ln_final.hook_normalized": "@final_norm",
     "token_embeddings": "@embed",
 }
-_HOOK = re.compile(r"blocks\.(\d+)\.(\w+(?:\.\w+)?)")
-_ITEM = re.compile(r"(\w+)\[(-?\d+)\]")
+_HOOK = re.compile(r"blocks\.(?P<number>\d+|\*)\.(?P<part>\w+(?:\.\w+)?)")
+_ITEM = re.compile(r"(?P<part>\w+)\[(?P<number>-?\d+|\*)\]")
 
 
 def component_for_alias(root: Frame, text: str) -> str | None:
     """Returns the name of the component that another tool calls `text`, if the model has it."""
-    if hook := _HOOK.fullmatch(text):
-        number, part = int(hook[1]), _IN_LAYERS.get(hook[2])
-    elif item := _ITEM.fullmatch(text):
-        number, part = int(item[2]), _IN_LAYERS.get(item[1])
-    else:
-        words = text.split(".")
-        numbers = re.findall(r"\d+", ".".join(words[:-1]))
-        number = int(numbers[-1]) if numbers else 0
-        part = "attn.scores" if words[-1] in _SCORES else "attn.pattern" if words[-1] in _PATTERNS else None
-    name = _OUTSIDE.get(text) if part is None else None
-    if name is None and part is None:
+    name = _name_of_alias(root, text) or _name_inside_attention(root, text)
+    try:
+        found = [] if name is None else find(root).lookup(name)
+    except UnknownPathError:
         return None
-    components = find(root)
-    if part is not None:
-        # With several stacks, as tools for single stacks have it: that of the decoder, which is the last.
-        stack, count = (list(components.layers.items()) or [("", 0)])[-1]
-        name = f"{stack}.layers" if stack else "layers"
-        name += f"[{number % count if -count <= number < count else number}].{part}"
-    return name if name in components else None
+    return found[0].name if len(found) == 1 else name
+
+
+def answer_to_alias(root: Frame, text: str) -> str | None:
+    """Returns what a name of another tool means here, or why the model does not have it; `None` for other texts."""
+    if (component := component_for_alias(root, text)) is not None:
+        return f"nearest: {component!r}"
+    name = _name_of_alias(root, text)
+    try:
+        return None if name is None else str(find(root).lookup(name))
+    except UnknownPathError as error:
+        return str(error)
+
+
+def _name_of_alias(root: Frame, text: str) -> str | None:
+    """Returns the name of what another tool calls `text`, be it in the model or not."""
+    found = _HOOK.fullmatch(text) or _ITEM.fullmatch(text)
+    if found is None or found["part"] not in _IN_LAYERS:
+        return _OUTSIDE.get(text)
+    return _in_layer(root, found["number"], _IN_LAYERS[found["part"]])
+
+
+def _name_inside_attention(root: Frame, text: str) -> str | None:
+    *above, last = text.split(".")
+    if last not in _PATTERNS:
+        return None
+    number = (re.findall(r"\d+", ".".join(above)) or ["0"])[-1]
+    return _in_layer(root, number, "attn.scores" if last in _SCORES else "attn.pattern")
+
+
+def _in_layer(root: Frame, number: str, part: str) -> str:
+    # With several stacks, as tools for single stacks have it: that of the decoder, which is the last.
+    stack = (list(find(root).layers) or [""])[-1]
+    return f"{stack}.layers[{number}].{part}" if stack else f"layers[{number}].{part}"
 
 
 def candidate_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
@@ -96,7 +121,7 @@ def fused_attention(root: Frame, names: Sequence[str]) -> Frame | None:
     fused = [frame for frame in root.walk() if any(node.op in _FUSED for node in frame.nodes)]
     number = next((part for name in reversed(names) for part in re.findall(r"\d+", name)), "")
     there = [frame for frame in fused if number in re.findall(r"\d+", ".".join(frame.path))]
-    return next(iter(there or fused), None)
+    return next(iter(there or (fused if names[-1] in _PATTERNS else [])), None)
 
 
 def _joined(names: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import UnknownChildError
+from graphpatch_notebook.inspection.aliases import answer_to_alias
 from graphpatch_notebook.inspection.resolution import Unresolvable, nearest_paths, parse, resolve
 from graphpatch_notebook.inspection.tree import LabelOf, TreeEntry, frame_entry, is_shown, spec_entry
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, nearest, python_path
@@ -156,6 +157,9 @@ class Location:
         if self.graph is None:
             return UnknownChildError(f"{message}: it is a value, {self.spec}")
         close = [*self._like(names), *nearest_paths(self.root, ParsedPath((*self.names, *names)))]
+        may_be_alias = not self.names and not any(map(is_component_name, close))
+        if may_be_alias and (answer := answer_to_alias(self.root, format_path(names))) is not None:
+            return UnknownChildError(f"{message}; {answer}")
         listed = ", ".join(map(repr, list(dict.fromkeys(close))[:_MOST_MEANT]))
         return UnknownChildError(f"{message}; nearest: {listed}" if listed else message)
 

@@ -18,7 +18,12 @@ from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.components import Component, find
 from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.aliases import candidate_nodes, component_for_alias, fused_attention
+from graphpatch_notebook.inspection.aliases import (
+    answer_to_alias,
+    candidate_nodes,
+    component_for_alias,
+    fused_attention,
+)
 from graphpatch_notebook.patches.slices import part_sizes
 from graphpatch_notebook.paths import ParsedPath, call_name, format_path, nearest, parse_path
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, leaves
@@ -112,8 +117,8 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
         Unresolvable: As for `resolve`.
     """
     if not isinstance(path, str) or not is_component_name(path):
-        if isinstance(path, str) and path.endswith("]") and (name := component_for_alias(root, path)) is not None:
-            raise Unresolvable(f"{path!r} is not a path; nearest: {name!r}", is_unknown=True)
+        if isinstance(path, str) and path.endswith("]") and (answer := answer_to_alias(root, path)) is not None:
+            raise Unresolvable(f"{path!r} is not a path; {answer}", is_unknown=True)
         return [_at_path(root, parse(path) if isinstance(path, str) else path)]
     if "[" not in path:  # a path may have an @
         with contextlib.suppress(Unresolvable):
@@ -208,6 +213,10 @@ def operation_of(root: Frame, path: str) -> str | None:
         target = resolve(root, path)
     except Unresolvable:
         return None
+    return _operation(target)
+
+
+def _operation(target: Target) -> str | None:
     return target.node.op if target.node.kind == "op" and target.component is None else None
 
 
@@ -217,7 +226,7 @@ def other_operation(root: Frame, path: str, op: str | None) -> str | None:
     Names of operations count within a module: in another version of its code `attn_weights_3` may be another value.
     """
     target = resolve(root, path)
-    here = target.node.op if target.node.kind == "op" and target.component is None else None
+    here = _operation(target)
     if op is None or op == here:
         return None
     names = target.frame.path
@@ -318,12 +327,15 @@ def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> 
     respelled = list(_respelled(frame, parsed.names[:depth], parsed.names[depth:], parsed.dig))
     close = respelled or nearest_paths(root, parsed)
     hint = f"; nearest: {_listed(close, 4)}" if close else ""
-    if not any(map(is_component_name, close)) and (fused := fused_attention(root, parsed.names)) is not None:
-        hint = "; attention is one fused call in this model" + _inside(fused)
+    if not respelled and not any(map(is_component_name, close)):
+        if (fused := fused_attention(root, parsed.names)) is not None:
+            hint = "; attention is one fused call in this model" + _inside(fused)
+        elif (answer := answer_to_alias(root, str(parsed))) is not None:
+            hint = f"; {answer}"
     if not respelled and (idle := _idle_submodule(frame, parsed.names[depth])) is not None:
         hint = (
             f"; the submodule {idle!r} did not run on the example inputs: make the PatchableGraph with inputs that "
-            "come to it"
+            "reach it"
         )
     asked = "" if depth == len(parsed.names) - 1 and not parsed.dig else f"{str(parsed)!r}: "
     return Unresolvable(f"{asked}no node {parsed.names[depth]!r} in {where}{hint}", is_unknown=True)

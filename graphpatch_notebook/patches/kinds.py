@@ -403,7 +403,7 @@ class ProbePatch(Patch[Any]):
         Raises:
             PatchValueError: The model wrote into the tensor through another tensor that shares its memory.
         """
-        _check_unchanged(self._kept, self._version)
+        check_unchanged(self._kept, self._version)
         return self._kept
 
     def values_kept(self) -> list[Any]:
@@ -457,7 +457,7 @@ class RecordPatch(Patch[Any]):
         """Returns the values after the first `count`, and checks only these."""
         values = self._kept[count:]
         for value in values:
-            _check_unchanged(value, self._versions.get(id(value)))
+            check_unchanged(value, self._versions.get(id(value)))
         return values
 
 
@@ -618,7 +618,8 @@ class FromPatch(_SlicedPatch):
         return index_problem(self.slice, shape) or super().problem(shape)
 
 
-def _check_unchanged(value: Any, version: int | None) -> None:
+def check_unchanged(value: Any, version: int | None) -> None:
+    """Raises an error if a kept tensor was written into since it had this version."""
     # A parameter is the model's state, which an optimizer may change.
     if version is None or value._version == version or (value.is_leaf and value.requires_grad):
         return

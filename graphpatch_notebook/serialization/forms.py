@@ -26,8 +26,8 @@ from graphpatch_notebook.checks.call_signature import (
     tensor_leaves,
 )
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
-from graphpatch_notebook.serialization.codecs.values import dtype_of, name_of_dtype
-from graphpatch_notebook.values import ValueSpec
+from graphpatch_notebook.serialization.codecs.values import dtype_of
+from graphpatch_notebook.values import ValueSpec, dtype_name
 
 _EMPTY = inspect.Parameter.empty
 _REPAIR = "make the PatchableGraph with such inputs and save it again"
@@ -175,7 +175,7 @@ def encoded_form(form: Form) -> dict[str, Any]:
         "grad_modes": form.grad_modes,
         "is_contiguous": form.is_contiguous,
         "note": form.note,
-        "default_dtype": name_of_dtype(form.default_dtype),
+        "default_dtype": dtype_name(form.default_dtype),
     }
 
 

@@ -33,7 +33,6 @@ from graphpatch_notebook.serialization.codecs.values import (
     dtype_of,
     encoded,
     encoded_key,
-    name_of_dtype,
 )
 from graphpatch_notebook.serialization.graphs import decoded_graph, is_identifier
 from graphpatch_notebook.serialization.modules import LoadedModule, StoredForward
@@ -44,6 +43,7 @@ from graphpatch_notebook.values import (
     TensorSpec,
     UnknownSpec,
     ValueSpec,
+    dtype_name,
     key_text,
 )
 
@@ -353,7 +353,7 @@ def _set_forward(module: LoadedModule, frame: Frame) -> None:
 def encoded_spec(spec: ValueSpec) -> list[Any]:
     """Returns the JSON of `spec`; a value that cannot be written is described as an object."""
     if isinstance(spec, TensorSpec):
-        return ["tensor", list(spec.shape), name_of_dtype(spec.dtype), str(spec.device), spec.type_name]
+        return ["tensor", list(spec.shape), dtype_name(spec.dtype), str(spec.device), spec.type_name]
     if isinstance(spec, ContainerSpec):
         try:
             children = [[encoded_key(key), encoded_spec(child)] for _, key, child in spec.children]

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import MissingProcessWarning, ShardedCallError
+from graphpatch_notebook.sharded.placements import SKETCH, is_same_sketch
 from graphpatch_notebook.torch_compat import default_store
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 _LIMIT = datetime.timedelta(minutes=10)
 _PAUSE = 0.002
+_ROWS = 64
+"""How many values one message has: all messages have one size, so that processes that differ can still compare them."""
 
 
 class Agreement:
@@ -53,24 +56,70 @@ class Agreement:
         Raises:
             ShardedCallError: Another process makes another call. It is raised on all of them.
         """
-        self._calls += 1
-        mine = digest(what, patches)
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        try:
-            self._wait(dist.all_gather(found, mine, group=self.group, async_op=True))
-        except RuntimeError as error:
-            raise ShardedCallError(f"{what}: other processes did not make this call ({error})") from None
-        if all(torch.equal(mine, each) for each in found):
+        header = digest(what, patches)
+        headers, _ = self._exchanged(what, header)
+        if all(torch.equal(header, each) for each in headers):
             return
-        calls = [each[0].item() for each in found]
         rank = dist.get_rank()
-        if len(set(calls)) > 1:
-            raise ShardedCallError(f"the processes call different methods: process {rank} calls {what}")
+        self._check_same_calls(what, headers)
         listed = ", ".join(sorted({path for path, _ in patches})) or "none"
         raise ShardedCallError(
             f"the patches differ between the processes: process {rank} has patches on {listed}. All processes must "
             "enter the same contexts, with the same patches and the same tensors in them"
         )
+
+    def check_values(self, what: str, paths: Sequence[str], values: Tensor) -> None:
+        """Returns once all processes have called this; `values` must be the same on all of them, up to rounding.
+
+        Args:
+            what: What was called.
+            paths: The paths of the values, the same on all processes.
+            values: For each of them a row: the number of visits, and a sketch.
+
+        Raises:
+            ShardedCallError: A value differs, or another process failed. It is raised on all that did not fail.
+        """
+        for first in range(0, len(paths), _ROWS):
+            mine = values[first : first + _ROWS]
+            headers, rows = self._exchanged(what, digest(f"the end of {what}", []), mine)
+            self._check_same_calls(f"the end of {what}", headers)
+            for path, one, *others in zip(paths[first : first + _ROWS], *rows, strict=False):
+                if not all(one[0] == each[0] and is_same_sketch(one[1:], each[1:]) for each in others):
+                    raise ShardedCallError(
+                        f"{path!r} differs between the processes, and is patched. When the model was captured, all of "
+                        "them held the same value, so it is not known what a patch means here: do the processes have "
+                        "the same inputs, and is the model in evaluation mode?"
+                    )
+
+    def leave(self, what: str, paths: Sequence[str]) -> None:
+        """Lets the others know that the call failed here, without waiting for them."""
+        for _ in range(0, len(paths), _ROWS):
+            self._send(digest(f"the failure of {what}", []), None)
+
+    def _check_same_calls(self, what: str, headers: Sequence[Tensor]) -> None:
+        if len({each[0].item() for each in headers}) > 1:
+            raise ShardedCallError(
+                f"the processes call different methods, or one of them failed: process {dist.get_rank()} calls {what}"
+            )
+
+    def _send(self, header: Tensor, values: Tensor | None) -> tuple[Any, list[Tensor]]:
+        self._calls += 1
+        body = torch.zeros(_ROWS, 1 + SKETCH, dtype=torch.float64)
+        if values is not None:
+            body[: len(values)] = values
+        message = torch.cat([header, body.view(torch.int64).flatten()])
+        found = [torch.empty_like(message) for _ in range(dist.get_world_size(self.group))]
+        return dist.all_gather(found, message, group=self.group, async_op=True), found
+
+    def _exchanged(self, what: str, header: Tensor, values: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the headers and the rows of all processes."""
+        try:
+            work, found = self._send(header, values)
+            self._wait(work)
+        except RuntimeError as error:
+            raise ShardedCallError(f"{what}: other processes did not make this call ({error})") from None
+        bodies = [each[len(header) :].view(torch.float64).view(_ROWS, -1) for each in found]
+        return [each[: len(header)] for each in found], bodies
 
     def _wait(self, work: Any) -> None:
         begin = time.monotonic()

@@ -6,7 +6,9 @@ gradient on each of them, or one term of it (what only the heads of a process re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +23,26 @@ _SAME = 1e-5
 _FEW = 4  # so many terms do not happen to be equal on all processes
 
 
+class AlikeValues:
+    """Sketches of the values of one call that all processes held alike in the capture: they may differ now."""
+
+    def __init__(self) -> None:
+        self._sketches: dict[str, list[Tensor]] = {}
+
+    def add(self, path: str, value: Tensor) -> None:
+        """Adds the value that a path has at one visit."""
+        self._sketches.setdefault(path, []).append(sketch(value))
+
+    def taken(self, paths: Sequence[str]) -> Tensor:
+        """Returns for each path the number of visits and the sum of their sketches, and forgets all of them."""
+        found, self._sketches = self._sketches, {}
+        rows = torch.zeros(len(paths), 1 + SKETCH, dtype=torch.float64)
+        for row, path in zip(rows, paths, strict=True):
+            if visits := found.get(path):
+                row[0], row[1:] = len(visits), torch.stack(visits).sum(0).cpu()
+        return rows
+
+
 @dataclass(frozen=True)
 class Placement:
     """How a value is distributed.
@@ -30,8 +52,9 @@ class Placement:
         mesh: The processes, as a `DeviceMesh` of one dimension.
         dim: The dimension along which each process holds a part; `None` if each holds the whole value.
         sizes: The sizes of the parts along it, by rank.
-        factor: In how many runs the entries of each part lie: weights that are packed into one are split one by one.
-        own_dim: The dimension along which a `DTensor` is split, which joins itself; `None` for all others.
+        factor: How many weights are packed along `dim` (2 for gate and up): each is split separately.
+        own_dim: The split dimension of a `DTensor`, which gathers itself; `None` for all others.
+        alike: Where values that each process holds whole are noted.
     """
 
     path: str
@@ -40,6 +63,7 @@ class Placement:
     sizes: tuple[int, ...] = ()
     factor: int = 1
     own_dim: int | None = None
+    alike: AlikeValues = field(default_factory=AlikeValues, repr=False, compare=False)
 
     def __str__(self) -> str:
         dim = self.own_dim if self.dim is None else self.dim
@@ -56,8 +80,12 @@ class Placement:
             PatchShapeError: It is not distributed as in the capture.
         """
         if is_distributed(value):
-            return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
+            whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]
+            if all(each.is_replicate() for each in value.placements):  # type: ignore[attr-defined]
+                self.alike.add(self.path, whole)
+            return whole
         if self.dim is None:
+            self.alike.add(self.path, value)
             return value
         rank = self.mesh.get_local_rank()
         if value.dim() <= self.dim or value.shape[self.dim] != self.sizes[rank]:
@@ -138,9 +166,8 @@ class _Gradient:
             slices_there = is_there.movedim(dim, 0).flatten(1).sum(1) if others else is_there.long()
             if bool((slices_same & (slices_there >= _FEW)).any()):
                 raise PatchValueError(
-                    f"{self.path!r} has no gradient that is known: for a part of the value each process has all of it, "
-                    "and for another part one term of a sum; patch it without gradients, or patch what is computed "
-                    "from it"
+                    f"the gradient of {self.path!r} cannot be determined: some entries are complete on every process, "
+                    "others are terms of a sum; patch it without gradients, or patch what is computed from it"
                 )
         return total
 
@@ -173,12 +200,24 @@ class _Close(torch.autograd.Function):
         return gradient.total(grad) if gradient.is_sum else grad, None
 
 
+SKETCH = 3
+"""The length of a sketch."""
+
+
 def sketch(value: Tensor) -> Tensor:
     """Returns a few numbers that differ where values do: random sums of the entries, and their norm."""
-    flat = value.detach().to("cpu", torch.float64).flatten().nan_to_num(0.5, 2.0, -2.0).clamp(-1e30, 1e30)
-    generator = torch.Generator().manual_seed(flat.numel() % 1009)
-    sums = [flat @ torch.randn(flat.numel(), generator=generator, dtype=torch.float64) for _ in range(2)]
-    return torch.stack([*sums, flat.norm()])
+    real = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
+    rows = real.reshape(-1, real.shape[-1] if real.dim() and real.numel() else 1).to(torch.float64, copy=True)
+    rows.nan_to_num_(0.5, 2.0, -2.0).clamp_(-1e30, 1e30)
+    by_row, by_column = (_weights(size, str(value.device)) for size in rows.shape)
+    return torch.cat([((rows @ by_column) * by_row).sum(0), rows.norm()[None]])
+
+
+@functools.lru_cache(64)
+def _weights(size: int, device: str) -> Tensor:
+    """Returns random weights, of shape (size, 2): the same on all processes."""
+    generator = torch.Generator().manual_seed(size % 1009)
+    return torch.randn(size, 2, generator=generator, dtype=torch.float64).to(device)
 
 
 def is_same_sketch(one: Tensor, other: Tensor) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,11 @@ from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded.agreement import Agreement
-from graphpatch_notebook.sharded.placements import Placement, is_same_sketch, sketch
+from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_same_sketch, sketch
 from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
 
+_T = TypeVar("_T")
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
 _Key: TypeAlias = "tuple[int, tuple[Any, ...]]"
 _LEAVES = (nn.Linear.forward, nn.Embedding.forward)
@@ -61,7 +63,7 @@ def with_whole_records(local: Frame) -> Frame:
         root, sharding.reason = local, f"no copy of the model can run in one process ({error})"
     else:
         capture = Capture(local.capture.options)
-        device = next((spec.device for node in local.nodes for spec in _tensors(node.spec)), torch.device("cpu"))
+        device = next((spec.device for node in local.nodes for spec in tensor_specs(node.spec)), torch.device("cpu"))
         for frame in root.walk():
             frame.capture = capture
         sharding.join(root, local, device)
@@ -89,6 +91,7 @@ class Sharding:
         self._refused: dict[int, str] = {}
         self._leaves: dict[int, Node] = {}
         self._placements: dict[_Key, Placement | str] = {}
+        self._alike = AlikeValues()
         self._is_measured = False
 
     # -- records -------------------------------------------------------------------------------------------------------
@@ -159,6 +162,29 @@ class Sharding:
         """Whether this is the first of the processes that run the model."""
         return bool(self.mesh.get_local_rank() == 0)
 
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns what all processes give, which is pickled, in their order."""
+        found: list[Any] = [None] * self.mesh.size()
+        dist.all_gather_object(found, value, group=self.agreement.group)
+        return found
+
+    def on_first(self, make: Callable[[], _T]) -> _T:
+        """Returns on all processes what `make`, which runs on the first one only, returns there.
+
+        Raises:
+            Exception: What it raises there.
+        """
+        made: Any = None
+        if self.is_first:
+            try:
+                made = make(), None
+            except Exception as error:
+                made = None, error
+        result, problem = self.gathered(made)[0]
+        if problem is not None:
+            raise problem
+        return result  # type: ignore[no-any-return]
+
     def is_leaf(self, target: Target) -> bool:
         """Whether a value is that of a sharded `Linear` or `Embedding`, whose op sees parts only."""
         return id(target.node) in self._leaves
@@ -172,20 +198,34 @@ class Sharding:
         if isinstance(found, Placement):
             return found
         held = getattr(target.frame.module, str(node.target), None) if node.kind in HELD_KINDS else None
-        return Placement(target.path, self.mesh, own_dim=_split_dim(held))
+        return self._as_held(target, own_dim=_split_dim(held))
 
-    def check_call(self, function: Callable[..., Any], entries: Sequence[Any]) -> None:
-        """Checks that all processes call the model, or a method of it, with the same patches.
+    @contextmanager
+    def checked_call(self, function: Callable[..., Any], entries: Sequence[Any]) -> Iterator[None]:
+        """Checks that all processes call the model, or a method of it, with the same patches, and then what they saw.
 
-        Methods that all modules have, such as `eval`, do not run it.
+        A value that all processes held alike in the capture must be alike where it is patched. Methods that all modules
+        have, such as `eval`, do not run the model.
 
         Raises:
-            ShardedCallError: They do not.
+            ShardedCallError: They do not, or it is not.
         """
         name = "forward" if isinstance(function, Module) else getattr(function, "__name__", "")
-        if self._is_measured and (name == "forward" or not hasattr(Module, name)):
-            patches = [(entry.target.text, patch) for entry in entries for patch in entry.patches]
-            self.agreement.check(name, patches)
+        if not self._is_measured or (name != "forward" and hasattr(Module, name)):
+            yield
+            return
+        self.agreement.check(name, [(entry.target.text, patch) for entry in entries for patch in entry.patches])
+        alike = [
+            entry.placement.path for entry in entries if entry.placement is not None and entry.placement.dim is None
+        ]
+        paths = list(dict.fromkeys(alike))
+        self._alike.taken(())
+        try:
+            yield
+        except BaseException:
+            self.agreement.leave(name, paths)
+            raise
+        self.agreement.check_values(name, paths, self._alike.taken(paths))
 
     # -- measure -------------------------------------------------------------------------------------------------------
 
@@ -206,8 +246,7 @@ class Sharding:
         if looks:
             run(looks)
         mine = {path: look.seen for path, look in looks.items()}
-        everywhere: list[Any] = [None] * self.mesh.size()
-        dist.all_gather_object(everywhere, mine, group=self.agreement.group)
+        everywhere = self.gathered(mine)
         for path, target in looked.items():
             seen = [each.get(path) for each in everywhere]
             self._placements[id(target.node), target.dig] = self._placed(target, seen)
@@ -220,16 +259,18 @@ class Sharding:
         problem = self.problem(target)
         return str(self.placement(target)) if problem is None else f"refused: {problem}"
 
+    def _as_held(self, target: Target, own_dim: int | None = None) -> Placement:
+        """Returns the placement of a value that each process holds whole, or as a `DTensor`."""
+        return Placement(target.path, self.mesh, own_dim=own_dim, alike=self._alike)
+
     def _placed(self, target: Target, seen: list[Any]) -> Placement | str:
         if any(one is None for one in seen):
             return _NOT_SEEN
         if all(isinstance(one, _Distributed) for one in seen):
             is_known, dim = seen[0].is_known, seen[0].dim
-            return (
-                Placement(target.path, self.mesh, own_dim=dim) if is_known else f"it is distributed as {seen[0].text}"
-            )
+            return self._as_held(target, own_dim=dim) if is_known else f"it is distributed as {seen[0].text}"
         if any(not isinstance(one, _Seen) for one in seen):
-            return Placement(target.path, self.mesh) if _all_equal(seen) else "it differs between the processes"
+            return self._as_held(target) if _all_equal(seen) else "it differs between the processes"
         whole = target.whole.shape if isinstance(target.whole, TensorSpec) else seen[0].shape
         if any(len(one.shape) != len(whole) for one in seen):
             return f"the processes hold values of shape {seen[0].shape}, for one of shape {tuple(whole)}"
@@ -237,9 +278,9 @@ class Sharding:
         if not differing:
             is_of_shards = any(runs_shards(above.module) for above in target.frame.frames_above())
             if is_of_shards and target.node.kind == "op" and all(one.is_zero for one in seen):
-                return "it is zero on all processes, and may be where each of them collects its term of a sum"
+                return "it is zero on all processes, and may be a buffer into which each process adds its term of a sum"
             if all(is_same_sketch(seen[0].sketch, one.sketch) for one in seen):
-                return Placement(target.path, self.mesh)
+                return self._as_held(target)
             return "each process holds one term of a sum, or a value of its own"
         sizes = tuple(one.shape[differing[0]] for one in seen)
         if len(differing) > 1 or sum(sizes) != whole[differing[0]]:
@@ -346,14 +387,6 @@ def _with_placements(spec: ValueSpec, texts: Mapping[tuple[Any, ...], str], keys
     return spec
 
 
-def _tensors(spec: ValueSpec) -> Iterator[TensorSpec]:
-    if isinstance(spec, TensorSpec):
-        yield spec
-    elif isinstance(spec, ContainerSpec):
-        for _, _, child in spec.children:
-            yield from _tensors(child)
-
-
 # -- what a process saw ------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +427,7 @@ class _Look(Patch[Any]):
             is_known = kinds <= {"Shard", "Replicate", "_StridedShard"}
             self.seen = _Distributed(str(placements), is_known, _split_dim(original_output))
         elif isinstance(original_output, Tensor):
-            self.seen = _Seen(tuple(original_output.shape), sketch(original_output))
+            self.seen = _Seen(tuple(original_output.shape), sketch(original_output).cpu())
         else:
             self.seen = repr(original_output)
         return original_output

@@ -24,6 +24,13 @@ async function unpack(data: DataView): Promise<FrontEnd> {
   }
 }
 
+/** Hosts call this when the model is there, before they show it. */
+function initialize({ model }: { model: Model }): void {
+  if (!model.get("front_end")?.byteLength) return;
+  unpacked ??= unpack(model.get("front_end"));
+  unpacked.catch(() => undefined); // `render` says so
+}
+
 async function render(context: { model: Model; el: HTMLElement }): Promise<Undo> {
   const { model, el } = context;
   // A notebook that was saved without the front end: the HTML beside the view stays in its place.
@@ -49,4 +56,4 @@ async function render(context: { model: Model; el: HTMLElement }): Promise<Undo>
   }
 }
 
-export default { render };
+export default { initialize, render };

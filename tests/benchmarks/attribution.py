@@ -95,6 +95,7 @@ def edge_table(pg: PatchableGraph, pairs: Pairs) -> dict[str, list[float]]:
     """Returns the correlation with patching of edges by method, and how many edges are needed for `FAITHFUL`."""
     clean, corrupted = {"input_ids": pairs.clean}, {"input_ids": pairs.corrupted}
     scores = {method: attribute_edges(pg, pairs.metric, clean, corrupted, method=method) for method in METHODS}
+    scores[ONE_SIDED] = attribute_edges(pg, pairs.metric, clean, corrupted, method="secant", one_sided=True)
     scores["exact"] = attribute_edges(pg, pairs.metric, clean, corrupted, method="exact")
     truth = scores["exact"].values
     count = int(np.isfinite(truth).sum())

@@ -53,13 +53,18 @@ view
 """
 SEARCHES = ("mlp", "op:mul", "layers_12", "q_proj", "shape:16", "layers_1*weight", "nothing like this", "")
 
-# A frame is painted when the first task after its animation callbacks runs.
+# A frame is painted when the first task after its animation callbacks runs. `until` returns in such a callback: what it
+# waits for is painted in the same frame.
 _PAINTED = """
-const painted = () => new Promise((done) => requestAnimationFrame(() => {
+const endOfFrame = () => new Promise((done) => {
   const channel = new MessageChannel();
   channel.port1.onmessage = () => done(performance.now());
   channel.port2.postMessage(null);
-}));
+});
+const painted = async () => {
+  await new Promise(requestAnimationFrame);
+  return endOfFrame();
+};
 const tree = () => document.querySelector('[role="tree"][aria-label="Graph"]');
 const rows = () => tree()?.querySelectorAll('[role="treeitem"]') ?? [];
 const elements = () => document.querySelectorAll(".gp-root *").length;
@@ -90,7 +95,7 @@ const content = app.shell.currentWidget.content;
 content.activeCellIndex = argument.cell;
 void app.commands.execute("notebook:run-cell");
 await until(() => document.querySelector(argument.selector) !== null);
-const seen = await painted();
+const seen = await endOfFrame();
 await until(() => ended !== null);
 kernel.anyMessage.disconnect(listen);
 return {{ milliseconds: Math.max(0, seen - ended), fromDisplay: seen - shown, sent, frontEnd, elements: elements() }};
@@ -137,7 +142,7 @@ for (const query of argument) {{
   box.value = query;
   box.dispatchEvent(new InputEvent("input", {{ bubbles: true }}));
   await until(() => changed !== null);
-  let seen = await painted();
+  let seen = await endOfFrame();
   while (performance.now() < started + 300) {{
     const before = changed;
     await painted();
@@ -222,7 +227,7 @@ for (let round = 0; round < argument; round += 1) {{
   const started = performance.now();
   button("Zero").click();
   await until(() => document.querySelectorAll(".gp-lens-figure").length > 1);
-  taken.push({{ milliseconds: (await painted()) - started }});
+  taken.push({{ milliseconds: (await endOfFrame()) - started }});
   button("Undo").click();
   await until(() => document.querySelectorAll(".gp-lens-figure").length === 1);
 }}

@@ -40,15 +40,15 @@ def test_text_and_back(name):
     ("text", "message"),
     [
         ("layers[3]", "say which part of the layer"),
-        ("layers[x].resid_pre", "a number, several"),
-        ("layers[1.5].resid_pre", "a number, several"),
+        ("layers[x].resid_pre", "a number, a list"),
+        ("layers[1.5].resid_pre", "a number, a list"),
         ("layers[3].attn.heads[2]", "say what of the heads"),
         ("layers[3].attn[2].z", "a slice is at its end"),
         ("layers[3].mlp.post[::-1]", "must be positive"),
         ("layers[3].mlp.post[__import__('os')]", "integers, slices"),
         ("layers[3].mlp.post[[0, 2]]", "integers, slices"),
-        ("layers[[]].resid_pre", "a number, several"),
-        ("layers[[1:2]].resid_pre", "a number, several"),
+        ("layers[[]].resid_pre", "a number, a list"),
+        ("layers[[1:2]].resid_pre", "a number, a list"),
         ("layers[3].", "unexpected"),
         ("layers[3].resid_pre.", "unexpected"),
         ("h_3.attn", "such names are"),
@@ -128,7 +128,9 @@ def model():
     ]
     parts.append(Part("@logits", "output", (2, 5, 50), ("batch", "position", "vocab")))
     return Model(
-        {part.name: part for part in parts}, {"": 2}, {"layers[*].attn.pattern": "attention is one fused call"}
+        {part.name: part for part in parts},
+        {"": 2},
+        {"layers[*].attn.pattern": "attention is one fused call", "layers[0].experts[*].out": "they run as one call"},
     )
 
 
@@ -168,6 +170,13 @@ def model():
         ),
         ("layers[*].experts[0:2].out", [(f"layers[1].experts[{i}].out", f"h_1.e_{i}", ()) for i in range(2)]),
         ("@logits[0]", [("@logits[0]", "output", (0,))]),
+        ("**.attn.heads[1].*[0]",
+         [(f"layers[{i}].attn.heads[{head}].{part}[0]", f"h_{i}.{part}", (0, head))
+          for i in range(2) for part, head in (("z", 1), ("k", 0))]),
+        ("*.attn.z", [(f"layers[{i}].attn.z", f"h_{i}.z", ()) for i in range(2)]),
+        ("**.experts[2].out[0]", [("layers[1].experts[2].out[0]", "h_1.e_2", (0,))]),
+        ("**.layers[-1].resid_pre", [("layers[1].resid_pre", "h_1.x", ())]),
+        ("**.@*[0]", [("@logits[0]", "output", (0,))]),
     ],
 )  # fmt: skip
 def test_look_up(model, text, expected):
@@ -189,6 +198,8 @@ def test_look_up(model, text, expected):
         ("layers[0].attn.q*", "unknown component .*nearest: .*'layers\\[0\\].attn.k'"),
         ("layers[0].heads[0].resid*", "unknown component"),
         ("layers[0].experts[0].*", "unknown component"),
+        ("layers[0].experts[1].out[0]", "unknown component .*: they run as one call"),
+        ("layers[0].experts[1:].out", "they run as one call"),
         ("layers[1].attn.pattern", "attention is one fused call"),
         ("layers[*].attn.pattern", "attention is one fused call"),
         ("layers[1].experts[3].out", "there are 3 experts"),
@@ -199,11 +210,41 @@ def test_look_up(model, text, expected):
         ("layers[0]", "say which part"),
         ("layers[1].attn.heads[3].result", r"patch 'layers\[1\]\.attn\.heads\[3\]\.z'.*W_O\[1, 3\]"),
         ("layers[0].attn.result", r"heads\[0\]\.result'\); to patch it, patch .*W_O\[0, H\]"),
+        ("**.attn.heads[4].z", "4 is out of range: there are 4 heads"),
+        ("**.attn.heads[0].pattern", "unknown component"),
+        ("*.layers[*].resid_pre", "in this model are 'layers'; nearest: 'layers\\[\\*\\].resid_pre'$"),
     ],
 )  # fmt: skip
 def test_look_up_of_what_is_not_there(model, text, message):
     with pytest.raises(UnknownPathError, match=message):
         look_up(model, text)
+
+
+def test_patterns_of_stacks():
+    parts = [
+        Part(f"{stack}.layers[{i}].{part}", f"{stack}.{part}_{i}", (2, 5, 12), ("batch", "position", "channel"))
+        for stack, count in (("model.encoder", 1), ("model.decoder", 2))
+        for i in range(count)
+        for part in ("mlp_out", *["cross_attn_out"] * (stack == "model.decoder"))
+    ]
+    model = Model({part.name: part for part in parts}, {"model.encoder": 1, "model.decoder": 2})
+    meant = {
+        "**.layers[*].mlp_out": ["encoder.layers[0].mlp_out", "decoder.layers[0].mlp_out", "decoder.layers[1].mlp_out"],
+        "*.*.layers[0].mlp_out": ["encoder.layers[0].mlp_out", "decoder.layers[0].mlp_out"],
+        "**.layers[1].mlp_out": ["decoder.layers[1].mlp_out"],
+        "**.layers[*].cross*": ["decoder.layers[0].cross_attn_out", "decoder.layers[1].cross_attn_out"],
+        "model.d*.layers[0].*": ["decoder.layers[0].mlp_out", "decoder.layers[0].cross_attn_out"],
+    }
+    for text, expected in meant.items():
+        assert [one.name for one in look_up(model, text)] == [f"model.{name}" for name in expected]
+    for text, message in (
+        ("layers[0].mlp_out", r"nearest: 'model.encoder.layers\[0\].mlp_out', '\*\*.layers\[0\].mlp_out'"),
+        ("*.layers[0].mlp_out", r"nearest: 'model.encoder.layers\[0\].mlp_out', '\*\*.layers\[0\].mlp_out'"),
+        ("model.decoder.layers[2].mlp_out", "there are 2 layers in 'model.decoder'"),
+        ("**.layers[2].mlp_out", "2 is out of range"),
+    ):
+        with pytest.raises(UnknownPathError, match=message):
+            look_up(model, text)
 
 
 def test_parts_are_made_by_replacement(model):

@@ -186,6 +186,12 @@ def collectives(pg: PatchableGraph) -> list[int]:
     return [count - counts[0] for count in counts[1:]]
 
 
+def fails_on_the_second(value: Tensor) -> Tensor:
+    if dist.get_rank():
+        raise GraphPatchError("on this process only")
+    return value
+
+
 def different_patches(pg: PatchableGraph) -> dict[str, Any]:
     """What is said where the ranks do not make the same call."""
     rank, path = dist.get_rank(), "blocks_0.up.linear"
@@ -197,6 +203,9 @@ def different_patches(pg: PatchableGraph) -> dict[str, Any]:
             lambda patches: patched(pg, patches), {path: AddPatch(value=torch.full((16,), 1 + rank * 1e-6))}
         ),
         "same": refusal(lambda patches: patched(pg, patches), {path: AddPatch(value=torch.ones(16))}),
+        "failed": refusal(lambda patches: patched(pg, patches), {"output": CustomPatch(fails_on_the_second)}),
+        "values": refusal(pg.edit({"blocks_0.output": ProbePatch()}), X + rank),
+        "same values": refusal(pg.edit({"blocks_0.output": ProbePatch()}), X + 1),
     }
     sharding = sharding_of(pg.nodes.root)
     assert sharding is not None

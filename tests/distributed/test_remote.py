@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
 import io
@@ -10,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     PatchableGraph,
+    PatchNotFiredError,
     PatchNotFiredWarning,
     PatchValueError,
     ProbePatch,
@@ -168,9 +170,43 @@ def test_errors_and_warnings_come_back(there: PatchableGraph) -> None:
     assert any("engine 0 of 2" in note for note in getattr(caught.value, "__notes__", ["engine 0 of 2"]))
     with pytest.warns(PatchNotFiredWarning), there.patch({"@embed": ZeroPatch(steps=[5])}):
         there(input_ids=IDS)
-    with pytest.raises(GraphError, match="no weights"):
-        there.save("file")
+    strict = there.patch({"@embed": ZeroPatch(steps=[5])}, strict=True)
+    with pytest.raises(PatchNotFiredError, match="steps"), strict:
+        there(input_ids=IDS)
     assert logits(there).shape == (2, 5, 20)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pg: pg.save("file"),
+        lambda pg: pg.to_fx((), {"input_ids": IDS}),
+        lambda pg: pg.interpreter().run(input_ids=IDS),
+        lambda pg: pg.load_state_dict({}),
+        lambda pg: copy.deepcopy(pg),
+        lambda pg: setattr(pg, "training", True),
+        lambda pg: pg.get_input_embeddings(),
+        lambda pg: pg.run_there(lambda there: there.wte.weight if pg else None),
+    ],
+)  # fmt: skip
+def test_what_needs_the_model_itself_says_where_it_is(there: PatchableGraph, use: Callable[[Any], Any]) -> None:
+    with pytest.raises((GraphError, ExperimentError), match=r"pg\.run_there\("):
+        use(there)
+
+
+def test_modes_weights_and_proofs_are_those_of_the_engines(there: PatchableGraph, here: PatchableGraph) -> None:
+    assert there.weights.W_Q.shape == here.weights.W_Q.shape
+    for read in (lambda w: w.W_O[1, 2], lambda w: w.W_in[:1], lambda w: w.W_U):
+        assert torch.equal(*(read(pg.weights) for pg in (there, here)))
+    assert str(there.components.verify(input_ids=IDS)) == str(here.components.verify(input_ids=IDS))
+    assert there.train().training
+    assert not torch.equal(logits(there), logits(here))
+    assert not there.eval().training
+    assert torch.equal(logits(there), logits(here))
+    there.double()
+    assert logits(there).dtype == torch.float64
+    there.float()
+    assert torch.equal(logits(there), logits(here))
 
 
 @pytest.mark.parametrize(("cluster", "recipe", "message"), [

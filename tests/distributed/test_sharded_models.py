@@ -43,8 +43,9 @@ def test_every_value_is_right(found: list[dict[str, Any]]) -> None:
 
 
 def test_one_collective_a_patched_visit(found: list[dict[str, Any]]) -> None:
+    """And one a call that compares what all processes hold, where that is patched."""
     for each in found:
-        assert each["tensor parallel"]["collectives"] == [1, 0]
+        assert each["tensor parallel"]["collectives"] == [1, 1]
 
 
 def test_refusals(found: list[dict[str, Any]]) -> None:
@@ -61,8 +62,12 @@ def test_ranks_that_differ(found: list[dict[str, Any]]) -> None:
         for name in ("none", "slice", "edited", "contents"):
             assert said[name].startswith("ShardedCallError: the patches differ between the processes"), name
         assert f"process {rank} has patches on {'blocks_0.up.linear' if rank else 'none'}" in said["none"]
-        assert said["same"] == "it ran"
+        assert said["same"] == said["same values"] == "it ran"
+        assert said["values"].startswith("ShardedCallError: 'blocks_0.output' differs between the processes")
         assert len(said["late"]) == 1 - rank
+    failed = [one["tensor parallel"]["other"]["failed"] for one in found]
+    assert failed[0].endswith("or one of them failed: process 0 calls the end of forward")
+    assert failed[1].endswith("on this process only")
     (late,) = found[0]["tensor parallel"]["other"]["late"]
     assert late.startswith("MissingProcessWarning: process 0 has waited for ")
     assert "process 1 has not called the model" in late

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
+from transformers import StaticCache
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError, UnknownPathError
@@ -186,6 +188,31 @@ def test_errors_of_the_graph_are_not_hidden_by_those_of_the_compiler() -> None:
         compiled(torch.ones(5, 3))
 
 
+@contextmanager
+def hooked(model: Any, steer: AddPatch, position: int) -> Iterator[None]:
+    """Adds to the stream after the first layer at a position, and zeroes the second head of the other layer."""
+
+    def steered(_module: nn.Module, _args: Any, output: Any) -> Any:
+        hidden = (output[0] if isinstance(output, tuple) else output).clone()
+        hidden[:, position] += steer.value
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def without_head(_module: nn.Module, args: Any) -> Any:
+        heads = args[0].clone()
+        heads[..., 8:] = 0
+        return (heads,)
+
+    handles = [
+        model.transformer.h[0].register_forward_hook(steered),
+        model.transformer.h[1].attn.c_proj.register_forward_pre_hook(without_head),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def test_language_models() -> None:
     model, ids = gpt2()
     pg = PatchableGraph(model, ids)
@@ -197,27 +224,122 @@ def test_language_models() -> None:
     backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
     compiled = pg.compile(patches, ids, allow_doubts=True, backend=backend)
 
-    def steered(_module: nn.Module, _args: Any, output: Any) -> Any:
-        hidden = (output[0] if isinstance(output, tuple) else output).clone()
-        hidden[:, 2] += steer.value
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-    def without_head(_module: nn.Module, args: Any) -> Any:
-        heads = args[0].clone()
-        heads[..., 8:] = 0
-        return (heads,)
-
     with torch.no_grad():
-        handles = [
-            model.transformer.h[0].register_forward_hook(steered),
-            model.transformer.h[1].attn.c_proj.register_forward_pre_hook(without_head),
-        ]
         expected = []
         for value in (steer.value, torch.randn(16), torch.randn(16)):
             steer.value = value
-            expected.append((value, model(ids).logits))
-        for handle in handles:
-            handle.remove()
+            with hooked(model, steer, 2):
+                expected.append((value, model(ids).logits))
         for steer.value, logits in expected:
             torch.testing.assert_close(compiled(ids).logits, logits)
     assert backend.frame_count == 1
+
+
+@pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
+@pytest.mark.skipif(installed.TRANSFORMERS < (5, 0), reason="its static caches count tokens in Python")
+@torch.no_grad()
+def test_generations_with_static_caches_compile_once() -> None:
+    model, ids = gpt2()
+    pg = PatchableGraph(model, ids)
+    steer = AddPatch(value=torch.zeros(16), slice=(slice(None), -1))
+    patches: dict[str, Patch[Any]] = {f"transformer.h_0.{GPT2_OUTPUT}": steer, "layers[1].attn.heads[1].z": ZeroPatch()}
+    backend = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = pg.compile(patches, ids, allow_doubts=True, backend=backend)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+
+    def check(prompt: Tensor, **cache: Any) -> None:
+        steer.value = torch.randn(16)
+        with hooked(model, steer, -1):
+            expected = model.generate(prompt, **options)
+        found = compiled.generate(prompt, **options, **cache)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(found.logits, expected.logits)
+
+    for _ in range(3):  # other values of the patch, and other caches of the same length
+        check(ids, cache_implementation="static")
+    assert backend.frame_count == 1
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    for prompt in (ids, ids[:, :3], ids + 1 - 2 * (ids == 31)):  # other prompts
+        cache.reset()
+        check(prompt, past_key_values=cache)
+    assert backend.frame_count == 1
+    check(ids, past_key_values=StaticCache(config=model.config, max_cache_len=12))
+    assert backend.frame_count == 2
+
+    runs: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *_: runs.append(1))
+    with pytest.raises(GraphError, match='cache_implementation="static"'):
+        compiled.generate(ids, **options)
+    with pg.patch({}):
+        in_context = pg.compile(patches, ids, allow_doubts=True, backend="eager")
+    runs.clear()
+    with pytest.raises(GraphError, match=r"outside of pg.patch\(\)"):
+        in_context.generate(ids, **options, cache_implementation="static")
+    assert not runs
+    handle.remove()
+
+
+class Total:
+    """A static cache, as far as `CompiledModel.generate` is concerned."""
+
+    is_compileable = True
+
+    def __init__(self) -> None:
+        self.values = {"total": torch.zeros(())}
+
+
+class Adding(nn.Module):
+    def forward(self, x: Tensor, cache: Total) -> Tensor:
+        shifted = x + 1 if x.shape[0] > 1 else x + cache.values["total"]
+        doubled = shifted * 2
+        cache.values["total"].add_(doubled.sum())
+        return doubled
+
+    def generate(self, x: Tensor, cache: Total) -> list[Tensor]:
+        return [self(x, cache=cache), *(self(x[:1], cache=cache) for _ in range(3))]
+
+
+def test_patches_are_on_the_same_values_in_all_steps() -> None:
+    model = Adding()
+    pg = PatchableGraph(model, X, cache=Total())
+    one, other = Total(), Total()
+    compiled = pg.compile({"doubled": AddPatch(value=1.0)}, X, cache=Total(), backend="aot_eager")
+    with pg.patch({"doubled": AddPatch(value=1.0)}):
+        expected = pg.generate(X, cache=one)
+    assert all(map(torch.equal, compiled.generate(X, cache=other), expected))
+    assert torch.equal(one.values["total"], other.values["total"])
+    elsewhere = pg.compile({"shifted": ZeroPatch()}, X, cache=Total(), backend="eager")
+    with pytest.raises(GraphError, match="cannot have these patches: 'shifted' is another value there"):
+        elsewhere.generate(X, cache=Total())
+
+
+@pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
+@pytest.mark.skipif(installed.TRANSFORMERS < (5, 0), reason="its static caches count tokens in Python")
+@torch.no_grad()
+def test_one_step_with_a_cache_given_by_hand() -> None:
+    """The graph reads and writes the cache that it is given, not that of the example."""
+    model, ids = gpt2()
+
+    def filled(prompt: Tensor, length: int = 8) -> Any:
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        model(prompt, past_key_values=cache, use_cache=True)
+        return cache
+
+    token, example = ids[:, :1], filled(ids[:, :3])
+    pg = PatchableGraph(model, token, past_key_values=example, use_cache=True)
+    zero = ZeroPatch(slice=(..., slice(0, 4)))
+    compiled = pg.compile(
+        {"transformer.h_0.mlp.output": zero}, token, past_key_values=example, use_cache=True, backend="eager"
+    )
+    caches, before = (filled(ids), filled(ids)), example.layers[0].keys.clone()
+    handle = model.transformer.h[0].mlp.register_forward_hook(lambda _m, _a, output: zero.op(output.clone()))
+    for _ in range(2):
+        expected = model(token, past_key_values=caches[0], use_cache=True).logits
+        torch.testing.assert_close(compiled(token, past_key_values=caches[1], use_cache=True).logits, expected)
+    handle.remove()
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        torch.testing.assert_close((one.keys, one.cumulative_length), (other.keys, other.cumulative_length))
+    assert torch.equal(before, example.layers[0].keys)
+    with pytest.raises(GraphError, match=r"layers\.sub_0\.keys' is Tensor\(2, 2, 9, 8\), and was Tensor\(2, 2, 8, 8\)"):
+        compiled(token, past_key_values=filled(ids, 9), use_cache=True)

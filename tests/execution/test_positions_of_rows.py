@@ -208,7 +208,7 @@ def test_they_are_saved_and_loaded() -> None:
         ({MLP: ZeroPatch(positions=[[3], [-1], [2]])}, "counts from the end"),
         ({MLP: ZeroPatch(positions=[[3], [], [2]])}, "selects nothing in row 1"),
         ({MLP: ZeroPatch(positions=[[3], [True], [2]])}, "whole numbers for each row"),
-        ({MLP: ProbePatch(positions=[[3], [4, 5], [2]])}, "not as many in each row"),
+        ({MLP: ProbePatch(positions=[[3], [4, 5], [2]])}, "a different number of positions in some rows"),
         ({"transformer.wpe.output": ZeroPatch(positions=[[3], [5], [2]])}, "holds the batch"),
         ({"layers[0].mlp_out[0]": ZeroPatch(positions=[[3], [5], [2]])}, "rows of the batch"),
     ],

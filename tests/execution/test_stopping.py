@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import (
     AddPatch,
+    CustomPatch,
     ExperimentError,
     GraphError,
     GraphPatchError,
@@ -200,6 +201,25 @@ def test_what_a_recording_holds(gpt2: PatchableGraph) -> None:
         some["transformer.h_3.output"]
     with pytest.raises(ExperimentError, match="only tensors of one shape"):
         recording.to_dataarray()
+
+
+def test_recordings_of_the_same_values_are_separate(gpt2: PatchableGraph) -> None:
+    name = "layers[*].resid_post"
+    pg = gpt2.edit({})
+    first = pg.record(name, TOKENS)
+    before = [value.clone() for value in first.values()]
+    with pg.patch({"layers[0].resid_post": ZeroPatch()}):
+        zero = pg.record(name, TOKENS[:1])
+    inner: list[Any] = []
+    with pg.patch({"layers[1].mlp_out": CustomPatch(lambda value: inner.append(gpt2.record(name, TOKENS)) or value)}):
+        assert list(pg.record(name, TOKENS)) == list(inner[0])
+    with pytest.raises(ZeroDivisionError), pg.patch({"layers[2].mlp_out": CustomPatch(lambda value: 1 / 0)}):
+        pg.record(name, TOKENS)
+    again = pg.record(name, TOKENS)
+    assert list(again) == list(first)
+    assert not zero["layers[0].resid_post"].any()
+    for expected, *found in zip(before, first.values(), inner[0].values(), again.values(), strict=True):
+        assert all(torch.equal(expected, each) for each in found)
 
 
 def test_active_patches_have_their_effect_on_what_is_recorded(gpt2: PatchableGraph) -> None:

@@ -45,13 +45,32 @@ def message(pg: PatchableGraph, path: str) -> str:
         ("attentions_output[0]", "layers[0].attn_out"),
         ("mlps_output[2]", "layers[2].mlp_out"),
         ("token_embeddings", "@embed"),
+        ("blocks.*.hook_resid_post", "layers[*].resid_post"),
+        ("mlps_output[*]", "layers[*].mlp_out"),
     ],
 )
 def test_names_of_other_tools(name: str, component: str) -> None:
     for model in MODELS:
         pg = captured(model)
         assert f"; nearest: '{component}'" in message(pg, name)
-        assert component in pg.components
+        assert pg.components.lookup(component)
+
+
+@pytest.mark.parametrize("name", ["blocks.3.hook_resid_post", "blocks.3.attn.hook_pattern", "layers_output[3]"])
+def test_other_tools_have_as_many_layers(name: str) -> None:
+    for opened in (True, False):
+        assert "3 is out of range: there are 3 layers" in message(captured("gpt2", opened), name)
+    with pytest.raises(KeyError, match="there are 3 layers" if "[" not in name else "layers_output"):
+        captured("gpt2").graph[name]
+
+
+def test_results_of_heads_are_recorded_only() -> None:
+    assert "pg.record computes it" in message(captured("gpt2"), "blocks.0.attn.hook_result")
+
+
+def test_parts_of_values_at_several_paths() -> None:
+    found = message(captured("gpt2"), "**.c_proj.output[0]")
+    assert found == "'**.c_proj.output[0]': for a part of the values at '**.c_proj.output', give patches slice="
 
 
 @pytest.mark.parametrize(

@@ -365,7 +365,7 @@ def test_a_view_that_is_filled_later_is_warned_of() -> None:
     pg = PatchableGraph.from_exported(program)
     views = [path for path, node in pg.nodes.items() if node.is_view_filled_later]
     assert views == [node.args[0].name for node in program.graph.nodes if "copy_" in str(node.target)]
-    message = "a view into another tensor that the model fills in through it later"
+    message = "a view through which the model later writes into another tensor"
     with pytest.warns(AliasedPatchWarning, match=message), pg.patch({views[0]: AddPatch(value=0.0)}):
         pg(x)
 

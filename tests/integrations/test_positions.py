@@ -186,7 +186,7 @@ def test_an_encoder_of_sounds() -> None:
         call.run(pg)
     assert whole.activations[0].shape[1] == 15
     assert torch.equal(record.activations[0], whole.activations[0][:, [0, 14]])
-    message = r"no dimension of its shape \(3, 48, 30\) is that of the example's sequence, 7 tokens and an encoder's 15"
+    message = r"no dimension of its shape \(3, 48, 30\) is the example's sequence, 7 tokens and an encoder's 15"
     with (
         pytest.raises(PatchMapError, match=message),
         pg.patch({"model.encoder.conv1.output": RecordPatch(positions=1)}),

@@ -192,7 +192,7 @@ def test_tokens_of_several_sequences_in_one_row_are_refused() -> None:
         if ("mlp" in path or "moe" in path) and len(node.shape or ()) == 2 and node.shape[:1] == (LENGTH,)
     )
     with (
-        pytest.raises(PatchMapError, match=r"no dimension of its shape \(7, 48\) is that of the example's sequence"),
+        pytest.raises(PatchMapError, match=r"no dimension of its shape \(7, 48\) is the example's sequence"),
         pg.patch({path: ProbePatch(positions=1)}),
     ):
         pass
@@ -475,7 +475,7 @@ def test_parameters_for_some_steps() -> None:
         (ZeroPatch(positions=1, position_dim=1.0), "position_dim must be an int"),
         (
             ZeroPatch(positions=1, position_dim=2),
-            r"dimension 2 of its shape \(3, 7, 48\) is that of the example's",
+            r"dimension 2 of its shape \(3, 7, 48\) is not the example's",
         ),
     ],
 )
@@ -623,7 +623,7 @@ def test_patches_that_change_the_shape() -> None:
     _, pg = captured("gpt2-sdpa")
     with (
         pg.patch({"transformer.h_0.mlp.output": CustomPatch(custom_op=lambda t: t[:, :1], positions=1)}),
-        pytest.raises(PatchValueError, match=r"of shape \(3, 7, 48\) .* and made of it one of shape \(3, 1, 48\)"),
+        pytest.raises(PatchValueError, match=r"of shape \(3, 7, 48\) .* and returned one of shape \(3, 1, 48\)"),
     ):
         pg(tokens(3, 7))
 

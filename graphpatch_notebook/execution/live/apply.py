@@ -62,7 +62,12 @@ class Applier:
         """Applies entries to a value that goes into a frame or out of it, where a mode of the run may be on."""
         __tracebackhide__ = True
         for entry in entries:
-            if entry.observed_shape is not None and self.is_observed(entry, value):
+            if (watch := entry.watch) is not None and not self.is_under_mode and type(value) is Tensor:
+                if value.shape == entry.observed_shape:  # `is_observed`, inlined: all values may be probed
+                    self.fired.ids.add(id(entry))
+                    watch(value)
+                    continue
+            elif entry.observed_shape is not None and self.is_observed(entry, value):
                 continue
             if not self.is_under_mode:
                 value = self.apply(entry, value)
@@ -233,8 +238,8 @@ def value_at(entry: Entry, value: Any) -> Any:
 
 def _warn_of_lost_writes(entry: Entry) -> None:
     warn(
-        f"{entry.target.path!r} is a view into another tensor that the model fills in through it later: a patch puts a "
-        "tensor of its own there, which those writes reach instead; patch the tensor after it was filled",
+        f"{entry.target.path!r} is a view through which the model later writes into another tensor. The patch replaces "
+        "the view, so these writes are lost; patch the tensor after it is filled",
         AliasedPatchWarning,
         stacklevel=2,
     )
@@ -318,7 +323,7 @@ def _packed(entry: Entry, value: Tensor, apart: Tensor, patched: Any) -> Any:
 
 
 def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:
-    """Returns some rows of the value that `entry` is for (what its path digs for, in a run that is step 0), patched.
+    """Applies an entry to some rows of its value, in step 0 of a generation.
 
     Args:
         entry: The entry.
@@ -470,8 +475,8 @@ def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor, whe
     if isinstance(patched, Tensor) and patched.shape == value.shape and patched.dtype == value.dtype:
         return patched
     raise PatchValueError(
-        f"{target.text!r}: {type(patch).__name__} {where} was given a value {_shown(value)} and made of it one "
-        f"{_shown(patched)}; a part of a value can only be replaced if it stays of that kind"
+        f"{target.text!r}: {type(patch).__name__} {where} was given a value {_shown(value)} and returned one "
+        f"{_shown(patched)}; a patch on a part of a value must keep its shape and dtype"
     )
 
 

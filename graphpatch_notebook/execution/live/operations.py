@@ -16,7 +16,7 @@ from graphpatch_notebook.capture import call_sites, decomposition_of
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.live.apply import Applier, write_back
 from graphpatch_notebook.execution.live.frames import FrameRun
-from graphpatch_notebook.execution.plan import EntriesByChain, Entry, FramePlan, SiteEntries
+from graphpatch_notebook.execution.plan import EntriesByChain, Entry, FramePlan, PatchedCode, SiteEntries
 from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
 
@@ -47,12 +47,13 @@ class LiveMode(TorchFunctionMode):
         if sites is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         leaf = sys._getframe(1)
-        # The short way of `_entries_at`, written out: most calls are at instructions where nothing is patched.
-        by_lasti = sites.by_lasti.get(id(leaf.f_code))
-        if by_lasti is None or (by_chain := by_lasti.get(leaf.f_lasti)) is None:
+        # The fast path of `_entries_at`, inlined: most calls are at instructions where nothing is patched.
+        code = sites.by_code.get(id(leaf.f_code))
+        if code is None or (offset := code.offsets.get(leaf.f_lasti)) is None:
             entries = self._entries_at(leaf)
         else:
-            entries = self._entries_of(frame, by_chain, leaf) if by_chain else None
+            by_chain = code.by_offset.get(offset)
+            entries = None if by_chain is None else self._entries_of(frame, by_chain, leaf)
         if entries is not None and entries.inside is not None:
             result = self.open_call(entries.inside, func, args, kwargs or {})
             return self._patched(entries, result, args, kwargs or {})
@@ -60,7 +61,7 @@ class LiveMode(TorchFunctionMode):
         if entries is None:
             return result
         entry = entries[0]
-        # The short way of `is_observed`, written out: this runs for every op of a model that is probed whole.
+        # The fast path of `is_observed`, inlined: this runs for every op of a model that is probed whole.
         is_watched = entry.watch is not None and len(entries) == 1 and type(result) is Tensor
         if is_watched and result.shape == entry.observed_shape:
             self.fired.add(id(entry))
@@ -102,21 +103,17 @@ class LiveMode(TorchFunctionMode):
         sites = frame.sites
         if sites is None:
             return None
-        codes = sites.by_lasti
-        by_lasti = codes.get(id(leaf.f_code))
-        while by_lasti is None:
+        code = sites.by_code.get(id(leaf.f_code))
+        while code is None:
             outer = call_sites.caller_of_hidden(leaf)
             if outer is None:
-                codes[id(leaf.f_code)] = {}  # no patched op in this code
+                sites.by_code[id(leaf.f_code)] = PatchedCode(leaf.f_code)  # no patched op in this code
                 return None
             leaf = outer
-            by_lasti = codes.get(id(leaf.f_code))
+            code = sites.by_code.get(id(leaf.f_code))
             frame.visits_left = 0  # a function of torch's own may make several calls at this one
-        by_chain = by_lasti.get(leaf.f_lasti)
-        if by_chain is None:
-            by_offset = sites.by_offset.get(id(leaf.f_code), {})
-            by_chain = by_lasti[leaf.f_lasti] = by_offset.get(call_sites.offset_in(leaf), _NOTHING)
-        return self._entries_of(frame, by_chain, leaf) if by_chain else None
+        by_chain = code.by_offset.get(call_sites.offset_in(leaf))
+        return None if by_chain is None else self._entries_of(frame, by_chain, leaf)
 
     def _entries_of(self, frame: FrameRun, by_chain: EntriesByChain, leaf: FrameType) -> SiteEntries | None:
         """Returns the entries on the op at an instruction with patched ops, and counts the call."""
@@ -164,8 +161,6 @@ _RECOMPUTED = (
     "patched, so that gradients would be wrong: run without gradients (torch.no_grad), switch checkpointing off, or "
     "patch a value outside of that function"
 )
-_NOTHING: EntriesByChain = {}
-
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 

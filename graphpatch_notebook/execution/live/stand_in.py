@@ -19,7 +19,7 @@ from graphpatch_notebook.capture import Packing, held_by
 from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchValueError
-from graphpatch_notebook.torch_compat import EagerCode
+from graphpatch_notebook.torch_compat import called_by
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _ORIGINAL = "_graphpatch_original"
@@ -245,18 +245,28 @@ def copied_config(module: Module) -> Any:
     return copy.deepcopy(config) if callable(getattr(module, "generate", None)) else None
 
 
-def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
+def generating_with(
+    config: Any, generate: Callable[..., Any], call: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Returns the method `generate` of a model, run as if `config` were the model's generation config.
 
     The model never sees `config`: if it differs from the model's, the method runs on a stand-in.
+
+    Args:
+        config: The generation config; `None` for the model's own.
+        generate: The method.
+        call: Runs the calls of the model that the method makes; `None` for the model itself.
     """
+    attributes = {} if config is None else {GENERATION_CONFIG: config}
+    if call is not None:
+        attributes |= called_by(call)
 
     @functools.wraps(generate)
     def generate_with(*args: Any, **kwargs: Any) -> Any:
         module: Module = generate.__self__  # type: ignore[attr-defined]  # a bound method
-        if _are_equal(config, module.__dict__.get(GENERATION_CONFIG)):
+        if call is None and _are_equal(config, module.__dict__.get(GENERATION_CONFIG)):
             return generate(*args, **kwargs)
-        stand_in = StandIn(module, {}, {GENERATION_CONFIG: config})
+        stand_in = StandIn(module, {}, attributes)
         try:
             return stand_in.bind(generate)(*args, **kwargs)
         finally:
@@ -268,11 +278,10 @@ def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., 
 def no_compile_arguments(module: Module) -> dict[str, Any]:
     """Returns the keyword arguments that keep `generate` from compiling decoding steps, as it does with a static cache.
 
-    For patched runs; empty if this torch can be asked to run compiled code eagerly. With an older torch, patches on ops
-    would only have an effect at the first step.
+    Empty if the versions of transformers that have such arguments never do.
     """
     is_known = hasattr(getattr(module, GENERATION_CONFIG, None), "disable_compile")
-    return {"disable_compile": True} if is_known and not EagerCode.is_possible else {}
+    return {"disable_compile": True} if is_known else {}
 
 
 def _are_equal(one: Any, other: Any) -> bool:

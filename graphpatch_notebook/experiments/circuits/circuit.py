@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class Circuit:
             the two runs; `None` if it was not measured. Pictures show it: `dataclasses.replace(circuit,
             faithfulness=0.9)`.
         tokens: The text of each position, for pictures of edges with positions; numbers if it is empty.
+        missing: Why there are no edges to, or from, whole components: they read what all others write.
 
     Example:
         >>> circuit = Circuit(
@@ -100,6 +101,7 @@ class Circuit:
     metric: str = ""
     faithfulness: float | None = None
     tokens: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         shown = self.strongest(_LISTED).edges
@@ -138,7 +140,7 @@ class Circuit:
         """Returns the circuit without edges that change nothing.
 
         An edge is kept if it is on a way from a sender that no receiver feeds (the embeddings) to a receiver that
-        feeds no sender (the logits).
+        feeds no sender (the logits). All are kept if there are `missing` components, as any edge may lead into one.
 
         Example:
             >>> feeds = {"layers[0].mlp": ("layers[0].mlp_out",), "@logits": ()}
@@ -146,6 +148,8 @@ class Circuit:
             >>> Circuit(edges, feeds, candidates=3, clean=2.0, corrupted=0.0).without_dead_ends().edges
             ()
         """
+        if self.missing:
+            return self
         edges = list(self.edges)
         fed = {sender for senders in self.feeds.values() for sender in senders}
         while True:
@@ -178,6 +182,7 @@ class Circuit:
             "faithfulness": self.faithfulness,
             "candidates": self.candidates,
             "tokens": list(self.tokens),
+            "missing": dict(self.missing),
             "edges": [
                 [edge.sender, edge.receiver, edge.score, *(() if edge.position is None else (edge.position,))]
                 for edge in self.edges
@@ -256,6 +261,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
                 metric=_text(given["metric"]),
                 faithfulness=None if given["faithfulness"] is None else float(given["faithfulness"]),
                 tokens=tuple(map(_text, given.get("tokens", ()))),
+                missing={_text(name): _text(why) for name, why in given.get("missing", {}).items()},
             )
             circuit.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:

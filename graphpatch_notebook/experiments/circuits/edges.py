@@ -13,10 +13,11 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_of, metric_number, no_gradient
 from graphpatch_notebook.experiments.attribution.rules import (
     METHODS,
+    DerivativeRules,
     Method,
     check_method,
     midpoints,
@@ -56,12 +58,14 @@ from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from xarray import DataArray
+
+RestoredEnd: TypeAlias = Literal["senders", "receivers"]
 
 
 @runs_where_the_model_is
@@ -73,6 +77,7 @@ def attribute_edges(
     *,
     method: Literal["gradient", "integrated", "relp", "secant", "exact"] = "gradient",
     steps: int = 5,
+    one_sided: bool | RestoredEnd = False,
     routing: Routing = "free",
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
@@ -112,6 +117,11 @@ def attribute_edges(
             change of the metric. `"integrated"` takes the mean of the gradients at `steps` points between the runs.
             `"exact"` runs the model once for each edge, and returns the true effects: for small models.
         steps: The number of points for `"integrated"`.
+        one_sided: For `"secant"`: compares the corrupted run with runs that are closer to it than the clean run is.
+            `"senders"`: with the run in which this sender alone is restored; the scores of all edges from a sender then
+            sum to the exact effect of patching it. `"receivers"`: with the run in which this receiver alone reads clean
+            values; the scores of all edges to it sum to the exact effect of that. `True`: the mean of both, the most
+            accurate scores. It takes two runs for each sender, each receiver, or both, of those that are asked for.
         routing: `"frozen"` holds choices of experts, as for `attribute`; not for `"exact"`.
         senders: Names of senders, or patterns such as `layers[*].mlp_out`; all by default.
         receivers: Names of receivers, or patterns.
@@ -134,7 +144,7 @@ def attribute_edges(
         that are computed from it; `skipped`, why components or heads are not nodes (with a warning if whole components
         are missing); `edges`, the number of edges, each position counted; `conservation`, the sum of the scores into
         the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them); `method`,
-        `routing`, `metric`, `steps`.
+        `one_sided`, `routing`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, the inputs differ in
@@ -160,6 +170,7 @@ def attribute_edges(
     check_method(method, (*METHODS, "exact"))
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
+    ends = _ends(one_sided, method, experts)
     points, limit = midpoints(steps), checked_bytes(max_bytes)
     Choices(routing)  # checks it
     fractions = points if method == "integrated" else [0.0]
@@ -168,7 +179,7 @@ def attribute_edges(
     _warn_of_skipped(nodes)
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
-    scoring = _Scoring(method, fractions, limit, routing, heads, experts, positions, batch, rows, columns)
+    scoring = _Scoring(method, fractions, ends, limit, routing, heads, experts, positions, batch, rows, columns)
     total = _mean(list(map_batches(pg, scoring, batches, executor=executor, recipe=recipe)))
     coords: dict[str, list[Any]] = {"receiver": nodes.receivers, "sender": nodes.senders}
     if total.positions is not None:
@@ -179,6 +190,7 @@ def attribute_edges(
         "clean": total.clean,
         "corrupted": total.corrupted,
         "method": method,
+        "one_sided": one_sided,
         "routing": routing,
         "metric": metric_name(batches[0].metric),
         "edges": int(total.edges.sum()),
@@ -189,6 +201,23 @@ def attribute_edges(
         **({"positions": "of each row"} if are_of_rows(positions) else {}),
     }
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
+
+
+def _ends(one_sided: bool | RestoredEnd, method: str, experts: bool) -> Sequence[RestoredEnd]:
+    """Returns the ends of edges that are restored alone, for scores that are the mean over these.
+
+    Raises:
+        ExperimentError: Something else was given, or the scores have no such ends.
+    """
+    known: tuple[RestoredEnd, ...] = get_args(RestoredEnd)
+    ends = (known if one_sided else ()) if isinstance(one_sided, bool) else (one_sided,)
+    if not all(end in known for end in ends):
+        raise ExperimentError(f"one_sided must be a bool, 'senders' or 'receivers', not {one_sided!r}")
+    if ends and method != "secant":
+        raise ExperimentError(f'one_sided={one_sided!r} restores one component after another: give method="secant"')
+    if ends and experts:
+        raise ExperimentError("one_sided= restores whole components: drop experts=True")
+    return ends
 
 
 def _warn_of_skipped(nodes: Nodes) -> None:
@@ -338,6 +367,7 @@ class _Scoring:
 
     method: Any
     fractions: Sequence[float]
+    ends: Sequence[RestoredEnd]
     max_bytes: int
     routing: Routing
     heads: bool
@@ -357,11 +387,13 @@ class _Scoring:
             found = _exact_effects(pg, nodes, pair, self.batch, self.rows, self.columns, placed)
         else:
             choices = Choices(self.routing)
-            found = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed).scores()
+            runs = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed)
+            found = runs.one_sided_scores(self.ends, self.rows, self.columns) if self.ends else runs.scores()
         labels = None if found.positions is None else found.positions.labels
         return ScoredEdges(found.values, found.edges, found.clean, found.corrupted, labels)
 
 
+_Group = TypeVar("_Group", Writer, Reader)
 _Placed: TypeAlias = Callable[[Mapping[str, Tensor]], "WrittenPositions | None"]
 
 
@@ -453,43 +485,133 @@ class _Runs:
 
     def scores(self) -> EdgeScores:
         """Returns the scores; the model and the random state are restored."""
+        with self._kept_state() as state:
+            return self._scores(state)
+
+    def one_sided_scores(self, ends: Sequence[RestoredEnd], rows: Sequence[str], columns: Sequence[str]) -> EdgeScores:
+        """Returns scores as the mean of those in which one end of the edges alone is restored.
+
+        Args:
+            ends: The ends.
+            rows: The receivers that are restored.
+            columns: The senders that are restored.
+        """
+        with self._kept_state() as state:
+            with torch.no_grad():
+                clean, high = self._run(self._batch.clean, {}, state, self._reads)
+                corrupted, low = self._run(self._batch.corrupted, {}, state, self._reads)
+            found = EdgeScores(self._nodes, self._placed(clean.values))
+            found.clean, found.corrupted = float(high), float(low)
+            deltas = self._deltas(clean, corrupted)
+
+            def restored(paths: Iterable[str], columns: Tensor | None) -> dict[str, Patch[Any]]:
+                return {path: _restoring(clean.values[path], corrupted.values[path], columns) for path in paths}
+
+            if "senders" in ends:
+                for writer, name, heads in _members(self._nodes.writers, columns):
+                    rules, end = self._end_run(restored(writer.paths, heads), state)
+                    alone = self._scores_to(self._nodes.readers, rules, end, deltas, found.positions, state)
+                    found.values[:, found.columns[name]] += alone[:, found.columns[name]] / len(ends)
+            if "receivers" in ends:
+                for reader, name, heads in _members(self._nodes.readers, rows):
+                    rules, _ = self._end_run(restored(reader.paths, heads), state)
+                    alone = self._scores_to([reader], rules, clean, deltas, found.positions, state)
+                    found.values[found.rows[name]] += alone[found.rows[name]] / len(ends)
+            return found
+
+    @contextmanager
+    def _kept_state(self) -> Iterator[ModuleState]:
         with torch.inference_mode(False):
             state = ModuleState(captured(self._pg).module)
             with afterwards(state.restore):
-                return self._scores(state)
+                yield state
+
+    @functools.cached_property
+    def _reads(self) -> Sequence[str]:
+        return list(dict.fromkeys(path for reader in self._nodes.readers for path in reader.paths))
+
+    def _deltas(self, clean: RecordedValues, corrupted: RecordedValues) -> Deltas:
+        deltas = Deltas(self._nodes, clean, corrupted, self._max_bytes // 2)
+        deltas.check(self._nodes)
+        return deltas
+
+    def _end_run(self, patches: Mapping[str, Patch[Any]], state: ModuleState) -> tuple[DerivativeRules, RecordedValues]:
+        rules = rules_of(self._method)
+        with rules.recording(), torch.no_grad():
+            end, _ = self._run(self._batch.corrupted, patches, state)
+        return rules, end
+
+    def _scores_to(
+        self,
+        readers: Sequence[Reader],
+        rules: DerivativeRules,
+        end: RecordedValues,
+        deltas: Deltas,
+        positions: WrittenPositions | None,
+        state: ModuleState,
+    ) -> Any:
+        """Returns the scores of edges to some receivers, by derivatives between the corrupted run and another one.
+
+        Args:
+            readers: The receivers.
+            rules: The rules, which have recorded the other run.
+            end: What norms on the way to receivers read at the other end.
+            deltas: What senders write.
+            positions: The positions of scores.
+            state: The model's state.
+        """
+        found = EdgeScores(self._nodes, positions)
+        corrupted, _, gradients = self._gradient_run(rules, end, 0, state)
+        self._add_scores(readers, end, corrupted, gradients, deltas, found)
+        return found.values
+
+    def _gradient_run(
+        self, rules: DerivativeRules, clean: RecordedValues, fraction: float, state: ModuleState
+    ) -> tuple[RecordedValues, Tensor, Mapping[str, Tensor | None]]:
+        """Returns the values, the metric and the gradients of a run between the two, mostly at the corrupted one."""
+        starts = {path: clean.values[path] if fraction else None for path in self._nodes.streams.values()}
+        with rules.applied(), torch.enable_grad():
+            run = _GradientRun(starts, fraction, self._reads)
+            values, metric = self._run(self._batch.corrupted, run.patches, state)
+        return values, metric, run.gradients(metric, self._reads)
+
+    def _add_scores(
+        self,
+        readers: Sequence[Reader],
+        clean: RecordedValues,
+        corrupted: RecordedValues,
+        gradients: Mapping[str, Tensor | None],
+        deltas: Deltas,
+        found: EdgeScores,
+    ) -> None:
+        back = _Backwards(self._method, clean, corrupted, deltas, found, self._max_bytes // 2, len(self._fractions))
+        for _, together in groupby(readers, key=lambda reader: id(reader.source)):
+            back.score(list(together), gradients)
 
     def _scores(self, state: ModuleState) -> EdgeScores:
         rules = rules_of(self._method)
         with rules.recording(), torch.no_grad():
-            clean, metric = self._run(self._batch.clean, {}, [], state)
+            clean, metric = self._run(self._batch.clean, {}, state)
         found = EdgeScores(self._nodes, self._placed(clean.values))
         found.clean = float(metric)
         deltas: Deltas | None = None
         for fraction in self._fractions:
-            starts = {path: clean.values[path] if fraction else None for path in self._nodes.streams.values()}
-            with rules.applied(), torch.enable_grad():
-                reads = list(dict.fromkeys(path for reader in self._nodes.readers for path in reader.paths))
-                run = _GradientRun(starts, fraction, reads)
-                corrupted, metric = self._run(self._batch.corrupted, run.patches, reads, state)
-            gradients = run.gradients(metric, reads)
+            corrupted, metric, gradients = self._gradient_run(rules, clean, fraction, state)
             if deltas is None:
                 base = corrupted
                 if fraction:
                     with torch.no_grad():
-                        base, metric = self._run(self._batch.corrupted, {}, [], state)
+                        base, metric = self._run(self._batch.corrupted, {}, state)
                 found.corrupted = float(metric.detach())
-                deltas = Deltas(self._nodes, clean, base, self._max_bytes // 2)
-                deltas.check(self._nodes)
-            back = _Backwards(self._method, clean, corrupted, deltas, found, self._max_bytes // 2, len(self._fractions))
-            for _, readers in groupby(self._nodes.readers, key=lambda reader: id(reader.source)):
-                back.score(list(readers), gradients)
+                deltas = self._deltas(clean, base)
+            self._add_scores(self._nodes.readers, clean, corrupted, gradients, deltas, found)
         return found
 
     def _run(
-        self, inputs: Inputs, patches: Mapping[str, Patch[Any]], reads: Sequence[str], state: ModuleState
+        self, inputs: Inputs, patches: Mapping[str, Patch[Any]], state: ModuleState, also: Sequence[str] = ()
     ) -> tuple[RecordedValues, Tensor]:
         state.restore()
-        probes = {path: ProbePatch() for path in recorded_paths(self._nodes)}
+        probes = {path: ProbePatch() for path in (*recorded_paths(self._nodes), *also)}
         merged: dict[str | NodePath, list[Patch[Any]]] = {}
         for listed in (patches, probes):
             for path, patch in listed.items():
@@ -499,6 +621,23 @@ class _Runs:
             output = inputs.run(self._pg)
         metric = metric_number(self._batch.metric(output))
         return RecordedValues({path: probe.activation.detach() for path, probe in probes.items()}), metric
+
+
+def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple[_Group, str, Tensor | None]]:
+    """Yields the senders or receivers with some names, each with the columns of its head, if it is one."""
+    for group in groups:
+        for number, name in enumerate(group.names):
+            if name in names:
+                yield group, name, None if group.projection is None else group.projection.heads[number]
+
+
+def _restoring(clean: Tensor, corrupted: Tensor, columns: Tensor | None) -> Patch[Any]:
+    """Returns the patch that restores a clean value, or some of its columns."""
+    if columns is None:
+        return ReplacePatch(value=clean)
+    value, at = corrupted.clone(), index_of(columns.to(corrupted.device))
+    value[..., at] = clean[..., at]
+    return ReplacePatch(value=value)
 
 
 class _GradientRun:

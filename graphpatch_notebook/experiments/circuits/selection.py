@@ -90,8 +90,9 @@ def circuit(
         corrupted=float(attrs["corrupted"]),
         method=str(attrs["method"]),
         metric=str(attrs["metric"]),
+        missing=nodes.missing,
     )
-    if not prune or nodes.missing:
+    if not prune:
         return found
     pruned = found.without_dead_ends()
     if found.edges and not pruned.edges:

@@ -147,7 +147,7 @@ def is_close(value: Tensor, reference: Tensor) -> bool:
 
 
 class RowsPatch(Patch[Any]):
-    """Applies the patches of each cell, all of them pure (see `purity`), to its rows.
+    """Applies the patches of each cell, all of them pure (see `is_pure`), to its rows.
 
     Args:
         entries: For each cell, its entries on this value.

@@ -118,7 +118,7 @@ class CellRunner:
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
         """Returns the result of each cell, given by number and patch map. A cell that fails does not affect the others.
 
-        Several cells at once must be pure (see `purity`); an impure cell runs as in a plain loop.
+        Several cells at once must be pure (see `is_pure`); an impure cell runs as in a plain loop.
         """
         # Tensors made in inference mode have no version counter.
         with torch.inference_mode(False), torch.set_grad_enabled(self._setup.request.backward):

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.execution import innermost
+from graphpatch_notebook.execution import FUSED_MODULES, innermost
 from graphpatch_notebook.execution.replay import NEVER, all_modules, has_hooks, own_tensors
 from graphpatch_notebook.experiments.engine.batching import Batching, batching_of
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun, Mark, clean_run
@@ -27,7 +27,6 @@ from graphpatch_notebook.torch_compat import has_global_hooks
 
 _ONE_BY_ONE = "cells ran one by one, each as a whole"
 _MEMORY = "the metric, or the model, changes what the metric refers to when it is called"
-_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def why_plain(pg: PatchableGraph) -> str | None:
 def _trimmed(pg: PatchableGraph, request: SweepRequest, targets: Sequence[Target], state: ModuleState) -> SweepSetup:
     """Returns the setup, without batches, for the run that skips the most outputs."""
     inputs, metric, batch = request.inputs, request.metric, request.batch
-    holds_fused = any(isinstance(module, _FUSED) for module in all_modules(captured(pg).module))
+    holds_fused = any(isinstance(module, FUSED_MODULES) for module in all_modules(captured(pg).module))
     # Torch's fused kernels may have run in the clean run and not in patched ones, or the reverse.
     is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
     full = request.baseline(pg) if is_fused else None

@@ -9,14 +9,13 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.extras import extra
-
-# -- Dask --------------------------------------------------------------------------------------------------------------
+from graphpatch_notebook.warning_places import warn_each_time
 
 _LONGEST_LOOK = 10.0  # seconds
 _PATIENCE = 5.0  # seconds without a worker
-_PATIENCE_WITH_NANNIES = 60.0  # they restart lost workers
+_LONG_PATIENCE = 60.0  # if lost workers are restarted, or the first one starts
 
 
 class WorkersLostError(Exception):
@@ -33,6 +32,42 @@ class WorkersLostError(Exception):
 
 
 @dataclass
+class _Absence:
+    """Notices that no worker is left. If there never was one, the first one may still start: that is a warning."""
+
+    what: str  # the cluster lacks
+    _seen: dict[str, bool] = field(default_factory=dict)
+    _since: float | None = None
+    _is_told: bool = False
+
+    def check(self, workers: dict[str, bool], suspects: Sequence[str] = ()) -> None:
+        """Call it repeatedly: it compares with the workers seen before.
+
+        Args:
+            workers: The workers by name, with whether something restarts them.
+            suspects: The keys of tasks that were on a worker when it was lost.
+
+        Raises:
+            WorkersLostError: No worker is left.
+        """
+        if workers:
+            self._seen, self._since = workers, None
+            return
+        self._since = time.monotonic() if self._since is None else self._since
+        waited, was_there = time.monotonic() - self._since, bool(self._seen or suspects)
+        if waited <= (_PATIENCE if was_there and not any(self._seen.values()) else _LONG_PATIENCE):
+            return
+        if was_there:
+            raise WorkersLostError(list(self._seen), set(suspects))
+        if not self._is_told:
+            self._is_told = True
+            warn_each_time(f"the cluster has no {self.what} yet, and the call waits for one", ExperimentWarning)
+
+
+# -- Dask --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
 class Cluster:
     """Submits tasks to a Dask cluster, and checks for lost workers.
 
@@ -43,8 +78,7 @@ class Cluster:
 
     client: Any
     options: dict[str, Any]
-    _workers: dict[str, bool] = field(default_factory=dict)  # by address: whether they have a nanny
-    _lost: float | None = None  # the time when the last worker was lost
+    _absence: _Absence = field(default_factory=lambda: _Absence("worker"))
 
     @classmethod
     def of(cls, executor: Any) -> Cluster | None:
@@ -64,12 +98,10 @@ class Cluster:
         return functools.partial(self.client.submit, **self.options)
 
     def check(self, keys: Sequence[str]) -> None:
-        """Checks that the cluster can still run tasks. Call it repeatedly: it compares with the workers seen before.
-
-        If there never was a worker, the first one may still start.
+        """Checks that the cluster can still run tasks. Call it repeatedly.
 
         Args:
-            keys: The keys of tasks.
+            keys: The keys of the tasks that are submitted.
 
         Raises:
             WorkersLostError: No worker is left.
@@ -85,12 +117,7 @@ class Cluster:
             workers, suspects = self.client.run_on_scheduler(_look(), list(keys), callback_timeout=_LONGEST_LOOK)
         except Exception:  # the scheduler may be lost, which the next check reports
             return
-        if workers or not (self._workers or suspects):
-            self._workers, self._lost = workers, None
-            return
-        self._lost = time.monotonic() if self._lost is None else self._lost
-        if time.monotonic() - self._lost > (_PATIENCE_WITH_NANNIES if any(self._workers.values()) else _PATIENCE):
-            raise WorkersLostError(list(self._workers), set(suspects))
+        self._absence.check(workers, suspects)
 
 
 def _look() -> Callable[..., tuple[dict[str, bool], list[str]]]:
@@ -128,19 +155,32 @@ class RayExecutor(Executor):
     def __init__(self, **options: Any) -> None:
         self._ray = extra("ray", "RayExecutor", ": pip install ray")
         # Workers with GPUs would end after each task, and the model with them.
-        self._run = self._ray.remote(**{"num_cpus": 1, "max_retries": 0, "max_calls": 0} | options)(_call)
+        given = {"num_cpus": 1, "max_retries": 0, "max_calls": 0} | options
+        self._run = self._ray.remote(**given)(_call)
+        amounts = {"CPU": given["num_cpus"], "GPU": given.get("num_gpus"), "memory": given.get("memory")}
+        self._needed = {name: amount for name, amount in (amounts | given.get("resources", {})).items() if amount}
+        self._absence = _Absence(f"node with {', '.join(f'{amount} {name}' for name, amount in self._needed.items())}")
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Returns a future of `fn(*args, **kwargs)`."""
-        self.check()
+        self._check_connection()
         return _RayFuture(self._ray, self._run.remote(fn, args, kwargs))
 
     def check(self) -> None:
-        """Checks that the cluster can still run tasks.
+        """Checks that the cluster can still run tasks. Call it repeatedly.
 
         Raises:
+            WorkersLostError: No node is left that could run a task.
             ExperimentError: Ray is not connected, or was shut down.
         """
+        self._check_connection()
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        fit = [
+            node for node in alive if all(node["Resources"].get(name, 0) >= self._needed[name] for name in self._needed)
+        ]
+        self._absence.check({node["NodeManagerAddress"]: True for node in fit})  # Ray may start others
+
+    def _check_connection(self) -> None:
         if not self._ray.is_initialized():
             raise ExperimentError(
                 "Ray is not connected, or was shut down before all was run: call ray.init(); what is done is in the "

@@ -104,7 +104,7 @@ def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
         )
     if isinstance(recipe, Module):
         raise ExperimentError(
-            f"recipe= is the model itself ({type(recipe).__name__}): its weights would go through the scheduler. Say "
+            f"recipe= is the model itself ({type(recipe).__name__}): its weights would be sent to other processes. Say "
             f"how to build it where it runs:\n{RECIPE}"
         )
     if not callable(recipe) and not isinstance(recipe, (str, os.PathLike)):
@@ -306,13 +306,13 @@ class Dispatch:
             self._take(portion)
 
     def _look_after_workers(self) -> None:
-        if isinstance(self._executor, RayExecutor):
-            self._executor.check()
-        if self._cluster is not None:
-            try:
+        try:
+            if isinstance(self._executor, RayExecutor):
+                self._executor.check()
+            elif self._cluster is not None:
                 self._cluster.check([portion.future.key for portion in self._out])
-            except WorkersLostError as error:
-                self._breakage = error
+        except WorkersLostError as error:
+            self._breakage = error
 
     def _outcome(self, portion: _Portion) -> Outcome:
         """Returns a result. If it was lost with its worker, it is computed again, or this times out."""

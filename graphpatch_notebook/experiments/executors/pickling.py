@@ -25,16 +25,24 @@ RECIPE = """\
     pg.sweep(..., executor=executor, recipe=build)  # or recipe="FILE", which pg.save("FILE") wrote"""
 
 
-def packed(parts: Iterable[tuple[str, Any]]) -> bytes:
+_REPAIR = f"Take what you need out of it before, and say with recipe= how to build it where it runs:\n{RECIPE}"
+
+
+def packed(parts: Iterable[tuple[str, Any]], repair: str = _REPAIR) -> bytes:
     """Pickles the parts, each given with its name for messages, to bytes for `unpacked`.
 
     Functions that another process could not import (lambdas, functions of notebooks) are pickled by their code.
+
+    Args:
+        parts: The parts, which are read one by one.
+        repair: What to do instead if a part holds a model.
 
     Raises:
         ExperimentError: A part holds a model, or cannot be pickled; the message names the part.
     """
     stream = io.BytesIO()
     packer = _packer_class()(stream)
+    packer.repair = repair
     for holder, value in parts:
         packer.holder, packer.held = holder, value
         try:
@@ -76,12 +84,12 @@ def _packer_class() -> Any:
     class Packer(cloudpickle.Pickler):  # type: ignore[misc, name-defined]  # its type is unknown
         """Pickles values except for models; of a view of a tensor, only the elements of the view."""
 
-        holder = ""
+        holder = repair = ""
         held: Any = None
 
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, PatchableGraph) or (isinstance(value, Module) and has_weights(value)):
-                raise ExperimentError(_refusal(self.holder, self.held, value))
+                raise ExperimentError(_refusal(self.holder, self.held, value) + self.repair)
             if type(value) is Tensor and _is_part(value):
                 return (_same, (value.detach().clone().requires_grad_(value.requires_grad),))
             return super().reducer_override(value)
@@ -109,10 +117,7 @@ def _same(value: Any) -> Any:
 def _refusal(holder: str, held: Any, module: Module) -> str:
     name = _variable(held, module)
     by = f", by its variable {name!r}" if name is not None else ""
-    return (
-        f"{holder} holds the model ({type(module).__name__}){by}: its weights would go through the scheduler. Take "
-        f"what you need out of it before, and say with recipe= how to build it where it runs:\n{RECIPE}"
-    )
+    return f"{holder} holds the model ({type(module).__name__}){by}: its weights would be sent to other processes. "
 
 
 def _variable(held: Any, module: Module) -> str | None:

@@ -18,7 +18,7 @@ from graphpatch_notebook.notebook.browser.skeleton import PATCHABLE, Skeleton
 from graphpatch_notebook.notebook.display.labels import file_label, visible
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, key_text, leaves
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, dtype_name, key_text, leaves
 
 _MOST_LINES = 2_000
 
@@ -49,7 +49,7 @@ def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
         return _of_unused(skeleton, row)
     shape = dtype = device = None
     if isinstance(spec := place.spec, TensorSpec):
-        shape, dtype, device = list(spec.shape), str(spec.dtype).removeprefix("torch."), str(spec.device)
+        shape, dtype, device = list(spec.shape), dtype_name(spec.dtype), str(spec.device)
     return {
         "row": row,
         "path": place.path,

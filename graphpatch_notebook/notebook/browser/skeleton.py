@@ -27,7 +27,7 @@ from graphpatch_notebook.inspection.tree import is_clutter, is_shown, unused_mod
 from graphpatch_notebook.notebook.display.labels import spec_label, visible
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, parse_path
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec, dtype_name
 
 KINDS = ("graph", "input", "parameter", "buffer", "attribute", "constant", "op", "output", "item", "unused")
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -361,7 +361,7 @@ class _Rows:
             return known
         shape, dtype, what = None, None, _what(spec)
         if isinstance(spec, TensorSpec):
-            shape, dtype = tuple(spec.shape), str(spec.dtype).removeprefix("torch.")
+            shape, dtype = tuple(spec.shape), dtype_name(spec.dtype)
         written = (visible(spec_label(spec)), shape, dtype, what)
         number = self._others[written]
         if number == len(self.specs):

@@ -76,16 +76,12 @@ class StaticTree:
         for patch in self.patches[:most]:
             off = "" if patch.is_enabled else " (off)"
             name = f" as {patch.name}" if patch.name else ""
-            text = " ".join(filter(None, [f"#{patch.number} {patch.kind}", _where(patch), patch.value]))
+            text = " ".join(filter(None, [f"#{patch.number} {patch.kind}", patch.place, patch.value]))
             options = "".join(f" {option}" for option in patch.options())
             yield f"<li><code>{escaped(text + name + options)}</code>{off}</li>"
         if count > most:
             yield f"<li>… {count - most} more</li>"
         yield "</ul>"
-
-
-def _where(patch: ChosenPatch) -> str:
-    return patch.path if patch.slice is None else f"{patch.path}[{patch.slice}]"
 
 
 def _tree_lines(row: Row, *, is_open: bool = False) -> Iterator[str]:

@@ -141,7 +141,7 @@ def _index(side: Side, value: Any) -> int:
         return side.values.index(str(value) if isinstance(side.values[0], str) else value)
     except ValueError:
         known = ", ".join(repr(one) for one in side.values[:3])
-        message = f"{value!r} is no {side.name} of this heatmap, whose {len(side.values)} are {known}..."
+        message = f"this heatmap has no {side.name} {value!r}; its {len(side.values)} values start with {known}"
         raise traitlets.TraitError(message) from None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from graphpatch_notebook.capture.records import SourceLine
-from graphpatch_notebook.values import ValueSpec
+from graphpatch_notebook.values import ValueSpec, dtype_name
 
 _LONGEST = 300
 _DTYPE = re.compile(r"(bfloat|float|complex|uint|int)(\d.*)")
@@ -41,7 +41,7 @@ def dtype_label(dtype: torch.dtype) -> str:
         >>> dtype_label(torch.bfloat16), dtype_label(torch.float8_e4m3fn), dtype_label(torch.bool)
         ('bf16', 'f8_e4m3fn', 'bool')
     """
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     match = _DTYPE.fullmatch(name)
     return f"{_SHORT[match[1]]}{match[2]}" if match else name
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.values import dtype_name
+
 _PIECE = 2**20
 
 
@@ -60,12 +62,12 @@ def readable(value: Any) -> Readable:
 def _dense(tensor: Tensor) -> Readable:
     remark = None
     if tensor.is_quantized:
-        tensor, remark = tensor.dequantize(), f"dequantized from {_dtype(tensor.dtype)}"
+        tensor, remark = tensor.dequantize(), f"dequantized from {dtype_name(tensor.dtype)}"
     elif tensor.is_nested:
         parts = [part.reshape(-1) for part in tensor.unbind()]
         tensor, remark = torch.cat(parts), f"the values of {len(parts)} nested tensors in a row"
     elif tensor.layout is not torch.strided:
-        tensor, remark = tensor.to_dense(), f"made dense from {_dtype(tensor.layout)}"
+        tensor, remark = tensor.to_dense(), f"made dense from {dtype_name(tensor.layout)}"
     if type(tensor) is not Tensor:
         tensor = tensor.as_subclass(Tensor)
     if tensor.is_complex():
@@ -74,10 +76,6 @@ def _dense(tensor: Tensor) -> Readable:
         tensor = torch.hypot(tensor[..., 0], tensor[..., 1])
     tensor.reshape(-1)[:1].tolist()  # a subclass can still have no readable elements
     return Readable(tensor.resolve_neg(), remark)
-
-
-def _dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def doubles(tensor: Tensor) -> Tensor:
@@ -185,7 +183,7 @@ def statistics_of(value: Any, numbers: Readable) -> dict[str, Any]:
     found = summary(numbers.tensor) if numbers.tensor is not None else None
     return {
         "shape": list(value.shape) if is_tensor and not value.is_nested else [],
-        "dtype": dtype_name(value),
+        "dtype": dtype_or_class(value),
         "device": str(value.device) if is_tensor else "cpu",
         "count": found.count if found is not None else (value.numel() if is_tensor else 1),
         "mean": found.mean if found is not None else None,
@@ -197,11 +195,11 @@ def statistics_of(value: Any, numbers: Readable) -> dict[str, Any]:
     }
 
 
-def dtype_name(value: Any) -> str:
+def dtype_or_class(value: Any) -> str:
     """Returns the dtype name of a tensor, or the class name of a number.
 
     Example:
-        >>> dtype_name(torch.ones(1)), dtype_name(True)
+        >>> dtype_or_class(torch.ones(1)), dtype_or_class(True)
         ('float32', 'bool')
     """
-    return _dtype(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+    return dtype_name(value.dtype) if isinstance(value, Tensor) else type(value).__name__

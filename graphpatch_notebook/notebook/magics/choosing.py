@@ -123,8 +123,7 @@ def described(patch: ChosenPatch) -> str:
     """Returns a patch as a user would type it, without its number."""
     if patch.name is None:
         return str(patch)
-    brackets = "" if patch.slice is None else f"[{patch.slice}]"
-    return " ".join([patch.kind, f"{patch.path}{brackets}", "as", patch.name, *patch.options()])
+    return " ".join([patch.kind, patch.place, "as", patch.name, *patch.options()])
 
 
 def _shape_note(sliced: tuple[int, ...] | None, patch: ChosenPatch) -> str:

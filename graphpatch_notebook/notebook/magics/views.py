@@ -82,11 +82,10 @@ def _table(
 
     def cells(patch: ChosenPatch) -> list[str]:
         assert session is not None
-        slice_text = "" if patch.slice is None else f"[{patch.slice}]"
         off = [] if patch.is_enabled else ["off"]
         notes = [*off, *(["not trusted"] if patch.untrusted else []), *patch.options()]
         value = patch.value or (f"as {patch.name}" if patch.name else "")
-        return [str(patch.number), patch.kind, patch.path + slice_text, value, _shape(session, patch), " ".join(notes)]
+        return [str(patch.number), patch.kind, patch.place, value, _shape(session, patch), " ".join(notes)]
 
     return Table(columns, patches, cells, title=title, empty=empty, notes=notes)
 

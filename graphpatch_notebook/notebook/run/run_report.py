@@ -15,13 +15,13 @@ from torch.nn import Module, Parameter
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import PatchValueError
-from graphpatch_notebook.execution import is_part_of_splice
+from graphpatch_notebook.execution import FUSED_MODULES, is_part_of_splice
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.display.statistics import (
     Readable,
     bounded,
-    dtype_name,
+    dtype_or_class,
     norm,
     norm_of,
     pieces,
@@ -119,7 +119,7 @@ def _change(path: str, before: Any, after: Any) -> dict[str, Any]:
     return {
         "path": path,
         "shape": list(value.shape) if isinstance(value, Tensor) and not value.is_nested else [],
-        "dtype": dtype_name(value),
+        "dtype": dtype_or_class(value),
         **found,
         **{what: found[what] or 0.0 for what in _NORMS},
         "note": "; ".join(notes) or None,
@@ -143,7 +143,7 @@ def _parts(value: Any, numbers: Readable) -> Tensor:
 
 def _unlike(before: Any, after: Any) -> str | None:
     if isinstance(before, Tensor) != isinstance(after, Tensor):
-        return f"not compared: {dtype_name(before)} without the patches, {dtype_name(after)} with them"
+        return f"not compared: {dtype_or_class(before)} without the patches, {dtype_or_class(after)} with them"
     if isinstance(before, Tensor) and before.shape != after.shape:
         return f"not compared: shape {list(before.shape)} without the patches, {list(after.shape)} with them"
     return None
@@ -333,7 +333,6 @@ def shown_value(value: Any, labels: TokenLabels | None, buffers: Buffers) -> dic
     }
 
 
-_FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
 _NORMS = ("norm_before", "norm_after", "norm_difference")
 
 
@@ -397,7 +396,8 @@ def _apart(kept: KeptValue) -> KeptValue:
 def _change_rounding(root: Frame, probed: Iterable[str]) -> bool:
     """Whether probes may change rounding: some calls run as one kernel without, and step by step with them."""
     return any(resolve(root, path).node.composite is not None for path in probed) or any(
-        isinstance(frame.module, _FUSED) or is_compiled(frame.module) or frame.has_own_graph for frame in root.walk()
+        isinstance(frame.module, FUSED_MODULES) or is_compiled(frame.module) or frame.has_own_graph
+        for frame in root.walk()
     )
 
 

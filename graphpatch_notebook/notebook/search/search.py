@@ -13,7 +13,9 @@ from typing import Any, overload
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find as find_components
 from graphpatch_notebook.components.names import is_component_name
+from graphpatch_notebook.components.operations import FUSED_ATTENTION
 from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.inspection.aliases import INSIDE_ATTENTION
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows, kept_for
 from graphpatch_notebook.inspection.resolution import nearest_paths
 from graphpatch_notebook.notebook.display.labels import op_label, source_label, value_label
@@ -21,7 +23,7 @@ from graphpatch_notebook.notebook.display.tables import Column, Table
 from graphpatch_notebook.notebook.search.query import NODE_KINDS, Term, parse_query
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
-from graphpatch_notebook.values import ScalarSpec, TensorSpec
+from graphpatch_notebook.values import ScalarSpec, TensorSpec, dtype_name
 
 # The most names that a misspelled one is compared with: a comparison takes some microseconds.
 _MOST_COMPARED = 2000
@@ -153,7 +155,7 @@ class NodeColumns:
     @property
     def dtypes(self) -> list[str]:
         """The names of the dtypes, such as `float32`; empty for values that are not tensors."""
-        return self._column("dtypes", lambda: list(map(_dtype_name, self.rows.specs)))
+        return self._column("dtypes", lambda: list(map(_dtype_of, self.rows.specs)))
 
     @property
     def stems(self) -> dict[str, str]:
@@ -303,8 +305,8 @@ def _shape(spec: object) -> tuple[int, ...] | None:
     return spec.shape if isinstance(spec, TensorSpec) else None
 
 
-def _dtype_name(spec: object) -> str:
-    return str(spec.dtype).removeprefix("torch.") if isinstance(spec, TensorSpec) else ""
+def _dtype_of(spec: object) -> str:
+    return dtype_name(spec.dtype) if isinstance(spec, TensorSpec) else ""
 
 
 def _canonical(path: str) -> str:
@@ -356,7 +358,7 @@ def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterat
             continue
         value = str(term.value)
         ops = sorted({*columns.ops} - {""})
-        if term.kind in ("op", "text", "exact") and value.lower() in _INSIDE and (fused := _FUSED & {*ops}):
+        if term.kind in ("op", "text", "exact") and value.lower() in _INSIDE and (fused := FUSED_ATTENTION & {*ops}):
             shown = ", ".join(dict.fromkeys(node.name for node in columns.rows.nodes if node.is_inner))
             closed = ", and not shown: leave decompose out of the ExtractionOptions"
             yield f"it is computed inside {min(fused)}" + (f": see {shown}" if shown else closed)
@@ -397,8 +399,7 @@ def _close(value: str, names: Mapping[str, str]) -> list[str]:
     return [names[stem] for stem in dict.fromkeys(close)][:3]
 
 
-_FUSED = {"scaled_dot_product_attention", "flex_attention"}
-_INSIDE = {"softmax", "pattern", "attn_pattern", "attn_weights", "attn_probs", "scores", "attn_scores"}
+_INSIDE = INSIDE_ATTENTION | {"softmax"}
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -210,9 +210,13 @@ class ChosenPatch:
                 f"#{self.number} ({self}): cannot take [{self.slice}] of a value {what}: {error}"
             ) from None
 
+    @property
+    def place(self) -> str:
+        """The path, with the slice in brackets."""
+        return self.path if self.slice is None else f"{self.path}[{self.slice}]"
+
     def __str__(self) -> str:
-        brackets = "" if self.slice is None else f"[{self.slice}]"
-        words = [self.kind, f"{self.path}{brackets}", self.value or self.name or "", *self.options()]
+        words = [self.kind, self.place, self.value or self.name or "", *self.options()]
         return " ".join(word for word in words if word)
 
     def options(self) -> list[str]:

@@ -19,7 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
-from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded_device, dtype_of, name_of_dtype
+from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded_device, dtype_of
+from graphpatch_notebook.values import dtype_name
 
 # The dtypes of all versions of safetensors; other dtypes are written as bytes.
 _NATIVE = {
@@ -137,7 +138,7 @@ class TensorTable:
         return [
             {
                 "storage": storage.name,
-                "dtype": name_of_dtype(tensor.dtype),
+                "dtype": dtype_name(tensor.dtype),
                 "shape": list(tensor.shape),
                 "stride": list(tensor.stride()),
                 "offset": storage.offset_of(tensor),

@@ -16,7 +16,7 @@ import torch
 
 from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
-from graphpatch_notebook.values import dict_key, plain_dict_key
+from graphpatch_notebook.values import dict_key, dtype_name, plain_dict_key
 
 _DEEPEST = 100
 _WIDEST = 2**64
@@ -55,7 +55,7 @@ def encoded(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
     else:
         for name, plain in _KINDS.items():
             if kind is plain:
-                return {name: str(value).removeprefix("torch.")}
+                return {name: dtype_name(value)}
     if leaf is not None:
         return leaf(value)
     raise UnstorableError(f"it holds an object of type {kind.__name__}")
@@ -196,11 +196,6 @@ def dtype_of(item: JsonValue) -> torch.dtype:
     return _READERS["dtype"](item, decoded)  # type: ignore[no-any-return]
 
 
-def name_of_dtype(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype."""
-    return str(dtype).removeprefix("torch.")
-
-
 def encoded_key(key: Any) -> Any:
     """Returns the JSON of the key of a child in its container."""
     plain = plain_dict_key(key)
@@ -226,5 +221,4 @@ __all__ = [
     "dtype_of",
     "encoded",
     "encoded_key",
-    "name_of_dtype",
 ]

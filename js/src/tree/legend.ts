@@ -1,6 +1,7 @@
 /** The legend of the scores: their name, colours and range; sorts the tree by them, and filters it. */
 
 import { element, icon, setAttribute } from "../page/dom";
+import { formatNumber } from "../page/numbers";
 import type { Part, View } from "../view";
 import { type ScoreFilter, type Scores, scoreText } from "./scores";
 import type { TreeState } from "./tree_state";
@@ -67,7 +68,7 @@ class Legend implements Part {
         title: "Rows with the same score have the same rank: most are names of one value",
         onchange: () => this.choose(),
       },
-      element("option", { value: "all" }, `all ${scores.count.toLocaleString("en-US")}`),
+      element("option", { value: "all" }, `all ${formatNumber(scores.count)}`),
       ...STRONGEST.filter((count) => count < scores.places).map((count) =>
         element("option", { value: count }, `the ${count} ${isBySize ? "largest in size" : "highest"}`),
       ),

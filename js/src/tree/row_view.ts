@@ -3,6 +3,7 @@
 import type { Component, PatchState } from "../kernel/protocol";
 import { FLAG } from "../kernel/protocol";
 import { element, replaceChildren, setAttribute } from "../page/dom";
+import { formatCount } from "../page/numbers";
 import { visible } from "../page/visible";
 import { sortOf } from "./component_names";
 import { CLOSED, type FoldedRun, LEAF, PLUMBING } from "./rows";
@@ -109,7 +110,7 @@ export class RowView {
     const badges = components.length > 0 ? this.componentBadges(components) : [];
     badges.push(...patches.slice(0, MOST_BADGES).map(badge));
     if (patches.length > MOST_BADGES) badges.push(mark(`+${patches.length - MOST_BADGES}`));
-    if (below > 0) badges.push(mark(countOf(below, "patch")));
+    if (below > 0) badges.push(mark(formatCount(below, "patch", "patches")));
     replaceChildren(this.badges, ...badges.flatMap((each) => [each, " "]));
     this.put(this.badges, components.length + patches.length + below > 0, this.score.parentNode ? this.score : this.op);
   }
@@ -164,7 +165,7 @@ export class RowView {
     const { name, op, label, note, mark, kind } = this.shown;
     const badges = patches.slice(0, MOST_BADGES).map(badgeText);
     if (patches.length > MOST_BADGES) badges.push(`+${patches.length - MOST_BADGES}`);
-    if (below > 0) badges.push(countOf(below, "patch"));
+    if (below > 0) badges.push(formatCount(below, "patch", "patches"));
     const seen = [name, this.componentSort(), this.componentText(), ...badges, this.scoreText, mark ?? op, label]
       .filter(Boolean)
       .join(" ");
@@ -199,12 +200,6 @@ export function rowId(prefix: string, id: number): string {
   return `${prefix}-${id < 0 ? `run-${~id}` : id}`;
 }
 
-/** `12 nodes`, `1 patch`, `1,200 patches`. */
-export function countOf(count: number, what: string): string {
-  const ending = count === 1 ? "" : /(ch|s)$/.test(what) ? "es" : "s";
-  return `${count.toLocaleString("en-US")} ${what}${ending}`;
-}
-
 function rowButton(action: string, name: string, title: string) {
   return {
     type: "button",
@@ -237,15 +232,15 @@ const ABOUT_PLUMBING = "Masks, indices and positions: integers, booleans, and wh
 
 function shownOfRun(skeleton: Skeleton, run: FoldedRun): Shown {
   if (run.name === PLUMBING) {
-    const op = countOf(run.rows.length, "row");
+    const op = formatCount(run.rows.length, "row");
     return { name: PLUMBING, op, label: "", kind: "run", isPatchable: false, note: ABOUT_PLUMBING, mark: op };
   }
   if (run.name !== undefined) {
-    const op = countOf(run.rows.length, "component");
+    const op = formatCount(run.rows.length, "component");
     return { name: visible(run.name), op, label: "", kind: "graph", isPatchable: false, note: null, mark: null };
   }
   const [first = 0, last = 0] = [run.rows[0], run.rows.at(-1)];
-  const op = run.period === 1 ? visible(skeleton.opOf(first)) : countOf(run.period, "row");
+  const op = run.period === 1 ? visible(skeleton.opOf(first)) : formatCount(run.period, "row");
   return {
     name: visible(`${skeleton.nameOf(first)} … ${skeleton.nameOf(last)}`),
     op: `×${run.times} ${op}`,

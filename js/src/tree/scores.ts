@@ -1,5 +1,6 @@
 /** The scores of nodes: their values, filter, order and colours. */
 
+import { formatNumber } from "../page/numbers";
 import type { Skeleton } from "./skeleton";
 
 /** Which rows a filter leaves: those of a number at least (or of such a size), or of the `count` strongest. */
@@ -133,5 +134,5 @@ export function scoreText(value: number): string {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "-∞";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("e+", "e");
-  return Number.isInteger(value) ? value.toLocaleString("en-US") : String(Number(value.toPrecision(3)));
+  return Number.isInteger(value) ? formatNumber(value) : String(Number(value.toPrecision(3)));
 }

@@ -1,10 +1,10 @@
 /** Above the tree: the search field, what it found, what is shown of the graph, and the legend of the scores. */
 
 import { element, icon, replaceChildren, setAttribute } from "../page/dom";
+import { formatCount, formatNumber } from "../page/numbers";
 import type { Part, View } from "../view";
 import type { SearchBox } from "./keyboard";
 import { makeLegend } from "./legend";
-import { countOf } from "./row_view";
 import type { TreeState } from "./tree_state";
 
 /** Announcing every letter's count would talk over the typing. */
@@ -75,7 +75,7 @@ class ToolbarView implements Toolbar {
     const number = this.tree.goToMatch(step);
     if (number === null) return;
     const path = this.view.skeleton.path(this.tree.activeRow);
-    this.view.notices.say(`Match ${number.toLocaleString("en-US")} of ${this.countText()}: ${path}`);
+    this.view.notices.say(`Match ${formatNumber(number)} of ${this.countText()}: ${path}`);
   }
 
   leave(): void {
@@ -150,7 +150,7 @@ class ToolbarView implements Toolbar {
     replaceChildren(this.count, this.countText());
     this.hint.hidden = tree.found.matches?.length !== 0 || tree.found.error !== null;
     this.hint.textContent = tree.found.inSizes
-      ? `No matches except ${tree.found.inSizes.toLocaleString("en-US")} that only carry sizes: add is:size.`
+      ? `No matches except ${formatNumber(tree.found.inSizes)} that only carry sizes: add is:size.`
       : "No matches. Try fewer or shorter terms.";
     for (const step of this.steps) step.disabled = !tree.found.matches?.length;
     setAttribute(this.sizes, "aria-pressed", tree.showsSizes);
@@ -163,8 +163,8 @@ class ToolbarView implements Toolbar {
 
   private countText(): string {
     const { matches, index } = this.tree.found;
-    const all = countOf(this.nodes ?? index.size, "node");
-    return matches === null ? all : `${matches.length.toLocaleString("en-US")} of ${all}`;
+    const all = formatCount(this.nodes ?? index.size, "node");
+    return matches === null ? all : `${formatNumber(matches.length)} of ${all}`;
   }
 
   /** How many nodes there are, as the kernel counts them. */

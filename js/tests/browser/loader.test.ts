@@ -28,6 +28,7 @@ test("the front end is unpacked and shown with its style; nothing of it is left 
   const model = new FakeModel(
     traits({ front_end: await packed({ css: ".unpacked { height: 77px; }", js }), query: "é☃" }),
   );
+  loader.initialize({ model });
   const undo = await loader.render({ model, el });
   const shown = el.querySelector("p");
   expect(shown?.textContent).toBe("é☃");

@@ -4,10 +4,9 @@ import { FakeModel, traits } from "../fixtures";
 
 test("a front end that cannot be unpacked says so, and what to do", async () => {
   const el = document.createElement("div");
-  const undo = await loader.render({
-    model: new FakeModel(traits({ front_end: new DataView(new ArrayBuffer(5)) })),
-    el,
-  });
+  const model = new FakeModel(traits({ front_end: new DataView(new ArrayBuffer(5)) }));
+  loader.initialize({ model });
+  const undo = await loader.render({ model, el });
   expect(el.querySelector("[role=alert]")?.textContent).toMatch(
     /could not be loaded.*Reload the page and run the cell again/,
   );

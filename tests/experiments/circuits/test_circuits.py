@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph, UnknownPathError
+from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph, ReplacePatch, UnknownPathError
 from graphpatch_notebook.experiments import (
     Circuit,
     Edge,
@@ -150,6 +150,38 @@ def test_laws(name: str) -> None:
         patched = it.logits(it.clean, patches=circuit_patches(it.pg, whole, it.corrupted))
         torch.testing.assert_close(patched, clean, rtol=1e-5, atol=1e-5)  # some norms compute in single precision
         assert torch.equal(it.logits(it.clean, patches=circuit_patches(it.pg, empty, it.corrupted)), corrupted)
+
+
+@pytest.mark.parametrize("name", ["gemma2 (sandwich norms)", "bert (post-norm)", "t5 (encoder and decoder)"])
+def test_one_sided_scores_sum_to_the_effect_of_one_end(name: str) -> None:
+    it = task(name)
+    nodes = it.scores("gradient")
+    senders, receivers = ([each for each in nodes[dim].values if each[0] != "@"] for dim in ("sender", "receiver"))
+    readers = [each for each in receivers if each.endswith(("q", "k", "v"))][::3]
+
+    def effect(component: str) -> float:
+        with torch.no_grad():
+            clean = it.pg.record(component, **it.clean)[component]
+            with it.pg.patch({component: ReplacePatch(value=clean)}):
+                patched = it.metric(it.pg(**it.corrupted))
+            return (patched - it.metric(it.pg(**it.corrupted))).item()
+
+    by_sender = it.scores("secant", one_sided="senders", senders=senders[::3], positions=True)
+    for sender in by_sender["sender"].values:
+        assert float(by_sender.sel(sender=sender).sum()) == pytest.approx(effect(sender), rel=1e-4), sender
+    by_receiver = it.scores("secant", one_sided="receivers", receivers=[*readers, receivers[-1]])
+    for receiver in readers:
+        found = by_receiver.sel(receiver=receiver).sum().item()
+        assert found == pytest.approx(effect(receiver), rel=1e-4), receiver  # norms in single precision
+
+
+def test_one_sided_scores_are_the_mean_of_both_ends() -> None:
+    it = task("gpt2")
+    some = {"senders": "layers[0].*_out", "receivers": ["layers[1].mlp", "@logits"]}
+    one, other, both = (it.scores("secant", one_sided=side, **some) for side in ("senders", "receivers", True))
+    np.testing.assert_allclose(both.values, (one.values + other.values) / 2, atol=1e-12)
+    whole = it.scores("secant", one_sided="senders")
+    np.testing.assert_allclose(one.values, whole.sel(sender=one.sender, receiver=one.receiver).values, atol=1e-12)
 
 
 class ScaledBlock(nn.Module):
@@ -473,6 +505,8 @@ def test_dead_ends() -> None:
     for number in range(3):
         left = [Edge(*pair, 1.0) for place, pair in enumerate(chain) if place != number]
         assert Circuit(tuple(left), feeds, 6, 1.0, 0.0).without_dead_ends().edges == ()
+        guarded = Circuit(tuple(left), feeds, 6, 1.0, 0.0, missing={"layers[1].attn": "it cannot be followed"})
+        assert guarded.without_dead_ends() == guarded == Circuit.from_json(guarded.to_json())
 
 
 def test_dead_ends_by_position() -> None:
@@ -543,6 +577,13 @@ def test_errors() -> None:
         faithfulness(it.pg, [scores], it.metric, it.clean, it.corrupted)
     with pytest.raises(ExperimentError, match="method must be one of .*'exact', not 'eap'"):
         it.scores("eap")
+    for options, problem in (
+        ({"method": "gradient"}, 'give method="secant"'),
+        ({"method": "secant", "experts": True}, "drop experts=True"),
+        ({"method": "secant", "one_sided": "edges"}, "a bool, 'senders' or 'receivers', not 'edges'"),
+    ):
+        with pytest.raises(ExperimentError, match=problem):
+            it.scores(**{"one_sided": True, **options})
     with pytest.warns(ExperimentWarning, match="the circuit is empty: none of the 1 strongest edges"):
         assert circuit(it.pg, scores, edges=1).edges == ()
     with pytest.raises(ExperimentError, match="the metric has no gradient"):

@@ -533,7 +533,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], str]]:
     def patches(n: int) -> Any:
         return {"linear.output": CustomPatch(custom_op=(lambda t: model.linear(t)) if n == 1 else torch.neg)}
 
-    through = "its weights would go through the scheduler"
+    through = "its weights would be sent to other processes"
     return {
         "closure": ({"metric": closure}, f"the metric holds the model \\(Model\\), by its variable 'model': {through}"),
         "global": ({"metric": names["by_global"]}, f"the metric holds .*, by its variable 'network': {through}"),
@@ -748,43 +748,78 @@ def test_a_cluster_that_is_restarted_loses_nothing(pg: PatchableGraph, here: Any
 # -- Ray ---------------------------------------------------------------------------------------------------------------
 
 
-def start(ray: Any) -> None:
-    """On a machine that is busy with other tests, a node may not be up after the 30 seconds that Ray waits."""
-    options = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "object_store_memory": 10**8}
-    for _ in range(2):
-        with contextlib.suppress(Exception):
-            ray.init(**options)
-            return
-        ray.shutdown()
-    ray.init(**options)
+def started() -> tuple[Any, Any]:
+    """A cluster whose head runs no tasks, and its only other node, with room for one worker."""
+    from ray.cluster_utils import Cluster
+
+    few = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True, "object_store_memory": 10**8}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **few})
+    return cluster, cluster.add_node(num_cpus=1, **few)
 
 
 @pytest.mark.slow
 def test_ray(
     pg: PatchableGraph,
     here: Any,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A cell that kills two workers is NaN, all others are right, and a stopped Ray is an error."""
+    """A cell that kills two workers is NaN, all others are right; so it is if no node is left; no Ray is an error."""
     import ray
 
-    def act(layer: int, unit: int) -> None:
+    monkeypatch.setattr(clusters, "_LONG_PATIENCE", 1.0)
+    executor, mark, parent = RayExecutor(), tmp_path / "mark", os.getpid()
+
+    def kill(layer: int, unit: int) -> None:
         if (layer, unit) == (2, 4):
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def wait(layer: int, unit: int) -> None:
+        if (layer, unit) == (1, 0):
+            assert os.getpid() != parent, "it is run here"
+            mark.touch()
+            time.sleep(60)
+
+    def remove_node() -> None:
+        while not mark.exists():
+            time.sleep(0.01)
+        cluster.remove_node(node)
+
     with at_most(240):
         try:
-            start(ray)
-            executor = RayExecutor()
-            with pytest.warns(ExperimentWarning, match="unit=4: its worker was lost 2 times, .*: WorkerCrashedError"):
-                result = swept(pg, acting(act), executor=executor, recipe=build, progress=True)
-            failed = np.isnan(result.values)
-            assert np.argwhere(failed).tolist() == [[2, 4]]
-            assert result.values[~failed].tolist() == here.values[~failed].tolist()
-            assert re.search(r"18/18 .*\d workers?\]", capsys.readouterr().err)
+            cluster, node = started()
+        except Exception:  # on a busy machine a node may not be up after the 30 seconds that Ray waits
+            ray.shutdown()
+            cluster, node = started()
+        try:
+            ray.init(cluster.address, log_to_driver=False)
             with pytest.raises(ExperimentError, match="the recipe failed in a worker: ZeroDivisionError"):
                 swept(pg, executor=executor, recipe=lambda: 1 / 0)
+            with pytest.warns(ExperimentWarning, match="unit=4: its worker was lost 2 times, .*: WorkerCrashedError"):
+                result = swept(pg, acting(kill), executor=executor, recipe=build, progress=True)
+            check_all_but(result, here, [2, 4])
+            assert re.search(r"18/18 .*\d workers?\]", capsys.readouterr().err)
+
+            removing = threading.Thread(target=remove_node)
+            removing.start()
+            with pytest.warns(ExperimentWarning) as caught:
+                result = swept(pg, acting(wait), executor=executor, recipe=build)
+            removing.join()
+            assert "; 1 that workers may have been lost with are not run; all others" in str(caught[0].message)
+            check_all_but(result, here, [1, 0])
+            never = RayExecutor(num_gpus=8)
+            never.check()
+            time.sleep(1.1)
+            with pytest.warns(ExperimentWarning, match="the cluster has no node with 1 CPU, 8 GPU yet"):
+                never.check()
         finally:
             ray.shutdown()
+            cluster.shutdown()
         with pytest.raises(ExperimentError, match="Ray is not connected"):
             swept(pg, executor=executor, recipe=build)
+
+
+def check_all_but(result: Any, here: Any, failed: list[int]) -> None:
+    assert np.argwhere(np.isnan(result.values)).tolist() == [failed]
+    assert np.array_equal(result.values, np.where(np.isnan(result.values), np.nan, here.values), equal_nan=True)
