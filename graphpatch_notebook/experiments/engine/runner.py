@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -34,10 +34,11 @@ from graphpatch_notebook.execution.replay import (
     own_tensors,
     tensors_in,
 )
-from graphpatch_notebook.experiments.engine.batching import Batching, chunked
+from graphpatch_notebook.experiments.engine.batching import Batching, RunCost, chunked
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.engine.changed_positions import read_at_last_only
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, measurement
 from graphpatch_notebook.experiments.engine.rows import (
     RowsError,
@@ -81,8 +82,8 @@ class CellRunner:
         self._setup = setup
         self._plain = Plain(setup)
         # Batches on trimmed inputs were not compared with the replay of a single cell.
-        is_replayed = setup.clean is not None and setup.replays and not setup.is_trimmed
-        self._replayed = Replayed(setup) if is_replayed else None
+        self._replays = Replays(setup) if setup.clean is not None and setup.replays else None
+        self._replayed = None if self._replays is None or setup.is_trimmed else Replayed(setup, self._replays)
         self._batched = Batched(setup) if setup.batching is not None else None
 
     @property
@@ -137,6 +138,25 @@ class CellRunner:
                     self._setup = self._setup.remarked(remark)
             return [self._result(number, patches, is_whole=False) for number, patches in cells]
 
+    @property
+    def clean(self) -> CleanRun | None:
+        """The run without patches; `None` if its results are not used again."""
+        return None if self._replays is None else self._setup.clean
+
+    @contextmanager
+    def resumed(self, since: float) -> Iterator[Inputs]:
+        """Yields inputs for runs in the block, which take the results of the clean run up to a time as they are.
+
+        Args:
+            since: The time; 0 for runs that compute everything.
+        """
+        replays = self._replays
+        with torch.inference_mode(False), torch.set_grad_enabled(self._setup.request.backward):
+            frames = frozenset[FrameNode]() if replays is None else replays.worthwhile(since)
+            is_right = replays is not None and replays.are_equal_without(frames)
+        with replays.without(frames) if replays is not None and is_right else nullcontext():
+            yield self._setup.inputs
+
     def run_whole(self, number: int, patches: PatchMap) -> CellResult:
         """Runs a cell as in a plain loop, even if it is pure, and returns its result."""
         with torch.inference_mode(False), torch.set_grad_enabled(self._setup.request.backward):
@@ -183,6 +203,7 @@ class CellRunner:
 # -- the three ways ----------------------------------------------------------------------------------------------------
 
 _UNVERIFIED_RUNS = 2
+_LITTLE_WORK = 0.05
 
 
 class NotReplayableError(Exception):
@@ -210,19 +231,62 @@ class Plain:
         return measurement(value)
 
 
-class Replayed:
-    """Runs a cell, and replays the frames that end before its first patched value.
+class Replays:
+    """Runs in which some frames return the results of the clean run.
 
     Args:
-        setup: How the cells of the sweep run; it has a clean run on the whole inputs.
+        setup: How the cells of the sweep run; it has a clean run.
     """
 
     def __init__(self, setup: SweepSetup) -> None:
         assert setup.clean is not None
         self._setup, self._clean = setup, setup.clean
+        self._modules: dict[frozenset[FrameNode], list[Module]] = {}
+        self._are_equal: dict[frozenset[FrameNode], bool] = {frozenset(): True}
+
+    def worthwhile(self, until: float) -> frozenset[FrameNode]:
+        """Returns the frames that ended before a time; none if they do little: the comparison costs a run."""
+        work = 1 - RunCost.of(self._clean.tree).fraction_after(until)
+        return frozenset(self._clean.tree.replayable(until) if work > _LITTLE_WORK else ())
+
+    def are_equal_without(self, frames: frozenset[FrameNode]) -> bool:
+        """Whether the model returns the same where these frames return what they returned; compared once."""
+        known = self._are_equal.get(frames)
+        if known is None:
+            known = self._are_equal[frames] = self._is_equal_without(frames)
+        return known
+
+    def _is_equal_without(self, frames: frozenset[FrameNode]) -> bool:
+        with self.without(frames), self._setup.pg.patch({}).quiet():
+            output = self._setup.inputs.run(self._setup.pg)
+        expected, found = list(_tensors_inside(self._clean.output)), list(_tensors_inside(output))
+        return len(expected) == len(found) and all(
+            difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
+        )
+
+    def without(self, frames: frozenset[FrameNode]) -> AbstractContextManager[None]:
+        """Replays frames in the block."""
+        values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
+        replay = FrameReplay(self._clean.tree, values)
+        modules = self._modules.get(frames)
+        if modules is None:
+            modules = self._modules[frames] = replay.modules()
+        return frames_seen(replay, modules)
+
+
+class Replayed:
+    """Runs a cell, and replays the frames that end before its first patched value.
+
+    Args:
+        setup: How the cells of the sweep run; it has a clean run on the whole inputs.
+        replays: The replays of this run.
+    """
+
+    def __init__(self, setup: SweepSetup, replays: Replays) -> None:
+        assert setup.clean is not None
+        self._clean, self._replays = setup.clean, replays
         self._plain = Plain(setup)
         self._runs_until: dict[frozenset[FrameNode], int] = {}
-        self._modules: dict[frozenset[FrameNode], list[Module]] = {}
 
     def measured(self, patches: PatchMap, entries: Sequence[Entry]) -> Measurement:
         """Returns the metric of a pure cell.
@@ -234,27 +298,10 @@ class Replayed:
         count = self._runs_until[frames] = self._runs_until.get(frames, 0) + 1
         if not frames or count <= _UNVERIFIED_RUNS:  # the comparison costs a run, which few cells would not repay
             return self._plain.measured(patches, entries)
-        if count == _UNVERIFIED_RUNS + 1 and not self._is_equal_without(frames):
+        if not self._replays.are_equal_without(frames):
             raise NotReplayableError
-        with self._without(frames):
+        with self._replays.without(frames):
             return self._plain.measured(patches, entries)
-
-    def _is_equal_without(self, frames: frozenset[FrameNode]) -> bool:
-        with self._without(frames), self._setup.pg.patch({}).quiet():
-            output = self._setup.request.inputs.run(self._setup.pg)
-        expected, found = list(_tensors_inside(self._clean.output)), list(_tensors_inside(output))
-        return len(expected) == len(found) and all(
-            difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
-        )
-
-    def _without(self, frames: frozenset[FrameNode]) -> AbstractContextManager[None]:
-        """Replays frames in the block."""
-        values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
-        replay = FrameReplay(self._clean.tree, values)
-        modules = self._modules.get(frames)
-        if modules is None:
-            modules = self._modules[frames] = replay.modules()
-        return frames_seen(replay, modules)
 
 
 class Batched:
