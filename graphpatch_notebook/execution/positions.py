@@ -72,7 +72,9 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
     if patch.positions is None:
         return Restriction(steps, None)
     dim, is_encoder = _dimension(root, target, patch.position_dim)
-    positions = selection(patch.positions, "positions", allow_empty=patch.allow_empty)
+    positions = selection(
+        patch.positions, "positions", allow_empty=patch.allow_empty, allow_negative=patch.is_for_one_run
+    )
     if positions.rows is None:
         return Restriction(steps, positions, dim, is_encoder)
     if patch.observes_only and len({len(row) for row in positions.rows}) > 1:
