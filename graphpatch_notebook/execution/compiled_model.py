@@ -56,6 +56,9 @@ class CompiledModel:
         self._patches = patches
         # The graph refers to these, so writes into weights have their effect, and other parameters or modules do not.
         self._parts = [(name, module, _parts_of(module)) for name, module in model.named_modules()]
+        check = graph.get_submodule("check_inputs")
+        assert isinstance(check, InputCheck)
+        check.maker = "pg.compile"
         self._compiled: Callable[..., Any] = torch.compile(graph, fullgraph=True, backend=backend, mode=mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +66,7 @@ class CompiledModel:
 
         Raises:
             GraphError: The mode of the model (train or eval), a parameter or a module is another one than when it was
-                compiled; or the inputs differ from those.
+                compiled; the inputs differ from those; or torch cannot compile the model.
             PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
         __tracebackhide__ = True
@@ -76,11 +79,16 @@ class CompiledModel:
         self._patches.read()
         try:
             return self._compiled(*args, **kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
             # The compiler hides why the graph refused inputs or values behind an error of its own: without it, the
             # graph raises that error itself.
             self.graph(*args, **kwargs)
-            raise
+            if not type(error).__module__.startswith("torch._dynamo"):
+                raise
+            raise GraphError(
+                f"torch.compile cannot make one graph of this model, as of many mixtures of experts "
+                f"({str(error).splitlines()[0]}); run the patches without pg.compile"
+            ) from error
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates text as the model's own `generate` does, with the patches, at compiled speed.
