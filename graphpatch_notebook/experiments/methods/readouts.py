@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from graphpatch_notebook.experiments.methods.lens import (
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
 from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.values import Key, take
@@ -316,6 +317,49 @@ class Readouts:
                     raise ExperimentError(f"the logits of a state of the stream cannot be computed: {result.error}")
                 found[result.number] = Readout.of(result.measurement.values)
         return [found[number] for number in range(len(states))]
+
+
+class RemoteReadouts(Readouts):
+    """Reads the states of a model in other processes, which keep the run without patches; the states stay there.
+
+    Args:
+        pg: The graph, a `RemoteGraph`.
+        inputs: The inputs of the model.
+        **options: Keyword arguments of `Readouts`.
+    """
+
+    def __init__(self, pg: PatchableGraph, inputs: Inputs, **options: Any) -> None:
+        self._key, self._options = uuid.uuid4().hex, options
+        super().__init__(pg, inputs, **options)
+
+    def _forget(self) -> None:
+        self.target, _ = _read_there(self._pg, self._key, self._inputs, self._options)
+
+    def read(self, stream: str, patches: Mapping[str, Sequence[Patch[Any]]] | None = None) -> ReadStates:
+        """Returns what the states of a stream say, without the states: see `Readouts.read`."""
+        _, found = _read_there(self._pg, self._key, self._inputs, self._options, stream, patches)
+        assert found is not None
+        return found
+
+
+_kept: dict[str, Readouts] = {}
+"""Those of the view that has read last."""
+
+
+@runs_where_the_model_is
+def _read_there(
+    pg: PatchableGraph,
+    key: str,
+    inputs: Inputs,
+    options: Mapping[str, Any],
+    stream: str | None = None,
+    patches: Mapping[str, Sequence[Patch[Any]]] | None = None,
+) -> tuple[list[int], ReadStates | None]:
+    readouts = _kept.get(key)
+    if readouts is None:
+        _kept.clear()
+        readouts = _kept[key] = Readouts(pg, inputs, **options)
+    return readouts.target, None if stream is None else replace(readouts.read(stream, patches), states=())
 
 
 def _logits_of_row(keys: tuple[Key, ...], axes: tuple[str, ...], row: int, output: Any) -> Tensor:
