@@ -555,8 +555,8 @@ class InputCheck(Module):
                     value = take(value, key) if has_child(value, key) else None
                 if not _is_like(spec, value):
                     raise GraphError(
-                        f"{_read_name(name, reads)!r} is {describe(value)}, and was {spec} in the example; make another "
-                        "graph, with pg.to_fx(...) of a PatchableGraph that has such inputs as its example"
+                        f"{_read_name(name, reads)!r} is {describe(value)}, and was {spec} in the example; make "
+                        "another graph, with pg.to_fx(...) of a PatchableGraph that has such inputs as its example"
                     )
 
     def _check_modes(self) -> None:
