@@ -13,6 +13,7 @@ with the reason. The runner then falls back to a simpler setup; a remark gives t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -29,7 +30,6 @@ from graphpatch_notebook.execution import Entry, PatchContext, frames_seen
 from graphpatch_notebook.execution.replay import (
     FrameNode,
     FrameReplay,
-    all_modules,
     leaves_of,
     own_tensors,
     tensors_in,
@@ -45,6 +45,7 @@ from graphpatch_notebook.experiments.engine.rows import (
     RowsPatch,
     is_close,
     parted,
+    perturbed_cells,
     repeated,
     repeated_inputs,
     taken,
@@ -203,8 +204,6 @@ class CellRunner:
 
 _UNVERIFIED_RUNS = 2
 _LITTLE_WORK = 0.05
-_PERTURBED = 6
-"""One row with negative offsets and five with positive ones: a majority, so that a median changes, too."""
 
 
 class NotReplayableError(Exception):
@@ -441,21 +440,21 @@ def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, batching: Batchi
     pg, known, test = setup.pg, clean.known, _key("rows never meet", clean, batching)
     if test in known:
         return
-    patches: PatchMap = {
-        path: RowsPatch([[]], place, perturbed=_PERTURBED) for path, place in batching.of_paths.items()
-    }
+    count = perturbed_cells(min(place.size for place in batching.of_paths.values()))
+    patches: PatchMap = {path: RowsPatch([[]], place, perturbed=count) for path, place in batching.of_paths.items()}
     frames = clean.tree.replayable(clean.first_of(batching.of_paths), batching.layouts)
-    values = {frame: repeated(frame.value, batching.layouts[frame], 1 + _PERTURBED) for frame in frames}
-    many = repeated_inputs(setup.inputs.fresh(), batching.inputs, 1 + _PERTURBED)
-    modules = all_modules(captured(pg).module)
+    replay = FrameReplay(
+        clean.tree, {frame: repeated(frame.value, batching.layouts[frame], 1 + count) for frame in frames}
+    )
+    many = repeated_inputs(setup.inputs.fresh(), batching.inputs, 1 + count)
     try:
-        with torch.no_grad(), frames_seen(FrameReplay(clean.tree, values), modules), pg.patch(patches).quiet():
+        with torch.no_grad(), frames_seen(replay, replay.modules()), pg.patch(patches).quiet():
             output = pg(*many.args, **many.kwargs)
     except (RowsError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise RowsError(f"on several rows it raises {type(error).__name__}: {error}") from None
-    _check_rows(output, clean, batching, 1 + _PERTURBED)
+    _check_rows(output, clean, batching, 1 + count)
     _check_control(taken(output, batching.output, 0), clean)
     known[test] = True
 
@@ -505,7 +504,8 @@ def _assure_same_alone(
     with suppress(TypeError):  # the metric has no hash, or cannot be referred to weakly
         if metric in passed:
             return True
-    effects = [_distance(output, clean.output) for output in outputs]
+    expected = _floats(clean.output)
+    effects = [_distance(_floats(output), expected) for output in outputs]
     most = effects.index(max(effects))
     with setup.pg.patch(maps[most]).quiet():
         alone = setup.request.inputs.run(setup.pg)
@@ -520,9 +520,12 @@ def _assure_same_alone(
     return effects[most] > 0
 
 
-def _distance(output: Any, reference: Any) -> float:
-    pairs = zip(_floats(output), _floats(reference), strict=True)
-    return sum((a - b).abs().nan_to_num(0, 0, 0).sum().item() for a, b in pairs)
+def _distance(values: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    differences = [(a - b).abs() for a, b in zip(values, expected, strict=True)]
+    total = sum(difference.sum().item() for difference in differences)
+    if math.isfinite(total):
+        return total
+    return sum(difference.nan_to_num(0, 0, 0).sum().item() for difference in differences)
 
 
 def _is_same(whole: Any, part: Any, *, is_last: bool) -> bool:

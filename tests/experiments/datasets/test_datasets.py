@@ -314,6 +314,24 @@ def test_keys_have_positions_and_images_do_not(pg: PatchableGraph, tmp_path: Pat
         assert torch.allclose(store[path][:], vit(images, output_hidden_states=True).hidden_states[1], atol=1e-5)
 
 
+def test_values_of_routers_have_positions(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model: Any = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, vocab_size=30, num_local_experts=3, **sizes))
+    inputs = examples(5)
+    pg = PatchableGraph(model.eval(), inputs["input_ids"][:2])
+    expected: list[Tensor] = []
+    with model.model.layers[0].mlp.gate.register_forward_hook(lambda _, __, out: expected.append(out[0])):
+        model(**inputs)
+    rows = expected[0].detach().reshape(5, LENGTH, 3)[inputs["attention_mask"].bool()]
+    store = record_to(pg, tmp_path / "store", "layers[0].router", inputs, batch_size=2)
+    torch.testing.assert_close(store["layers[0].router"][:], rows)
+    means = mean_values(pg, "layers[0].router", inputs, batch_size=3)
+    torch.testing.assert_close(means["layers[0].router"], rows.mean(0))
+
+
 def test_results_of_batches_are_averaged(pg: PatchableGraph) -> None:
     metric = LogitDifference(3, 4)
     pairs = [(examples(2, seed)["input_ids"], examples(2, seed + 50)["input_ids"]) for seed in range(4)]
