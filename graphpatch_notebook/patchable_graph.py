@@ -18,6 +18,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.checks.model_state import ModuleState, SharedRandomState, copied
 from graphpatch_notebook.components import Components, ProofRun, Weights, find
 from graphpatch_notebook.delegation import ModuleDelegate
@@ -513,6 +514,7 @@ class PatchableGraph(ModuleDelegate):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[11.0, 21.0]]
         """
+        check_input_names(self._captured.root, input_kwargs, PatchableGraph.compile)
         entries = self._captured.entries_of(patches)
         check_compilable(entries)
         copies = CompiledPatches(patches, entries)
@@ -675,8 +677,8 @@ class PatchableGraph(ModuleDelegate):
         Args:
             patch_map: From node paths (strings or `NodePath` objects) to a patch or a list of patches. A path may be a
                 pattern, in which `*` is any text within a name, and `**` any text: `"h_*.mlp.output"`. What is a path
-                is never taken for a pattern, and patches on a path replace those on a pattern that matches it. An empty
-                list means no patch.
+                is never taken for a pattern. Patches that change the value at a path of its own, and an empty list,
+                which means no patch, replace those of patterns, and of names of several values, there.
             strict: Whether a patch that never fires during a call is an error rather than a warning.
 
         Raises:
@@ -714,7 +716,8 @@ class PatchableGraph(ModuleDelegate):
             patterns: A path, a pattern, or several. In a pattern, `*` is any text within a name, and `**` any text:
                 `"transformer.h_*.output"`, `"**.attn.z"`. What is a path is never taken for a pattern.
             *inputs: Inputs of the model, positional.
-            positions: The positions in the sequence to record, as for patches; `None` for all.
+            positions: The positions in the sequence to record, in this order, as for patches; negative ones count from
+                the end. `None` for all.
             dtype: The dtype to convert the values to.
             device: The device to move the values to.
             stop_at_last: Whether the forward ends after the last value.
@@ -726,6 +729,8 @@ class PatchableGraph(ModuleDelegate):
         Raises:
             UnknownPathError: A path does not exist, or a pattern matches nothing; nothing ran.
             PatchMapError: A value does not have `positions`; nothing ran.
+            PatchValueError: The sequence does not have one of the positions.
+            ExperimentError: A keyword is a misspelled option; nothing ran.
 
         Example:
             >>> import torch
@@ -738,6 +743,7 @@ class PatchableGraph(ModuleDelegate):
             sub_1.output: Tensor(1, 2)
         """
         __tracebackhide__ = True
+        check_input_names(self._captured.root, input_kwargs, PatchableGraph.record)
         run = functools.partial(self, *inputs, **input_kwargs)
         return record(
             self._captured, run, patterns, positions=positions, dtype=dtype, device=device, stop_at_last=stop_at_last
@@ -763,6 +769,7 @@ class PatchableGraph(ModuleDelegate):
             tensor([0., 3.])
         """
         __tracebackhide__ = True
+        check_input_names(self._captured.root, input_kwargs, PatchableGraph.record)  # whose options it does not have
         with self.patch({path: StopPatch()}, strict=True):
             return self(*inputs, **input_kwargs)
 

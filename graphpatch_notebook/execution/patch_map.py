@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.components import find
-from graphpatch_notebook.components.names import is_component_name
+from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ComponentWarning, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
@@ -47,7 +48,8 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
     root = nodes.root
     problems: list[str] = []
     has_all_paths = True
-    entries: list[Entry] = []
+    meant: list[tuple[str, Any, list[Target]]] = []
+    splices: dict[str, Entry] = {}
     for path, patches in patch_map.items():
         text = path if type(path) is str else str(path)
         targets = known.get(text)
@@ -61,12 +63,15 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
                 if inside is None:
                     problems.append(error.message + other_stage(root, text))
                     has_all_paths = False
-                else:
-                    problems += _problems_inside(text, inside[1].patches)
-                    entries.append(Entry(inside[0], (inside[1],)))
-                continue
-        is_one = len(targets) == 1 and (targets[0].path == text or not is_pattern(text))
-        for target in targets if is_one else _several(targets, text, patches, patch_map, problems):
+                    continue
+                problems += _problems_inside(text, inside[1].patches)
+                splices[text] = Entry(inside[0], (inside[1],))
+                targets = []
+        meant.append((text, patches, targets))
+    entries: list[Entry] = []
+    for text, patches, targets in _without_replaced(meant, problems):
+        entries += [splices[text]] if text in splices else []
+        for target in targets:
             entries += _entries(root, target, patches, problems)
     entries += _sources_of(nodes, entries, problems)
     if not problems:
@@ -165,18 +170,55 @@ _ONE_FOR_SEVERAL = (
 )
 
 
-def _several(
-    targets: Sequence[Target], text: str, given: Any, patch_map: Mapping[Any, Any], problems: list[str]
-) -> Sequence[Target]:
-    """Returns those of the values that a text means which have no patches of their own in the patch map."""
-    own = set(map(str, patch_map))
-    found = [target for target in targets if target.text == text or target.text not in own]
-    patches = given if isinstance(given, (list, tuple)) else [given]
-    keeping = next((patch for patch in patches if isinstance(patch, Patch) and patch.only_keeps), None)
-    if keeping is None or len(found) < 2:
-        return found
-    problems.append(_ONE_FOR_SEVERAL.format(text=text, count=len(found), kind=type(keeping).__name__))
-    return []
+_Meant: TypeAlias = "list[tuple[str, Any, list[Target]]]"
+"""The keys of a patch map, with the patches and what the key means."""
+
+
+def _without_replaced(meant: _Meant, problems: list[str]) -> _Meant:
+    """Returns the keys; those that may mean several values, without values that another key changes by a path."""
+    several = [_may_mean_several(text) and [target.path for target in targets] != [text] for text, _, targets in meant]
+    if not any(several):
+        return meant
+    own = {
+        _identity(target)
+        for (_, patches, targets), may in zip(meant, several, strict=True)
+        if not may and not _only_observe(_listed(patches))
+        for target in targets
+    }
+    found: _Meant = []
+    for (text, patches, targets), may in zip(meant, several, strict=True):
+        left = [target for target in targets if _identity(target) not in own] if may else targets
+        keeping = next((patch for patch in _listed(patches) if isinstance(patch, Patch) and patch.only_keeps), None)
+        if keeping is not None and len(left) > 1:
+            problems.append(_ONE_FOR_SEVERAL.format(text=text, count=len(left), kind=type(keeping).__name__))
+            left = []
+        found.append((text, patches, left))
+    return found
+
+
+def _listed(patches: Any) -> Sequence[Any]:
+    return patches if isinstance(patches, (list, tuple)) else [patches]
+
+
+def _only_observe(patches: Sequence[Any]) -> bool:
+    """Whether these are patches that leave the value as it is; an empty list says that it has no patch."""
+    return len(patches) > 0 and all(isinstance(patch, Patch) and patch.observes_only for patch in patches)
+
+
+def _identity(target: Target) -> tuple[str, str]:
+    return target.path, repr(target.index)  # slices have no hash before Python 3.12
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_mean_several(text: str) -> bool:
+    """Whether a text is a pattern, or the name of components with lists or slices of layers, heads or experts."""
+    if is_pattern(text) or not is_component_name(text):
+        return is_pattern(text)
+    try:
+        name = parse_name(text)
+    except ValueError:  # a path that has an @
+        return False
+    return not all(numbers is None or isinstance(numbers, int) for numbers in (name.layers, name.members))
 
 
 def _warn_of_doubts(entries: Sequence[Entry]) -> None:

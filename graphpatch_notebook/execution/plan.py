@@ -13,7 +13,6 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
@@ -84,7 +83,7 @@ class Entry:
             or not isinstance(spec, TensorSpec)
         ):
             return
-        if target.dig or target.index or node.is_mutated_later or node.is_view_filled_later:
+        if target.dig or (target.component and target.index) or node.is_mutated_later or node.is_view_filled_later:
             return
         self.plain_shape = spec.shape
         if not declares(patches[0], "only_keeps"):
@@ -135,9 +134,9 @@ class PatchedCode:
 
     __slots__ = ("by_offset", "offsets")
 
-    def __init__(self, code: CodeType) -> None:
-        self.offsets = call_sites.offsets_of(code)
-        self.by_offset: dict[int, EntriesByChain] = {}
+    def __init__(self, offsets: dict[int, int]) -> None:
+        self.offsets = offsets
+        self.by_offset: dict[int | None, EntriesByChain] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +159,7 @@ class PatchedSites:
         chain = tuple(number for outer, at in above for number in (id(outer), at)) if above else ()
         patched = self.by_code.get(id(code))
         if patched is None:
-            patched = self.by_code[id(code)] = PatchedCode(code)
+            patched = self.by_code[id(code)] = PatchedCode(call_sites.offsets_of(code))
         by_occurrence = patched.by_offset.setdefault(offset, {}).setdefault(chain, {})
         if occurrence not in by_occurrence:
             by_occurrence[occurrence] = SiteEntries()

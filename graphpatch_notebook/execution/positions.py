@@ -72,7 +72,9 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
     if patch.positions is None:
         return Restriction(steps, None)
     dim, is_encoder = _dimension(root, target, patch.position_dim)
-    positions = selection(patch.positions, "positions", allow_empty=patch.allow_empty)
+    positions = selection(
+        patch.positions, "positions", allow_empty=patch.allow_empty, allow_negative=patch.is_for_one_run
+    )
     if positions.rows is None:
         return Restriction(steps, positions, dim, is_encoder)
     if patch.observes_only and len({len(row) for row in positions.rows}) > 1:
@@ -111,8 +113,9 @@ def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
 def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None, bool]:
     """Returns which dimensions of a target's whole value hold the batch and the sequence, and if that is an encoder's.
 
-    The second is `None` if the value has no positions, as a pooled output, or if the model does not take tokens. Keys
-    and values of attention have the positions that are attended to.
+    The second is `None` if the value has no positions, as a pooled output, or if the model does not take tokens. Both
+    are the same if one dimension holds the positions of all rows, one row after the other, as of a router's logits.
+    Keys and values of attention have the positions that are attended to.
 
     Raises:
         ValueError: That is not known.
@@ -133,11 +136,25 @@ def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None,
     if _token_spec(root) is None:
         return 0, None, False
     known = dimensions_of(root)
+    if axes[:1] == ("token",) and _holds_all_positions(root, target):
+        return 0, 0, _is_inside(encoder_of(root), target)
     sequences = filter(None, (_sequence(root), _encoder_sequence(root)))
     dim, is_encoder = None, False
     if any(known.dims_like(whole, sequence) for sequence in sequences):
         dim, is_encoder = _dimension(root, target, None)
     return row_dimension(root, target, -1 if dim is None else dim), dim, is_encoder
+
+
+def _holds_all_positions(root: Frame, target: Target) -> bool:
+    """Whether the first dimension of a value is as long as all rows together, and in their order."""
+    spec, whole, known = _token_spec(root), target.whole, dimensions_of(root)
+    length = _encoder_sequence(root) if _is_inside(encoder_of(root), target) else _sequence(root)
+    if spec is None or length is None or not isinstance(whole, TensorSpec):
+        return False
+    merged = tuple(count * size for count, size in zip(known.profiles(spec)[0], length, strict=False))
+    if 0 not in known.dims_like(whole, merged):
+        return False
+    return not known.is_placed_by_values(target.frame, target.node, whole, [0], [merged])
 
 
 def sequence_dims(axes: Sequence[str]) -> list[int]:

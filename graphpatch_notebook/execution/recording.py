@@ -48,6 +48,7 @@ class _Keeping(ProbePatch):
     """
 
     only_keeps: ClassVar[bool] = True
+    is_for_one_run: ClassVar[bool] = True
     recorder: _Recorder = field(kw_only=True, repr=False)
     path: str = field(kw_only=True)
     convert: Callable[[Any], Any] | None = field(kw_only=True)

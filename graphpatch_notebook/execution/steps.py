@@ -168,6 +168,12 @@ class GenerationSteps:
             first = self._first_of_encoder(target, restriction, size)
         else:
             first = self._first(entry, target, restriction, size)
+        positions = restriction.positions
+        if entry.patches[0].is_for_one_run and positions and (outside := positions.outside(first, first + size)):
+            raise PatchValueError(
+                f"{target.text!r}: positions has {outside[0]}, but the sequence has positions {first} to "
+                f"{first + size - 1} here"
+            )
         found = restriction.indices(first, size)
         if not found:
             self._held_back.add(id(entry))

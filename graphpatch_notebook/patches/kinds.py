@@ -18,7 +18,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.selections import PositionSelection, StepSelection, selection
 from graphpatch_notebook.patches.slices import TensorIndex, as_index, index_problem, selection_problem, selects_nothing
-from graphpatch_notebook.torch_compat import version_of
+from graphpatch_notebook.torch_compat import read_version, version_of
 
 T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
@@ -75,6 +75,8 @@ class Patch(Generic[T]):
             sweeps with such patches only share forwards. Subclasses do not inherit it, since they may redefine `op`.
         only_keeps: Whether `op` does nothing but keep the value. Such patches take a short way to the value, and of an
             input of a module they keep an alias of its own, so that gradients are those of this use. Not inherited.
+        is_for_one_run: Whether the patch is for a single forward, which has all positions: `positions` may count from
+            the end, and each of them must be there.
         stops_run: Whether `op` ends the forward. It runs after all other patches on the node.
         replaces_call: Whether the patch replaces a call of a module: `op` receives what the call passes through (see
             `SkipPatch`), and returns the output of the call.
@@ -94,7 +96,7 @@ class Patch(Generic[T]):
             result are used; a patch that only reads receives a copy of these positions. This needs a model that takes
             `input_ids` or `inputs_embeds`. For nodes of an encoder, positions are those of the encoder's sequence.
             With two dimensions (`[[3], [5], [2]]`, or a tensor `ends[:, None]`), they are those of each row of the
-            batch. A patch that only reads then needs as many positions in each row.
+            batch. A patch that only reads has them in the order given, and needs as many positions in each row.
         position_dim: The dimension of the value that runs along the sequence. Only needed if an error on entry asks
             for it.
 
@@ -116,6 +118,7 @@ class Patch(Generic[T]):
     observes_only: ClassVar[bool] = False
     is_pure: ClassVar[bool] = False
     only_keeps: ClassVar[bool] = False
+    is_for_one_run: ClassVar[bool] = False
     stops_run: ClassVar[bool] = False
     replaces_call: ClassVar[bool] = False
 
@@ -207,7 +210,8 @@ def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | N
     try:
         for what in ("steps", "positions"):
             if getattr(patch, what) is not None:
-                selection(getattr(patch, what), what, allow_empty=patch.allow_empty)
+                may_count_from_end = what == "positions" and patch.is_for_one_run
+                selection(getattr(patch, what), what, allow_empty=patch.allow_empty, allow_negative=may_count_from_end)
     except ValueError as error:
         return str(error)
     for name in ("any_shape", "allow_empty"):
@@ -386,7 +390,10 @@ class ProbePatch(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         self._kept = original_output
-        self._version = version_of(original_output)
+        try:
+            self._version = read_version(original_output)
+        except (AttributeError, RuntimeError):  # as `version_of`, inlined
+            self._version = None
         return original_output
 
     @property

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,50 +33,71 @@ class Selection:
     """Some of the numbers from zero on.
 
     Attributes:
-        chosen: The numbers; a slice without negative parts; or, for steps, a function of a number. With `rows`, those
-            of all rows together.
+        chosen: The numbers, in the order given; a slice; or, for steps, a function of a number. With `rows`, those of
+            all rows together. Negative ones count from the end.
         text: How the user wrote them.
         rows: The numbers of each row of the batch; `None` if they are the same for all rows.
     """
 
-    chosen: frozenset[int] | slice | Callable[[int], bool]
+    chosen: tuple[int, ...] | slice | Callable[[int], bool]
     text: str
-    rows: tuple[frozenset[int], ...] | None = None
+    rows: tuple[tuple[int, ...], ...] | None = None
 
     def __contains__(self, number: int) -> bool:
         return bool(self.within(number, number + 1))
 
     def within(self, start: int, stop: int) -> list[int]:
-        """Returns the selected numbers from `start` on and below `stop`, in order.
+        """Returns the selected numbers from `start` on and below `stop`, in the order given.
 
         Example:
-            >>> selection(slice(1, None, 3), "steps").within(3, 9)
-            [4, 7]
+            >>> selection(slice(1, None, 3), "steps").within(3, 9), selection([8, 2, 5], "steps").within(3, 9)
+            ([4, 7], [8, 5])
         """
         if callable(self.chosen):
             return [number for number in range(start, stop) if self.chosen(number)]
         if not isinstance(self.chosen, slice):
-            return sorted(number for number in self.chosen if start <= number < stop)
+            return _between(self.chosen, start, stop)
         first, end, step = self.chosen.indices(stop)
         skipped = max(0, -(-(start - first) // step))
         return list(range(first + skipped * step, end, step))
 
     def rows_within(self, start: int, stop: int) -> list[list[int]]:
-        """Returns the numbers of each row from `start` on and below `stop`, in order.
+        """Returns the numbers of each row from `start` on and below `stop`, in the order given.
 
         Example:
             >>> selection([[3], [5, 6], [2]], "positions").rows_within(3, 6)
             [[3], [5], []]
         """
         assert self.rows is not None
-        return [sorted(number for number in row if start <= number < stop) for row in self.rows]
+        return [_between(row, start, stop) for row in self.rows]
+
+    def outside(self, start: int, stop: int) -> list[int]:
+        """Returns the numbers given one by one that are not from `start` on and below `stop`.
+
+        Example:
+            >>> selection([1, 9], "positions").outside(0, 6)
+            [9]
+        """
+        listed = self.chosen if isinstance(self.chosen, tuple) else ()
+        return [number for number in listed if not _between([number], start, stop)]
 
     def __str__(self) -> str:
         return self.text
 
 
-def selection(given: Any, what: str, *, allow_empty: bool = False) -> Selection:
+def _between(numbers: Sequence[int], start: int, stop: int) -> list[int]:
+    counted = (number if number >= 0 else stop + number for number in numbers)
+    return [number for number in counted if start <= number < stop]
+
+
+def selection(given: Any, what: str, *, allow_empty: bool = False, allow_negative: bool = False) -> Selection:
     """Returns the selection for the field `what` of a patch.
+
+    Args:
+        given: What the user wrote.
+        what: The name of the field.
+        allow_empty: Whether it may select nothing.
+        allow_negative: Whether numbers may count from the end, which must then be known.
 
     Raises:
         ValueError: `given` is not a selection, or is empty without `allow_empty`.
@@ -90,14 +112,14 @@ def selection(given: Any, what: str, *, allow_empty: bool = False) -> Selection:
         return Selection(given, getattr(given, "__name__", repr(given)))
     rows = _rows(given) if what == "positions" else None
     if rows is not None:
-        return _selection_of_rows(rows, given, what, allow_empty)
+        return _selection_of_rows(rows, given, what, allow_empty=allow_empty, allow_negative=allow_negative)
     chosen = _chosen(given, what)
     if not chosen and not allow_empty:
         raise ValueError(f"{what}={given!r} selects nothing; if that is meant, give the patch allow_empty=True")
     parts = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
-    if any(part is not None and part < 0 for part in parts):
+    if not allow_negative and any(part is not None and part < 0 for part in parts):
         raise ValueError(_negative(given, what))
-    return Selection(chosen, repr(given) if isinstance(chosen, slice) else ", ".join(map(str, sorted(chosen))))
+    return Selection(chosen, repr(given) if isinstance(given, (range, slice)) else ", ".join(map(str, chosen)))
 
 
 def _rows(given: Any) -> list[Any] | None:
@@ -108,38 +130,38 @@ def _rows(given: Any) -> list[Any] | None:
     return list(listed)
 
 
-def _selection_of_rows(rows: list[Any], given: Any, what: str, allow_empty: bool) -> Selection:
+def _selection_of_rows(rows: list[Any], given: Any, what: str, *, allow_empty: bool, allow_negative: bool) -> Selection:
     try:
         if not all(map(_is_several, rows)):
             raise TypeError("a number among rows")
-        chosen = tuple(frozenset(map(_whole, row)) for row in rows)
+        chosen = tuple(tuple(map(_whole, row)) for row in rows)
     except TypeError:
         raise ValueError(
             f"{what}={given!r} must have whole numbers for each row of the batch, such as [[3], [5], [2]]"
         ) from None
     if not all(chosen) and not allow_empty:
-        row = chosen.index(frozenset())
+        row = chosen.index(())
         raise ValueError(f"{what}={given!r} selects nothing in row {row}; if that is meant, give allow_empty=True")
-    together = frozenset().union(*chosen)
-    if any(number < 0 for number in together):
+    together = tuple(dict.fromkeys(itertools.chain(*chosen)))
+    if not allow_negative and any(number < 0 for number in together):
         raise ValueError(_negative(given, what))
-    return Selection(together, ", ".join(str(sorted(row)) for row in chosen), chosen)
+    return Selection(together, ", ".join(str(list(row)) for row in chosen), chosen)
 
 
 def _is_several(given: Any) -> bool:
     return isinstance(given, Collection) and not isinstance(given, (str, bytes)) and getattr(given, "ndim", 1) != 0
 
 
-def _chosen(given: Any, what: str) -> frozenset[int] | slice:
-    if isinstance(given, range) and given:
-        upwards = given if given.step > 0 else given[::-1]
-        return slice(upwards.start, upwards.stop, upwards.step)
+def _chosen(given: Any, what: str) -> tuple[int, ...] | slice:
+    if isinstance(given, range) and given and given.step > 0:
+        return slice(given.start, given.stop, given.step)
     try:
         if isinstance(given, slice):
             return _checked(given, what)
         if not isinstance(given, (str, bytes, Mapping)):
             are_several = isinstance(given, Collection) and getattr(given, "ndim", 1) != 0  # tensors may be numbers
-            return frozenset(map(_whole, given if are_several else [given]))
+            numbers = tuple(map(_whole, given if are_several else [given]))
+            return tuple(sorted(numbers)) if isinstance(given, Set) else numbers
     except TypeError:
         pass
     names = "".join(f"{name!r}, " for name in NAMED_STEPS) if what == "steps" else ""
@@ -152,12 +174,12 @@ def _whole(number: Any) -> int:
     return operator.index(number)
 
 
-def _checked(given: slice, what: str) -> frozenset[int] | slice:
+def _checked(given: slice, what: str) -> tuple[int, ...] | slice:
     start, stop, step = (part if part is None else _whole(part) for part in (given.start, given.stop, given.step))
     if step is not None and step < 1:
         raise ValueError(f"{what}={given!r} must be ascending")
     is_empty = stop is not None and 0 <= stop <= max(start or 0, 0)
-    return frozenset() if is_empty else slice(start, stop, step)
+    return () if is_empty else slice(start, stop, step)
 
 
 def _negative(given: Any, what: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_sa
 from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
 
+_T = TypeVar("_T")
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
 _Key: TypeAlias = "tuple[int, tuple[Any, ...]]"
 _LEAVES = (nn.Linear.forward, nn.Embedding.forward)
@@ -161,6 +162,29 @@ class Sharding:
         """Whether this is the first of the processes that run the model."""
         return bool(self.mesh.get_local_rank() == 0)
 
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns what all processes give, which is pickled, in their order."""
+        found: list[Any] = [None] * self.mesh.size()
+        dist.all_gather_object(found, value, group=self.agreement.group)
+        return found
+
+    def on_first(self, make: Callable[[], _T]) -> _T:
+        """Returns on all processes what `make`, which runs on the first one only, returns there.
+
+        Raises:
+            Exception: What it raises there.
+        """
+        made: Any = None
+        if self.is_first:
+            try:
+                made = make(), None
+            except Exception as error:
+                made = None, error
+        result, problem = self.gathered(made)[0]
+        if problem is not None:
+            raise problem
+        return result  # type: ignore[no-any-return]
+
     def is_leaf(self, target: Target) -> bool:
         """Whether a value is that of a sharded `Linear` or `Embedding`, whose op sees parts only."""
         return id(target.node) in self._leaves
@@ -222,8 +246,7 @@ class Sharding:
         if looks:
             run(looks)
         mine = {path: look.seen for path, look in looks.items()}
-        everywhere: list[Any] = [None] * self.mesh.size()
-        dist.all_gather_object(everywhere, mine, group=self.agreement.group)
+        everywhere = self.gathered(mine)
         for path, target in looked.items():
             seen = [each.get(path) for each in everywhere]
             self._placements[id(target.node), target.dig] = self._placed(target, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -12,8 +13,9 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.experiments import attribute, attribute_edges, circuit, circuit_patches
+from graphpatch_notebook.experiments import attribute, attribute_edges, circuit, circuit_patches, record_to
 from graphpatch_notebook.experiments.attribution.rules import Method
+from tests.benchmarks.memory import peak_bytes
 from tests.benchmarks.models import GPT2_124M, GPT2_SMALL, Benchmarked
 from tests.benchmarks.ratios import median_times
 from tests.benchmarks.report import Row, report, row
@@ -202,6 +204,33 @@ def swept_heads(benchmarked: Benchmarked, layers: list[int], bound: float, quick
 
 
 @torch.no_grad()
+def stored(benchmarked: Benchmarked, paths: list[str], quick: bool) -> Iterator[Row]:
+    """Values of a dataset, written to files, next to plain forward passes; and the memory that this takes."""
+    model: Any = benchmarked.build()
+    tokens = torch.cat([benchmarked.inputs(64).roll(shift, 1) for shift in range(8)])
+    pg = PatchableGraph(model, tokens[:1])
+
+    def store(batches: int, shard_bytes: int = 2**28) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            record_to(pg, folder, paths, (tokens for _ in range(batches)), shard_bytes=shard_bytes)
+
+    count = 2 if quick else 6
+
+    def plain() -> None:
+        for _ in range(count):
+            model(tokens)
+
+    works = {"plain": plain, "store": partial(store, count)}
+    times = median_times(works, 2 if quick else 5, warm_ups=1, clock=time.process_time)
+    speed = times["plain"] / times["store"]
+    few, many = (peak_bytes(partial(store, batches, 2**20)) for batches in (3, 12))
+    what = f"{benchmarked.name}, batches of 8 x 64 tokens: store {len(pg.record(paths, tokens[:1]))} values"
+    yield row(f"{what}: speed / that of plain forward passes", f"{speed:.2f}x", "at least 0.8x", speed >= 0.8)
+    growth = many / few
+    yield row(f"{what}: most memory for 12 batches / for 3", f"{growth:.2f}x", "at most 1.05x", growth <= 1.05)
+
+
+@torch.no_grad()
 def compiled(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
     """A model with patches, compiled by `pg.compile`, next to `torch.compile` of the model without patches."""
     model: Any = benchmarked.build()
@@ -237,6 +266,7 @@ def sections(quick: bool) -> list[Iterator[Row]]:
         swept(GPT2_124M, 3.5, quick),
         swept(GPT2_SMALL, 8, quick),
         swept_heads(GPT2_124M, [0, 3, 6, 9], 0.25, quick),
+        stored(GPT2_124M, ["layers[*].resid_pre", "layers[*].resid_mid", "layers[*].resid_post"], quick),
         compiled(GPT2_SMALL, quick),
     ]
 

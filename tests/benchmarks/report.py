@@ -28,14 +28,17 @@ def report(title: str, about: str | None, sections: Callable[[bool], Iterable[It
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a measurement")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", nargs="*", help="sections, by the names of their functions")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     started = time.perf_counter()
     table = Table(title=f"{title}, torch {torch.__version__}, one thread, medians of alternating runs")
     for column in ("what", "measured", "asked", ""):
         table.add_column(column)
-    for section in sections(quick):
+    for section in sections(options.quick):
+        if options.only and section.__name__ not in options.only:
+            continue
         for what, measured, must, holds in section:
             table.add_row(what, measured, must, "ok" if holds else "MISSED")
     console = Console(width=120)

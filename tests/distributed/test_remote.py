@@ -93,20 +93,27 @@ def test_names_shapes_and_components_are_known_without_weights(there: PatchableG
     assert all(parameter.is_meta for parameter in there.parameters())
 
 
-def test_attention_is_shown_with_patches_and_the_lens_says_why_not(there: PatchableGraph, here: PatchableGraph) -> None:
-    views = [show_attention(pg, input_ids=IDS) for pg in (there, here)]
-    with contextlib.closing(views[0]), contextlib.closing(views[1]):
-        for view in views:
+def test_views_show_the_same_with_and_without_patches(there: PatchableGraph, here: PatchableGraph) -> None:
+    with contextlib.ExitStack() as closing:
+        attention, lens = (
+            [closing.enter_context(contextlib.closing(show(pg, input_ids=IDS))) for pg in (there, here)]
+            for show in (show_attention, show_lens)
+        )
+        for view in (*attention, *lens):
+            closing.callback(view._session.clear)
+        for view in (attention[0], attention[1]):
             view._session.add(ChosenPatch("layers[0].attn.heads[2].z", "zero"))
             view.update()
-        for remote_run, run in zip(*((view._clean, view._patched) for view in views), strict=True):
+        for remote_run, run in zip(*((view._clean, view._patched) for view in attention), strict=True):
             for found, right in zip(remote_run, run, strict=True):
                 assert torch.equal(found.cells.cells, right.cells.cells)
-        assert not torch.equal(views[0]._clean[1].cells.cells, views[0]._patched[1].cells.cells)
-    for view in views:
-        view._session.clear()
-    with pytest.raises(ExperimentError, match="use logit_lens"):
-        show_lens(there, input_ids=IDS)
+        assert not torch.equal(attention[0]._clean[1].cells.cells, attention[0]._patched[1].cells.cells)
+        for view in lens:
+            view.show_stream("mlp")
+            view.update()
+        assert lens[0].lens == lens[1].lens
+        assert lens[0].lens["runs"] == 2
+        assert lens[0].cells == lens[1].cells
 
 
 def test_calls_give_the_same_numbers(there: PatchableGraph, here: PatchableGraph) -> None:

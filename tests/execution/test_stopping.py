@@ -23,6 +23,7 @@ from graphpatch_notebook import (
     PatchMapError,
     PatchNotFiredError,
     PatchNotFiredWarning,
+    PatchValueError,
     ProbePatch,
     StopPatch,
     UnknownPathError,
@@ -177,12 +178,62 @@ def test_patterns_that_are_refused(gpt2: PatchableGraph) -> None:
         gpt2.record("nowhere_*", TOKENS)
     with pytest.raises(UnknownPathError, match="nothing to record"):
         gpt2.record([], TOKENS)
-    with pytest.raises(PatchMapError, match=r"'transformer.h_0.output': pg.record: positions=-1 counts from the end"):
-        gpt2.record("transformer.h_0.output", TOKENS, positions=-1)
+    with pytest.raises(PatchValueError, match=r"'transformer.h_0.output': positions has 9, but .* 0 to 3 here"):
+        gpt2.record("transformer.h_0.output", TOKENS, positions=[0, 9])
+    with pytest.raises(PatchValueError, match="has a position twice, and both copies would get its gradient"):
+        gpt2.record("transformer.h_0.output", TOKENS, positions=[3, 3])
+    for call in (gpt2.record, gpt2.run_until):
+        with pytest.raises(ExperimentError, match="'position' is neither .* of record .* did you mean positions="):
+            call("transformer.h_0.output", TOKENS, position=1)
     with pytest.raises(PatchMapError, match=r"means 3 values, which one ProbePatch .* pg\.record\("):
         gpt2.patch({"transformer.h_*.output": [ZeroPatch(), ProbePatch()]}).__enter__()
     with pytest.raises(UnknownPathError, match=r"2 problems"):
         gpt2.patch({"nowhere_*": ZeroPatch(), "nothing": ZeroPatch()}).__enter__()
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [[3, 0], [2, 2], -1, [-1, 0], range(3, 0, -2), [[3, 1], [0, 2]], torch.tensor([[1, 1], [-1, 0]])],
+    ids=str,
+)
+def test_positions_are_recorded_in_the_order_given(gpt2: PatchableGraph, positions: Any) -> None:
+    with torch.no_grad():
+        whole = gpt2.record("transformer.h_1.output", TOKENS)["transformer.h_1.output"]
+        found = gpt2.record("transformer.h_1.output", TOKENS, positions=positions)["transformer.h_1.output"]
+    index = torch.as_tensor(list(positions) if isinstance(positions, range) else positions)
+    expected = whole[torch.arange(2)[:, None], index] if index.dim() == 2 else whole[:, index.reshape(-1)]
+    assert torch.equal(found, expected)
+
+
+def test_gradients_of_positions_in_another_order(gpt2: PatchableGraph) -> None:
+    some, whole = ProbePatch(positions=[3, 1]), ProbePatch()
+    for probe in (some, whole):
+        with gpt2.patch({"transformer.h_1.output": probe}):
+            logits = gpt2(TOKENS).logits
+        probe.activation.retain_grad()
+        logits[:, -1].sum().backward()
+    torch.testing.assert_close(some.activation.grad, whole.activation.grad[:, [3, 1]])
+    gpt2.zero_grad()
+
+
+@pytest.mark.parametrize("own", ["layers[0].mlp_out", "transformer.h_0.mlp.output"])
+@pytest.mark.parametrize(
+    "several", ["layers[*].mlp_out", "layers[0:1].mlp_out", "layers[[0, 2]].mlp_out", "**.mlp.output"]
+)
+def test_a_change_at_a_path_replaces_that_of_a_name_of_several_values(
+    gpt2: PatchableGraph, several: str, own: str
+) -> None:
+    """Whichever names they are given by. A patch that only reads sees the change."""
+    with torch.no_grad():
+        before = gpt2.record(own, TOKENS)[own]
+        for patch_map, change in (
+            ({several: AddPatch(value=1.0), own: AddPatch(value=10.0)}, 10.0),
+            ({own: AddPatch(value=10.0), several: AddPatch(value=1.0)}, 10.0),
+            ({several: AddPatch(value=1.0), own: []}, 0.0),
+            ({several: AddPatch(value=1.0), own: ProbePatch()}, 1.0),
+        ):
+            with gpt2.patch(patch_map):
+                torch.testing.assert_close(gpt2.record(own, TOKENS)[own], before + change)
 
 
 def test_what_a_recording_holds(gpt2: PatchableGraph) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from graphpatch_notebook import CompilationWarning, GraphError, PatchableGraph, ZeroPatch
-from graphpatch_notebook.experiments import attribute, logit_lens
+from graphpatch_notebook.experiments import attribute, composition_scores, logit_lens, record_to
 from tests.laws.captures import capture_of, some_cases
 from tests.zoo import Case
 
@@ -104,6 +104,8 @@ def _with_weights(config: PretrainedConfig) -> nn.Module:
         lambda pg: pg.to_fx((), {"input_ids": IDS}),
         lambda pg: pg.save("graph.safetensors"),
         lambda pg: logit_lens(pg, input_ids=IDS),
+        lambda pg: composition_scores(pg, "K"),
+        lambda pg: record_to(pg, "store", "layers[*].resid_post", IDS, batch_size=1),
         lambda pg: attribute(pg, _first_logit, {"input_ids": IDS}, {"input_ids": IDS + 1}),
         lambda pg: pg.sweep({"layer": [0]}, _zeroed, input_ids=IDS, metric=_first_logit),
     ],

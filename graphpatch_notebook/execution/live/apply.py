@@ -415,9 +415,10 @@ class _Places:
         # A clone keeps the strides: the last bits of what the model computes next may depend on them.
         result = value.clone()
         if self.row_dim is None:
-            index = torch.tensor(self.indices, device=value.device)
+            # Each once: gradients of an index that is there twice would be added.
+            index = torch.tensor(sorted(set(self.indices)), device=value.device)
             return result.index_copy_(self.dim, index, new.index_select(self.dim, index))
-        pairs = [(row, place) for row, places in enumerate(self._rows) for place in places]
+        pairs = [(row, place) for row, places in enumerate(self._rows) for place in set(places)]
         where: list[Any] = [slice(None)] * value.dim()
         where[self.row_dim], where[self.dim] = torch.tensor(pairs, device=value.device).T
         result[tuple(where)] = new[tuple(where)]
@@ -439,8 +440,14 @@ class _Places:
         return None
 
     def is_all(self, value: Tensor) -> bool:
-        """Whether these are all of the value."""
-        return self.row_dim is None and len(self.indices) == value.shape[self.dim]
+        """Whether these are all of the value, in order."""
+        return self.row_dim is None and self.indices == list(range(value.shape[self.dim]))
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether an index is there twice (in a row)."""
+        rows = [self.indices] if self.row_dim is None else self._rows
+        return any(len(set(places)) < len(places) for places in rows)
 
     @property
     def _rows(self) -> list[list[int]]:
@@ -457,8 +464,14 @@ def _apply_patch_at(places: _Places, patch: Patch[Any], target: Target, value: T
         return _checked(_apply_patch(patch, target, value), patch, target, value, where)
     if patch.observes_only:
         taken = places.taken(value)
+        has_gradient = _is_read_with_gradient(patch, target, value)
+        if has_gradient and places.has_repeats:
+            raise PatchValueError(
+                f"{target.text!r}: positions={patch.positions!r} has a position twice, and both copies would get its "
+                "gradient; give each position once, or run in torch.no_grad()"
+            )
         patch.op(taken)
-        return places.with_taken(value, taken) if _is_read_with_gradient(patch, target, value) else value
+        return places.with_taken(value, taken) if has_gradient else value
     patched = _checked(_apply_patch(patch, target, value), patch, target, value, where)
     return value if patched is value else places.replaced(value, patched)
 

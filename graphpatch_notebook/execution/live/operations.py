@@ -49,7 +49,7 @@ class LiveMode(TorchFunctionMode):
         leaf = sys._getframe(1)
         # The fast path of `_entries_at`, inlined: most calls are at instructions where nothing is patched.
         code = sites.by_code.get(id(leaf.f_code))
-        if code is None or (offset := code.offsets.get(leaf.f_lasti)) is None:
+        if code is None or ((offset := code.offsets.get(leaf.f_lasti)) is None and code.by_offset):
             entries = self._entries_at(leaf)
         else:
             by_chain = code.by_offset.get(offset)
@@ -107,7 +107,7 @@ class LiveMode(TorchFunctionMode):
         while code is None:
             outer = call_sites.caller_of_hidden(leaf)
             if outer is None:
-                sites.by_code[id(leaf.f_code)] = PatchedCode(leaf.f_code)  # no patched op in this code
+                sites.by_code[id(leaf.f_code)] = _UNPATCHED
                 return None
             leaf = outer
             code = sites.by_code.get(id(leaf.f_code))
@@ -161,6 +161,10 @@ _RECOMPUTED = (
     "patched, so that gradients would be wrong: run without gradients (torch.no_grad), switch checkpointing off, or "
     "patch a value outside of that function"
 )
+
+_UNPATCHED = PatchedCode({})
+"""Stands for all code without a patched op."""
+
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 

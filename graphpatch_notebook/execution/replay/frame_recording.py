@@ -75,6 +75,7 @@ class FrameRecording:
         caller = self._stack.running[-1]
         is_kept = caller.node.is_open
         running = self._stack.push(module)
+        running.node.began = self._tree.tick()
         with without_torch_functions():
             value = self._only_tensor(module, args, kwargs)
             if self._flow is not None and value is not None and not running.node.is_open:

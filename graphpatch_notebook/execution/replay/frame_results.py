@@ -32,7 +32,8 @@ class FrameNode:
         place: The calls from the model down to it: module (its id) and number of each.
         children: The frames that it calls, by module (its id) and number.
         is_open: Whether the frames that it calls are recorded one by one: it holds a value that will be patched.
-        ended: When its `forward` returned, by the clock of the recording; `NEVER` if that was not seen.
+        began: When it was called, by the clock of the recording; `NEVER` if that was not seen.
+        ended: When its `forward` returned.
         value: What it returned, if that was kept.
         pair: Its input and its output, if each is one tensor, and these were kept.
         problem: Why a run cannot leave it out; `None` if it can.
@@ -43,6 +44,7 @@ class FrameNode:
     place: tuple[tuple[int, int], ...] = ()
     children: dict[tuple[int, int], FrameNode] = field(default_factory=dict)
     is_open: bool = False
+    began: float = NEVER
     ended: float = NEVER
     value: Any = None
     pair: tuple[Tensor, Tensor] | None = None

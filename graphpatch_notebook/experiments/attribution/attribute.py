@@ -22,7 +22,7 @@ from graphpatch_notebook.experiments.attribution.gradient_runs import (
     WatchedRuns,
 )
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked, same_values
-from graphpatch_notebook.experiments.attribution.rules import Method, check_method, midpoints
+from graphpatch_notebook.experiments.attribution.rules import Method, check_method, midpoints, warn_of_loss
 from graphpatch_notebook.experiments.attribution.scored_nodes import (
     PositionAxis,
     ScoredNode,
@@ -204,7 +204,7 @@ def attribute(
     result.attrs["same_values"] = same_values(pg.nodes, wanted) if of_all is None else dict(of_all.same_values)
     if method == "secant":
         result.attrs["conservation"] = _conservation(pg, found)
-        _warn_of_loss(pg, result)
+        _warn_of_losses(pg, result, selected.places, found.changes)
     _warn_of_infinite(result)
     if axis is not None:
         weights = {node.path for node in wanted if node.is_state}
@@ -375,21 +375,20 @@ def _conservation(pg: PatchableGraph, found: AttributionResults) -> dict[str, fl
     }
 
 
-def _warn_of_loss(pg: PatchableGraph, result: DataArray) -> None:
-    """Warns if the scores of the secant do not sum to the change of the metric, and names what may be the cause."""
-    loss = result.attrs["conservation"].get("total", 0.0)
+def _warn_of_losses(
+    pg: PatchableGraph, result: DataArray, places: Mapping[str, ScoredPlace], changes: Mapping[str, float]
+) -> None:
+    """Warns if the scores of the secant do not sum to the change of the metric, or one-sided ones to their effect."""
+    losses: dict[str, float] = result.attrs["conservation"]
+    what, loss = "all roots differ from the change of the metric", losses.get("total", 0.0)
+    if changes:
+        least = 1e-2 * abs(result.attrs["clean"] - result.attrs["corrupted"])  # smaller effects are mostly rounding
+        shares = {path: abs(change) / max(abs(change), least) for path, change in changes.items() if change}
+        path = max(losses, key=lambda path: losses[path] * shares.get(path, 1.0))
+        names = " and ".join(repr(name) for name, place in places.items() if place.path == path)
+        what, loss = f"{names} differ from its effect", losses[path] * shares.get(path, 1.0)
     is_half = any(parameter.element_size() < 4 for parameter in captured(pg).module.parameters())
-    if not loss > (5e-2 if is_half else 1e-3):
-        return
-    causes = [f"{name} ({why})" for name, why in result.attrs["fallbacks"].items()]
-    shown = "; ".join(causes[:5]) or "operations that torch does not dispatch, or in-place changes of shared memory"
-    warn(
-        f"the scores of all roots differ from the change of the metric by {loss:.1%} of it: not every operation has a "
-        f"rule that explains its change. It may be: {shown}. routing='frozen' holds choices of experts; "
-        "graphpatch_notebook.experiments.attribution.rules.register_rule adds rules",
-        ExperimentWarning,
-        stacklevel=level_of_caller(),
-    )
+    warn_of_loss(what, loss, result.attrs["fallbacks"], is_half=is_half)
 
 
 def _warn_of_no_positions(problems: Mapping[str, str]) -> None:

@@ -188,6 +188,7 @@ class AttributionRuns:
         self._method = method
         self._choices = Choices(routing)
         self._is_one_sided = is_one_sided
+        self._has_run = False
         self._roots = Roots()
         self._copied: set[str] = set()
         self._found = AttributionResults()
@@ -211,10 +212,10 @@ class AttributionRuns:
             wanted = self._scored_on_the_way(wanted, state)
         while wanted:
             wanted = self._scored(wanted, state)
-        infinite = {path for path, score in self._found.scores.items() if not np.isfinite(score).all()}
+        infinite = _not_finite(self._found.scores)
         while infinite:
             infinite = self._scored(infinite, state, is_careful=True)
-        for path in [path for path, score in self._found.scores.items() if not np.isfinite(score).all()]:
+        for path in _not_finite(self._found.scores):
             self._found.problems[path] = f"its score is not finite: {self._found.scores.pop(path).sum()}"
 
     # -- one group -----------------------------------------------------------------------------------------------------
@@ -245,7 +246,8 @@ class AttributionRuns:
             output = self._output(clean, self._clean, state)
             with noted_metric(output):
                 self._found.clean = float(metric_number(self._metric(output)))
-        clean.shrink(max(self._max_bytes - rules.recorded_bytes, self._max_bytes // 2))
+        if rules.recorded_bytes:
+            clean.shrink(max(self._max_bytes - rules.recorded_bytes, self._max_bytes // 2))
         differences = Differences(clean, is_careful)
         run = GradientRun(differences, self._roots)
         metric = self._gradient_run(run, state, rules)
@@ -277,10 +279,12 @@ class AttributionRuns:
             else:
                 run, metric = first
             scores = scores_of(metric, run, differences, self._kept, problems)
-            for path, score in scores.items():
-                totals[path] = totals.get(path, 0.0) + score / len(self._fractions)
+            totals |= {path: totals[path] + score if path in totals else score for path, score in scores.items()}
         self._found.problems |= problems
-        self._found.scores |= {path: score for path, score in totals.items() if path not in problems}
+        count = len(self._fractions)
+        self._found.scores |= {
+            path: score if count == 1 else score / count for path, score in totals.items() if path not in problems
+        }
 
     # -- one value -----------------------------------------------------------------------------------------------------
 
@@ -333,7 +337,9 @@ class AttributionRuns:
     # -- one run -------------------------------------------------------------------------------------------------------
 
     def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs, state: ModuleState) -> Any:
-        state.restore()  # all runs have the same random numbers and buffers
+        if self._has_run:
+            state.restore()  # all runs have the same random numbers and buffers
+        self._has_run = True
         fresh = inputs.fresh()
         self._watched.listener = listener
         with self._choices.recorded() if inputs is self._clean else self._choices.held():
@@ -346,6 +352,13 @@ class AttributionRuns:
         if run.edges and not metric.requires_grad:
             raise no_gradient()
         return metric
+
+
+def _not_finite(scores: Mapping[str, Scores]) -> set[str]:
+    """Returns the paths with scores that are not all finite."""
+    if not scores or np.isfinite(np.concatenate([score.reshape(-1) for score in scores.values()])).all():
+        return set()  # one look at all scores is faster than one at each
+    return {path for path, score in scores.items() if not np.isfinite(score).all()}
 
 
 def _pass_on(_: ScoredNode, value: Any) -> Any:

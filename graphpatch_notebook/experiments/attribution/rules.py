@@ -27,7 +27,7 @@ constants, activations are multiples of their input, and each factor of a produc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture import decomposition_of
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.components import operations
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution import composites, relp
 from graphpatch_notebook.experiments.attribution.calls import (
     Held,
@@ -63,6 +63,7 @@ from graphpatch_notebook.experiments.attribution.secants import (
     softmax,
 )
 from graphpatch_notebook.torch_compat import base_of
+from graphpatch_notebook.warning_places import level_of_caller, warn
 
 Method: TypeAlias = Literal["gradient", "integrated", "relp", "secant"]
 METHODS: tuple[Method, ...] = ("gradient", "integrated", "relp", "secant")
@@ -170,6 +171,28 @@ def register_rule(function: Callable[..., Any], surrogate: Surrogate, *, is_exac
         >>> register_rule(torch.special.i0, quotient)
     """
     _SECANT[function] = Rule(surrogate, is_exact=is_exact)
+
+
+def warn_of_loss(what: str, loss: float, fallbacks: Mapping[str, str], *, is_half: bool) -> None:
+    """Warns if scores of the secant do not sum to what they should, and names what may be the cause.
+
+    Args:
+        what: Which scores, and what they should sum to.
+        loss: The difference, relative to what they should sum to.
+        fallbacks: Why a function does not explain the whole change of its result, by its name.
+        is_half: Whether the model computes in half precision, where rounding takes more.
+    """
+    if not loss > (5e-2 if is_half else 1e-3):
+        return
+    causes = [f"{name} ({why})" for name, why in fallbacks.items()]
+    shown = "; ".join(causes[:5]) or "operations that torch does not dispatch, or in-place changes of shared memory"
+    warn(
+        f"the scores of {what} by {loss:.1%} of it: not every operation has a rule that explains its change. It may "
+        f"be: {shown}. routing='frozen' holds choices of experts; "
+        "graphpatch_notebook.experiments.attribution.rules.register_rule adds rules",
+        ExperimentWarning,
+        stacklevel=level_of_caller(),
+    )
 
 
 # -- rules of a run ----------------------------------------------------------------------------------------------------

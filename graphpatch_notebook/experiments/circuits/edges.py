@@ -34,6 +34,7 @@ from graphpatch_notebook.experiments.attribution.rules import (
     check_method,
     midpoints,
     rules_of,
+    warn_of_loss,
     widened,
 )
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
@@ -114,8 +115,10 @@ def attribute_edges(
             with one for each batch.
         corrupted: The corrupted inputs, in the same form.
         method: The derivatives, as for `attribute`. With `"secant"`, the scores into `@logits` sum exactly to the
-            change of the metric. `"integrated"` takes the mean of the gradients at `steps` points between the runs.
-            `"exact"` runs the model once for each edge, and returns the true effects: for small models.
+            change of the metric; if those out of `@embed` do not, a warning names what may be the cause, such as a
+            mixture of experts that routes the two runs differently. `"integrated"` takes the mean of the gradients at
+            `steps` points between the runs. `"exact"` runs the model once for each edge, and returns the true effects:
+            for small models.
         steps: The number of points for `"integrated"`.
         one_sided: For `"secant"`: compares the corrupted run with runs that are closer to it than the clean run is.
             `"senders"`: with the run in which this sender alone is restored; the scores of all edges from a sender then
@@ -143,8 +146,8 @@ def attribute_edges(
         no edge. Attributes: `clean` and `corrupted`, the metric of the two runs; `feeds`, for each receiver the senders
         that are computed from it; `skipped`, why components or heads are not nodes (with a warning if whole components
         are missing); `edges`, the number of edges, each position counted; `conservation`, the sum of the scores into
-        the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them); `method`,
-        `one_sided`, `routing`, `metric`, `steps`.
+        the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them);
+        `fallbacks`, as for `attribute`; `method`, `one_sided`, `routing`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, the inputs differ in
@@ -195,11 +198,14 @@ def attribute_edges(
         "metric": metric_name(batches[0].metric),
         "edges": int(total.edges.sum()),
         "conservation": float(total.values[-1, total.edges[-1]].sum()) / change if change else float("nan"),
+        "fallbacks": dict(total.fallbacks),
         "feeds": {receiver: list(fed) for receiver, fed in nodes.feeds.items()},
         "skipped": dict(nodes.skipped),
         **({"steps": steps} if method == "integrated" else {}),
         **({"positions": "of each row"} if are_of_rows(positions) else {}),
     }
+    if method == "secant" and (positions is None or positions is True):
+        _warn_of_loss(nodes, total)
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
 
 
@@ -230,6 +236,14 @@ def _warn_of_skipped(nodes: Nodes) -> None:
             ExperimentWarning,
             stacklevel=level_of_caller(),
         )
+
+
+def _warn_of_loss(nodes: Nodes, scored: ScoredEdges) -> None:
+    """Warns if scores of the secant do not sum to what they should, and names what may be the cause."""
+    if nodes.missing or not scored.fallbacks or not scored.losses:  # without fallbacks, the runs differ elsewhere, too
+        return
+    what = max(scored.losses, key=scored.losses.__getitem__)
+    warn_of_loss(what, scored.losses[what], scored.fallbacks, is_half=scored.is_half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +330,9 @@ class EdgeScores:
         count = 1 if positions is None else len(positions.labels)
         self.values = np.full((len(nodes.receivers), len(nodes.senders), count), np.nan)
         self.clean = self.corrupted = 0.0
+        self.is_half = False
+        self.losses: dict[str, float] = {}
+        self.fallbacks: dict[str, str] = {}
         self.rows = {name: row for row, name in enumerate(nodes.receivers)}
         self.columns = {name: column for column, name in enumerate(nodes.senders)}
         for reader in nodes.readers:
@@ -324,6 +341,20 @@ class EdgeScores:
                 senders = [self.columns[name] for name in writer.names]
                 self.values[np.ix_([self.rows[name] for name in reader.names], senders, there)] = 0.0
         self.edges = ~np.isnan(self.values)
+
+    def note_sum(self, what: str, scores: Any, change: float, rules: DerivativeRules) -> None:
+        """Notes by how much scores miss what they should sum to, relative to it.
+
+        Args:
+            what: Which edges these are, and what they should sum to.
+            scores: Their scores.
+            change: What they should sum to.
+            rules: The rules of the runs.
+        """
+        self.fallbacks |= rules.fallbacks
+        size = max(abs(change), 1e-2 * abs(self.clean - self.corrupted))  # smaller effects are mostly rounding
+        if size:
+            self.losses[f"the edges {what}"] = abs(float(np.nansum(scores)) - change) / size
 
 
 @dataclass(frozen=True)
@@ -336,6 +367,9 @@ class ScoredEdges:
         clean: The metric of the clean run.
         corrupted: The metric of the corrupted run.
         positions: The positions; `None`: one score for all.
+        losses: By how much scores miss what they should sum to, by what that is.
+        fallbacks: Why the derivative of a function does not explain its whole change, by its name.
+        is_half: Whether the model computes in half precision, also in parts.
     """
 
     values: Any
@@ -343,6 +377,9 @@ class ScoredEdges:
     clean: float
     corrupted: float
     positions: list[int] | None
+    losses: Mapping[str, float]
+    fallbacks: Mapping[str, str]
+    is_half: bool
 
 
 def _mean(batches: Sequence[ScoredEdges]) -> ScoredEdges:
@@ -358,7 +395,11 @@ def _mean(batches: Sequence[ScoredEdges]) -> ScoredEdges:
     values, clean, corrupted = (
         sum(getattr(each, name) / len(batches) for each in batches) for name in ("values", "clean", "corrupted")
     )
-    return ScoredEdges(values, first.edges, clean, corrupted, first.positions)
+    losses: dict[str, float] = {}
+    for each in batches:
+        losses |= {what: max(loss, losses.get(what, 0.0)) for what, loss in each.losses.items()}
+    fallbacks = {name: why for each in batches for name, why in each.fallbacks.items()}
+    return ScoredEdges(values, first.edges, clean, corrupted, first.positions, losses, fallbacks, first.is_half)
 
 
 @dataclass(frozen=True)
@@ -390,7 +431,16 @@ class _Scoring:
             runs = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed)
             found = runs.one_sided_scores(self.ends, self.rows, self.columns) if self.ends else runs.scores()
         labels = None if found.positions is None else found.positions.labels
-        return ScoredEdges(found.values, found.edges, found.clean, found.corrupted, labels)
+        return ScoredEdges(
+            found.values,
+            found.edges,
+            found.clean,
+            found.corrupted,
+            labels,
+            found.losses,
+            found.fallbacks,
+            found.is_half,
+        )
 
 
 _Group = TypeVar("_Group", Writer, Reader)
@@ -484,20 +534,25 @@ class _Runs:
             found = EdgeScores(self.nodes, self.placed(clean))
             found.clean, found.corrupted = float(high), float(low)
             deltas = self._deltas(clean, corrupted)
+            found.is_half = deltas.coarsest > 1e-6
 
             def restored(paths: Iterable[str], columns: Tensor | None) -> dict[str, Patch[Any]]:
                 return {path: _restoring(clean[path], corrupted[path], columns) for path in paths}
 
             if "senders" in ends:
                 for writer, name, heads in _members(self.nodes.writers, columns):
-                    rules, end = self._end_run(restored(writer.paths, heads), state)
+                    rules, end, effect = self._end_run(restored(writer.paths, heads), state)
                     alone = self._scores_to(self.nodes.readers, rules, end, deltas, found.positions, state)
-                    found.values[:, found.columns[name]] += alone[:, found.columns[name]] / len(ends)
+                    own = alone[:, found.columns[name]]
+                    found.values[:, found.columns[name]] += own / len(ends)
+                    found.note_sum(f"out of {name!r} differ from its effect", own, effect - found.corrupted, rules)
             if "receivers" in ends:
                 for reader, name, heads in _members(self.nodes.readers, rows):
-                    rules, _ = self._end_run(restored(reader.paths, heads), state)
+                    rules, _, effect = self._end_run(restored(reader.paths, heads), state)
                     alone = self._scores_to([reader], rules, clean, deltas, found.positions, state)
-                    found.values[found.rows[name]] += alone[found.rows[name]] / len(ends)
+                    own = alone[found.rows[name]]
+                    found.values[found.rows[name]] += own / len(ends)
+                    found.note_sum(f"into {name!r} differ from its effect", own, effect - found.corrupted, rules)
             return found
 
     @contextmanager
@@ -516,11 +571,11 @@ class _Runs:
         deltas.check(self.nodes)
         return deltas
 
-    def _end_run(self, patches: Mapping[str, Patch[Any]], state: ModuleState) -> tuple[DerivativeRules, Values]:
+    def _end_run(self, patches: Mapping[str, Patch[Any]], state: ModuleState) -> tuple[DerivativeRules, Values, float]:
         rules = rules_of(self.method)
         with rules.recording(), torch.no_grad():
-            end, _ = self._run(self.batch.corrupted, patches, state)
-        return rules, end
+            end, metric = self._run(self.batch.corrupted, patches, state)
+        return rules, end, float(metric)
 
     def _scores_to(
         self,
@@ -585,7 +640,14 @@ class _Runs:
                         base, metric = self._run(self.batch.corrupted, {}, state)
                 found.corrupted = float(metric.detach())
                 deltas = self._deltas(clean, base)
+                found.is_half = deltas.coarsest > 1e-6
             self._add_scores(self.nodes.readers, clean, corrupted, gradients, deltas, found)
+        # Those into the logits sum to it in any case: what is between the components does not matter to them.
+        begins = [f"{stream}@embed" for stream in self.nodes.streams]
+        columns = [found.columns[name] for name in begins if name in found.columns]
+        change = found.clean - found.corrupted
+        what = f"out of {' and '.join(begins)} differ from the change of the metric"
+        found.note_sum(what, found.values[:, columns], change, rules)
         return found
 
     def _run(
@@ -656,11 +718,17 @@ class Deltas:
         clean: The clean run.
         corrupted: The corrupted run.
         max_bytes: If the differences are larger, they are computed again when they are needed.
+
+    Attributes:
+        coarsest: The largest rounding error of the values, relative to them. Of a stream in single precision,
+            components may write in half.
     """
 
     def __init__(self, nodes: Nodes, clean: Values, corrupted: Values, max_bytes: int) -> None:
         self._clean = clean
         self._corrupted = corrupted
+        values = (value for value in clean.values() if value.is_floating_point())
+        self.coarsest = max(torch.finfo(value.dtype).eps for value in values)
         self._columns: dict[int, slice] = {}
         end = 0
         for writer in nodes.writers:
@@ -708,9 +776,6 @@ class Deltas:
                 show as linear.
         """
         totals: dict[int, Tensor] = {}
-        # Of a stream in single precision, components may write in half.
-        values = [value for value in self._clean.values() if value.is_floating_point()]
-        coarsest = max(torch.finfo(value.dtype).eps for value in values)
 
         def total(term: Summand) -> Tensor:
             source = term.source
@@ -729,7 +794,7 @@ class Deltas:
             for term in source:
                 found = found + total(term)
             scale = max(float(value.abs().max()) for value in (clean, corrupted))
-            tolerance = max(1e-3, 32 * coarsest) * scale
+            tolerance = max(1e-3, 32 * self.coarsest) * scale
             if not float((known - found).abs().max()) <= tolerance:
                 raise ExperimentError(
                     f"what components add to the residual stream does not explain {path!r}: it differs by "

@@ -115,7 +115,7 @@ class RowReader:
 
     Attributes:
         by_path: By path, the dimensions of the recorded value that hold the batch and the positions; the latter is
-            `None` if the value has one row for each example.
+            `None` if the value has one row for each example. Both may be one dimension.
 
     Raises:
         UnknownPathError: A path does not exist, or a pattern matches nothing.
@@ -198,7 +198,10 @@ class RowReader:
         value = value.detach().movedim(row_dim, 0)
         if position_dim is None:
             return value.cpu().clone() if value.device.type == "cpu" else value.cpu()
-        value = value.movedim(position_dim + (position_dim < row_dim), 1)
+        if row_dim != position_dim:
+            value = value.movedim(position_dim + (position_dim < row_dim), 1)
+        elif len(value) == rows.kept.numel():
+            value = value.unflatten(0, rows.kept.shape)
         if value.shape[:2] != rows.kept.shape:
             raise ExperimentError(
                 f"{path!r} has {tuple(value.shape[:2])} examples and positions on a batch of {tuple(rows.kept.shape)}"

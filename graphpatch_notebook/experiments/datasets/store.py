@@ -103,7 +103,7 @@ def record_to(
     settings = {
         "positions": repr(positions),
         "dtype": str(dtype),
-        "weights": weights_digest(captured(pg).module),
+        "weights": weights_digest(pg),
         "patches": digest("", active_patches(captured(pg)))[1].item(),
     }
     sharding = sharding_of(captured(pg).root)
@@ -140,6 +140,9 @@ class _Writer:
         paths = {path: "position" if reader.has_positions(path) else "example" for path in reader.by_path}
         document = {"format": _FORMAT, "version": _VERSION, "paths": paths, "settings": settings}
         folder.mkdir(parents=True, exist_ok=True)
+        for pattern in (f".{_SETTINGS}.*.tmp", ".[0-9]*.safetensors.*.tmp") if is_writing else ():
+            for left in folder.glob(pattern):  # by a process that was killed while it wrote
+                left.unlink(missing_ok=True)
         if (folder / _SETTINGS).exists():
             if _read_settings(folder) != document:
                 raise ExperimentError(

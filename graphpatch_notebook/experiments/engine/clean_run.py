@@ -17,6 +17,7 @@ from graphpatch_notebook.execution import FrameWatch, frames_seen
 from graphpatch_notebook.execution.replay import (
     NEVER,
     FrameFlow,
+    FrameNode,
     FrameRecording,
     FrameTree,
     all_modules,
@@ -109,6 +110,18 @@ class CleanRun:
     def first_of(self, paths: Iterable[str]) -> float:
         """Returns the time at which the first of `paths` occurred."""
         return min((self.marks[path].occurred for path in paths), default=NEVER)
+
+    def span_of(self, target: Target) -> tuple[float, float]:
+        """Returns when the outermost frame began and ended that holds a value and was recorded as a whole.
+
+        A value of which this is not known has all the time, from 0 to `NEVER`.
+        """
+        node: FrameNode | None = self.tree.root
+        for frame in _chain(target):
+            node = None if node is None else node.children.get((id(frame.module), _call_index(frame)))
+            if node is not None and not node.is_open and node.ended != NEVER:
+                return node.began, node.ended
+        return 0, NEVER
 
 
 def clean_run(
@@ -266,12 +279,21 @@ def watched_run(
 
 def _open(tree: FrameTree, target: Target) -> None:
     """Opens the frames that contain a value, so that the frames they call are kept."""
+    node = tree.root
+    for frame in _chain(target):
+        node = node.child(frame.module, _call_index(frame))
+        node.is_open = node.is_open or frame is not target.frame or target.node.kind != "output"
+
+
+def _chain(target: Target) -> list[Frame]:
+    """Returns the frames that contain a value, the outermost first."""
     frame: Frame | None = target.frame
     chain: list[Frame] = []
     while frame is not None:
         chain.append(frame)
         frame = frame.parent
-    node = tree.root
-    for frame in reversed(chain):
-        node = node.child(frame.module, 0 if frame.call is None else frame.call.call_index)
-        node.is_open = node.is_open or frame is not target.frame or target.node.kind != "output"
+    return chain[::-1]
+
+
+def _call_index(frame: Frame) -> int:
+    return 0 if frame.call is None else frame.call.call_index

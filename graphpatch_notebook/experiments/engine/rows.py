@@ -158,9 +158,9 @@ class RowsPatch(Patch[Any]):
     def __init__(self, entries: Sequence[Sequence[Entry]], rows: BatchRows, *, perturbed: int = 0) -> None:
         super().__init__(any_shape=True)  # each entry checks the shape of its rows
         self._entries, self._rows = entries, rows
-        patched = [number for number, own in enumerate(entries) if own]
         self._count = len(entries) + perturbed
-        self._touched = [*patched, *range(len(entries), self._count)]
+        self._blocks = [*range(len(entries)), *([len(entries)] if perturbed else [])]
+        self._touched = [number for number in self._blocks if number == len(entries) or entries[number]]
 
     def op(self, original_output: Any) -> Any:
         dim, size = self._rows.dim, self._rows.size
@@ -173,38 +173,63 @@ class RowsPatch(Patch[Any]):
                 f"a patched value of shape {tuple(original_output.shape)} has no rows where others had them"
             )
         if torch.is_grad_enabled():  # many in-place writes would make a deep autograd graph
-            blocks = [self._rows.taken(original_output, number) for number in range(count)]
+            blocks = [self._block(original_output, number) for number in self._blocks]
             pieces = [self._piece(number, block) for number, block in enumerate(blocks)]
             is_same = all(piece is block for piece, block in zip(pieces, blocks, strict=True))
             return original_output if is_same else torch.cat(pieces, dim)
         result = original_output.clone() if self._touched else original_output
         for number in self._touched:
-            block = self._rows.taken(result, number)
+            block = self._block(result, number)
             piece = self._piece(number, block)
             if piece is not block:
                 block.copy_(piece)
         return result
 
+    def _block(self, value: Tensor, number: int) -> Tensor:
+        """Returns the rows of a cell; those of all perturbed cells for the number after the last cell."""
+        if number < len(self._entries):
+            return self._rows.taken(value, number)
+        assert self._rows.dim is not None
+        first = number * self._rows.size
+        return value.narrow(self._rows.dim, first, value.shape[self._rows.dim] - first)
+
     def _piece(self, number: int, block: Tensor) -> Tensor:
-        """Returns the patched rows of a cell. Patches may write into the rows if these are part of a clone."""
-        if number >= len(self._entries):
-            return perturbed(block, number - len(self._entries))
+        """Returns the patched rows of a block. Patches may write into the rows if these are part of a clone."""
+        if number == len(self._entries):
+            assert self._rows.dim is not None
+            return perturbed(block, self._rows.dim)
         for entry in self._entries[number]:
             block = apply_to_rows(entry, block, is_own=not torch.is_grad_enabled())
         return block
 
 
-def perturbed(value: Tensor, number: int) -> Tensor:
-    """Returns the value with large offsets that vary by element: negative for number 0, positive for others.
+def perturbed_cells(size: int) -> int:
+    """Returns the number of perturbed cells so that most rows in a batch have positive offsets: a median changes, too.
+
+    The batch holds one other cell.
+
+    Args:
+        size: The number of rows of one cell.
+    """
+    return max(2, 5 - size)
+
+
+def perturbed(value: Tensor, dim: int) -> Tensor:
+    """Returns the value with large offsets that vary by element: negative in the first row, positive in the others.
 
     Integers and booleans are reordered instead.
 
+    Args:
+        value: The value.
+        dim: The dimension of the rows.
+
     Example:
-        >>> bool((perturbed(torch.ones(3), 0) < -900).all()), bool((perturbed(torch.ones(3), 1) > 900).all())
-        (True, True)
+        >>> (perturbed(torch.ones(3), 0) / 900).int()
+        tensor([-1,  1,  1], dtype=torch.int32)
     """
     if not (value.is_floating_point() or value.is_complex()):
-        return value.roll(number + 1, -1) if value.dim() else value
+        return value.roll(1, -1)
     steps = torch.arange(value.numel(), device=value.device, dtype=torch.float64).reshape(value.shape)
-    amounts = 1000 * (1 + ((steps + 31 * number) * 0.7548776662466927) % 1)
-    return value + (amounts * value.detach().abs().clamp(min=1) * (1 if number else -1)).to(value.dtype)
+    amounts = 1000 * (1 + steps * 0.7548776662466927 % 1)
+    amounts.narrow(dim, 0, 1).neg_()
+    return value + (amounts * value.detach().abs().clamp(min=1)).to(value.dtype)

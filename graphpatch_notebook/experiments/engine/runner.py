@@ -13,8 +13,9 @@ with the reason. The runner then falls back to a simpler setup; a remark gives t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -29,21 +30,22 @@ from graphpatch_notebook.execution import Entry, PatchContext, frames_seen
 from graphpatch_notebook.execution.replay import (
     FrameNode,
     FrameReplay,
-    all_modules,
     leaves_of,
     own_tensors,
     tensors_in,
 )
-from graphpatch_notebook.experiments.engine.batching import Batching, chunked
+from graphpatch_notebook.experiments.engine.batching import Batching, RunCost, chunked
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.engine.changed_positions import read_at_last_only
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, measurement
 from graphpatch_notebook.experiments.engine.rows import (
     RowsError,
     RowsPatch,
     is_close,
     parted,
+    perturbed_cells,
     repeated,
     repeated_inputs,
     taken,
@@ -80,8 +82,8 @@ class CellRunner:
         self._setup = setup
         self._plain = Plain(setup)
         # Batches on trimmed inputs were not compared with the replay of a single cell.
-        is_replayed = setup.clean is not None and setup.replays and not setup.is_trimmed
-        self._replayed = Replayed(setup) if is_replayed else None
+        self._replays = Replays(setup) if setup.clean is not None and setup.replays else None
+        self._replayed = None if self._replays is None or setup.is_trimmed else Replayed(setup, self._replays)
         self._batched = Batched(setup) if setup.batching is not None else None
 
     @property
@@ -136,6 +138,25 @@ class CellRunner:
                     self._setup = self._setup.remarked(remark)
             return [self._result(number, patches, is_whole=False) for number, patches in cells]
 
+    @property
+    def clean(self) -> CleanRun | None:
+        """The run without patches; `None` if its results are not used again."""
+        return None if self._replays is None else self._setup.clean
+
+    @contextmanager
+    def resumed(self, since: float) -> Iterator[Inputs]:
+        """Yields inputs for runs in the block, which take the results of the clean run up to a time as they are.
+
+        Args:
+            since: The time; 0 for runs that compute everything.
+        """
+        replays = self._replays
+        with torch.inference_mode(False), torch.set_grad_enabled(self._setup.request.backward):
+            frames = frozenset[FrameNode]() if replays is None else replays.worthwhile(since)
+            is_right = replays is not None and replays.are_equal_without(frames)
+        with replays.without(frames) if replays is not None and is_right else nullcontext():
+            yield self._setup.inputs
+
     def run_whole(self, number: int, patches: PatchMap) -> CellResult:
         """Runs a cell as in a plain loop, even if it is pure, and returns its result."""
         with torch.inference_mode(False), torch.set_grad_enabled(self._setup.request.backward):
@@ -182,8 +203,7 @@ class CellRunner:
 # -- the three ways ----------------------------------------------------------------------------------------------------
 
 _UNVERIFIED_RUNS = 2
-_PERTURBED = 6
-"""One row with negative offsets and five with positive ones: a majority, so that a median changes, too."""
+_LITTLE_WORK = 0.05
 
 
 class NotReplayableError(Exception):
@@ -211,19 +231,62 @@ class Plain:
         return measurement(value)
 
 
-class Replayed:
-    """Runs a cell, and replays the frames that end before its first patched value.
+class Replays:
+    """Runs in which some frames return the results of the clean run.
 
     Args:
-        setup: How the cells of the sweep run; it has a clean run on the whole inputs.
+        setup: How the cells of the sweep run; it has a clean run.
     """
 
     def __init__(self, setup: SweepSetup) -> None:
         assert setup.clean is not None
         self._setup, self._clean = setup, setup.clean
+        self._modules: dict[frozenset[FrameNode], list[Module]] = {}
+        self._are_equal: dict[frozenset[FrameNode], bool] = {frozenset(): True}
+
+    def worthwhile(self, until: float) -> frozenset[FrameNode]:
+        """Returns the frames that ended before a time; none if they do little: the comparison costs a run."""
+        work = 1 - RunCost.of(self._clean.tree).fraction_after(until)
+        return frozenset(self._clean.tree.replayable(until) if work > _LITTLE_WORK else ())
+
+    def are_equal_without(self, frames: frozenset[FrameNode]) -> bool:
+        """Whether the model returns the same where these frames return what they returned; compared once."""
+        known = self._are_equal.get(frames)
+        if known is None:
+            known = self._are_equal[frames] = self._is_equal_without(frames)
+        return known
+
+    def _is_equal_without(self, frames: frozenset[FrameNode]) -> bool:
+        with self.without(frames), self._setup.pg.patch({}).quiet():
+            output = self._setup.inputs.run(self._setup.pg)
+        expected, found = list(_tensors_inside(self._clean.output)), list(_tensors_inside(output))
+        return len(expected) == len(found) and all(
+            difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
+        )
+
+    def without(self, frames: frozenset[FrameNode]) -> AbstractContextManager[None]:
+        """Replays frames in the block."""
+        values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
+        replay = FrameReplay(self._clean.tree, values)
+        modules = self._modules.get(frames)
+        if modules is None:
+            modules = self._modules[frames] = replay.modules()
+        return frames_seen(replay, modules)
+
+
+class Replayed:
+    """Runs a cell, and replays the frames that end before its first patched value.
+
+    Args:
+        setup: How the cells of the sweep run; it has a clean run on the whole inputs.
+        replays: The replays of this run.
+    """
+
+    def __init__(self, setup: SweepSetup, replays: Replays) -> None:
+        assert setup.clean is not None
+        self._clean, self._replays = setup.clean, replays
         self._plain = Plain(setup)
         self._runs_until: dict[frozenset[FrameNode], int] = {}
-        self._modules: dict[frozenset[FrameNode], list[Module]] = {}
 
     def measured(self, patches: PatchMap, entries: Sequence[Entry]) -> Measurement:
         """Returns the metric of a pure cell.
@@ -235,27 +298,10 @@ class Replayed:
         count = self._runs_until[frames] = self._runs_until.get(frames, 0) + 1
         if not frames or count <= _UNVERIFIED_RUNS:  # the comparison costs a run, which few cells would not repay
             return self._plain.measured(patches, entries)
-        if count == _UNVERIFIED_RUNS + 1 and not self._is_equal_without(frames):
+        if not self._replays.are_equal_without(frames):
             raise NotReplayableError
-        with self._without(frames):
+        with self._replays.without(frames):
             return self._plain.measured(patches, entries)
-
-    def _is_equal_without(self, frames: frozenset[FrameNode]) -> bool:
-        with self._without(frames), self._setup.pg.patch({}).quiet():
-            output = self._setup.request.inputs.run(self._setup.pg)
-        expected, found = list(_tensors_inside(self._clean.output)), list(_tensors_inside(output))
-        return len(expected) == len(found) and all(
-            difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
-        )
-
-    def _without(self, frames: frozenset[FrameNode]) -> AbstractContextManager[None]:
-        """Replays frames in the block."""
-        values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
-        replay = FrameReplay(self._clean.tree, values)
-        modules = self._modules.get(frames)
-        if modules is None:
-            modules = self._modules[frames] = replay.modules()
-        return frames_seen(replay, modules)
 
 
 class Batched:
@@ -394,21 +440,21 @@ def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, batching: Batchi
     pg, known, test = setup.pg, clean.known, _key("rows never meet", clean, batching)
     if test in known:
         return
-    patches: PatchMap = {
-        path: RowsPatch([[]], place, perturbed=_PERTURBED) for path, place in batching.of_paths.items()
-    }
+    count = perturbed_cells(min(place.size for place in batching.of_paths.values()))
+    patches: PatchMap = {path: RowsPatch([[]], place, perturbed=count) for path, place in batching.of_paths.items()}
     frames = clean.tree.replayable(clean.first_of(batching.of_paths), batching.layouts)
-    values = {frame: repeated(frame.value, batching.layouts[frame], 1 + _PERTURBED) for frame in frames}
-    many = repeated_inputs(setup.inputs.fresh(), batching.inputs, 1 + _PERTURBED)
-    modules = all_modules(captured(pg).module)
+    replay = FrameReplay(
+        clean.tree, {frame: repeated(frame.value, batching.layouts[frame], 1 + count) for frame in frames}
+    )
+    many = repeated_inputs(setup.inputs.fresh(), batching.inputs, 1 + count)
     try:
-        with torch.no_grad(), frames_seen(FrameReplay(clean.tree, values), modules), pg.patch(patches).quiet():
+        with torch.no_grad(), frames_seen(replay, replay.modules()), pg.patch(patches).quiet():
             output = pg(*many.args, **many.kwargs)
     except (RowsError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise RowsError(f"on several rows it raises {type(error).__name__}: {error}") from None
-    _check_rows(output, clean, batching, 1 + _PERTURBED)
+    _check_rows(output, clean, batching, 1 + count)
     _check_control(taken(output, batching.output, 0), clean)
     known[test] = True
 
@@ -458,7 +504,8 @@ def _assure_same_alone(
     with suppress(TypeError):  # the metric has no hash, or cannot be referred to weakly
         if metric in passed:
             return True
-    effects = [_distance(output, clean.output) for output in outputs]
+    expected = _floats(clean.output)
+    effects = [_distance(_floats(output), expected) for output in outputs]
     most = effects.index(max(effects))
     with setup.pg.patch(maps[most]).quiet():
         alone = setup.request.inputs.run(setup.pg)
@@ -473,9 +520,12 @@ def _assure_same_alone(
     return effects[most] > 0
 
 
-def _distance(output: Any, reference: Any) -> float:
-    pairs = zip(_floats(output), _floats(reference), strict=True)
-    return sum((a - b).abs().nan_to_num(0, 0, 0).sum().item() for a, b in pairs)
+def _distance(values: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    differences = [(a - b).abs() for a, b in zip(values, expected, strict=True)]
+    total = sum(difference.sum().item() for difference in differences)
+    if math.isfinite(total):
+        return total
+    return sum(difference.nan_to_num(0, 0, 0).sum().item() for difference in differences)
 
 
 def _is_same(whole: Any, part: Any, *, is_last: bool) -> bool:

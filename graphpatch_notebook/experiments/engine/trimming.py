@@ -22,6 +22,7 @@ _LOGITS, _CACHE = "logits_to_keep", "use_cache"
 _LEAVES = (Tensor, *PLAIN)
 _KINDS = frozenset(_LEAVES)
 _PICKING = (Tensor, list, bool)
+_SIMPLE = frozenset({int, slice, type(Ellipsis)})
 _EARLY = ("input", "parameter", "buffer", "attribute")
 
 
@@ -41,9 +42,13 @@ class LastPositionOnly(TorchFunctionMode):
         self._logits = logits
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if self._is_given((*args, *kwargs.values()) if kwargs else args) and not self._is_last(func, args):
+        if func is Tensor.__getitem__ and args[0] is self._logits:
+            is_last = self._is_last(args[1])
+        else:
+            is_last = not self._is_given((*args, *kwargs.values()) if kwargs else args)
+        if not is_last:
             raise ReadElsewhereError
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _is_given(self, values: Any) -> bool:
         for value in values:  # this runs for each call of the metric, for each cell
@@ -54,13 +59,12 @@ class LastPositionOnly(TorchFunctionMode):
                 return True
         return False
 
-    def _is_last(self, func: Any, args: tuple[Any, ...]) -> bool:
-        if func is not Tensor.__getitem__ or args[0] is not self._logits:
-            return False
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        for part in index:
-            if part is None or isinstance(part, _PICKING):
-                return False
+    def _is_last(self, index: Any) -> bool:
+        index = index if isinstance(index, tuple) else (index,)
+        if not _SIMPLE.issuperset(map(type, index)):
+            for part in index:
+                if part is None or isinstance(part, _PICKING):
+                    return False
         if Ellipsis in index:
             place = index.index(Ellipsis)
             missing = self._logits.dim() - (len(index) - 1)
@@ -95,7 +99,9 @@ def watched_metric(metric: Callable[[Any], Any], output: Any) -> Any:
         return metric(output)
     with LastPositionOnly(logits):
         value = metric(output)
-    if any(leaf is logits for leaf in leaves_of(value)):  # the metric returned the logits themselves
+    if value is logits or (
+        not isinstance(value, Tensor) and any(leaf is logits for leaf in leaves_of(value))
+    ):  # the metric returned the logits themselves
         raise ReadElsewhereError
     return value
 

@@ -19,16 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Module
 
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments import metrics
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.results.arrays import metric_name, plain_label
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches import kinds
 from graphpatch_notebook.patches.kinds import Patch, declares
+from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.values import children
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
@@ -98,14 +100,25 @@ class Digester:
         return name, [(repr(key), self._description(part, what)) for key, part in public]
 
 
-def weights_digest(module: Module) -> str:
-    """Returns a digest of names, shapes, dtypes and some values of all parameters and buffers of a module."""
-    found = {}
+@runs_where_the_model_is
+def weights_digest(pg: PatchableGraph) -> str:
+    """Returns a digest of names, shapes, dtypes and some values of all parameters and buffers of a model.
+
+    If the model is sharded, that is those of all processes, all of which must call this.
+
+    Raises:
+        GraphError: The model has no weights.
+    """
+    captured(pg).check_weights()
+    found, module = {}, captured(pg).module
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        step = max(1, -(-tensor.numel() // _SAMPLED))
-        sample = tensor.detach().reshape(-1)[::step] if _has_memory(tensor) else None
+        part: Any = tensor
+        part = part.to_local() if is_distributed(part) else part
+        plain = part.detach() if _has_memory(part) else None
+        sample = None if plain is None else plain.reshape(-1)[:: max(1, -(-plain.numel() // _SAMPLED))]
         found[name] = (str(tensor.dtype), tuple(tensor.shape), sample)
-    return Digester("").digest(found, "the weights")
+    own, sharding = Digester("").digest(found, "the weights"), sharding_of(captured(pg).root)
+    return own if sharding is None else Digester("").digest(sharding.gathered(own), "the weights")
 
 
 def _has_memory(value: Any) -> bool:
@@ -135,7 +148,7 @@ def identity(
     metric: Callable[[Any], Any],
     baseline: Measurement,
     inputs: Inputs,
-    module: Module,
+    pg: PatchableGraph,
     cells: Sequence[Cell],
 ) -> dict[str, Any]:
     """Returns JSON data that identifies a sweep: the axes, the exact baseline, and digests of the rest.
@@ -153,7 +166,7 @@ def identity(
         "key": key,
         "metric": [name, digester.digest(metric, f"the metric {name}")],
         "inputs": digester.digest((inputs.args, inputs.kwargs), "the inputs"),
-        "weights": weights_digest(module),
+        "weights": weights_digest(pg),
         "baseline": baseline.to_json(),
         "patches": [digester.digest(*patches) for patches in maps],
     }

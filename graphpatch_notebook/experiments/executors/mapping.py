@@ -179,13 +179,13 @@ class _BatchWork:
     def of(cls, pg: PatchableGraph, function: Callable[[PatchableGraph, Any], Any]) -> _BatchWork:
         given = captured(pg).examples
         examples = None if given is None else Inputs(given.args, given.kwargs)
-        return cls(function, examples, _reference(pg, examples), weights_digest(captured(pg).module))
+        return cls(function, examples, _reference(pg, examples), weights_digest(pg))
 
     def runner(self, pg: PatchableGraph) -> _BatchRunner:
         return _BatchRunner(pg, self.function)
 
     def problem(self, pg: PatchableGraph, runner: _BatchRunner) -> str | None:
-        if weights_digest(captured(pg).module) != self.weights:
+        if weights_digest(pg) != self.weights:
             return "its weights are others"
         found = _reference(pg, self.examples)
         return None if self.reference is None or found is None else self.reference.problem(found)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.checks import keywords
+from graphpatch_notebook.checks.keywords import nearest_option, option_names
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -20,10 +21,7 @@ from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.paths import is_pattern
-from graphpatch_notebook.values import ContainerSpec, TensorSpec
-
-# Inputs that transformers models may take in `**kwargs`, and whose names are similar to those of options.
-_OF_MODELS = {"position_ids", "head_mask", "cache_position"}
+from graphpatch_notebook.values import TensorSpec
 
 
 def check_graph(pg: Any) -> None:
@@ -67,23 +65,9 @@ def check_input_names(pg: PatchableGraph, names: Iterable[str], function: Callab
         ExperimentError: A name is similar to that of an option, and no module of the model has a parameter of that
             name.
     """
-    options = option_names(function)
-    if "backward" not in options:
+    if "backward" not in option_names(function):
         _check_no_gradients(names, function)
-    close = {name: found for name in names if name not in _OF_MODELS and (found := _nearest(name, options))}
-    if not close:
-        return
-    root = pg.nodes.root
-    known = {parameter.name for frame in root.walk() for parameter in frame.parameters}
-    for node in root.inputs():
-        if isinstance(node.spec, ContainerSpec):  # **kwargs of the example inputs
-            known |= {str(name) for name, *_ in node.spec.children}
-    for name, option in close.items():
-        if name not in known:
-            raise ExperimentError(
-                f"{name!r} is neither an option of {function.__name__} nor a parameter of the model's forward; "
-                f"did you mean {option}=?"
-            )
+    keywords.check_input_names(pg.nodes.root, names, function)
 
 
 def check_inputs(pg: PatchableGraph, inputs: Inputs) -> None:
@@ -140,7 +124,7 @@ def check_options(given: Mapping[str, Any], function: Callable[..., Any], others
     known = [name for name in option_names(others) if name != "backward"]
     for name in given:
         if name not in known:
-            near = _nearest(name, [*option_names(function), *known])
+            near = nearest_option(name, [*option_names(function), *known])
             hint = f"; did you mean {near}=?" if near else f"; the options are {', '.join(known)}"
             raise TypeError(f"{function.__name__} has no option {name!r}{hint}")
 
@@ -151,20 +135,6 @@ def _check_no_gradients(names: Iterable[str], function: Callable[..., Any]) -> N
             f"{function.__name__} does not take backward=, since it compares numbers; use pg.sweep(..., backward=True) "
             "to accumulate the gradients of each cell's metric, or attribute(...) for scores by gradients"
         )
-
-
-def option_names(function: Callable[..., Any]) -> list[str]:
-    """Returns the names of the keyword-only parameters."""
-    parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-
-
-def _nearest(name: str, options: list[str]) -> str | None:
-    """Returns the option with the most similar name."""
-    for option in options:
-        if (len(name) > 2 and option.startswith(name)) or name.startswith(f"{option}_"):
-            return option
-    return next(iter(get_close_matches(name, options, n=1, cutoff=0.7)), None)
 
 
 def _instance(made: Callable[..., Any]) -> str:

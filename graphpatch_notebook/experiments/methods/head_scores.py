@@ -16,7 +16,7 @@ from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names
 from graphpatch_notebook.experiments.methods.lens import arranged, component, layer_count
 from graphpatch_notebook.experiments.methods.reference_runs import record
-from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, ZeroPatch
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ def composition_scores(pg: PatchableGraph, kind: Literal["Q", "K", "V"], *, stac
     check_graph(pg)
     if kind not in ("Q", "K", "V"):
         raise ExperimentError(f"kind must be 'Q', 'K' or 'V', not {kind!r}")
+    captured(pg).check_weights()
     xarray = extra("xarray", "an array of scores")
     layers, weights = layer_count(pg, stack), pg.weights[stack]
     with torch.no_grad():

@@ -218,6 +218,10 @@ def shapes_of(values: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {path: tuple(value.shape) for path, value in values.items()}
 
 
+_HEADED = {"head", "query", "key"}
+"""The axes of components that values inside of attention have."""
+
+
 def head_layout(
     pg: PatchableGraph, shapes: Mapping[str, Shape], count: Any, rows: int | None, position_dim: PositionDim = None
 ) -> HeadLayout:
@@ -244,7 +248,8 @@ def head_layout(
     dims = {}
     places = targets(pg, shapes)
     for path, shape in shapes.items():
-        known = [axes_of(pg.nodes.root, places[path])[dim : dim + 1] for dim in places[path].kept_dims]
+        axes = axes_of(pg.nodes.root, places[path])
+        known = [axes[dim : dim + 1] for dim in places[path].kept_dims]
         if ("head",) in known and shape[known.index(("head",))] == count:
             dims[path] = known.index(("head",))
             continue
@@ -252,6 +257,9 @@ def head_layout(
         _check_rows(path, shape, count, rows)
     _check_counts(pg, places, shapes, count)
     _check_heads_are_separate(places)
+    for path, target in places.items():
+        if count > 1 and (axes := axes_of(pg.nodes.root, target)) and not _HEADED.intersection(axes):
+            raise ExperimentError(f"{path!r} is not a value of attention: it has no heads ({', '.join(axes)})")
     return HeadLayout(count, dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
 
 

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,8 +36,9 @@ from graphpatch_notebook.experiments.methods.lens import (
     stream_states,
 )
 from graphpatch_notebook.experiments.methods.reference_runs import record
+from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch
 from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.values import Key, take
@@ -221,8 +223,12 @@ class Readouts:
         known: Mapping[str, tuple[Tensor, Readout]],
     ) -> ReadStates:
         names, layers = self.names(stream)
+        later: dict[str, Sequence[Patch[Any]]] = {}
         with collected_warnings() as remarks:
-            states, output, later = self._run([*names, self._last.name], patches, self._read_logits)
+            if (start := self._start_of(patches)) is not None:
+                states, output = self._run_from(start, [*names, self._last.name], patches, known)
+            else:
+                states, output, later = self._run([*names, self._last.name], patches, self._read_logits)
         wrong = next((name for name in names if states[name].shape != states[self._last.name].shape), None)
         if wrong is not None:
             raise ExperimentError(
@@ -230,11 +236,48 @@ class Readouts:
                 f"{tuple(states[self._last.name].shape)}: it cannot be read as a state of the stream"
             )
         same = {n: known[n][1] for n in names if n in known and not later and torch.equal(known[n][0], states[n])}
-        if self._last.name in names:
+        if self._last.name in names and output is not None:
             same[self._last.name] = Readout.of(output)  # the model itself has read it
         changed = [name for name in names if name not in same]
         found = same | dict(zip(changed, self._readouts([states[name] for name in changed], later), strict=True))
         return ReadStates(names, layers, [states[n] for n in names], [found[n] for n in names], remarks)
+
+    def _start_of(self, patches: Mapping[str, Sequence[Patch[Any]]]) -> float | None:
+        """Returns when the first frame with a patch begins in the run without patches.
+
+        `None`: a patch may act behind the last layer, or write into recorded values, or there are no such times.
+        """
+        clean = self._runner().clean if patches and is_pure(patches) else None
+        if clean is None:
+            return None
+        spans = [clean.span_of(entry.target) for entry in captured(self._pg).entries_of(patches)]
+        _, end = clean.span_of(self._target(self._last.name))
+        return min(began for began, _ in spans) if max(ended for _, ended in spans) <= end < NEVER else None
+
+    def _target(self, name: str) -> Target:
+        return resolve(captured(self._pg).root, name)
+
+    def _run_from(
+        self,
+        start: float,
+        names: Sequence[str],
+        patches: Mapping[str, Sequence[Patch[Any]]],
+        known: Mapping[str, tuple[Tensor, Readout]],
+    ) -> tuple[Mapping[str, Tensor], Any]:
+        """Returns the values of components, those before a time without a run, and the metric of the output.
+
+        The run ends with the last layer, without a metric, if several values are to be read.
+        """
+        runner = self._runner()
+        assert runner.clean is not None
+        before = {n: known[n][0] for n in names if n in known and runner.clean.span_of(self._target(n))[1] < start}
+        wanted = {*names} - {*before}
+        metric, until = (None, self._last.path) if len(wanted) > 1 else (self._read_logits, None)
+        state = ModuleState(captured(self._pg).module)
+        patched: PatchMap = {**patches}
+        with afterwards(state.restore), runner.resumed(start) as inputs, self._pg.patch(patched):
+            run = record(self._pg, inputs, wanted, metric, until)
+        return {**before, **run.values}, None if metric is None else run.measurement.values
 
     def _run(
         self, names: Sequence[str], patches: Mapping[str, Sequence[Patch[Any]]], metric: Callable[[Any], Tensor]
@@ -251,14 +294,18 @@ class Readouts:
         later = {path: patches[path] for path, mark in marks.items() if last.occurred < mark.occurred < NEVER}
         return run.values, run.measurement.values, later
 
-    def _readouts(self, states: Sequence[Tensor], later: Mapping[str, Sequence[Patch[Any]]]) -> list[Readout]:
-        """Returns what states say, if they are the last state of the stream."""
-        path = self._last.path
-        copies: list[PatchMap] = [{path: ReplacePatch(value), **later} for value in states]
+    def _runner(self, later: Collection[str] = ()) -> CellRunner:
+        """Returns what runs the model from the last layer on, with patches at these paths."""
         runner = self._runners.get(frozenset(later))
         if runner is None:
-            request = SweepRequest(self._inputs, self._read_logits, [path, *later])
+            request = SweepRequest(self._inputs, self._read_logits, [self._last.path, *later])
             runner = self._runners[frozenset(later)] = CellRunner(self._pg, request)
+        return runner
+
+    def _readouts(self, states: Sequence[Tensor], later: Mapping[str, Sequence[Patch[Any]]]) -> list[Readout]:
+        """Returns what states say, if they are the last state of the stream."""
+        copies: list[PatchMap] = [{self._last.path: ReplacePatch(value), **later} for value in states]
+        runner = self._runner(later)
         cells = [Cell(number, {"state": number}, patches) for number, patches in enumerate(copies)]
         chunks = [[cell] for cell in cells]
         if not later or is_pure(later):
@@ -270,6 +317,49 @@ class Readouts:
                     raise ExperimentError(f"the logits of a state of the stream cannot be computed: {result.error}")
                 found[result.number] = Readout.of(result.measurement.values)
         return [found[number] for number in range(len(states))]
+
+
+class RemoteReadouts(Readouts):
+    """Reads the states of a model in other processes, which keep the run without patches; the states stay there.
+
+    Args:
+        pg: The graph, a `RemoteGraph`.
+        inputs: The inputs of the model.
+        **options: Keyword arguments of `Readouts`.
+    """
+
+    def __init__(self, pg: PatchableGraph, inputs: Inputs, **options: Any) -> None:
+        self._key, self._options = uuid.uuid4().hex, options
+        super().__init__(pg, inputs, **options)
+
+    def _forget(self) -> None:
+        self.target, _ = _read_there(self._pg, self._key, self._inputs, self._options)
+
+    def read(self, stream: str, patches: Mapping[str, Sequence[Patch[Any]]] | None = None) -> ReadStates:
+        """Returns what the states of a stream say, without the states: see `Readouts.read`."""
+        _, found = _read_there(self._pg, self._key, self._inputs, self._options, stream, patches)
+        assert found is not None
+        return found
+
+
+_kept: dict[str, Readouts] = {}
+"""Those of the view that has read last."""
+
+
+@runs_where_the_model_is
+def _read_there(
+    pg: PatchableGraph,
+    key: str,
+    inputs: Inputs,
+    options: Mapping[str, Any],
+    stream: str | None = None,
+    patches: Mapping[str, Sequence[Patch[Any]]] | None = None,
+) -> tuple[list[int], ReadStates | None]:
+    readouts = _kept.get(key)
+    if readouts is None:
+        _kept.clear()
+        readouts = _kept[key] = Readouts(pg, inputs, **options)
+    return readouts.target, None if stream is None else replace(readouts.read(stream, patches), states=())
 
 
 def _logits_of_row(keys: tuple[Key, ...], axes: tuple[str, ...], row: int, output: Any) -> Tensor:

@@ -18,7 +18,7 @@ from graphpatch_notebook.experiments.engine.side_effects import draws_from_pytho
 from graphpatch_notebook.experiments.methods.arguments import check_inputs
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import ProbePatch
+from graphpatch_notebook.patches.kinds import Patch, ProbePatch, StopPatch
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
@@ -51,9 +51,20 @@ class ReferenceRun:
 
 
 def record(
-    pg: PatchableGraph, inputs: Inputs, paths: Iterable[str], metric: Callable[[Any], Any] | None = None
+    pg: PatchableGraph,
+    inputs: Inputs,
+    paths: Iterable[str],
+    metric: Callable[[Any], Any] | None = None,
+    until: str | None = None,
 ) -> ReferenceRun:
     """Runs the model once without gradients, and returns the values at `paths` and the metric.
+
+    Args:
+        pg: The graph.
+        inputs: The inputs of the model.
+        paths: The paths.
+        metric: Maps the output to numbers.
+        until: The path at which the run ends, then without an output; `None` for a whole run.
 
     Raises:
         ExperimentError: A value is not a tensor.
@@ -61,7 +72,10 @@ def record(
     """
     check_inputs(pg, inputs)
     probes: dict[str | NodePath, ProbePatch] = {path: ProbePatch() for path in paths}
-    with torch.no_grad(), pg.patch(probes, strict=True):
+    patches: dict[str | NodePath, list[Patch[Any]]] = {path: [probe] for path, probe in probes.items()}
+    if until is not None:
+        patches.setdefault(until, []).append(StopPatch())
+    with torch.no_grad(), pg.patch(patches, strict=True):
         state = SharedRandomState()
         output = inputs.run(pg)
         after = SharedRandomState()

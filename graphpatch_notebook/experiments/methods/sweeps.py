@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
 )
 from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.sharded import sharding_of
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -72,11 +74,11 @@ def run_sweep(
     request = SweepRequest(inputs, metric, () if is_few else made.paths, None if batch == 1 else batch, backward)
     runner = CellRunner(pg, request, look=made.look)
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
-    file = None
+    file: Checkpoint | None = None
+    results: dict[int, CellResult] = {}
     if checkpoint is not None:
-        own = identity(values, checkpoint_key, metric, runner.baseline, inputs, captured(pg).module, made.made)
-        file = Checkpoint(checkpoint, own, cells)
-    results = dict(file.done) if file is not None else {}
+        own = identity(values, checkpoint_key, metric, runner.baseline, inputs, pg, made.made)
+        file, results = _opened(functools.partial(Checkpoint, checkpoint, own, cells), pg)
     chunks = list(remaining([*runner.chunks(made.shared, made.entries), *([cell] for cell in made.alone)], results))
     dispatch = None
     if executor is not None and chunks:
@@ -107,6 +109,15 @@ def run_sweep(
     if not is_whole:
         raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
     return result
+
+
+def _opened(make: Callable[[], Checkpoint], pg: PatchableGraph) -> tuple[Checkpoint | None, dict[int, CellResult]]:
+    """Returns the file of a sweep, which the first process of a sharded model writes, and what is done."""
+    if (sharding := sharding_of(captured(pg).root)) is None:
+        file = make()
+        return file, dict(file.done)
+    file = sharding.on_first(make)
+    return (file if sharding.is_first else None), dict(file.done)
 
 
 def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:

@@ -22,6 +22,8 @@ from graphpatch_notebook.sharded import sharding_of
 
 Work: TypeAlias = "Callable[[], Callable[[], None]]"
 """Runs the model, and returns a function that keeps the results."""
+_WAIT = 0.05
+"""For so many seconds an answer waits for runs that may end soon. Other messages wait as long."""
 
 
 class ComputedView(LinkedView):
@@ -137,6 +139,8 @@ class ComputedView(LinkedView):
         """
         if is_changed or self._computed_for != self._session.chosen.version:
             self._start()
+        if self._job is not None:
+            self._job.wait(_WAIT)
         self._finish()
         job = self._job
         return {

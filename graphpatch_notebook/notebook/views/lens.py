@@ -17,7 +17,7 @@ import traitlets
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates
+from graphpatch_notebook.experiments.methods.readouts import STREAMS, Readouts, ReadStates, RemoteReadouts
 from graphpatch_notebook.experiments.plotting.labels import tick_text
 from graphpatch_notebook.experiments.remote import RemoteGraph
 from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
@@ -90,18 +90,14 @@ def lens_of(
         SessionError: There are no inputs, or a patch context is active.
         TypeError: The tokenizer is not valid.
     """
-    if isinstance(graph, RemoteGraph):
-        raise ExperimentError(
-            "a lens view: the model runs in other processes, which would send all states; use logit_lens, which runs "
-            "there, and show_heatmap"
-        )
     is_texts = isinstance(options.tokens, Sequence) and all(isinstance(text, str) for text in options.tokens)
     given = None if options.tokens is None or is_texts else options.tokens
     session, shared = session_for_view(graph, workspace, tokenizer=given)
     inputs = Inputs(*inputs_of_view(session, workspace, shared, inputs, typed).copy())
     tokenizer = shared.runs.tokenizer
     target = _target_of(options.target, tokenizer)
-    readouts = Readouts(graph, inputs, target=target, top=_TOP, row=options.row, stack=options.stack)
+    kind = RemoteReadouts if isinstance(graph, RemoteGraph) else Readouts
+    readouts = kind(graph, inputs, target=target, top=_TOP, row=options.row, stack=options.stack)
     size = len(readouts.target)
     if is_texts:
         if len(options.tokens) != size:

@@ -379,6 +379,8 @@ def test_frozen_routing_holds_the_choices_of_the_clean_run() -> None:
     with pytest.warns(ExperimentWarning, match="routing='frozen' holds choices"):
         free = attribute(pg, metric, clean, corrupted, method="secant")
     assert "topk" in free.fallbacks
+    with pytest.warns(ExperimentWarning, match="scores of 'embed.output' differ from its effect by .*topk"):
+        attribute(pg, metric, clean, corrupted, method="secant", one_sided=True, paths=["embed.output"])
     assert free.corrupted == pytest.approx(float(metric(model(corrupted)).detach()), rel=1e-6)
     with pytest.raises(ExperimentError, match="routing must be 'free' or 'frozen'"):
         attribute(pg, metric, clean, corrupted, routing="fixed")  # type: ignore[arg-type]

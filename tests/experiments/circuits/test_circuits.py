@@ -696,6 +696,8 @@ def test_experts_are_senders_of_their_own(shared: bool) -> None:
     summed = apart.sel(sender=names).sum("sender").values
     np.testing.assert_allclose(summed, np.nan_to_num(whole.sel(sender="layers[0].mlp_out").values), atol=1e-5)
     assert apart.conservation == pytest.approx(1, abs=1e-5)
+    with pytest.warns(ExperimentWarning, match=r"edges out of @embed differ .*topk .*routing='frozen'"):
+        attribute_edges(pg, metric, clean, corrupted, method="secant")
 
     exact = attribute_edges(
         pg, metric, clean, corrupted, method="exact", experts=True, senders=names, receivers="@logits", positions=[2, 5]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from xarray import DataArray
 
@@ -129,19 +131,29 @@ def test_a_killed_run_continues_where_it_stopped(pg: PatchableGraph, tmp_path: P
     assert continued.example.tolist() == whole.example.tolist()
 
 
-def test_a_process_that_is_killed_leaves_whole_shards(tmp_path: Path) -> None:
-    program = f"""
-import os, torch
-from tests.experiments.datasets.test_datasets import LENGTH, STREAMS, PatchableGraph, build, examples, record_to
-def batches():
-    for number in range(4):
-        if number == 3: os._exit(9)
-        yield {{name: value[2 * number : 2 * number + 2] for name, value in examples(8).items()}}
-pg = PatchableGraph(build(), torch.arange(LENGTH * 2).reshape(2, LENGTH))
-record_to(pg, {str(tmp_path / "store")!r}, STREAMS, batches(), shard_bytes=1)
-"""
-    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 9
-    assert ActivationStore(tmp_path / "store").examples == 6
+def test_a_process_that_is_killed_leaves_whole_shards(pg: PatchableGraph, tmp_path: Path) -> None:
+    """Which other programs read, as plain safetensors."""
+    inputs, folder = examples(8), tmp_path / "store"
+
+    def batches(until: int) -> Iterator[dict[str, Tensor]]:
+        for number in range(4):
+            if number == until:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield {name: value[2 * number : 2 * number + 2] for name, value in inputs.items()}
+
+    given = {"target": record_to, "kwargs": {"shard_bytes": 1}}
+    process = multiprocessing.get_context("fork").Process(args=(pg, folder, STREAMS, batches(3)), **given)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert ActivationStore(folder).examples == 6
+    (folder / ".000003.safetensors.12ab34cd.tmp").touch()  # as a process that is killed while it writes leaves it
+    store = record_to(pg, folder, STREAMS, batches(-1), shard_bytes=1)
+    shards = sorted(folder.iterdir())
+    assert [each.name for each in shards] == [*(f"{number:06}.safetensors" for number in range(4)), "store.json"]
+    for path in store:
+        rows = torch.cat([load_file(shard)[path] for shard in shards[:4]])
+        assert torch.equal(rows, record_to(pg, tmp_path / "whole", STREAMS, inputs, batch_size=2)[path][:])
 
 
 def test_dtypes_patterns_of_attention_and_values_without_positions(pg: PatchableGraph, tmp_path: Path) -> None:
@@ -300,6 +312,24 @@ def test_keys_have_positions_and_images_do_not(pg: PatchableGraph, tmp_path: Pat
     store = record_to(PatchableGraph(vit, images), tmp_path, path, images, batch_size=2)
     with torch.no_grad():
         assert torch.allclose(store[path][:], vit(images, output_hidden_states=True).hidden_states[1], atol=1e-5)
+
+
+def test_values_of_routers_have_positions(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model: Any = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, vocab_size=30, num_local_experts=3, **sizes))
+    inputs = examples(5)
+    pg = PatchableGraph(model.eval(), inputs["input_ids"][:2])
+    expected: list[Tensor] = []
+    with model.model.layers[0].mlp.gate.register_forward_hook(lambda _, __, out: expected.append(out[0])):
+        model(**inputs)
+    rows = expected[0].detach().reshape(5, LENGTH, 3)[inputs["attention_mask"].bool()]
+    store = record_to(pg, tmp_path / "store", "layers[0].router", inputs, batch_size=2)
+    torch.testing.assert_close(store["layers[0].router"][:], rows)
+    means = mean_values(pg, "layers[0].router", inputs, batch_size=3)
+    torch.testing.assert_close(means["layers[0].router"], rows.mean(0))
 
 
 def test_results_of_batches_are_averaged(pg: PatchableGraph) -> None:

@@ -14,7 +14,7 @@ from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.execution.replay import all_modules, tensors_among
 from graphpatch_notebook.experiments.engine.changed_positions import SameSteps, TorchCalls
 from graphpatch_notebook.experiments.engine.clean_run import shown_earlier
-from graphpatch_notebook.experiments.engine.rows import BatchRows, parted, taken
+from graphpatch_notebook.experiments.engine.rows import BatchRows, parted, perturbed, perturbed_cells, taken
 
 
 class Held(nn.Module):
@@ -66,6 +66,14 @@ def test_parts_are_what_is_taken_for_each() -> None:
         assert list(part) == list(expected)
         torch.testing.assert_close(tuple(part.values()), tuple(expected.values()), rtol=0, atol=0)
     assert parts[0].hidden_states[1] is not parts[1].hidden_states[1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_perturbed_rows_move_the_extremes_and_the_median_of_a_batch(size: int) -> None:
+    cells = torch.ones(1 + perturbed_cells(size), size, 4)
+    rows = torch.cat([cells[0], perturbed(cells[1:].flatten(0, 1), 0)])
+    for number in (rows.median(0).values, rows.max(0).values, -rows.min(0).values):
+        assert (number > 900).all()
 
 
 def steps_of(run: Callable[[], object]) -> TorchCalls:

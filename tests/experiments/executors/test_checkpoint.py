@@ -31,7 +31,7 @@ from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, 
 from graphpatch_notebook.experiments.executors.checkpoint import Digester
 from tests.experiments.executors import sweep_to_kill
 
-SCRIPT = Path(sweep_to_kill.__file__)
+ROOT = Path(__file__).parents[3]
 CELLS = 15
 
 
@@ -75,11 +75,6 @@ class Told:
         return value
 
 
-def run_script(folder: Path, **variables: str) -> int:
-    environment = os.environ | variables | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run([sys.executable, str(SCRIPT), str(folder)], env=environment, check=False).returncode
-
-
 def runs_of(folder: Path) -> list[str]:
     return (folder / "runs.txt").read_text().splitlines()
 
@@ -91,12 +86,14 @@ def test_a_killed_process_repeats_at_most_one_chunk(tmp_path: Path) -> None:
     killed.mkdir()
     sweep_to_kill.main(whole)
 
-    assert run_script(killed, KILL_AT="8") == -signal.SIGKILL
+    environment = os.environ | {"KILL_AT": "8", "PYTHONPATH": str(ROOT)}  # of a process with other hashes
+    done = subprocess.run([sys.executable, sweep_to_kill.__file__, killed], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
     assert len(runs_of(killed)) == 9
     assert not (killed / "result.bin").exists()
     with (killed / "sweep.jsonl").open("a") as stream:  # ... and as if the next line was being written
         stream.write('{"cells": [[8, {"values": 1.')
-    assert run_script(killed) == 0
+    sweep_to_kill.main(killed)
 
     assert (killed / "result.bin").read_bytes() == (whole / "result.bin").read_bytes()
     assert len(runs_of(whole)) == CELLS

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from graphpatch_notebook import (
     AddPatch,
@@ -89,6 +90,15 @@ def test_readouts_of_patched_states_and_of_patches_after_the_last_layer(gpt2: An
         assert np.allclose(readout.probabilities, expected[number].topk(4).values, atol=1e-6)
     # What no patch reaches is not computed again.
     assert [one is other for one, other in zip(patched.readouts, clean.readouts, strict=True)] == [True, True, False]
+    # A run with a patch in the last layer begins there; one with a patch that may write into values is a whole run.
+    work = []
+    for patch in (ZeroPatch(), CustomPatch(custom_op=torch.zeros_like)):
+        readouts.read("residual", {"layers[1].mlp_out": [patch]})
+        with FlopCounterMode(display=False) as counter:
+            found = readouts.read("residual", {"layers[1].mlp_out": [patch]})
+        assert np.array_equal(found.readouts[-1].tokens, patched.readouts[-1].tokens)
+        work.append(counter.get_total_flops())
+    assert work[0] < work[1]
     # A patch after the last layer, one that shares forwards and one that does not, acts on each state.
     for late in (AddPatch(value=2.0, slice=(..., 0)), CustomPatch(custom_op=lambda x: 2 * x)):
         changed = late.op if isinstance(late, CustomPatch) else lambda x: x + 2.0 * (torch.arange(x.shape[-1]) == 0)
