@@ -260,6 +260,8 @@ def cut_place(text: str, root: Frame) -> TypedPath:
     try:
         place = TypedPath.cut(text)
     except SessionError:
+        if quoted := STRING.match(text.lstrip()):  # the path may have brackets
+            return cut_place(ast.literal_eval(quoted.group()) + text.lstrip()[quoted.end() :], root)
         if (meant := _of_list_items(text, root)) is not None:
             typed = text.split(maxsplit=1)[0]
             raise SessionError(f"{typed!r} is not a path: a path has no brackets; did you mean {meant!r}?") from None
