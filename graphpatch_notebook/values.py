@@ -164,6 +164,12 @@ def key_text(key: Key) -> str:
     return f"sub_{key}" if type(key) is int else str(key)
 
 
+def tensor_bytes(value: Tensor) -> Any:
+    """Returns the bytes of the entries of a plain tensor, in order, as an array of numpy."""
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
 def children(value: Any) -> list[tuple[Key, Any]] | None:
     """Returns the children of a container with their keys, or `None` if `value` is not a container."""
     kind = type(value)

@@ -17,7 +17,8 @@ from graphpatch_notebook.execution.compiled_model import (
     CompiledPatches,
     CompiledSteps,
     check_compilable,
-    check_same_values,
+    check_no_counts,
+    patches_in_steps,
 )
 from graphpatch_notebook.execution.context import PatchContext, active_patches, call_patched, innermost
 from graphpatch_notebook.execution.live.apply import apply_to_rows
@@ -41,6 +42,7 @@ from graphpatch_notebook.execution.positions import (
     token_inputs,
 )
 from graphpatch_notebook.execution.recording import Recording, record, results_of
+from graphpatch_notebook.execution.skipped_calls import call_problem, target_of_call
 from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
@@ -64,8 +66,9 @@ __all__ = [
     "active_patches",
     "apply_to_rows",
     "call_patched",
+    "call_problem",
     "check_compilable",
-    "check_same_values",
+    "check_no_counts",
     "copied_config",
     "frames_seen",
     "generating_with",
@@ -73,12 +76,14 @@ __all__ = [
     "innermost",
     "is_part_of_splice",
     "no_compile_arguments",
+    "patches_in_steps",
     "record",
     "restriction_of",
     "results_of",
     "row_and_position_dims",
     "row_dimension",
     "sequence_dims",
+    "target_of_call",
     "tensor_at",
     "token_inputs",
     "verified_fx_module",

@@ -20,7 +20,7 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.graphs.plain_fx import InputCheck
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.values import TensorSpec
+from graphpatch_notebook.values import TensorSpec, is_same_plain
 
 
 class CompiledModel:
@@ -267,26 +267,51 @@ def _are_same_forms(before: dict[str, Any], now: dict[str, Any]) -> bool:
     )
 
 
-def check_same_values(entries: Sequence[Entry], step: CapturedModel, patch_map: Any) -> None:
-    """Checks that the patches on a model are on the same values in the steps of a generation.
+def patches_in_steps(entries: Sequence[Entry], step: CapturedModel) -> dict[Any, list[Patch[Any]]]:
+    """Returns the patch map with which the steps of a generation have the patches on a model.
 
     Args:
         entries: The patches.
         step: The model, captured on the inputs of a step.
-        patch_map: Their patch map.
 
     Raises:
-        GraphError: Some are not; the message names them all.
+        GraphError: Some are not on the same values there; the message names them all.
     """
+    patch_map: dict[Any, list[Patch[Any]]] = {}
+    places: dict[str, Any] = {}
+    for entry in entries:
+        target = entry.target
+        text = target.text if target.index else target.path  # without the encoder, names of layers are others
+        places[text] = _place(target)
+        patch_map.setdefault(text, []).extend(entry.patches)
     try:
-        found = {entry.target.text: _place(entry.target) for entry in step.entries_of(patch_map)}
+        found = [entry.target for entry in step.entries_of(patch_map)]
     except PatchMapError as error:
         raise GraphError(f"the steps after the prompt cannot have these patches: {error}") from None
-    texts = [entry.target.text for entry in entries if found.get(entry.target.text) != _place(entry.target)]
+    texts = [text for text, place in places.items() if place not in map(_place, found)]
     if texts:
         raise GraphError(
             f"the steps after the prompt cannot have these patches: {', '.join(map(repr, texts))} is another value "
             "there, as the code takes another way with a cache; patch another value, such as the output of the module"
+        )
+    return patch_map
+
+
+def check_no_counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Checks that the run of a step has not changed numbers in its inputs, as no graph does.
+
+    Args:
+        before: The plain values in the inputs before the run.
+        after: Those after it.
+
+    Raises:
+        GraphError: It has.
+    """
+    changed = [name for name, value in after.items() if name in before and not is_same_plain(before[name], value)]
+    if changed:
+        raise GraphError(
+            f"each step changes {changed[0]!r}, which is not in a tensor, so that the steps cannot be one compiled "
+            "graph: caches of transformers count so for layers with a sliding window; generate with pg.patch() instead"
         )
 
 

@@ -94,7 +94,7 @@ def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **exampl
     )
     model, options, placements = pickle.loads(made)
     result = RemoteGraph(model, options, *args, **kwargs)
-    result.__dict__["_engines"] = engines
+    captured(result).root.capture.findings[Engines] = engines  # of the capture, so copies and edits have them too
     note_placements(result.nodes.root, placements)
     captured(result).renew()
     return result
@@ -181,11 +181,6 @@ class RemoteGraph(PatchableGraph):
         __tracebackhide__ = True
         return self.run_there(PatchableGraph.verify, *args, **kwargs)
 
-    def edit(self, patch_map: Any) -> PatchableGraph:
-        """Returns a graph of the same engines, all calls of which have these patches: see `PatchableGraph.edit`."""
-        __tracebackhide__ = True
-        return self._joined(super().edit(patch_map))
-
     @property
     def components(self) -> Components:
         """The components of the model: see `PatchableGraph.components`. They are proved in the engines."""
@@ -208,23 +203,16 @@ class RemoteGraph(PatchableGraph):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_engines" in self.__dict__ and name != GENERATION_CONFIG:
+        if "_captured" in self.__dict__ and name != GENERATION_CONFIG:
             raise GraphError(
                 f"the model runs in other processes, where {name!r} would not change: set it there, by a function of "
                 "the graph: pg.run_there(function)"
             )
         super().__setattr__(name, value)
 
-    def __copy__(self) -> PatchableGraph:
-        return self._joined(super().__copy__())
-
-    def _joined(self, other: PatchableGraph) -> PatchableGraph:
-        other.__dict__["_engines"] = self._there
-        return other
-
     @property
     def _there(self) -> Engines:
-        engines: Engines = self.__dict__["_engines"]
+        engines: Engines = self._captured.root.capture.findings[Engines]
         return engines
 
 

@@ -17,6 +17,7 @@ from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import MissingProcessWarning, ShardedCallError
 from graphpatch_notebook.sharded.placements import SKETCH, is_same_sketch
 from graphpatch_notebook.torch_compat import default_store
+from graphpatch_notebook.values import tensor_bytes
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 _LIMIT = datetime.timedelta(minutes=10)
@@ -163,8 +164,7 @@ def _add(hashed: Any, value: Any, depth: int) -> None:
     if isinstance(value, Tensor):
         hashed.update(f"{tuple(value.shape)}{value.dtype}".encode())
         if not value.is_meta and not is_distributed(value):
-            plain = value.detach().cpu().contiguous()
-            hashed.update(plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+            hashed.update(tensor_bytes(value).data)
     elif isinstance(value, (bool, int, float, complex, str, bytes, slice, type(None), type(Ellipsis))):
         hashed.update(repr(value).encode())
     elif isinstance(value, (list, tuple, set, frozenset)):

@@ -24,6 +24,7 @@ from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, selection
+from graphpatch_notebook.values import tensor_bytes
 
 Dataset: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
 """Inputs of all examples (a tensor, or a dict of tensors), or an iterable of batches of inputs."""
@@ -76,8 +77,7 @@ def digest_of(batch: Inputs) -> str:
     for tensor in batch.tensors():
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         if not tensor.is_meta:
-            flat = tensor.detach().cpu().contiguous()
-            digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.ndim else repr(flat.item()).encode())
+            digest.update(tensor_bytes(tensor).data)
     return digest.hexdigest()
 
 

@@ -31,7 +31,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_w
 from graphpatch_notebook.patches import kinds
 from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.sharded import sharding_of
-from graphpatch_notebook.values import children
+from graphpatch_notebook.values import children, tensor_bytes
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
 
@@ -129,10 +129,8 @@ def _has_memory(value: Any) -> bool:
 
 
 def _memory_digest(value: Any) -> str:
-    memory = value
-    if isinstance(value, Tensor):
-        memory = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    memory = np.ascontiguousarray(memory).reshape(-1).view(np.uint8)
+    is_tensor = isinstance(value, Tensor)
+    memory = tensor_bytes(value) if is_tensor else np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(memory.data).hexdigest()}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import multiprocessing
@@ -9,14 +10,12 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -107,17 +106,18 @@ def once(file: Path) -> bool:
     return True
 
 
+def forking() -> BaseContext:
+    """Starts processes as new as those of "spawn", but what takes long to import is imported once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["distributed", "torch", "graphpatch_notebook.experiments"])
+    forkserver.ensure_running()  # else Dask preloads other things
+    return context
+
+
 @pytest.fixture(scope="module")
 def processes() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
+    with ProcessPoolExecutor(2, forking()) as executor:
         yield executor
-
-
-def short_lived() -> BaseContext:
-    """Starts processes as new as those of "spawn", but torch is imported once for all of them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    return context
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +126,10 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     import dask
     import distributed
 
-    folder = tmp_path_factory.mktemp("cluster")
+    folder, method = tmp_path_factory.mktemp("cluster"), forking().get_start_method()
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        dask.config.set({"distributed.worker.multiprocessing-method": method}),
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=":0", local_directory=str(folder)
         ) as cluster,
@@ -154,17 +155,25 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def workers_for_good(address: str, count: int) -> Iterator[None]:
-    """Worker processes that nobody starts again."""
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-nanny", "--nthreads=1"]
-    command += ["--no-dashboard", "--local-directory", tempfile.mkdtemp()]
-    workers = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(count)]
+def worker_for_good(address: str, folder: Path) -> Iterator[None]:
+    """A worker process that nobody starts again."""
+    process = forking().Process(target=work, args=(address, str(folder)))
+    process.start()
     try:
         yield
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+        process.kill()
+        process.join()
+
+
+def work(address: str, folder: str) -> None:
+    import distributed
+
+    async def until_killed() -> None:
+        async with distributed.Worker(address, nthreads=1, dashboard=False, local_directory=folder) as worker:
+            await worker.finished()
+
+    asyncio.run(until_killed())
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
@@ -379,7 +388,7 @@ def test_a_killed_process_loses_nothing(pg: PatchableGraph, here: Any, tmp_path:
             os.kill(os.getpid(), signal.SIGKILL)
 
     message = r"executor is broken \(BrokenProcessPool.* are run in this process"
-    executor = ProcessPoolExecutor(1, short_lived())
+    executor = ProcessPoolExecutor(1, forking())
     with executor, pytest.warns(ExperimentWarning, match=message):
         result = swept(pg, acting(act), executor=executor, recipe=build)
     assert flag.exists()
@@ -398,7 +407,7 @@ def test_what_kills_its_process_is_not_run_here(
             assert os.getpid() != parent, "it is run here"
             os.kill(os.getpid(), signal.SIGKILL)
 
-    executor = ProcessPoolExecutor(1, short_lived())
+    executor = ProcessPoolExecutor(1, forking())
     with executor, at_most(100), pytest.warns(ExperimentWarning) as caught:
         result = swept(pg, acting(act), executor=executor, recipe=build)
     assert "layer=2, unit=4: its process was lost twice" in str(caught[-1].message)
@@ -671,7 +680,7 @@ def test_where_no_worker_is_left_the_rest_is_run_here(
         at_most(100),
         distributed.LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         distributed.Client(cluster) as client,
-        workers_for_good(cluster.scheduler_address, 1),
+        worker_for_good(cluster.scheduler_address, tmp_path),
     ):
         client.wait_for_workers(1)
         names = "|".join(client.nthreads())
