@@ -38,7 +38,7 @@ from graphpatch_notebook.experiments.attribution.rules import (
     widened,
 )
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
-from graphpatch_notebook.experiments.circuits.positions import WrittenPositions
+from graphpatch_notebook.experiments.circuits.positions import WrittenPositions, read_ahead
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
@@ -147,7 +147,8 @@ def attribute_edges(
         that are computed from it; `skipped`, why components or heads are not nodes (with a warning if whole components
         are missing); `edges`, the number of edges, each position counted; `conservation`, the sum of the scores into
         the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them);
-        `fallbacks`, as for `attribute`; `method`, `one_sided`, `routing`, `metric`, `steps`.
+        `fallbacks`, as for `attribute`; `ahead`, with `positions`, the attention that is not causal; `method`,
+        `one_sided`, `routing`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, the inputs differ in
@@ -203,6 +204,7 @@ def attribute_edges(
         "skipped": dict(nodes.skipped),
         **({"steps": steps} if method == "integrated" else {}),
         **({"positions": "of each row"} if are_of_rows(positions) else {}),
+        **({"ahead": read_ahead(pg, batches[0].clean)} if positions is not None else {}),
     }
     if method == "secant" and (positions is None or positions is True):
         _warn_of_loss(nodes, total)
