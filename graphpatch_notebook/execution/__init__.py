@@ -42,6 +42,7 @@ from graphpatch_notebook.execution.positions import (
     token_inputs,
 )
 from graphpatch_notebook.execution.recording import Recording, record, results_of
+from graphpatch_notebook.execution.skipped_calls import call_problem, target_of_call
 from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
@@ -65,6 +66,7 @@ __all__ = [
     "active_patches",
     "apply_to_rows",
     "call_patched",
+    "call_problem",
     "check_compilable",
     "check_no_counts",
     "copied_config",
@@ -81,6 +83,7 @@ __all__ = [
     "row_and_position_dims",
     "row_dimension",
     "sequence_dims",
+    "target_of_call",
     "tensor_at",
     "token_inputs",
     "verified_fx_module",

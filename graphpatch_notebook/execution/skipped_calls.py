@@ -29,7 +29,16 @@ def call_target(root: Frame, text: str, given: Any) -> Target | None:
     Raises:
         Unresolvable: The module returns several tensors, or none.
     """
-    frame = _frame_at(root, text) if are_for_calls(given) else None
+    return target_of_call(root, text) if are_for_calls(given) else None
+
+
+def target_of_call(root: Frame, text: str) -> Target | None:
+    """Returns the output of the call that `text` names: the path of a module, or of an output that is a container.
+
+    Raises:
+        Unresolvable: The module returns several tensors, or none.
+    """
+    frame = _frame_at(root, text)
     if frame is None:
         return None
     node = frame.output_node

@@ -6,7 +6,7 @@ import pytest
 import torch
 from IPython.core.completer import provisionalcompleter
 
-from graphpatch_notebook import ProbePatch, UnresolvedPatchWarning, ZeroPatch
+from graphpatch_notebook import FromPatch, ProbePatch, SkipPatch, UnresolvedPatchWarning, ZeroPatch
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
@@ -124,3 +124,24 @@ def test_pg_graph(models):
     probe = ProbePatch()
     logits(models, "pg", {path: probe})
     assert probe.activation.shape == (2, 5, 4)
+
+
+def test_modules_are_skipped_and_paths_are_sources(models):
+    models.ok("%graphpatch skip transformer.h_1.mlp")
+    models.ok("%graphpatch zero 'layers[0].mlp_out'[:, 0]")
+    models.ok("%graphpatch copy_from layers[2].mlp_out layers[0].mlp_out")
+    models.ok("%%graphpatch\nout = pg(x)")
+    expected = logits(
+        models,
+        "pg",
+        {
+            "transformer.h_1.mlp": SkipPatch(),
+            "transformer.h_0.mlp.output": ZeroPatch(slice=(slice(None), 0)),
+            "transformer.h_2.mlp.output": FromPatch("transformer.h_0.mlp.output"),
+        },
+    )
+    assert torch.equal(models.namespace["out"].logits, expected)
+    refused = models.refused("%graphpatch skip transformer.h_0.mlp --positions -1")
+    assert refused == "skip takes no positions: it skips the module, whose output is its input"
+    assert "--positions" not in models.ok("%graphpatch help skip").out
+    assert "it replaces a call of a module" in models.refused("%graphpatch skip layers[0].attn.z")

@@ -125,14 +125,14 @@ def test_it_is_exported(pg: Shell, form: Any) -> None:
 
 
 def test_a_value_of_the_same_run_is_copied_by_its_path(pg: Shell, tmp_path: Path) -> None:
-    pg.ok('%graphpatch copy_from down.input "up.output"')
+    pg.ok("%graphpatch copy_from down.input up.output")
     session, (model, x) = session_of(pg.namespace["pg"]), (pg.namespace["model"], pg.namespace["x"])
     by_hand = model.down(model.up(x))
     assert torch.equal(pg.ok("%%graphpatch\npg(x)").value, by_hand)
     assert not torch.equal(by_hand, model(x))
     session_file.save(session, tmp_path / "session.json")
     (loaded,) = session_file.load(session, tmp_path / "session.json")
-    assert str(loaded) == 'copy_from down.input "up.output"'
+    assert str(loaded) == "copy_from down.input 'up.output'"
     found = {name: pg.namespace[name] for name in ("pg", "model", "x")}
     exec(export(session, "graphpatch"), found)
     assert torch.equal(found["output"], by_hand)

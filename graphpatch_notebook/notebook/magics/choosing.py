@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
+from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.magics.command_line import (
     OPTIONS,
     TypedPath,
@@ -43,12 +45,14 @@ def choose(workspace: Workspace, kind: PatchKind, text: str) -> None:
         raise SessionError(f"{kind.name} needs the path of a node: %graphpatch {kind.name} PATH[slice] ...")
     fields: dict[str, Any] = {"slice": place.slice, **_restrictions(options)}
     # The path first: with a wrong path, the messages about the other arguments would be misleading.
-    path = _path(session, place, kind.name, root)
+    path = _path(session, place, kind, root)
     variable = _variable(value) if kind.keeps is not None else None
     if kind.keeps is not None:
         fields["name"] = variable or session.free_name(path, workspace.results.names_of_others())
     elif kind.value is not None:
-        fields["value"] = value or None
+        # A path is taken as a text, except if it may be meant as a variable.
+        is_path = kind.value.is_text and value not in workspace.namespace and _is_path(root, value)
+        fields["value"] = repr(value) if is_path else value or None
     elif value:
         hint = "; write the slice directly after the path, without a space" if value.startswith("[") else ""
         raise SessionError(f"{kind.name} takes no value, but got {value!r}{hint}")
@@ -68,12 +72,20 @@ def choose(workspace: Workspace, kind: PatchKind, text: str) -> None:
         print(f"note: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
 
 
-def _path(session: Session, place: TypedPath, kind: str, root: Frame) -> str:
+def _path(session: Session, place: TypedPath, kind: PatchKind, root: Frame) -> str:
     """Returns the path as the package writes it."""
     try:
-        return session.check(ChosenPatch(place.path, "zero", any_shape=True)).patch.path
+        # Any value can be set to zero; a call is replaced only where a module is called.
+        asked = kind.name if kind.patch.replaces_call and kind.value is None else "zero"
+        return session.check(ChosenPatch(place.path, asked, any_shape=True)).patch.path
     except ChosenPatchError as problem:
-        raise ChosenPatchError(problem.field, advice(str(problem), place, kind, root)) from None
+        raise ChosenPatchError(problem.field, advice(str(problem), place, kind.name, root)) from None
+
+
+def _is_path(root: Frame, text: str) -> bool:
+    with suppress(Unresolvable):
+        return bool(resolve(root, text))
+    return False
 
 
 def _same(chosen: ChosenPatches, wanted: ChosenPatch, *, any_name: bool) -> ChosenPatch | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Callable
@@ -43,7 +44,9 @@ class Command:
         return f"%graphpatch {self.name} {self.usage}".rstrip()
 
 
-_OPTIONS = "[--steps STEPS] [--positions POSITIONS] [--position-dim DIM] [--any-shape] [--allow-empty]"
+_FOR_POSITIONS = "[--positions POSITIONS] [--position-dim DIM] "
+_OPTIONS = f"[--steps STEPS] {_FOR_POSITIONS}[--any-shape] [--allow-empty]"
+_SHORT = re.compile(r"\[--steps .*--allow-empty\]")
 _LOOKING = [
     Command("wrap", "NAME = MODEL(ARGS)", "captures a model on example inputs", wrapping.wrap),
     Command("use", "NAME", "selects the graph that commands apply to", wrapping.use),
@@ -102,7 +105,8 @@ def commands() -> dict[str, Command]:
 def _choosing(kind: PatchKind) -> Command:
     place = "PATH[slice]" if kind.has_slice else "PATH"
     after_path = "[NAME] " if kind.keeps is not None else "" if kind.value is None else f"{kind.value.word} "
-    return Command(kind.name, f"{place} {after_path}{_OPTIONS}", kind.summary, partial(_choose, kind))
+    options = _OPTIONS if kind.has_positions else _OPTIONS.replace(_FOR_POSITIONS, "")
+    return Command(kind.name, f"{place} {after_path}{options}", kind.summary, partial(_choose, kind))
 
 
 def _choose(kind: PatchKind, workspace: Workspace, text: str) -> None:
@@ -153,7 +157,7 @@ def overview() -> str:
     texts = [
         ("%graphpatch", "shows the active graph and the chosen patches"),
         *(
-            (f"%graphpatch {c.name} {c.usage.replace(_OPTIONS, '[OPTIONS]')}".rstrip(), c.summary)
+            (f"%graphpatch {c.name} {_SHORT.sub('[OPTIONS]', c.usage)}".rstrip(), c.summary)
             for c in commands().values()
         ),
         ("%graphpatch help [COMMAND]", "shows help for all commands, or for one"),
@@ -216,11 +220,15 @@ _SLICE = """
 [slice] selects a part of a tensor. It directly follows the path: [:, -1],
 [0, 3:5], [..., k]. Default: the whole value.
 """
-_WHEN = """
+_STEPS = """
 --steps STEPS          apply only in these steps of a generation: prefill,
                        decoding, or numbers: 0, "2, 4", 1:
+"""
+_POSITIONS = """\
 --positions POSITIONS  apply only at these sequence positions: 3, "2, 40", 1:5
 --position-dim DIM     the sequence dimension, if it cannot be inferred: 1, -2
+"""
+_SHAPES = """\
 --any-shape            allow values whose shape differs from the example
 --allow-empty          allow a slice that selects nothing
 """
@@ -360,7 +368,8 @@ def explained(name: str) -> str:
 
 def _of_kind(kind: PatchKind) -> str:
     given = _VARIABLE if kind.keeps is not None else "" if kind.value is None else f"{kind.value.help}\n"
-    return given + _PATH + (_SLICE if kind.has_slice else "") + _WHEN
+    when = _STEPS + (_POSITIONS if kind.has_positions else "") + _SHAPES
+    return given + _PATH + (_SLICE if kind.has_slice else "") + when
 
 
 def examples(name: str) -> tuple[str, ...]:

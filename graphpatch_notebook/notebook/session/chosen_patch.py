@@ -123,6 +123,8 @@ class ChosenPatch:
             raise ChosenPatchError("name", f"{self.kind} puts nothing in a variable, but {self.name!r} was named")
         if not kind.has_slice and self.slice is not None:
             raise ChosenPatchError("slice", f"{self.kind} takes no slice, but [{self.slice}] was given")
+        if not kind.has_positions and self.positions is not None:
+            raise ChosenPatchError("positions", f"{self.kind} takes no positions: it {kind.summary}")
 
     def _check_text(self, what: str, parse: Any) -> None:
         text = getattr(self, what)

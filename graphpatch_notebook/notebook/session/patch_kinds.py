@@ -109,6 +109,11 @@ class PatchKind:
         return self.keeps is not None or "slice" in _field_names(self.patch)
 
     @property
+    def has_positions(self) -> bool:
+        """Whether it may be limited to positions: a run ends, and a call is replaced, as a whole."""
+        return not (self.patch.stops_run or self.patch.replaces_call)
+
+    @property
     def has_hook(self) -> bool:
         """Whether a forward hook can do the same."""
         return self.keeps is not None or self.hook_statement is not None or self.hook_result is not None
@@ -117,7 +122,8 @@ class PatchKind:
     def fields(self) -> tuple[str, ...]:
         """The fields of a `ChosenPatch` of this kind that a user may fill in, in the order of the editor."""
         own = {"slice": self.has_slice, "value": self.value is not None, "name": self.keeps is not None}
-        return (*(name for name, is_there in own.items() if is_there), *RESTRICTIONS)
+        restrictions = (name for name in RESTRICTIONS if self.has_positions or not name.startswith("position"))
+        return (*(name for name, is_there in own.items() if is_there), *restrictions)
 
     def state(self) -> dict[str, Any]:
         """Returns the data for the front end: a `PatchKind` of js/src/kernel/protocol.ts."""
@@ -129,7 +135,7 @@ FLAGS = ("any_shape", "allow_empty")
 """The fields of a patch that are `True` or `False`."""
 
 RESTRICTIONS = ("steps", "positions", "position_dim", *FLAGS)
-"""The fields that a patch of every kind has: when, where and to what it is applied."""
+"""The fields that a patch of every kind has, positions where they make sense: when, where and to what it is applied."""
 
 
 def _field_names(patch: type[Patch[Any]]) -> set[str]:
@@ -190,7 +196,7 @@ PATCH_KINDS = {
             "skip",
             SkipPatch,
             "skips the module, whose output is its input",
-            examples=("skip h_1.mlp.output", "skip h_1.output --steps decoding"),
+            examples=("skip h_1.mlp", "skip h_1 --steps decoding"),
         ),
         PatchKind(
             "copy_from",
@@ -201,12 +207,12 @@ PATCH_KINDS = {
                 "the path of another value in quotes",
                 '"h_0.output"',
                 "SOURCE",
-                "SOURCE is the path of the other value in quotes, which comes earlier in the run.",
+                "SOURCE is the path of the other value, which comes earlier in the run.",
                 is_text=True,
             ),
             examples=(
-                'copy_from h_1.output "h_0.output"',
-                'copy_from h_1.mlp.output "h_0.mlp.output" --steps prefill',
+                "copy_from h_1.output h_0.output",
+                "copy_from h_1.mlp.output h_0.mlp.output --steps prefill",
             ),
         ),
         PatchKind(

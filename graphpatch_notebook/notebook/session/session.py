@@ -25,7 +25,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
-from graphpatch_notebook.execution import is_part_of_splice
+from graphpatch_notebook.execution import call_problem, is_part_of_splice, target_of_call
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, UntrustedFile, names_used
@@ -301,7 +301,7 @@ class Session:
         there = tuple(self._chosen.patches if others is None else others)
         root = captured(self.graph).root
         try:
-            target = resolve(root, patch.path)
+            target = _target(root, patch)
         except Unresolvable as problem:
             if not is_part_of_splice(root, patch.path):
                 raise ChosenPatchError("path", problem.message) from None
@@ -424,6 +424,25 @@ def _other_name(root: Frame, target: Target, used: Container[str]) -> str:
 
 
 _DIMENSIONS = 8
+
+
+def _target(root: Frame, patch: ChosenPatch) -> Target:
+    """Returns the value that a patch is on: what a module returns, if the patch replaces its call.
+
+    Raises:
+        Unresolvable: It cannot be on a value at this path.
+    """
+    replaces_call = patch.definition.patch.replaces_call
+    try:
+        target = resolve(root, patch.path)
+    except Unresolvable:
+        call = target_of_call(root, patch.path) if replaces_call else None
+        if call is None:
+            raise
+        target = call
+    if replaces_call and patch.value is None and (problem := call_problem(target, patch.definition.patch())):
+        raise Unresolvable(f"{target.text!r}: {problem}")
+    return target
 
 
 def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sliced:
