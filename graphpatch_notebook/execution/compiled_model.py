@@ -90,7 +90,7 @@ class CompiledModel:
     def _all_parts_now(self) -> list[Any]:
         # Asked in each call, so all at once: next to a step of a small model, a look at each module takes a fifth.
         parts = itertools.chain.from_iterable([places.values() for places in self._places])
-        return [*parts, *[attributes["training"] for attributes in self._modes]]
+        return [*parts, *[attributes.get("training") for attributes in self._modes]]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates text as the model's own `generate` does, with the patches, at compiled speed.
