@@ -34,16 +34,18 @@ from graphpatch_notebook.execution import (
     Recording,
     call_patched,
     check_compilable,
-    check_same_values,
+    check_no_counts,
     copied_config,
     generating_with,
     innermost,
     no_compile_arguments,
+    patches_in_steps,
     record,
     verified_fx_module,
 )
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule
 from graphpatch_notebook.graphs.hierarchy import postprocess
+from graphpatch_notebook.graphs.plain_fx import plain_values_in
 from graphpatch_notebook.graphs.verification import VerificationReport, verify
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -549,10 +551,11 @@ class PatchableGraph(ModuleDelegate):
 
         def compiled(*args: Any, **kwargs: Any) -> CompiledModel:
             own_args, own_kwargs = copied((args, kwargs))
+            plain = plain_values_in(own_kwargs)
             with afterwards(ModuleState(model.module).restore):
                 step = PatchableGraph(model.module, model.options, *own_args, **own_kwargs)
-            check_same_values(entries, step._captured, patches)
-            return step.compile(patches, *args, **options, **kwargs)
+            check_no_counts(plain, plain_values_in(own_kwargs))
+            return step.compile(patches_in_steps(entries, step._captured), *args, **options, **kwargs)
 
         def generating(call: Callable[..., Any]) -> Callable[..., Any]:
             method: Any = model.module.generate

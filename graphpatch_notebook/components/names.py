@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.patches.slices import composed, index_problem, index_text, selection_problem
+from graphpatch_notebook.patches.slices import composed, index_problem, index_text, part_sizes, selection_problem
 from graphpatch_notebook.paths import nearest, path_pattern
 
 if TYPE_CHECKING:
@@ -418,12 +418,19 @@ def _reason(found: FoundComponents, key: str) -> str | None:
     return None
 
 
+_OF_INPUTS = {"batch", "position", "query", "key", "token"}
+"""Axes whose sizes may be others on other inputs."""
+
+
 def _sliced(component: Component, name: ComponentName, text: str) -> Component:
     """Returns a component with the slice of its name."""
     shape = torch.Size(component.shape)
     if name.index:
-        part = part_shape(shape, component.index)
-        problem = index_problem(name.index, part) or selection_problem(name.index, part, f"{component.name!r}")
+        sizes = [None if axis in _OF_INPUTS else size for size, axis in zip(shape, component.axes, strict=True)]
+        part = part_sizes(sizes, component.index)
+        problem = index_problem(name.index, part_shape(shape, component.index)) or selection_problem(
+            name.index, part, f"{component.name!r}"
+        )
         if problem is not None:
             raise UnknownPathError(f"{text!r}: {problem}")
         component = replace(component, index=composed(component.index, name.index, shape))
@@ -437,7 +444,7 @@ def part_shape(shape: torch.Size, index: tuple[Any, ...]) -> torch.Size:
         >>> part_shape(torch.Size([2, 12, 5, 64]), (slice(None), 3))
         torch.Size([2, 5, 64])
     """
-    return torch.empty(shape, device="meta")[index].shape if index else shape
+    return torch.Size(size for size in part_sizes(shape, index) if size is not None) if index else shape
 
 
 def _axes(component: Component) -> str:

@@ -17,7 +17,8 @@ from graphpatch_notebook.execution.compiled_model import (
     CompiledPatches,
     CompiledSteps,
     check_compilable,
-    check_same_values,
+    check_no_counts,
+    patches_in_steps,
 )
 from graphpatch_notebook.execution.context import PatchContext, active_patches, call_patched, innermost
 from graphpatch_notebook.execution.live.apply import apply_to_rows
@@ -67,7 +68,7 @@ __all__ = [
     "call_patched",
     "call_problem",
     "check_compilable",
-    "check_same_values",
+    "check_no_counts",
     "copied_config",
     "frames_seen",
     "generating_with",
@@ -75,6 +76,7 @@ __all__ = [
     "innermost",
     "is_part_of_splice",
     "no_compile_arguments",
+    "patches_in_steps",
     "record",
     "restriction_of",
     "results_of",

@@ -6,6 +6,7 @@ pg.compile(patches, *inputs)  ->  CompiledModel: one graph, for calls like the o
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.graphs.plain_fx import InputCheck
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.values import TensorSpec
+from graphpatch_notebook.values import TensorSpec, is_same_plain
 
 
 class CompiledModel:
@@ -55,7 +56,11 @@ class CompiledModel:
         self._steps = steps
         self._patches = patches
         # The graph refers to these, so writes into weights have their effect, and other parameters or modules do not.
-        self._parts = [(name, module, _parts_of(module)) for name, module in model.named_modules()]
+        self._parts = {name: (module, _parts_of(module)) for name, module in model.named_modules()}
+        modules = [module for module, _ in self._parts.values()]
+        self._places = [places for module in modules for places in (module._parameters, module._modules)]
+        self._modes = [module.__dict__ for module in modules]
+        self._all_parts = self._all_parts_now()
         check = graph.get_submodule("check_inputs")
         assert isinstance(check, InputCheck)
         check.maker = "pg.compile"
@@ -70,12 +75,12 @@ class CompiledModel:
             PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
         __tracebackhide__ = True
-        for name, module, parts in self._parts:
-            if not _are_same(parts, _parts_of(module)):
-                raise GraphError(
-                    f"{name or 'the model'!r} has another mode (train or eval), or other parameters or modules, than "
-                    "when it was compiled: call pg.compile again"
-                )
+        if not _are_same(self._all_parts, self._all_parts_now()):
+            changed = [name for name, (module, parts) in self._parts.items() if not _are_same(parts, _parts_of(module))]
+            raise GraphError(
+                f"{(*changed, '')[0] or 'the model'!r} has another mode (train or eval), or other parameters or "
+                "modules, than when it was compiled: call pg.compile again"
+            )
         self._patches.read()
         try:
             return self._compiled(*args, **kwargs)
@@ -89,6 +94,11 @@ class CompiledModel:
                 f"torch.compile cannot make one graph of this model, as of many mixtures of experts "
                 f"({str(error).splitlines()[0]}); run the patches without pg.compile"
             ) from error
+
+    def _all_parts_now(self) -> list[Any]:
+        # Asked in each call, so all at once: next to a step of a small model, a look at each module takes a fifth.
+        parts = itertools.chain.from_iterable([places.values() for places in self._places])
+        return [*parts, *[attributes.get("training") for attributes in self._modes]]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates text as the model's own `generate` does, with the patches, at compiled speed.
@@ -125,12 +135,12 @@ class CompiledModel:
         return check.accepts(args, kwargs)
 
 
-def _parts_of(module: Module) -> list[Any]:
-    return [module.training, *module._parameters.values(), *module._modules.values()]
-
-
 def _are_same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def _parts_of(module: Module) -> list[Any]:
+    return [module.training, *module._parameters.values(), *module._modules.values()]
 
 
 class CompiledPatches:
@@ -275,26 +285,51 @@ def _are_same_forms(before: dict[str, Any], now: dict[str, Any]) -> bool:
     )
 
 
-def check_same_values(entries: Sequence[Entry], step: CapturedModel, patch_map: Any) -> None:
-    """Checks that the patches on a model are on the same values in the steps of a generation.
+def patches_in_steps(entries: Sequence[Entry], step: CapturedModel) -> dict[Any, list[Patch[Any]]]:
+    """Returns the patch map with which the steps of a generation have the patches on a model.
 
     Args:
         entries: The patches.
         step: The model, captured on the inputs of a step.
-        patch_map: Their patch map.
 
     Raises:
-        GraphError: Some are not; the message names them all.
+        GraphError: Some are not on the same values there; the message names them all.
     """
+    patch_map: dict[Any, list[Patch[Any]]] = {}
+    places: dict[str, Any] = {}
+    for entry in entries:
+        target = entry.target
+        text = target.text if target.index else target.path  # without the encoder, names of layers are others
+        places[text] = _place(target)
+        patch_map.setdefault(text, []).extend(entry.patches)
     try:
-        found = {entry.target.text: _place(entry.target) for entry in step.entries_of(patch_map)}
+        found = [entry.target for entry in step.entries_of(patch_map)]
     except PatchMapError as error:
         raise GraphError(f"the steps after the prompt cannot have these patches: {error}") from None
-    texts = [entry.target.text for entry in entries if found.get(entry.target.text) != _place(entry.target)]
+    texts = [text for text, place in places.items() if place not in map(_place, found)]
     if texts:
         raise GraphError(
             f"the steps after the prompt cannot have these patches: {', '.join(map(repr, texts))} is another value "
             "there, as the code takes another way with a cache; patch another value, such as the output of the module"
+        )
+    return patch_map
+
+
+def check_no_counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Checks that the run of a step has not changed numbers in its inputs, as no graph does.
+
+    Args:
+        before: The plain values in the inputs before the run.
+        after: Those after it.
+
+    Raises:
+        GraphError: It has.
+    """
+    changed = [name for name, value in after.items() if name in before and not is_same_plain(before[name], value)]
+    if changed:
+        raise GraphError(
+            f"each step changes {changed[0]!r}, which is not in a tensor, so that the steps cannot be one compiled "
+            "graph: caches of transformers count so for layers with a sliding window; generate with pg.patch() instead"
         )
 
 

@@ -417,6 +417,23 @@ Reads: TypeAlias = "tuple[tuple[bool, Key], ...]"
 """What leads from an object to what it holds: whether each step is an attribute (or an item), and its key."""
 
 
+def plain_values_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers and other plain values that objects among inputs hold, by name.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> plain_values_in({"x": 1, "cache": SimpleNamespace(count=2, layers=[SimpleNamespace(size=3)])})
+        {'cache|count': 2, 'cache|layers.sub_0.size': 3}
+    """
+    objects = {name: value for name, value in inputs.items() if _is_object(value)}
+    held = ((name, *each) for name, value in objects.items() for each in _held_in(value, (), ()))
+    return {_read_name(name, reads): value for name, reads, value in held if not isinstance(value, Tensor)}
+
+
+def _read_name(parameter: str, reads: Reads) -> str:
+    return format_path((parameter,), tuple(key_text(key) for _, key in reads))
+
+
 def _reading(value: fx.Node, read: tuple[bool, Key]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     is_attribute, key = read
     return getattr if is_attribute else operator.getitem, (value, plain_dict_key(key))
@@ -541,10 +558,9 @@ class InputCheck(Module):
                 for _, key in reads:
                     value = take(value, key) if has_child(value, key) else None
                 if not _is_like(spec, value):
-                    where = format_path((name,), tuple(key_text(key) for _, key in reads))
                     raise GraphError(
-                        f"{where!r} is {describe(value)}, and was {spec} in the example; make another graph, with "
-                        f"{self.maker}(...) of a PatchableGraph that has such inputs as its example"
+                        f"{_read_name(name, reads)!r} is {describe(value)}, and was {spec} in the example; make "
+                        f"another graph, with {self.maker}(...) of a PatchableGraph that has such inputs as its example"
                     )
 
     def _check_modes(self) -> None:

@@ -119,7 +119,9 @@ def selection(given: Any, what: str, *, allow_empty: bool = False, allow_negativ
     parts = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
     if not allow_negative and any(part is not None and part < 0 for part in parts):
         raise ValueError(_negative(given, what))
-    return Selection(chosen, repr(given) if isinstance(given, (range, slice)) else ", ".join(map(str, chosen)))
+    if isinstance(chosen, tuple) and not isinstance(given, (range, slice)):
+        return Selection(chosen, ", ".join(map(str, chosen)))
+    return Selection(chosen, repr(given))
 
 
 def _rows(given: Any) -> list[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -220,3 +221,19 @@ def test_a_component_in_doubt_warns_when_it_is_used():
 
 def test_look_up_in_nodes(pg):
     assert pg.nodes["layers[1].mlp_out"].path == "layers_1.mlp.output"
+
+
+@pytest.mark.parametrize("part", ["[:, 7]", "[:, -1]", "[2]", "[:, 7:9]", "[:, 1:-1]"])
+def test_brackets_are_for_the_sizes_of_the_run(pg, part):
+    """And not for those of the example, which is shorter and has fewer rows."""
+    name, longer = "layers[1].mlp_out", torch.arange(27).reshape(3, 9) % 11
+    with torch.no_grad():
+        expected = pg.record(name, longer)[name].clone()
+        index = eval(f"np.s_{part}", {"np": np})
+        assert torch.equal(pg.record(name + part, longer)[name + part], expected[index])
+        with pg.patch({name + part: AddPatch(value=1.0)}):
+            patched = pg.record(name, longer)[name]
+    expected[index] += 1.0
+    torch.testing.assert_close(patched, expected)
+    with pytest.raises(PatchValueError, match="has 9 entries"):
+        pg.record(f"{name}[:, 9]", longer)

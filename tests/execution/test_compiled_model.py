@@ -287,31 +287,40 @@ class Total:
 
     def __init__(self) -> None:
         self.values = {"total": torch.zeros(())}
+        self.number = 0
 
 
 class Adding(nn.Module):
-    def forward(self, x: Tensor, cache: Total) -> Tensor:
-        shifted = x + 1 if x.shape[0] > 1 else x + cache.values["total"]
+    def __init__(self, step: int = 0) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor, cache: Total | None = None) -> Tensor:
+        shifted = x + 1 if cache is None or x.shape[0] > 1 else x + cache.values["total"]
         doubled = shifted * 2
-        cache.values["total"].add_(doubled.sum())
+        if cache is not None:
+            cache.values["total"].add_(doubled.sum())
+            cache.number += self.step
         return doubled
 
     def generate(self, x: Tensor, cache: Total) -> list[Tensor]:
         return [self(x, cache=cache), *(self(x[:1], cache=cache) for _ in range(3))]
 
 
-def test_patches_are_on_the_same_values_in_all_steps() -> None:
-    model = Adding()
-    pg = PatchableGraph(model, X, cache=Total())
+def test_steps_are_compiled_only_if_a_graph_does_what_they_do() -> None:
+    pg = PatchableGraph(Adding(), X)
     one, other = Total(), Total()
-    compiled = pg.compile({"doubled": AddPatch(value=1.0)}, X, cache=Total(), backend="aot_eager")
+    compiled = pg.compile({"doubled": AddPatch(value=1.0)}, X, backend="aot_eager")
     with pg.patch({"doubled": AddPatch(value=1.0)}):
         expected = pg.generate(X, cache=one)
     assert all(map(torch.equal, compiled.generate(X, cache=other), expected))
     assert torch.equal(one.values["total"], other.values["total"])
-    elsewhere = pg.compile({"shifted": ZeroPatch()}, X, cache=Total(), backend="eager")
+    elsewhere = pg.compile({"shifted": ZeroPatch()}, X, backend="eager")
     with pytest.raises(GraphError, match="cannot have these patches: 'shifted' is another value there"):
         elsewhere.generate(X, cache=Total())
+    counting = PatchableGraph(Adding(step=1), X).compile({"doubled": ZeroPatch()}, X, backend="eager")
+    with pytest.raises(GraphError, match=r"each step changes 'cache\|number', which is not in a tensor"):
+        counting.generate(X, cache=Total())
 
 
 @pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")

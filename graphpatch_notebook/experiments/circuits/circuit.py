@@ -75,6 +75,8 @@ class Circuit:
             faithfulness=0.9)`.
         tokens: The text of each position, for pictures of edges with positions; numbers if it is empty.
         missing: Why there are no edges to, or from, whole components: they read what all others write.
+        ahead: The attention that is not causal, `layers[2].attn`: it reads keys and values at later positions, too. It
+            is known for circuits of scores with positions.
 
     Example:
         >>> circuit = Circuit(
@@ -102,6 +104,7 @@ class Circuit:
     faithfulness: float | None = None
     tokens: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
+    ahead: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         shown = self.strongest(_LISTED).edges
@@ -183,6 +186,7 @@ class Circuit:
             "candidates": self.candidates,
             "tokens": list(self.tokens),
             "missing": dict(self.missing),
+            "ahead": list(self.ahead),
             "edges": [
                 [edge.sender, edge.receiver, edge.score, *(() if edge.position is None else (edge.position,))]
                 for edge in self.edges
@@ -213,8 +217,8 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
         """Returns a picture of the circuit, for papers, and writes it into a file if one is given.
 
         Layers go upwards; if edges have positions, tokens go across, with dotted lines from where a component reads
-        keys and values to the later positions at which it writes. The width of an edge is proportional to the magnitude
-        of its score; negative scores are blue and dashed. Fonts are not embedded.
+        keys and values to the later positions at which it writes (to all if it is not causal). The width of an edge is
+        proportional to the magnitude of its score; negative scores are blue and dashed. Fonts are not embedded.
 
         Args:
             file: The name of the file, such as `"circuit.svg"`.
@@ -262,6 +266,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
                 faithfulness=None if given["faithfulness"] is None else float(given["faithfulness"]),
                 tokens=tuple(map(_text, given.get("tokens", ()))),
                 missing={_text(name): _text(why) for name, why in given.get("missing", {}).items()},
+                ahead=tuple(map(_text, given.get("ahead", ()))),
             )
             circuit.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -38,7 +38,7 @@ from graphpatch_notebook.experiments.attribution.rules import (
     widened,
 )
 from graphpatch_notebook.experiments.circuits.nodes import Nodes, Reader, nodes_of, norms_in, writers_in
-from graphpatch_notebook.experiments.circuits.positions import WrittenPositions
+from graphpatch_notebook.experiments.circuits.positions import WrittenPositions, read_ahead
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
@@ -147,7 +147,8 @@ def attribute_edges(
         that are computed from it; `skipped`, why components or heads are not nodes (with a warning if whole components
         are missing); `edges`, the number of edges, each position counted; `conservation`, the sum of the scores into
         the last receiver, divided by `clean - corrupted` (NaN if `"exact"` was not asked for all of them);
-        `fallbacks`, as for `attribute`; `method`, `one_sided`, `routing`, `metric`, `steps`.
+        `fallbacks`, as for `attribute`; `ahead`, with `positions`, the attention that is not causal; `method`,
+        `one_sided`, `routing`, `metric`, `steps`.
 
     Raises:
         ExperimentError: The model has no edges that can be followed, the metric has no gradient, the inputs differ in
@@ -203,6 +204,7 @@ def attribute_edges(
         "skipped": dict(nodes.skipped),
         **({"steps": steps} if method == "integrated" else {}),
         **({"positions": "of each row"} if are_of_rows(positions) else {}),
+        **({"ahead": read_ahead(pg, batches[0].clean)} if positions is not None else {}),
     }
     if method == "secant" and (positions is None or positions is True):
         _warn_of_loss(nodes, total)
@@ -462,7 +464,7 @@ def _exact_effects(
     found.values[found.edges] = np.nan
     clean = record(pg, pair.clean, recorded_paths(nodes), pair.number)
     found.clean, found.corrupted = float(clean.measurement.values), runs.metric
-    Deltas(nodes, RecordedValues(clean.values), RecordedValues(runs.values), 0).check(nodes)
+    Deltas(nodes, clean.values, runs.values, 0).check(nodes)
     with torch.no_grad():
         changes = {id(writer): writer.change(clean.values, runs.values) for writer in nodes.writers}
         for reader in nodes.readers:
@@ -488,17 +490,8 @@ def _exact_effects(
     return found
 
 
-@dataclass
-class RecordedValues:
-    """What was recorded in a run, by path.
-
-    Attributes:
-        values: The values, detached.
-        metric: The metric.
-    """
-
-    values: Mapping[str, Tensor]
-    metric: float = float("nan")
+Values: TypeAlias = "Mapping[str, Tensor]"
+"""What was recorded in a run, by path: detached."""
 
 
 def recorded_paths(nodes: Nodes) -> list[str]:
@@ -509,28 +502,18 @@ def recorded_paths(nodes: Nodes) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
+@dataclass(frozen=True)
 class _Runs:
     """The runs on one pair of inputs, and the scores."""
 
-    def __init__(
-        self,
-        pg: PatchableGraph,
-        nodes: Nodes,
-        batch: Batch,
-        method: Method,
-        fractions: Sequence[float],
-        max_bytes: int,
-        choices: Choices,
-        placed: _Placed,
-    ) -> None:
-        self._pg = pg
-        self._placed = placed
-        self._nodes = nodes
-        self._batch = batch
-        self._method = method
-        self._choices = choices
-        self._fractions = fractions
-        self._max_bytes = max_bytes
+    pg: PatchableGraph
+    nodes: Nodes
+    batch: Batch
+    method: Method
+    fractions: Sequence[float]
+    max_bytes: int
+    choices: Choices
+    placed: _Placed
 
     def scores(self) -> EdgeScores:
         """Returns the scores; the model and the random state are restored."""
@@ -547,25 +530,25 @@ class _Runs:
         """
         with self._kept_state() as state:
             with torch.no_grad():
-                clean, high = self._run(self._batch.clean, {}, state, self._reads)
-                corrupted, low = self._run(self._batch.corrupted, {}, state, self._reads)
-            found = EdgeScores(self._nodes, self._placed(clean.values))
+                clean, high = self._run(self.batch.clean, {}, state, self._reads)
+                corrupted, low = self._run(self.batch.corrupted, {}, state, self._reads)
+            found = EdgeScores(self.nodes, self.placed(clean))
             found.clean, found.corrupted = float(high), float(low)
             deltas = self._deltas(clean, corrupted)
             found.is_half = deltas.coarsest > 1e-6
 
             def restored(paths: Iterable[str], columns: Tensor | None) -> dict[str, Patch[Any]]:
-                return {path: _restoring(clean.values[path], corrupted.values[path], columns) for path in paths}
+                return {path: _restoring(clean[path], corrupted[path], columns) for path in paths}
 
             if "senders" in ends:
-                for writer, name, heads in _members(self._nodes.writers, columns):
+                for writer, name, heads in _members(self.nodes.writers, columns):
                     rules, end, effect = self._end_run(restored(writer.paths, heads), state)
-                    alone = self._scores_to(self._nodes.readers, rules, end, deltas, found.positions, state)
+                    alone = self._scores_to(self.nodes.readers, rules, end, deltas, found.positions, state)
                     own = alone[:, found.columns[name]]
                     found.values[:, found.columns[name]] += own / len(ends)
                     found.note_sum(f"out of {name!r} differ from its effect", own, effect - found.corrupted, rules)
             if "receivers" in ends:
-                for reader, name, heads in _members(self._nodes.readers, rows):
+                for reader, name, heads in _members(self.nodes.readers, rows):
                     rules, _, effect = self._end_run(restored(reader.paths, heads), state)
                     alone = self._scores_to([reader], rules, clean, deltas, found.positions, state)
                     own = alone[found.rows[name]]
@@ -576,32 +559,30 @@ class _Runs:
     @contextmanager
     def _kept_state(self) -> Iterator[ModuleState]:
         with torch.inference_mode(False):
-            state = ModuleState(captured(self._pg).module)
+            state = ModuleState(captured(self.pg).module)
             with afterwards(state.restore):
                 yield state
 
     @functools.cached_property
     def _reads(self) -> Sequence[str]:
-        return list(dict.fromkeys(path for reader in self._nodes.readers for path in reader.paths))
+        return list(dict.fromkeys(path for reader in self.nodes.readers for path in reader.paths))
 
-    def _deltas(self, clean: RecordedValues, corrupted: RecordedValues) -> Deltas:
-        deltas = Deltas(self._nodes, clean, corrupted, self._max_bytes // 2)
-        deltas.check(self._nodes)
+    def _deltas(self, clean: Values, corrupted: Values) -> Deltas:
+        deltas = Deltas(self.nodes, clean, corrupted, self.max_bytes // 2)
+        deltas.check(self.nodes)
         return deltas
 
-    def _end_run(
-        self, patches: Mapping[str, Patch[Any]], state: ModuleState
-    ) -> tuple[DerivativeRules, RecordedValues, float]:
-        rules = rules_of(self._method)
+    def _end_run(self, patches: Mapping[str, Patch[Any]], state: ModuleState) -> tuple[DerivativeRules, Values, float]:
+        rules = rules_of(self.method)
         with rules.recording(), torch.no_grad():
-            end, metric = self._run(self._batch.corrupted, patches, state)
+            end, metric = self._run(self.batch.corrupted, patches, state)
         return rules, end, float(metric)
 
     def _scores_to(
         self,
         readers: Sequence[Reader],
         rules: DerivativeRules,
-        end: RecordedValues,
+        end: Values,
         deltas: Deltas,
         positions: WrittenPositions | None,
         state: ModuleState,
@@ -616,54 +597,54 @@ class _Runs:
             positions: The positions of scores.
             state: The model's state.
         """
-        found = EdgeScores(self._nodes, positions)
+        found = EdgeScores(self.nodes, positions)
         corrupted, _, gradients = self._gradient_run(rules, end, 0, state)
         self._add_scores(readers, end, corrupted, gradients, deltas, found)
         return found.values
 
     def _gradient_run(
-        self, rules: DerivativeRules, clean: RecordedValues, fraction: float, state: ModuleState
-    ) -> tuple[RecordedValues, Tensor, Mapping[str, Tensor | None]]:
+        self, rules: DerivativeRules, clean: Values, fraction: float, state: ModuleState
+    ) -> tuple[Values, Tensor, Mapping[str, Tensor | None]]:
         """Returns the values, the metric and the gradients of a run between the two, mostly at the corrupted one."""
-        starts = {path: clean.values[path] if fraction else None for path in self._nodes.streams.values()}
+        starts = {path: clean[path] if fraction else None for path in self.nodes.streams.values()}
         with rules.applied(), torch.enable_grad():
             run = _GradientRun(starts, fraction, self._reads)
-            values, metric = self._run(self._batch.corrupted, run.patches, state)
+            values, metric = self._run(self.batch.corrupted, run.patches, state)
         return values, metric, run.gradients(metric, self._reads)
 
     def _add_scores(
         self,
         readers: Sequence[Reader],
-        clean: RecordedValues,
-        corrupted: RecordedValues,
+        clean: Values,
+        corrupted: Values,
         gradients: Mapping[str, Tensor | None],
         deltas: Deltas,
         found: EdgeScores,
     ) -> None:
-        back = _Backwards(self._method, clean, corrupted, deltas, found, self._max_bytes // 2, len(self._fractions))
+        back = _Backwards(self.method, clean, corrupted, deltas, found, self.max_bytes // 2, len(self.fractions))
         for _, together in groupby(readers, key=lambda reader: id(reader.source)):
             back.score(list(together), gradients)
 
     def _scores(self, state: ModuleState) -> EdgeScores:
-        rules = rules_of(self._method)
+        rules = rules_of(self.method)
         with rules.recording(), torch.no_grad():
-            clean, metric = self._run(self._batch.clean, {}, state)
-        found = EdgeScores(self._nodes, self._placed(clean.values))
+            clean, metric = self._run(self.batch.clean, {}, state)
+        found = EdgeScores(self.nodes, self.placed(clean))
         found.clean = float(metric)
         deltas: Deltas | None = None
-        for fraction in self._fractions:
+        for fraction in self.fractions:
             corrupted, metric, gradients = self._gradient_run(rules, clean, fraction, state)
             if deltas is None:
                 base = corrupted
                 if fraction:
                     with torch.no_grad():
-                        base, metric = self._run(self._batch.corrupted, {}, state)
+                        base, metric = self._run(self.batch.corrupted, {}, state)
                 found.corrupted = float(metric.detach())
                 deltas = self._deltas(clean, base)
                 found.is_half = deltas.coarsest > 1e-6
-            self._add_scores(self._nodes.readers, clean, corrupted, gradients, deltas, found)
+            self._add_scores(self.nodes.readers, clean, corrupted, gradients, deltas, found)
         # Those into the logits sum to it in any case: what is between the components does not matter to them.
-        begins = [f"{stream}@embed" for stream in self._nodes.streams]
+        begins = [f"{stream}@embed" for stream in self.nodes.streams]
         columns = [found.columns[name] for name in begins if name in found.columns]
         change = found.clean - found.corrupted
         what = f"out of {' and '.join(begins)} differ from the change of the metric"
@@ -672,18 +653,18 @@ class _Runs:
 
     def _run(
         self, inputs: Inputs, patches: Mapping[str, Patch[Any]], state: ModuleState, also: Sequence[str] = ()
-    ) -> tuple[RecordedValues, Tensor]:
+    ) -> tuple[Values, Tensor]:
         state.restore()
-        probes = {path: ProbePatch() for path in (*recorded_paths(self._nodes), *also)}
+        probes = {path: ProbePatch() for path in (*recorded_paths(self.nodes), *also)}
         merged: dict[str | NodePath, list[Patch[Any]]] = {}
         for listed in (patches, probes):
             for path, patch in listed.items():
                 merged.setdefault(path, []).append(patch)
-        choices = self._choices.recorded() if inputs is self._batch.clean else self._choices.held()
-        with self._pg.patch(merged, strict=True), choices:
-            output = inputs.run(self._pg)
-        metric = metric_number(self._batch.metric(output))
-        return RecordedValues({path: probe.activation.detach() for path, probe in probes.items()}), metric
+        choices = self.choices.recorded() if inputs is self.batch.clean else self.choices.held()
+        with self.pg.patch(merged, strict=True), choices:
+            output = inputs.run(self.pg)
+        metric = metric_number(self.batch.metric(output))
+        return {path: probe.activation.detach() for path, probe in probes.items()}, metric
 
 
 def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple[_Group, str, Tensor | None]]:
@@ -744,10 +725,10 @@ class Deltas:
             components may write in half.
     """
 
-    def __init__(self, nodes: Nodes, clean: RecordedValues, corrupted: RecordedValues, max_bytes: int) -> None:
+    def __init__(self, nodes: Nodes, clean: Values, corrupted: Values, max_bytes: int) -> None:
         self._clean = clean
         self._corrupted = corrupted
-        values = (value for value in clean.values.values() if value.is_floating_point())
+        values = (value for value in clean.values() if value.is_floating_point())
         self.coarsest = max(torch.finfo(value.dtype).eps for value in values)
         self._columns: dict[int, slice] = {}
         end = 0
@@ -773,7 +754,7 @@ class Deltas:
         return self._written(writer) if self._kept is None else self._kept[self._columns[id(writer)]]
 
     def _written(self, writer: Writer) -> Tensor:
-        return writer.change(self._clean.values, self._corrupted.values)
+        return writer.change(self._clean, self._corrupted)
 
     def together(self, writers: Sequence[Writer]) -> Iterator[tuple[slice, Tensor]]:
         """Yields the differences of writers: of those next to each other at once, each with their columns of scores."""
@@ -801,14 +782,14 @@ class Deltas:
             source = term.source
             if id(source) not in totals:
                 if isinstance(source, NormOfSum):
-                    one, other = (source.function(run.values[source.path]) for run in (self._clean, self._corrupted))
+                    one, other = (source.function(run[source.path]) for run in (self._clean, self._corrupted))
                     totals[id(source)] = rows_of(one - other)
                 else:
                     totals[id(source)] = self.of(source).sum(0)
             return term.on(totals[id(source)])
 
         def compare(path: str, source: Sum) -> None:
-            clean, corrupted = self._clean.values[path], self._corrupted.values[path]
+            clean, corrupted = self._clean[path], self._corrupted[path]
             known = rows_of(clean - corrupted)
             found = torch.zeros_like(known)
             for term in source:
@@ -832,26 +813,17 @@ class Deltas:
                     compare(reader.paths[0], reader.source)
 
 
+@dataclass(frozen=True)
 class _Backwards:
     """Takes gradients back from receivers to senders, and adds the scores."""
 
-    def __init__(
-        self,
-        method: Method,
-        clean: RecordedValues,
-        corrupted: RecordedValues,
-        deltas: Deltas,
-        found: EdgeScores,
-        max_bytes: int,
-        count: int,
-    ) -> None:
-        self._method = method
-        self._clean = clean
-        self._corrupted = corrupted
-        self._deltas = deltas
-        self._found = found
-        self._max_bytes = max_bytes
-        self._count = count
+    method: Method
+    clean: Values
+    corrupted: Values
+    deltas: Deltas
+    found: EdgeScores
+    max_bytes: int
+    count: int
 
     def score(self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]) -> None:
         """Adds the scores of receivers that read the same value."""
@@ -865,7 +837,7 @@ class _Backwards:
         names: list[str] = []
         parts: list[Tensor] = []
         for name, part in self._parts(readers, gradients):
-            if parts and (len(parts) + 1) * part.numel() * part.element_size() * 6 > self._max_bytes:
+            if parts and (len(parts) + 1) * part.numel() * part.element_size() * 6 > self.max_bytes:
                 yield names, torch.stack(parts)
                 names, parts = [], []
             names.append(name)
@@ -913,29 +885,29 @@ class _Backwards:
 
     def _add(self, names: Sequence[str], writers: Sequence[Writer], gradient: Tensor) -> None:
         """Adds the scores of edges, from the gradients of what is written."""
-        rows, positions = [self._found.rows[name] for name in names], self._found.positions
+        rows, positions = [self.found.rows[name] for name in names], self.found.positions
         if positions is None:
-            for columns, delta in self._deltas.together(writers):
+            for columns, delta in self.deltas.together(writers):
                 self._add_products(rows, columns, 0, gradient, delta)
             return
         for writer in writers:
             numbers = positions.of(writer).to(gradient.device)
-            for columns, delta in self._deltas.together([writer]):
+            for columns, delta in self.deltas.together([writer]):
                 for number in range(len(positions.labels)):
                     at = numbers == number
                     self._add_products(rows, columns, number, gradient[:, at], delta[:, at])
 
     def _add_products(self, rows: list[int], columns: slice, number: int, gradient: Tensor, delta: Tensor) -> None:
         scores = widened(gradient).flatten(1) @ widened(delta).flatten(1).T
-        self._found.values[rows, columns, number] += scores.detach().cpu().double().numpy() / self._count
+        self.found.values[rows, columns, number] += scores.detach().cpu().double().numpy() / self.count
 
     def _through(self, norm: NormOfSum, gradient: Tensor) -> Tensor:
         """Returns gradients at what a norm reads, from those of its result."""
-        rules = rules_of(self._method)
-        if self._method == "secant":
+        rules = rules_of(self.method)
+        if self.method == "secant":
             with rules.recording(), torch.no_grad():
-                norm.function(self._clean.values[norm.path])
-        read = self._corrupted.values[norm.path].detach().requires_grad_()
+                norm.function(self.clean[norm.path])
+        read = self.corrupted[norm.path].detach().requires_grad_()
         with rules.applied(), torch.enable_grad():
             result = norm.function(read)
         stacked = gradient.reshape(-1, *result.shape).to(result.dtype)

@@ -137,7 +137,7 @@ class CircuitLayout:
         edges: The edges, the strongest first.
         bands: The layers.
         columns: The positions, below the nodes; empty without positions.
-        links: Lines from a component at a position to itself at later ones, which attend to it.
+        links: Lines from a component at a position to itself at those that attend to it.
     """
 
     width: float
@@ -183,7 +183,7 @@ class _Route:
 class _Picture:
     def __init__(self, circuit: Circuit) -> None:
         self.edges = sorted(circuit.edges, key=lambda edge: -abs(edge.score))
-        self.tokens = circuit.tokens
+        self.tokens, self.ahead = circuit.tokens, circuit.ahead
         senders = {(edge.sender, edge.position) for edge in self.edges}
         # Of the heads that share keys or values, those that pass something on: at this position, or at another one.
         sending = {sender for sender, _ in senders}
@@ -414,7 +414,8 @@ class _Picture:
                 continue
             same = [other for other in writes if other is not None and self.nodes[other].name == node.name]
             later = [other for other in same if (self.nodes[other].position or 0) >= node.position]
-            for other in later or same:
+            attention = node.name.removesuffix("_out").partition(".heads[")[0]
+            for other in same if attention in self.ahead else later or same:
                 if other != at:
                     first, last = node, self.nodes[other]
                     side = 1 if last.x > first.x else -1

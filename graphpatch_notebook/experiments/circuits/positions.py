@@ -1,4 +1,4 @@
-"""Which position in the sequence each row has of what senders write."""
+"""Which position in the sequence each row has of what senders write, and whether later positions are read."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.components import find
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
 from graphpatch_notebook.experiments.circuits.stream import Move, Writer
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.positions import (
     Positions,
     RowPositions,
@@ -20,6 +22,10 @@ from graphpatch_notebook.experiments.methods.positions import (
     counts_from_end,
     rows_of,
 )
+from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import CustomPatch
 
 
 class WrittenPositions:
@@ -111,3 +117,31 @@ def _dims(root: Frame, stream: str, shape: tuple[int, ...]) -> tuple[int, int | 
             f"its dimensions are {', '.join(axes) or 'unknown'}"
         )
     return axes.index("position"), axes.index("batch") if "batch" in axes else None
+
+
+def read_ahead(pg: PatchableGraph, inputs: Inputs) -> list[str]:
+    """Returns the attention whose queries read later keys, such as `layers[2].attn`: that which is not causal.
+
+    Args:
+        pg: The graph.
+        inputs: The inputs of a run, in which the patterns are looked at.
+    """
+    found: list[str] = []
+
+    def looking(name: str, axes: tuple[str, ...]) -> CustomPatch:
+        def look(pattern: Tensor) -> Tensor:
+            rows = pattern.movedim((axes.index("query"), axes.index("key")), (-2, -1))
+            if bool(rows.triu(1).any()):
+                found.append(name.removesuffix(".pattern"))
+            return pattern
+
+        return CustomPatch(look, requires_clone=False)
+
+    patterns = {name: each.axes for name, each in pg.components.items() if name.endswith("attn.pattern")}
+    patches: dict[str | NodePath, CustomPatch] = {
+        name: looking(name, axes) for name, axes in patterns.items() if {"query", "key"} <= {*axes}
+    }
+    state = ModuleState(captured(pg).module)
+    with afterwards(state.restore), torch.no_grad(), pg.patch(patches).quiet():
+        inputs.run(pg)
+    return found

@@ -92,6 +92,7 @@ def circuit(
         corrupted=float(attrs["corrupted"]),
         method=str(attrs["method"]),
         metric=str(attrs["metric"]),
+        ahead=tuple(attrs.get("ahead", ())),
         missing=nodes.missing,
     )
     if not prune:

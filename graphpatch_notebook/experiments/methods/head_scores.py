@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components import Weights
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names
@@ -82,7 +82,12 @@ def head_scores(
         given = Inputs((_repeated_tokens(pg.weights[stack], length, rows, seed),))
     tokens = _tokens(given)
     masks = [mask.to(tokens.device) for mask in _masks(tokens)]
-    values = record(pg, given, list(found.values())).values
+    try:
+        values = record(pg, given, list(found.values())).values
+    except Exception as error:
+        if not inputs and not input_kwargs:
+            add_note(error, f"head_scores gave the model {2 * length} tokens: if it takes fewer, give length=")
+        raise
     scores: dict[int, list[Tensor]] = {}
     for layer, name in found.items():
         pattern = arranged(values[name], pg.components[name].axes, ["batch", "head", "position", "key"])

@@ -28,7 +28,10 @@ OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-
 STRING = re.compile("|".join(rf"{quote}(?:[^\\]|\\.)*?{quote}" for quote in ('"""', "'''", '"', "'")), re.DOTALL)
 OPEN_STRING = re.compile(r"""(["'])(?:[^\\]|\\.)*?(?:\1|\\?$)""", re.DOTALL)
 _PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\s\["]|"(?=[^"]*$))*')
-COMPONENT = re.compile(rf"(?:[^\s\[\]@]+\.)?(?:layers{BRACKETS}(?:\.[\w*]+(?:{BRACKETS}(?=\.))?)+|@[\w*]+(?=[\s\[]|$))")
+COMPONENT = re.compile(
+    rf"(?:[^\s\[\]@]+\.)?(?:layers{BRACKETS}(?:\.[\w*]+(?:{BRACKETS}(?=\.))?)+|@[\w*]+(?=[\s\[]|$))"
+    rf"|\*[\w.*]*\.(?:heads|experts){BRACKETS}(?:\.[\w*]+)+"
+)
 _OPTION = re.compile(r"(--[A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -304,10 +307,11 @@ def advice(message: str, place: TypedPath, kind: str, root: Frame) -> str:
         root: The root frame of the capture.
     """
     if "*" in re.sub(r'"[^"]*"', "", place.path):
-        path = _with_slice(place.path.replace("*", "{i}"), place.slice)
+        has_one_star = place.path.count("*") == 1
+        path = _with_slice(place.path.replace("*", "{i}") if has_one_star else "{path}", place.slice)
         return (
             f"{place.path!r} is a pattern for several nodes, but a patch has one node: choose them in a loop, "
-            f"for i in range(...): with %graphpatch {kind} {path} in its body"
+            f"for {'i in range(...)' if has_one_star else 'path in [...]'}: with %graphpatch {kind} {path} in its body"
         )
     if whole := re.search(r"use '(.+)' with slice=\.\.\.$", message):
         return f"{message[: whole.start()]}write {whole[1]}[{place.slice or '...'}]"

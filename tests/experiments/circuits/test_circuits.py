@@ -147,6 +147,11 @@ def test_laws(name: str) -> None:
         assert each.attrs["conservation"] == pytest.approx(1.0, abs=1e-5)
         whole, empty = (circuit(it.pg, each, edges=count) for count in (each.attrs["edges"], 0))
         assert len(whole.edges) == np.isfinite(each.values).sum()  # no edge of the model is a dead end
+        attention = {name.removesuffix(".pattern") for name in it.pg.components if name.endswith("attn.pattern")}
+        both_ways = {"bert": "layers", "vit": "layers", "t5": ("encoder", "decoder.layers[0].c", "decoder.layers[1].c")}
+        expected = {one for one in attention if one.startswith(both_ways.get(name.split(maxsplit=1)[0], "none"))}
+        assert {*whole.ahead} == (expected if each is placed else set())
+        assert Circuit.from_json(whole.to_json()) == whole
         patched = it.logits(it.clean, patches=circuit_patches(it.pg, whole, it.corrupted))
         torch.testing.assert_close(patched, clean, rtol=1e-5, atol=1e-5)  # some norms compute in single precision
         assert torch.equal(it.logits(it.clean, patches=circuit_patches(it.pg, empty, it.corrupted)), corrupted)

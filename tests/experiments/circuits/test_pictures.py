@@ -98,6 +98,10 @@ def test_tokens_go_across() -> None:
     assert (numbers[0], numbers[-2]) == pytest.approx((first.x + first.width / 2, last.x - last.width / 2))
     texts = [text.text for text in ElementTree.fromstring(circuit.to_svg()).iter(f"{SVG}text")]
     assert texts.index("1") < texts.index("4")
+    # Attention that is not causal writes what it has read at earlier positions, too.
+    edges = (*edges, Edge(f"{head}.z", "@logits", 0.5, 0))
+    for ahead, count in (((), 1), (("layers[0].attn",), 1), (("layers[1].attn",), 2)):
+        assert len(lay_out(replace(circuit, edges=edges, ahead=ahead)).links) == count
 
 
 def test_a_layer_is_above_the_ones_before_it_and_its_mlp_above_its_heads() -> None:

@@ -146,3 +146,6 @@ def test_what_scores_need(pg: PatchableGraph) -> None:
         head_scores(pg, inputs_embeds=torch.zeros(1, 4, 32))
     with pytest.raises(ExperimentError, match="kind must be 'Q', 'K' or 'V'"):
         composition_scores(pg, "O")  # type: ignore[arg-type]
+    with pytest.raises(IndexError) as caught:
+        head_scores(pg, length=600, rows=1)
+    assert "gave the model 1200 tokens: if it takes fewer, give length=" in "".join(caught.value.__notes__)

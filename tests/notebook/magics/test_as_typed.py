@@ -159,6 +159,11 @@ def test_what_cannot_be_expanded(deep: Shell) -> None:
         "'layers_*.mlp.output' is a pattern for several nodes, but a patch has one node: choose them in a loop, "
         "for i in range(...): with %graphpatch zero layers_{i}.mlp.output[:, 0] in its body"
     )
+    for pattern in ("**.attn.heads[1].pattern", "**.mlp.output"):
+        assert deep.refused(f"%graphpatch zero {pattern}[:, 0]") == (
+            f"'{pattern}' is a pattern for several nodes, but a patch has one node: choose them in a loop, "
+            "for path in [...]: with %graphpatch zero {path}[:, 0] in its body"
+        )
     assert chosen(deep) == []
 
 
