@@ -79,9 +79,9 @@ def circuit(
     if type(edges) is not int or edges < 0:
         raise ExperimentError(f"edges must be a number of edges, not {edges!r}")
     _check_scores(scores)
+    nodes = nodes_like(pg, scores.attrs["feeds"])
     if edges > scores.attrs["edges"]:
         raise ExperimentError(f"edges={edges} is more than the model has: {scores.attrs['edges']}")
-    nodes = nodes_like(pg, scores.attrs["feeds"])
     chosen = Ranking(nodes, scores, selection, absolute=absolute).first(edges)
     attrs = scores.attrs
     found = Circuit(
