@@ -6,6 +6,7 @@ pg.compile(patches, *inputs)  ->  CompiledModel: one graph, for calls like the o
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,7 +56,11 @@ class CompiledModel:
         self._steps = steps
         self._patches = patches
         # The graph refers to these, so writes into weights have their effect, and other parameters or modules do not.
-        self._parts = [(name, module, _parts_of(module)) for name, module in model.named_modules()]
+        self._parts = {name: (module, _parts_of(module)) for name, module in model.named_modules()}
+        modules = [module for module, _ in self._parts.values()]
+        self._places = [places for module in modules for places in (module._parameters, module._modules)]
+        self._modes = [module.__dict__ for module in modules]
+        self._all_parts = self._all_parts_now()
         self._compiled: Callable[..., Any] = torch.compile(graph, fullgraph=True, backend=backend, mode=mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,12 +72,12 @@ class CompiledModel:
             PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
         __tracebackhide__ = True
-        for name, module, parts in self._parts:
-            if not _are_same(parts, _parts_of(module)):
-                raise GraphError(
-                    f"{name or 'the model'!r} has another mode (train or eval), or other parameters or modules, than "
-                    "when it was compiled: call pg.compile again"
-                )
+        if not _are_same(self._all_parts, self._all_parts_now()):
+            changed = [name for name, (module, parts) in self._parts.items() if not _are_same(parts, _parts_of(module))]
+            raise GraphError(
+                f"{(*changed, '')[0] or 'the model'!r} has another mode (train or eval), or other parameters or "
+                "modules, than when it was compiled: call pg.compile again"
+            )
         self._patches.read()
         try:
             return self._compiled(*args, **kwargs)
@@ -81,6 +86,11 @@ class CompiledModel:
             # graph raises that error itself.
             self.graph(*args, **kwargs)
             raise
+
+    def _all_parts_now(self) -> list[Any]:
+        # Asked in each call, so all at once: next to a step of a small model, a look at each module takes a fifth.
+        parts = itertools.chain.from_iterable([places.values() for places in self._places])
+        return [*parts, *[attributes.get("training") for attributes in self._modes]]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates text as the model's own `generate` does, with the patches, at compiled speed.
@@ -117,12 +127,12 @@ class CompiledModel:
         return check.accepts(args, kwargs)
 
 
-def _parts_of(module: Module) -> list[Any]:
-    return [module.training, *module._parameters.values(), *module._modules.values()]
-
-
 def _are_same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def _parts_of(module: Module) -> list[Any]:
+    return [module.training, *module._parameters.values(), *module._modules.values()]
 
 
 class CompiledPatches:
