@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.nn import Module
 from graphpatch_notebook.values import ABSENT
 
 _COMPARED = frozenset({bool, int, float, str, list, dict, set, deque})
+_NO_FUNCTIONS = frozenset({*_COMPARED, tuple, type(None), OrderedDict})  # most attributes of a module
 
 
 class OuterValue(NamedTuple):
@@ -70,7 +71,7 @@ def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple
 def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:
     """Returns `forward`, what it decorates, functions that are attributes of the module, and those in closures."""
     found: list[types.FunctionType] = []
-    waiting: list[Any] = [forward, *module.__dict__.values()]
+    waiting: list[Any] = [forward, *[value for value in module.__dict__.values() if type(value) not in _NO_FUNCTIONS]]
     while waiting:
         function = waiting.pop()
         function = getattr(function, "__func__", function)

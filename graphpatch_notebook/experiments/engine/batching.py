@@ -6,7 +6,7 @@ chunked    groups cells whose first patched values occur at about the same time;
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -79,20 +79,20 @@ class RunCost:
 
     def fraction_after(self, since: float) -> float:
         """Returns the fraction of the work that is done after a time."""
-        return sum(work for ended, work, _ in self.ends if ended >= since) / self.total
+        return sum([work for ended, work, _ in self.ends if ended >= since]) / self.total
 
     def idle(self, since: float, until: float) -> float:
         """Returns the fraction of the work that an unchanged row costs between two times."""
-        return sum(idle for ended, _, idle in self.ends if since <= ended < until) / self.total
+        return sum([idle for ended, _, idle in self.ends if since <= ended < until]) / self.total
 
 
-def _frames(
-    node: FrameNode, changed_only: Container[FrameNode], is_idle: bool = False
-) -> Iterator[tuple[FrameNode, bool]]:
-    """Yields a frame and those below it, with whether each is inside a frame of `changed_only`."""
-    yield node, is_idle
-    for child in node.children.values():
-        yield from _frames(child, changed_only, is_idle or node in changed_only)
+def _frames(root: FrameNode, changed_only: Container[FrameNode]) -> list[tuple[FrameNode, bool]]:
+    """Returns a frame and those below it, with whether each is inside a frame of `changed_only`."""
+    found = [(root, False)]
+    for node, is_idle in found:
+        is_inside = is_idle or node in changed_only
+        found += [(child, is_inside) for child in node.children.values()]
+    return found
 
 
 def rows_at_once(tokens: int, device: str, *, is_sparse: bool = False) -> int:

@@ -253,11 +253,11 @@ def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Targe
 
 def _keep_from_metric(tree: FrameTree, output: Any) -> None:
     """Copies recorded values that share memory with the output, into which a metric may write."""
-    shared = {storage_of(leaf) for leaf in tensors_in(output)}
+    shared = set(map(storage_of, tensors_in(output)))
     for node in tree.root.walk():
-        if node.value is not None and any(storage_of(leaf) in shared for leaf in tensors_in(node.value)):
+        if node.value is not None and not shared.isdisjoint(map(storage_of, tensors_in(node.value))):
             node.value, node.is_written_later = own_tensors(node.value), True
-        if node.pair is not None and any(storage_of(leaf) in shared for leaf in node.pair):
+        if node.pair is not None and not shared.isdisjoint(map(storage_of, node.pair)):
             node.pair = own_tensors(node.pair)
 
 

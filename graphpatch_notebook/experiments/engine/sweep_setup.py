@@ -23,7 +23,7 @@ from graphpatch_notebook.inspection.resolution import Target, Unresolvable, reso
 from graphpatch_notebook.interrupts import on_error
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.sharded import sharding_of
-from graphpatch_notebook.torch_compat import has_global_hooks
+from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
 
 _ONE_BY_ONE = "cells ran one by one, each as a whole"
 _MEMORY = "the metric, or the model, changes what the metric refers to when it is called"
@@ -192,13 +192,14 @@ def _whole(setup: SweepSetup, targets: Sequence[Target]) -> SweepSetup:
 
 def why_plain(pg: PatchableGraph) -> str | None:
     """Returns why all cells must run as in a plain loop, as a message; `None` if cells may share work."""
-    if has_global_hooks() or any(has_hooks(module) for module in all_modules(captured(pg).module)):
+    modules = all_modules(captured(pg).module)
+    if has_global_hooks() or any(map(has_hooks, modules)):
         return "there are hooks on modules, which may keep what they see"
     if captured(pg).runs_own_graphs:
         return "graphs of their own run in place of modules"
     if captured(pg).permanent or innermost(captured(pg)) is not None:
         return "other patches are active"
-    if captured(pg).callers.has_compiled_parts:
+    if may_compile() and is_any_compiled(modules):
         return "parts of the model are compiled"
     if sharding_of(captured(pg).root) is not None:
         return "the model is sharded over processes, all of which must run the same modules"
