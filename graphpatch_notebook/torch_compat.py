@@ -539,7 +539,7 @@ def overload_path(func: object) -> str | None:
     return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None
 
 
-def distributed_tensors() -> Any:
+def dtensor_module() -> Any:
     """Returns the module with `DTensor` and its placements.
 
     `torch.distributed.tensor` is public since torch 2.5. Tested by: tests/distributed/test_sharded_models.py.
