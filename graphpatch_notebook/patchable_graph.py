@@ -123,6 +123,8 @@ class PatchableGraph(ModuleDelegate):
         except Exception as error:
             if not example_args and not example_kwargs:
                 add_note(error, "the model ran without inputs; give some: PatchableGraph(model, *example_inputs)")
+            elif not example_kwargs and isinstance(example_args[0], (str, Mapping)):
+                add_note(error, "give inputs as you would call the model: PatchableGraph(model, **inputs)")
             elif type(error).__module__.startswith("torch._dynamo"):
                 add_note(error, _COMPILES_ITSELF)
             raise

@@ -185,6 +185,11 @@ def test_steps_that_did_not_come_up_are_listed(pg: PatchableGraph) -> None:
             GraphError,
             "the input 'is_other' is True, and was False in the example; make another graph",
         ),
+        (
+            lambda: PatchableGraph(Mlp(), X, is_other=False).to_fx((X,))(X, is_other=None),
+            GraphError,
+            "the input 'is_other' is None, and was False in the example; call it with is_other=False",
+        ),
     ],
 )
 def test_graphs(make: Callable[[], Any], error: type[Exception], words: str) -> None:
@@ -196,6 +201,9 @@ def test_a_model_without_example_inputs_is_told_how_to_give_some() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
         PatchableGraph(Mlp())
     assert "give some: PatchableGraph(model, *example_inputs)" in "".join(caught.value.__notes__)
+    with pytest.raises(TypeError) as caught:
+        PatchableGraph(Mlp(), {"x": X})
+    assert "give inputs as you would call the model: PatchableGraph(model, **inputs)" in "".join(caught.value.__notes__)
 
 
 def test_files(pg: PatchableGraph, tmp_path: Path) -> None:

@@ -264,11 +264,17 @@ def _layers(found: FoundComponents, name: ComponentName, text: str) -> list[int 
         if not named:
             raise UnknownPathError(f"{text!r}: {_reason(found, str(name)) or 'no stack of layers was found'}")
         meant = [*nearest(f"{name.stack}.layers", named, 1), *["**.layers"] * (len(named) > 1)]
-        raise UnknownPathError(
-            f"{text!r}: the stacks of layers in this model are {', '.join(map(repr, named))}; nearest: "
-            f"{', '.join(repr(_restacked(text, one)) for one in meant)}"
-        )
+        close = ", ".join(repr(other) for one in meant if _is_found(found, other := _restacked(text, one)))
+        hint = f"; nearest: {close}" if close else ""
+        raise UnknownPathError(f"{text!r}: the stacks of layers in this model are {', '.join(map(repr, named))}{hint}")
     return list(_counted(name.layers, count, f"layers in {name.stack!r}" if name.stack else "layers", text))
+
+
+def _is_found(found: FoundComponents, text: str) -> bool:
+    try:
+        return bool(look_up(found, text))
+    except UnknownPathError:
+        return False
 
 
 def _restacked(text: str, named: str) -> str:

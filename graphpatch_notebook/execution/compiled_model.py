@@ -61,6 +61,9 @@ class CompiledModel:
         self._places = [places for module in modules for places in (module._parameters, module._modules)]
         self._modes = [module.__dict__ for module in modules]
         self._all_parts = self._all_parts_now()
+        check = graph.get_submodule("check_inputs")
+        assert isinstance(check, InputCheck)
+        check.maker = "pg.compile"
         self._compiled: Callable[..., Any] = torch.compile(graph, fullgraph=True, backend=backend, mode=mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +71,7 @@ class CompiledModel:
 
         Raises:
             GraphError: The mode of the model (train or eval), a parameter or a module is another one than when it was
-                compiled; or the inputs differ from those.
+                compiled; the inputs differ from those; or torch cannot compile the model.
             PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
         __tracebackhide__ = True
@@ -81,11 +84,16 @@ class CompiledModel:
         self._patches.read()
         try:
             return self._compiled(*args, **kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
             # The compiler hides why the graph refused inputs or values behind an error of its own: without it, the
             # graph raises that error itself.
             self.graph(*args, **kwargs)
-            raise
+            if not type(error).__module__.startswith("torch._dynamo"):
+                raise
+            raise GraphError(
+                f"torch.compile cannot make one graph of this model, as of many mixtures of experts "
+                f"({str(error).splitlines()[0]}); run the patches without pg.compile"
+            ) from error
 
     def _all_parts_now(self) -> list[Any]:
         # Asked in each call, so all at once: next to a step of a small model, a look at each module takes a fifth.

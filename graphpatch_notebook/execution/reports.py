@@ -117,7 +117,7 @@ class Reports:
 
     def unfired(self, unfired: Sequence[tuple[Entry, str]], where: str) -> None:
         """Reports patches that never fired, each with the reason."""
-        reasons = "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
+        reasons = "; ".join(f"{entry.target.text!r}: {why}" for entry, why in unfired)
         self.give(f"{count_of_patches(unfired)} never fired {where}: {reasons}")
 
     def give(self, message: str) -> None:

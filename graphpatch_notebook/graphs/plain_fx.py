@@ -492,6 +492,9 @@ class InputCheck(Module):
     Args:
         frame: The frame of the whole model.
         any_size: Whether tensors may have other sizes (but not another number of dimensions).
+
+    Attributes:
+        maker: What makes another graph, for messages.
     """
 
     def __init__(self, frame: Frame, *, any_size: bool) -> None:
@@ -504,6 +507,7 @@ class InputCheck(Module):
         self._frame_inputs = frame.parameters
         self.objects: dict[str, list[tuple[Reads, ValueSpec]]] = {}
         self._is_noting_layouts = False
+        self.maker = "pg.to_fx"
 
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call, given as the model is called, looks like the recorded one."""
@@ -556,7 +560,7 @@ class InputCheck(Module):
                 if not _is_like(spec, value):
                     raise GraphError(
                         f"{_read_name(name, reads)!r} is {describe(value)}, and was {spec} in the example; make "
-                        "another graph, with pg.to_fx(...) of a PatchableGraph that has such inputs as its example"
+                        f"another graph, with {self.maker}(...) of a PatchableGraph that has such inputs as its example"
                     )
 
     def _check_modes(self) -> None:
@@ -568,12 +572,15 @@ class InputCheck(Module):
 
     def _repair(self, difference: Difference) -> str:
         if difference.aspect is Aspect.SIZE:
-            return "pg.to_fx(..., any_size=True) makes a graph for inputs of other sizes"
+            return f"{self.maker}(..., any_size=True) makes a graph for inputs of other sizes"
         if difference.aspect is Aspect.LAYOUT:
             contiguous = f"give {difference.name}.contiguous(), or " if difference.was == CONTIGUOUS else ""
-            another = "make another graph, with pg.to_fx(...) on inputs like this one"
+            another = f"make another graph, with {self.maker}(...) on inputs like this one"
             return f"the model may ask for that; {contiguous}{another}"
-        return "make another graph, with pg.to_fx(...) of a PatchableGraph that has such inputs as its example"
+        was, now = difference.was, difference.now
+        if difference.aspect is Aspect.VALUE and isinstance(was, ScalarSpec) and now == ScalarSpec(None):
+            return f"call it with {difference.name}={was.value!r}"
+        return f"make another graph, with {self.maker}(...) of a PatchableGraph that has such inputs as its example"
 
 
 def _is_like(spec: ValueSpec, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 blocks.0.hook_resid_post, hook_embed     TransformerLens       -> the component of that kind
 layers_output[3], attentions_output[0]   nnterp                -> the component of that kind
+layers.3.mlp_out                         lists as in paths     -> the component with this name
 attn.probs, attn_weights                 inside attention      -> the component; or the values inside one fused call
 wte, mlp, attn.c_proj, layers.1.mlp      the end of paths      -> what these modules return
 """
@@ -53,12 +54,15 @@ _OUTSIDE = {
     "token_embeddings": "@embed",
 }
 _HOOK = re.compile(r"blocks\.(?P<number>\d+|\*)\.(?P<part>\w+(?:\.\w+)?)")
+_DOTTED = re.compile(r"(?:.+\.)?layers\.(?P<number>\d+)\.(?P<part>\w+(?:\.\w+)?)")
 _ITEM = re.compile(r"(?P<part>\w+)\[(?P<number>-?\d+|\*)\]")
 
 
 def component_for_alias(root: Frame, text: str) -> str | None:
     """Returns the name of the component that another tool calls `text`, if the model has it."""
     name = _name_of_alias(root, text) or _name_inside_attention(root, text)
+    if name is None and (dotted := _DOTTED.fullmatch(text)) is not None:
+        name = _in_layer(root, dotted["number"], dotted["part"])
     try:
         found = [] if name is None else find(root).lookup(name)
     except UnknownPathError:

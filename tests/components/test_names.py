@@ -194,6 +194,7 @@ def test_look_up(model, text, expected):
         ("layers[0].attn.heads[4].z", "4 is out of range: there are 4 heads"),
         ("layers[0].attn.heads[2].k", r"4 heads share 2: head 2 reads 'layers\[0\].attn.heads\[1\].k'"),
         ("layers[0].attn.heads[2].resid_pre", "nearest: .*'layers\\[0\\].resid_pre'"),
+        ("model.layers[0].mlp.output", "the stacks of layers in this model are 'layers'$"),
         ("layers[0].resid_per", "unknown component .*nearest: 'layers\\[0\\].resid_pre'"),
         ("layers[0].attn.q*", "unknown component .*nearest: .*'layers\\[0\\].attn.k'"),
         ("layers[0].heads[0].resid*", "unknown component"),

@@ -17,10 +17,12 @@ from graphpatch_notebook import (
     CustomPatch,
     PatchableGraph,
     PatchMapError,
+    PatchNotFiredWarning,
     PatchValueError,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
+    StopPatch,
     UnknownPathError,
     ZeroPatch,
 )
@@ -163,6 +165,11 @@ def test_plain_graphs_have_the_part(pg):
     with pg.patch({"layers[*].mlp_out[:, -1]": AddPatch(value=1.0)}):
         graph = pg.to_fx((x,))
         assert torch.equal(graph(x), pg(x))
+
+
+def test_a_warning_has_the_name_that_was_given(pg):
+    with pytest.warns(PatchNotFiredWarning, match=r"'layers\[1\].mlp_out': the run was stopped"):
+        outputs(pg, {"layers[0].mlp_out": StopPatch(), "layers[1].mlp_out": ZeroPatch()})
 
 
 def test_problems_are_found_before_anything_runs(pg):

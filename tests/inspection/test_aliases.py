@@ -47,6 +47,8 @@ def message(pg: PatchableGraph, path: str) -> str:
         ("token_embeddings", "@embed"),
         ("blocks.*.hook_resid_post", "layers[*].resid_post"),
         ("mlps_output[*]", "layers[*].mlp_out"),
+        ("layers.1.mlp_out", "layers[1].mlp_out"),
+        ("model.layers.2.attn.z", "layers[2].attn.z"),
     ],
 )
 def test_names_of_other_tools(name: str, component: str) -> None:

@@ -9,10 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
-from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution.choices import Routing
 from graphpatch_notebook.experiments.attribution.gradient_runs import (
@@ -30,13 +27,13 @@ from graphpatch_notebook.experiments.attribution.scored_nodes import (
     Selected,
     selected_nodes,
 )
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.inputs import inputs_of
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_inputs,
     check_metric,
-    check_same_shapes,
+    check_same_input_shapes,
     checked_bytes,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
@@ -52,7 +49,7 @@ from graphpatch_notebook.experiments.results.arrays import metric_name, with_com
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.values import TensorSpec, readable_children
+from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
@@ -176,8 +173,7 @@ def attribute(
         raise ExperimentError(f"corrupted is {corrupted!r}; give inputs as for clean (noise is for causal_trace)")
     for inputs in given:
         check_inputs(pg, inputs)
-    tensors = [_tensors(pg.nodes.root, inputs) for inputs in given]
-    check_same_shapes(tensors[0], tensors[1])
+    check_same_input_shapes(pg, *given)
     of_all = kept_for(pg.nodes, _AllNodes) if paths is None else None
     selected = selected_nodes(pg.nodes, paths) if of_all is None else of_all.selected
     wanted = [node for node in selected.nodes if node.is_wanted]
@@ -276,22 +272,6 @@ def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> 
         labels[rank.number][0]: sorted({labels[other][0] for other in rank.others}) for rank in ranks if rank.others
     }
     return top
-
-
-def _tensors(root: Frame, inputs: Inputs) -> dict[str, Tensor]:
-    """Returns the tensors in the inputs of `forward`, by parameter name and path within it."""
-    found: dict[str, Tensor] = {}
-
-    def collect(name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            found[name] = value
-        elif isinstance(value, (list, tuple, dict)):
-            for key, child in readable_children(value) or ():
-                collect(f"{name}|{key}", child)
-
-    for parameter in root.parameters:
-        collect(parameter.name, given_input(root.parameters, parameter.name, inputs.args, inputs.kwargs))
-    return found
 
 
 def _with_heads(

@@ -49,7 +49,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_inputs,
     check_metric,
-    check_same_shapes,
+    check_same_input_shapes,
     checked_bytes,
 )
 from graphpatch_notebook.experiments.methods.positions import Positions, RowPositions, are_of_rows
@@ -291,8 +291,7 @@ def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> l
         inputs = inputs_of(one), inputs_of(other)
         for given in inputs:
             check_inputs(pg, given)
-        shapes = [{f"input {number}": tensor for number, tensor in enumerate(given.tensors())} for given in inputs]
-        check_same_shapes(shapes[0], shapes[1])
+        check_same_input_shapes(pg, *inputs)
         found.append(Batch(each, *inputs))
     return found
 

@@ -60,7 +60,7 @@ def circuit(
         The circuit. `circuit_patches` runs the model as this circuit.
 
     Raises:
-        ExperimentError: The scores are not those of the model, or lack some of its nodes.
+        ExperimentError: The scores are not those of the model, or lack some of its nodes, or it has fewer edges.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -79,6 +79,8 @@ def circuit(
     if type(edges) is not int or edges < 0:
         raise ExperimentError(f"edges must be a number of edges, not {edges!r}")
     _check_scores(scores)
+    if edges > scores.attrs["edges"]:
+        raise ExperimentError(f"edges={edges} is more than the model has: {scores.attrs['edges']}")
     nodes = nodes_like(pg, scores.attrs["feeds"])
     chosen = Ranking(nodes, scores, selection, absolute=absolute).first(edges)
     attrs = scores.attrs

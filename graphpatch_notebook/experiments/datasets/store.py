@@ -40,6 +40,7 @@ from graphpatch_notebook.experiments.executors.checkpoint import weights_digest
 from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.sharded import digest, sharding_of
 from graphpatch_notebook.whole_files import whole_file
 
@@ -274,7 +275,10 @@ class ActivationStore(Mapping[str, "StoredValues"]):
     def __getitem__(self, path: object) -> StoredValues:
         kind = self._kinds.get(str(path))
         if kind is None:
-            raise KeyError(f"{str(path)!r} is not stored; stored: {', '.join(list(self._kinds)[:8])}")
+            close = ", ".join(map(repr, nearest(str(path), list(self._kinds))))
+            hint = f"; nearest: {close}" if close else ""
+            stored = ", ".join(map(repr, list(self._kinds)[:8]))
+            raise KeyError(f"{str(path)!r} is not stored under this name; stored: {stored}{hint}")
         return StoredValues(self, str(path), self._shards, has_positions=kind == "position")
 
     def __iter__(self) -> Iterator[str]:

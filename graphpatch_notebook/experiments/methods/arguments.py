@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks import keywords
 from graphpatch_notebook.checks.keywords import nearest_option, option_names
 from graphpatch_notebook.components.names import is_component_name
@@ -21,7 +22,7 @@ from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.paths import is_pattern
-from graphpatch_notebook.values import TensorSpec
+from graphpatch_notebook.values import TensorSpec, readable_children
 
 
 def check_graph(pg: Any) -> None:
@@ -217,6 +218,31 @@ def check_same_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tenso
                 f"{path!r} has shape {tuple(value.shape)} on the clean inputs and {tuple(corrupted[path].shape)} "
                 "on the corrupted inputs; give inputs of the same shapes (pad the shorter ones)"
             )
+
+
+def check_same_input_shapes(pg: PatchableGraph, clean: Inputs, corrupted: Inputs) -> None:
+    """Checks that the tensors in the clean and the corrupted inputs have the same shapes.
+
+    Raises:
+        ExperimentError: They do not. The message has the name of the input, and the shapes.
+    """
+    check_same_shapes(*(_input_tensors(pg.nodes.root, inputs) for inputs in (clean, corrupted)))
+
+
+def _input_tensors(root: Frame, inputs: Inputs) -> dict[str, Tensor]:
+    """Returns the tensors in the inputs of `forward`, by parameter name and path within it."""
+    found: dict[str, Tensor] = {}
+
+    def collect(name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, (list, tuple, dict)):
+            for key, child in readable_children(value) or ():
+                collect(f"{name}|{key}", child)
+
+    for parameter in root.parameters:
+        collect(parameter.name, given_input(root.parameters, parameter.name, inputs.args, inputs.kwargs))
+    return found
 
 
 def checked_bytes(max_bytes: Any) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components import find
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
@@ -463,6 +463,9 @@ def _ends(pg: PatchableGraph, item: Any, what: str) -> list[EdgeEnd]:
             "several in a list"
         )
     ends = []
+    read = f"{str(path).removesuffix('.mlp')}.ln2"
+    if str(path).endswith("].mlp") and read in pg.components and what == "receiver":
+        raise UnknownPathError(f"{str(path)!r} is a receiver of attribute_edges: write {read!r}, which the MLP reads")
     for target in targets(pg, [str(path)]).values():
         if not isinstance(target.spec, TensorSpec):
             raise ExperimentError(

@@ -237,6 +237,8 @@ def test_a_folder_of_other_values_or_another_dataset_is_refused(pg: PatchableGra
         record_to(pg, tmp_path, STREAMS, examples(4), batch_size=4)
     with pytest.raises(ExperimentError, match="other values"):
         record_to(pg, tmp_path, "layers[0].resid_post", examples(4), batch_size=2)
+    with pytest.raises(KeyError, match=r"not stored under this name; stored: .*nearest: 'layers\[1\].resid_post'"):
+        ActivationStore(tmp_path)["layers[1].resid_mid"]
     trained = build()
     with torch.no_grad():
         trained.transformer.h[0].mlp.c_fc.bias.add_(1)  # type: ignore[union-attr, operator]
