@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -418,18 +417,13 @@ def parts_of(structure: Any) -> list[Any]:
     return list(children() if callable(children) else structure.children_specs)
 
 
-read_version: Callable[[Any], int] = operator.attrgetter("_version")
-"""Returns how often a tensor was written into, without a call of Python: probes ask for each value of a model.
-
-Raises an `AttributeError` or a `RuntimeError` where torch does not count that. `Tensor._version`: torch 2.4 to 2.13.
-Tested by: tests/patches/test_kinds.py.
-"""
-
-
 def version_of(value: Any) -> int | None:
-    """Returns how often a tensor was written into; `None` where torch does not count that."""
+    """Returns how often a tensor was written into; `None` where torch does not count that.
+
+    `Tensor._version`: torch 2.4 to 2.13. Tested by: tests/patches/test_kinds.py.
+    """
     try:
-        return read_version(value)
+        return value._version  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError):  # no tensor; an inference tensor
         return None
 
@@ -539,7 +533,7 @@ def overload_path(func: object) -> str | None:
     return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None
 
 
-def distributed_tensors() -> Any:
+def dtensor_module() -> Any:
     """Returns the module with `DTensor` and its placements.
 
     `torch.distributed.tensor` is public since torch 2.5. Tested by: tests/distributed/test_sharded_models.py.

@@ -150,7 +150,7 @@ def test_any_error_of_a_custom_function_names_the_patch(pg: PatchableGraph) -> N
 
 def test_steps_that_did_not_come_up_are_listed(pg: PatchableGraph) -> None:
     with pytest.warns(
-        PatchNotFiredWarning, match=re.escape("its steps (2, 9) were not reached: the last call had step 0")
+        PatchNotFiredWarning, match=re.escape("its steps (9, 2) were not reached: the last call had step 0")
     ):
         patched(pg, "hidden", ZeroPatch(steps=[9, 2]))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.selections import PositionSelection, StepSelection, selection
 from graphpatch_notebook.patches.slices import TensorIndex, as_index, index_problem, selection_problem, selects_nothing
-from graphpatch_notebook.torch_compat import read_version, version_of
+from graphpatch_notebook.torch_compat import version_of
 
 T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
@@ -390,10 +390,7 @@ class ProbePatch(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         self._kept = original_output
-        try:
-            self._version = read_version(original_output)
-        except (AttributeError, RuntimeError):  # as `version_of`, inlined
-            self._version = None
+        self._version = version_of(original_output)
         return original_output
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchShapeError, PatchValueError
-from graphpatch_notebook.torch_compat import distributed_tensors, strided_shard
+from graphpatch_notebook.torch_compat import dtensor_module, strided_shard
 
 _SAME = 1e-5
 _FEW = 4  # so many terms do not happen to be equal on all processes
@@ -96,14 +96,14 @@ class Placement:
             )
         shape = (*value.shape[: self.dim], sum(self.sizes), *value.shape[self.dim + 1 :])
         stride = torch.empty(shape, device="meta").stride()
-        joined = distributed_tensors().DTensor.from_local(
+        joined = dtensor_module().DTensor.from_local(
             value.contiguous(), self.mesh, [self._shard()], run_check=False, shape=torch.Size(shape), stride=stride
         )
         return joined.full_tensor()  # type: ignore[no-any-return]
 
     def local(self, whole: Any, value: Tensor) -> Any:
         """Returns what this process holds of a patched value, in the form of `value`, which it held before."""
-        kinds = distributed_tensors()
+        kinds = dtensor_module()
         if not isinstance(whole, Tensor) and (self.dim is not None or is_distributed(value)):
             raise PatchValueError(f"{self.path!r} is distributed over processes: a patch must return a tensor for it")
         if is_distributed(value):
@@ -123,7 +123,7 @@ class Placement:
 
     def _shard(self) -> Any:
         assert self.dim is not None
-        return distributed_tensors().Shard(self.dim) if self.factor == 1 else strided_shard(self.dim, self.factor)
+        return dtensor_module().Shard(self.dim) if self.factor == 1 else strided_shard(self.dim, self.factor)
 
     def opened(self, value: Tensor) -> tuple[Tensor, _Gradient]:
         """Returns a value that all processes hold, so that its patches see its whole gradient, and what `closed` needs.

@@ -63,11 +63,11 @@ class Applier:
         __tracebackhide__ = True
         for entry in entries:
             if (watch := entry.watch) is not None and not self.is_under_mode and type(value) is Tensor:
-                if value.shape == entry.observed_shape:  # `is_observed`, inlined: all values may be probed
+                if value.shape == entry.observed_shape:  # `observe`, inlined: all values may be probed
                     self.fired.ids.add(id(entry))
                     watch(value)
                     continue
-            elif entry.observed_shape is not None and self.is_observed(entry, value):
+            elif entry.observed_shape is not None and self.observe(entry, value):
                 continue
             if not self.is_under_mode:
                 value = self.apply(entry, value)
@@ -96,17 +96,17 @@ class Applier:
         else:
             self.apply(entry, value)
 
-    def is_observed(self, entry: Entry, value: Any) -> bool:
-        """Applies patches that only observe a tensor; returns whether the value was a tensor."""
+    def observe(self, entry: Entry, value: Any) -> bool:
+        """Shows a tensor to patches that only observe it. Returns whether it did."""
         shape = entry.observed_shape
         if shape is None or not isinstance(value, Tensor):
             return False
         if self.is_under_mode:
             with without_torch_functions():
-                return self._observe(entry, shape, value)
-        return self._observe(entry, shape, value)
+                return self._show(entry, shape, value)
+        return self._show(entry, shape, value)
 
-    def _observe(self, entry: Entry, shape: torch.Size, value: Tensor) -> bool:
+    def _show(self, entry: Entry, shape: torch.Size, value: Tensor) -> bool:
         if value.shape != shape:
             return False
         self.fired.ids.add(id(entry))  # before: the last patch of `pg.record` ends the run

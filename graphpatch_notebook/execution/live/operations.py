@@ -61,7 +61,7 @@ class LiveMode(TorchFunctionMode):
         if entries is None:
             return result
         entry = entries[0]
-        # The fast path of `is_observed`, inlined: this runs for every op of a model that is probed whole.
+        # The fast path of `observe`, inlined: this runs for every op of a model that is probed whole.
         is_watched = entry.watch is not None and len(entries) == 1 and type(result) is Tensor
         if is_watched and result.shape == entry.observed_shape:
             self.fired.add(id(entry))
@@ -138,7 +138,7 @@ class LiveMode(TorchFunctionMode):
         __tracebackhide__ = True
         for entry in entries:
             node = entry.target.node
-            if not entry.is_special and self.applier.is_observed(entry, result):
+            if not entry.is_special and self.applier.observe(entry, result):
                 continue
             if node.is_in_place:
                 value = node.written_of(args, kwargs)
