@@ -47,7 +47,7 @@ def circuit(
     Args:
         pg: The graph.
         scores: The scores, from `attribute_edges`, for all senders and receivers.
-        edges: How many edges to choose.
+        edges: How many edges to choose; all if there are fewer.
         selection: `"top"`: the edges with the largest scores. `"greedy"`: from the logits on, the edge with the
             largest score into what is in the circuit already, again and again; then no edge is chosen that leads
             nowhere.
