@@ -47,7 +47,7 @@ def circuit(
     Args:
         pg: The graph.
         scores: The scores, from `attribute_edges`, for all senders and receivers.
-        edges: How many edges to choose.
+        edges: How many edges to choose; all if there are fewer.
         selection: `"top"`: the edges with the largest scores. `"greedy"`: from the logits on, the edge with the
             largest score into what is in the circuit already, again and again; then no edge is chosen that leads
             nowhere.
@@ -60,7 +60,7 @@ def circuit(
         The circuit. `circuit_patches` runs the model as this circuit.
 
     Raises:
-        ExperimentError: The scores are not those of the model, or lack some of its nodes, or it has fewer edges.
+        ExperimentError: The scores are not those of the model, or lack some of its nodes.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -79,8 +79,6 @@ def circuit(
     if type(edges) is not int or edges < 0:
         raise ExperimentError(f"edges must be a number of edges, not {edges!r}")
     _check_scores(scores)
-    if edges > scores.attrs["edges"]:
-        raise ExperimentError(f"edges={edges} is more than the model has: {scores.attrs['edges']}")
     nodes = nodes_like(pg, scores.attrs["feeds"])
     chosen = Ranking(nodes, scores, selection, absolute=absolute).first(edges)
     attrs = scores.attrs
