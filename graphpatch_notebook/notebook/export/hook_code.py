@@ -324,7 +324,9 @@ def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> It
     if node.kind == "op":
         kind = f"an operation ({node.op}) inside {type(frame.module).__name__}, which hooks do not see"
         merged = _merged_head(target)
-        instead = f"nearest: {_nearest_boundary(target, root)!r}" if merged is None else f"patch {merged}, the same value"
+        instead = (
+            f"nearest: {_nearest_boundary(target, root)!r}" if merged is None else f"patch {merged}, the same value"
+        )
         yield f"{title} is {kind}; {instead}"
     elif node.kind not in ("input", "output"):
         near = _boundary_paths(frame, frame.output_node)
