@@ -413,12 +413,14 @@ def _merges(result: Node, node: Node, dim: int) -> bool:
         is_same = result.op == "contiguous" or (result.op in _RESHAPES and result.spec == source.node.spec)
         steps += [] if is_same else [result]
         result = source.node
-    if not steps or not isinstance(steps[0].spec, TensorSpec) or not isinstance(node.spec, TensorSpec):
-        return False
-    (rows, *_, width), merged = node.spec.shape, steps[0].spec.shape
-    is_view = steps[0].op in _RESHAPES and merged[::2] == (rows, node.spec.shape[dim] * width)
     swaps = [step for step in steps[1:] if step.op == "transpose" and set(step.args[1:]) == {1, 2}]
-    return is_view and len(merged) == 3 and len(swaps) == len(steps) - 1 == (1 if dim == 1 else 0)
+    if not steps or steps[0].op not in _RESHAPES or not len(swaps) == len(steps) - 1 == (1 if dim == 1 else 0):
+        return False
+    before, after = steps[0].args[0].node.spec, steps[0].spec
+    if not isinstance(before, TensorSpec) or not isinstance(after, TensorSpec):
+        return False
+    rows, length, heads, width = before.shape
+    return after.shape == (rows, length, heads * width)
 
 
 _RESHAPES = ("reshape", "view", "flatten")
