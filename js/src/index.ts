@@ -128,7 +128,7 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
   joinSelection(view, state);
   joinFilter(view, state);
   onRemove(watchErrors(import.meta.url, (message) => notices.error(message)));
-  onRemove(hideStaticTree(model.get("about").model_id, root));
+  onRemove(hideStaticHtml(model.get("about").model_id, root));
   tree.show(state.active);
   whenIdle(() => {
     state.found.index.prepare();
@@ -158,7 +158,7 @@ function isOfHeatmap(model: AnyModel): model is HeatmapModel {
 
 function fillHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Undo) => void): void {
   root.append(makeResultHeatmap(model, onRemove));
-  onRemove(hideStaticTree(model.get("heatmap").model_id, root));
+  onRemove(hideStaticHtml(model.get("heatmap").model_id, root));
 }
 
 async function fillLinked(
@@ -169,7 +169,7 @@ async function fillLinked(
 ): Promise<void> {
   const linked = link(root, model, onRemove);
   onRemove(watchErrors(import.meta.url, (message) => linked.notices.error(message)));
-  onRemove(hideStaticTree(model.get("about").model_id, root));
+  onRemove(hideStaticHtml(model.get("about").model_id, root));
   await make(
     linked,
     ({ element: part }) => root.append(linked.notices.element, part),
@@ -183,7 +183,7 @@ function isOfCircuit(model: AnyModel): model is CircuitModel {
 
 function fillCircuit(root: HTMLElement, model: CircuitModel, onRemove: (undo: Undo) => void): void {
   root.append(makeCircuitView(model, onRemove));
-  onRemove(hideStaticTree(model.get("model_id"), root));
+  onRemove(hideStaticHtml(model.get("model_id"), root));
 }
 
 /** One part that cannot be taken away keeps none of the others. */
@@ -203,7 +203,7 @@ function whenIdle(work: () => void, onRemove: (undo: Undo) => void): void {
 export default { render };
 
 /** Hides the static tree that the kernel displays beside the view. Returns a function that shows it again. */
-function hideStaticTree(modelId: string, root: Element): () => void {
+function hideStaticHtml(modelId: string, root: Element): () => void {
   const name = `.gp-static-${CSS.escape(modelId)}`;
   // With the output around it, so that no gap stays.
   const around = [".jp-OutputArea-child", ".output_area", ".output-container", ".cell-output-display"];

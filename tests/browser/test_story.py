@@ -197,7 +197,7 @@ def test_keys_over_the_tree_never_reach_the_notebook(example: TreePage) -> None:
     assert example.notebook.value("1 + 1") == 2
 
 
-def test_scores_colour_and_sort_the_tree(example: TreePage, take_picture: Callable[[str], Path]) -> None:
+def test_scores_color_and_sort_the_tree(example: TreePage, take_picture: Callable[[str], Path]) -> None:
     notebook = example.notebook
     notebook.run(notebook.position("browser.set_scores("))
     expect(example.place.get_by_text("probability of the right answer").first).to_be_visible()

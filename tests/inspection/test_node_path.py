@@ -480,7 +480,7 @@ class _Printer:
         self.printed += text
 
 
-def test_ipython_shows_the_tree_in_colour_only_in_a_terminal(graph, monkeypatch):
+def test_ipython_shows_the_tree_in_color_only_in_a_terminal(graph, monkeypatch):
     def shown(depth: int = 1) -> str:
         printer = _Printer(depth)
         graph._repr_pretty_(printer, False)

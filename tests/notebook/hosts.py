@@ -78,8 +78,8 @@ class Terminal:
         """What the screen shows, without the empty lines at its end."""
         return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
 
-    def colours(self, line: str) -> set[str]:
-        """Returns the colours in the last line of the screen that contains `line`."""
+    def colors(self, line: str) -> set[str]:
+        """Returns the colors in the last line of the screen that contains `line`."""
         row = max(row for row, shown in enumerate(self._screen.display) if line in shown)
         return {cell.fg for cell in self._screen.buffer[row].values()} - {"default"}
 

@@ -53,7 +53,7 @@ def test_the_story_in_a_terminal(command: list[str], tmp_path: Path) -> None:
         assert "sub_1.softmax" in found
         assert "[3, 4] f32" in found
         # A kernel cannot know whether its text is for a terminal or for a file.
-        assert bool(host.colours("sub_1.softmax")) == ("IPython" in command)
+        assert bool(host.colors("sub_1.softmax")) == ("IPython" in command)
         host.type("%graphpatch zero sub_1.\t")
         host.wait(r"zero sub_1\.\n +output\n +input\n +softmax$")
         host.type("soft\t")

@@ -12,7 +12,7 @@ from graphpatch_notebook.inspection.tree import css_color, is_color_terminal
 
 WIDTH = 88
 _INDENT = "    "
-_COLOURS = {
+_COLORS = {
     "Token.Comment": "#808080",
     "Token.Keyword": "#2c7fb8",
     "Token.Operator.Word": "#2c7fb8",
@@ -46,7 +46,7 @@ class SourceCode(str):
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Colored in IPython's terminal; plain if the output is not a terminal, or colors are switched off."""
         text = repr(self)
-        printer.text(_coloured(text) if is_color_terminal() else text)
+        printer.text(_colored(text) if is_color_terminal() else text)
 
     def _repr_html_(self) -> str:
         return as_html(repr(self))
@@ -57,7 +57,7 @@ class SourceCode(str):
         return Syntax(repr(self), "python", theme="ansi_dark", background_color="default")
 
 
-def _coloured(text: str) -> str:
+def _colored(text: str) -> str:
     from pygments import highlight
     from pygments.formatters import TerminalFormatter
     from pygments.lexers import PythonLexer
@@ -76,8 +76,8 @@ def as_html(text: str) -> str:
 
 def _span(text: str, kind: str) -> str:
     escaped = html.escape(text)
-    colour = next((colour for start, colour in _COLOURS.items() if kind.startswith(start)), None)
-    return f'<span style="{css_color(colour)}">{escaped}</span>' if colour and text.strip() else escaped
+    color = next((color for start, color in _COLORS.items() if kind.startswith(start)), None)
+    return f'<span style="{css_color(color)}">{escaped}</span>' if color and text.strip() else escaped
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Activation implements ActivationPart {
     this.sliceError.id = `${id}-error`;
     const field = element(
       "div",
-      { class: "gp-labelled" },
+      { class: "gp-labeled" },
       element("label", { for: id }, "Activation slice"),
       this.slice,
       this.sliceError,

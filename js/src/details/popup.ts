@@ -8,7 +8,7 @@ import { visible, visibleLines } from "../page/visible";
 import { shapeText } from "../patches/edits";
 import { whyUnpatchable } from "../patches/patchable";
 import type { Part, View } from "../view";
-import { colouredPython } from "./python_code";
+import { coloredPython } from "./python_code";
 
 export interface Popup extends Part {
   show(row: number, anchor: Element): void;
@@ -257,7 +257,7 @@ function codeSection(details: Details): HTMLElement[] {
 
 function codeBlock(code: string, name: string): HTMLElement {
   const block = element("pre", { class: "gp-code", tabindex: 0, role: "group", "aria-label": name });
-  block.append(colouredPython(code));
+  block.append(coloredPython(code));
   return block;
 }
 
@@ -265,7 +265,7 @@ function sourceSection(source: Source[]): HTMLElement[] {
   if (source.length === 0) return [];
   const lines = source.map(({ file, line, function: name, text }) => {
     const code = element("code", { class: "gp-source-line" });
-    code.append(colouredPython(text.trim()));
+    code.append(coloredPython(text.trim()));
     return element(
       "li",
       {},

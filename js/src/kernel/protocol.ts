@@ -212,7 +212,7 @@ export interface Generation {
   /** How many probable tokens each step has. */
   top: number;
   lines: GenerationLine[];
-  /** What the colours are at first. */
+  /** What the colors are at first. */
   score: Score;
   /** Whether numbers were given, for the first line. */
   has_given: boolean;
@@ -332,7 +332,7 @@ export interface ResultHeatmap {
   map: "sequential" | "diverging";
   low: number;
   high: number;
-  /** Which number has no colour, in words; `null`: all have one, or it is zero. */
+  /** Which number has no color, in words; `null`: all have one, or it is zero. */
   center: string | null;
   /** Why cells have no number. */
   missing: string | null;

@@ -1,4 +1,4 @@
-/** A matrix as colours: on a canvas, with axes, a scale, and a cell cursor that follows the mouse and the arrow keys. */
+/** A matrix as colors: on a canvas, with axes, a scale, and a cell cursor that follows the mouse and the arrow keys. */
 
 import type { Heatmap } from "../kernel/protocol";
 import { element } from "../page/dom";
@@ -8,8 +8,8 @@ import { type AxisLabels, HeatmapFrame, makeZoom, widest, type Zoom } from "./he
 import {
   type CellSize,
   cellSize,
-  colourOf,
-  cssColour,
+  colorOf,
+  cssColor,
   cssGradient,
   fade,
   isLight,
@@ -36,9 +36,9 @@ export interface PlotOptions {
 }
 
 export interface ResultOptions {
-  /** Its colours: they follow from more than the values. */
+  /** Its colors: they follow from more than the values. */
   scale: Scale;
-  /** What the numbers are, and which has no colour. */
+  /** What the numbers are, and which has no color. */
   name: string;
   /** Why cells are hatched. */
   missing: string | null;
@@ -63,7 +63,7 @@ export interface ResultOptions {
   /** Whether a filter leaves a cell; the others are faint. */
   isLeft?(row: number, column: number): boolean;
   /** The color of a cell that several values make, instead of that on the scale; with its legend. */
-  mixed?: { colour(index: number): Rgb; legend: HTMLElement };
+  mixed?: { color(index: number): Rgb; legend: HTMLElement };
   /** About how large the cells get together. */
   box?: CellSize;
 }
@@ -88,14 +88,14 @@ const LABEL_GAP = 6;
 const PAGE = 10;
 
 function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, cell: CellSize): void {
-  context.fillStyle = cssColour(MISSING);
+  context.fillStyle = cssColor(MISSING);
   context.fillRect(x, y, cell.width, cell.height);
   if (Math.min(cell.width, cell.height) < 4) return;
   context.save();
   context.beginPath();
   context.rect(x, y, cell.width, cell.height);
   context.clip();
-  context.strokeStyle = cssColour(MISSING_STRIPE);
+  context.strokeStyle = cssColor(MISSING_STRIPE);
   context.beginPath();
   for (let start = -cell.height; start < cell.width; start += 5) {
     context.moveTo(x + start, y + cell.height);
@@ -109,7 +109,7 @@ function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, ce
 export function drawPlane(
   canvas: HTMLCanvasElement,
   plane: Plane,
-  colourAt: (value: number, index: number) => Rgb | null,
+  colorAt: (value: number, index: number) => Rgb | null,
   cell: CellSize,
   isLeft: (index: number) => boolean = () => true,
 ): void {
@@ -123,7 +123,7 @@ export function drawPlane(
   const pixels = new ImageData(plane.columns, plane.rows);
   const missing: number[] = [];
   plane.values.forEach((value, index) => {
-    const rgb = colourAt(value, index);
+    const rgb = colorAt(value, index);
     if (rgb === null) missing.push(index);
     else pixels.data.set(rgb, 4 * index);
     pixels.data[4 * index + 3] = 255;
@@ -311,8 +311,8 @@ export class HeatmapFigure {
     const given = this.options.result?.scale;
     const scale = given ?? (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
     const mixed = this.options.result?.mixed;
-    const colourAt = (value: number, index: number) => mixed?.colour(index) ?? colourOf(value, scale);
-    drawPlane(this.canvas, this.plane, colourAt, this.cell, (index) => this.isLeft(index));
+    const colorAt = (value: number, index: number) => mixed?.color(index) ?? colorOf(value, scale);
+    drawPlane(this.canvas, this.plane, colorAt, this.cell, (index) => this.isLeft(index));
     this.write(scale);
     this.legend.replaceChildren(...this.legendParts(scale));
   }
@@ -332,7 +332,7 @@ export class HeatmapFigure {
     values.forEach((value, index) => {
       const [row, column] = [Math.floor(index / columns), index % columns];
       if (!this.isLeft(index)) return;
-      context.fillStyle = isLight(colourOf(value, scale) ?? MISSING) ? "#000" : "#fff";
+      context.fillStyle = isLight(colorOf(value, scale) ?? MISSING) ? "#000" : "#fff";
       context.fillText(fitted(context, cellText(row, column), room), (column + 0.5) * width, (row + 0.5) * height);
     });
   }
@@ -370,8 +370,8 @@ export class HeatmapFigure {
       text,
     );
     toggle.title = this.isCut
-      ? `Values go from ${formatNumber(this.summary.minimum)} to ${formatNumber(this.summary.maximum)}. Click for colours over all of them.`
-      : "Click for colours over nearly all values, without the outliers.";
+      ? `Values go from ${formatNumber(this.summary.minimum)} to ${formatNumber(this.summary.maximum)}. Click for colors over all of them.`
+      : "Click for colors over nearly all values, without the outliers.";
     toggle.addEventListener("click", () => {
       this.isCut = !this.isCut;
       this.draw();

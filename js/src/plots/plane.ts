@@ -1,7 +1,7 @@
-/** The values of a heatmap, and how they become colours. */
+/** The values of a heatmap, and how they become colors. */
 import type { Heatmap } from "../kernel/protocol";
 
-export type ColourMap = "sequential" | "diverging";
+export type ColorMap = "sequential" | "diverging";
 export type Rgb = [red: number, green: number, blue: number];
 
 /** The color of NaN, infinities and fill values, in neither map. */
@@ -9,10 +9,10 @@ export const MISSING: Rgb = [134, 134, 134];
 export const MISSING_STRIPE: Rgb = [74, 74, 74];
 
 /**
- * Evenly spaced stops. Sequential: viridis (van der Walt and Smith), every 32nd colour of it. Diverging: computed in
+ * Evenly spaced stops. Sequential: viridis (van der Walt and Smith), every 32nd color of it. Diverging: computed in
  * OKLCH, hues 260 and 28, with the same lightness and chroma at the same distance from the middle.
  */
-const STOPS: Record<ColourMap, readonly Rgb[]> = {
+const STOPS: Record<ColorMap, readonly Rgb[]> = {
   sequential: [
     [68, 1, 84],
     [71, 44, 122],
@@ -37,8 +37,8 @@ const STOPS: Record<ColourMap, readonly Rgb[]> = {
   ],
 };
 
-/** The colour of a value between 0 and 1; what lies outside gets the colour of the end. */
-export function colour(value: number, map: ColourMap): Rgb {
+/** The color of a value between 0 and 1; what lies outside gets the color of the end. */
+export function color(value: number, map: ColorMap): Rgb {
   if (Number.isNaN(value)) return [...MISSING];
   const stops = STOPS[map];
   const position = Math.min(Math.max(value, 0), 1) * (stops.length - 1);
@@ -58,19 +58,19 @@ export function fade(pixels: ImageData, from = 0, count = pixels.data.length / 4
   for (let pixel = from; pixel < from + count; pixel++) pixels.data[4 * pixel + 3] = FAINT;
 }
 
-/** Whether black is easier to read on a colour than white. */
+/** Whether black is easier to read on a color than white. */
 export function isLight([red, green, blue]: Rgb): boolean {
   const [r = 0, g = 0, b = 0] = [red, green, blue].map((part) => (part / 255) ** 2.2);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18;
 }
 
-export function cssColour([red, green, blue]: Rgb): string {
+export function cssColor([red, green, blue]: Rgb): string {
   return `rgb(${red}, ${green}, ${blue})`;
 }
 
 /** The whole map as a CSS image, from left to right. */
-export function cssGradient(map: ColourMap): string {
-  return `linear-gradient(to right, ${STOPS[map].map(cssColour).join(", ")})`;
+export function cssGradient(map: ColorMap): string {
+  return `linear-gradient(to right, ${STOPS[map].map(cssColor).join(", ")})`;
 }
 
 /** Fill values of masks (the least float32, bfloat16) do not count as values. */
@@ -100,14 +100,14 @@ export function readPlane(heatmap: Heatmap, buffers: readonly DataView[]): Plane
   return { rows, columns, values };
 }
 
-/** Whether a value has a place on the scale of colours. */
+/** Whether a value has a place on the scale of colors. */
 export function isAmount(value: number): boolean {
   return Math.abs(value) < LARGEST_AMOUNT;
 }
 
-/** Which values get the colours at both ends. */
+/** Which values get the colors at both ends. */
 export interface Scale {
-  map: ColourMap;
+  map: ColorMap;
   low: number;
   high: number;
 }
@@ -174,9 +174,9 @@ export function summarise(plane: Plane): Summary {
 }
 
 /** `null`: the value has no place on any scale. */
-export function colourOf(value: number, { map, low, high }: Scale): Rgb | null {
+export function colorOf(value: number, { map, low, high }: Scale): Rgb | null {
   if (!isAmount(value)) return null;
-  return colour(high > low ? (value - low) / (high - low) : 0.5, map);
+  return color(high > low ? (value - low) / (high - low) : 0.5, map);
 }
 
 export interface CellSize {

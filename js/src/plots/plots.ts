@@ -109,7 +109,7 @@ export function makeHistogram(histogram: Histogram, options: PlotOptions): HTMLE
   return figure;
 }
 
-/** One colour all over says nothing: which one it is depends on the scale, which goes from the value to itself. */
+/** One color all over says nothing: which one it is depends on the scale, which goes from the value to itself. */
 function constantText({ constant, slice }: Heatmap): string | null {
   if (typeof constant !== "number") return null;
   const part = /\d/.test(slice) ? ` of [${slice}]` : "";

@@ -66,7 +66,7 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
   watchLife(model, result.model_id, { lost, found }, onRemove);
   const options: ResultOptions = {
     scale: { map: result.map, low: result.low, high: result.high },
-    name: result.center === null ? result.name : `${result.name} (no colour: ${result.center})`,
+    name: result.center === null ? result.name : `${result.name} (no color: ${result.center})`,
     missing: result.missing,
     rowTitle: rows.title,
     columnTitle: columns.title,

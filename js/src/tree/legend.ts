@@ -1,4 +1,4 @@
-/** The legend of the scores: their name, colours and range; sorts the tree by them, and filters it. */
+/** The legend of the scores: their name, colors and range; sorts the tree by them, and filters it. */
 
 import { element, icon, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
@@ -103,14 +103,14 @@ class Legend implements Part {
 
   private scale(scores: Scores): HTMLElement {
     const scale = element("span", { class: "gp-scale", "aria-hidden": true });
-    const colour = (value: number) => {
+    const color = (value: number) => {
       const strength = scores.strength(value);
       const share = Math.round(Math.abs(strength) * 100);
       return `color-mix(in srgb, var(--gp-${strength < 0 ? "cold" : "hot"}) ${share}%, var(--gp-background))`;
     };
     const stops = scores.isDiverging ? [scores.minimum, 0, scores.maximum] : [scores.minimum, scores.maximum];
     const span = scores.maximum - scores.minimum || 1;
-    const parts = stops.map((value) => `${colour(value)} ${Math.round(((value - scores.minimum) / span) * 100)}%`);
+    const parts = stops.map((value) => `${color(value)} ${Math.round(((value - scores.minimum) / span) * 100)}%`);
     scale.style.background = `linear-gradient(to right, ${parts.join(", ")})`;
     return scale;
   }

@@ -160,7 +160,7 @@ export class RowView {
     this.put(this.score, text !== "", this.op);
   }
 
-  /** For screen readers: what is seen, in the same order, then what only colours and marks say. */
+  /** For screen readers: what is seen, in the same order, then what only colors and marks say. */
   private name(patches: readonly PatchState[], below: number): string {
     const { name, op, label, note, mark, kind } = this.shown;
     const badges = patches.slice(0, MOST_BADGES).map(badgeText);

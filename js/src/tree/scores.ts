@@ -1,4 +1,4 @@
-/** The scores of nodes: their values, filter, order and colours. */
+/** The scores of nodes: their values, filter, order and colors. */
 
 import { formatNumber } from "../page/numbers";
 import type { Skeleton } from "./skeleton";
@@ -86,12 +86,12 @@ export class Scores {
     return this.minimum < 0;
   }
 
-  /** Whether there are values on both sides of zero, which then have two colours. */
+  /** Whether there are values on both sides of zero, which then have two colors. */
   get isDiverging(): boolean {
     return this.minimum < 0 && this.maximum > 0;
   }
 
-  /** From -1 to 1: how strong the colour of a value is, and which of the two it is. */
+  /** From -1 to 1: how strong the color of a value is, and which of the two it is. */
   strength(value: number): number {
     if (!Number.isFinite(value)) return value > 0 ? 1 : value < 0 ? -1 : 0;
     if (this.isDiverging || this.minimum === this.maximum) {

@@ -7,7 +7,7 @@ import type { AttentionLayer, AttentionRun, AttentionTraits, Item } from "../ker
 import { element, replaceChildren, setAttribute } from "../page/dom";
 import { visibleToken } from "../page/visible";
 import { HeatmapFigure, type ResultOptions } from "../plots/heatmap";
-import { type ColourMap, cssColour, type Rgb } from "../plots/plane";
+import { type ColorMap, cssColor, type Rgb } from "../plots/plane";
 import type { Linked, Part } from "../view";
 import { makeActions } from "./actions";
 import { type Mode, type Pattern, Patterns, type Place } from "./attention_data";
@@ -269,7 +269,7 @@ class AttentionView implements Part {
     return this.patterns?.has("patched") ? "patched" : "clean";
   }
 
-  private get map(): ColourMap {
+  private get map(): ColorMap {
     return this.mode === "difference" ? "diverging" : "sequential";
   }
 
@@ -307,7 +307,7 @@ class AttentionView implements Part {
   private mark(): void {
     const chosen = this.chosen();
     const many = chosen.length > 1;
-    const marks = chosen.map((place, at) => (many ? { ...place, colour: cssColour(hue(at)) } : place));
+    const marks = chosen.map((place, at) => (many ? { ...place, color: cssColor(hue(at)) } : place));
     const names = this.view.selection.items.map(({ layer }) => layer);
     const layers = this.patterns?.about.layers ?? [];
     const marked = [...layers.keys()].filter((at) => names.includes(layers[at]?.layer ?? null));
@@ -351,7 +351,7 @@ class AttentionView implements Part {
     if (this.isMean) return [`Mean of ${places.map((place) => this.nameOf(place)).join("; ")}`];
     return places.flatMap((place, at) => {
       const patch = element("span", { class: "gp-hue", "aria-hidden": true });
-      patch.style.backgroundColor = cssColour(hue(at));
+      patch.style.backgroundColor = cssColor(hue(at));
       return [element("span", { class: "gp-hue-name" }, patch, this.nameOf(place))];
     });
   }
@@ -443,7 +443,7 @@ class AttentionView implements Part {
   ): NonNullable<ResultOptions["mixed"]> {
     const isDark = getComputedStyle(this.view.root).colorScheme === "dark";
     const ground: Rgb = isDark ? [24, 26, 30] : [255, 255, 255];
-    const colour = (index: number): Rgb => {
+    const color = (index: number): Rgb => {
       const parts = found.map(({ values }) => (most > 0 ? Math.min(1, Math.abs(values[index] ?? 0) / most) : 0));
       const total = parts.reduce((sum, part) => sum + part, 0);
       const strength = Math.min(1, Math.max(...parts));
@@ -454,7 +454,7 @@ class AttentionView implements Part {
       return [mix(0), mix(1), mix(2)];
     };
     const names = this.titleParts(places);
-    return { colour, legend: element("span", { class: "gp-legend" }, ...names, `strongest: ${most.toPrecision(3)}`) };
+    return { color, legend: element("span", { class: "gp-legend" }, ...names, `strongest: ${most.toPrecision(3)}`) };
   }
 
   private showTokens(): void {

@@ -1,13 +1,13 @@
-/** The generation view: tokens as text, coloured by a score of each step; branches at a token; patches of steps. */
+/** The generation view: tokens as text, colored by a score of each step; branches at a token; patches of steps. */
 import type { Act, Generation, GenerationTraits, Score } from "../kernel/protocol";
 import { element, icon, replaceChildren, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { tryEdit } from "../patches/edits";
-import { type ColourMap, colour, cssColour, cssGradient, isLight } from "../plots/plane";
+import { type ColorMap, color, cssColor, cssGradient, isLight } from "../plots/plane";
 import type { Linked, Part } from "../view";
 import { type GenerationNumbers, readGeneration, type Steps } from "./generation_data";
-import { labelled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
+import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
 import { itemOf } from "./selection";
 import { makeUpdates } from "./updates";
 
@@ -61,13 +61,13 @@ class GenerationView implements Part {
       (isFailed) => this.lines.classList.toggle("gp-dimmed", isFailed),
     );
     this.form = new StepForm(view);
-    this.scores.addEventListener("change", () => this.colour());
+    this.scores.addEventListener("change", () => this.color());
     this.lines.addEventListener("keydown", (event) => this.onKey(event));
     const bar = element(
       "div",
       { class: "gp-line" },
       element("h3", { class: "gp-heading" }, "Generation"),
-      labelled("Color", this.scores),
+      labeled("Color", this.scores),
       this.legend,
       this.updates.element,
     );
@@ -120,7 +120,7 @@ class GenerationView implements Part {
       );
     });
     replaceChildren(this.lines, this.generation.prompt.length > 0 && first, ...lines);
-    this.colour();
+    this.color();
     this.follow();
   }
 
@@ -160,7 +160,7 @@ class GenerationView implements Part {
     return visibleToken(this.generation.vocabulary[token] ?? "");
   }
 
-  // -- the colours ---------------------------------------------------------------------------------------------------
+  // -- the colors ---------------------------------------------------------------------------------------------------
 
   private get score(): Score {
     return this.scores.value as Score;
@@ -173,11 +173,11 @@ class GenerationView implements Part {
     return (this.score === "entropy" ? steps?.entropy : steps?.logProbability) ?? null;
   }
 
-  private colour(): void {
+  private color(): void {
     const all = this.numbers.lines.flatMap((_, line) => [...(this.scoresOf(line) ?? [])]).filter(Number.isFinite);
     const [least, most] = [Math.min(...all, 0), Math.max(...all, 0)];
     const isSigned = least < 0 && most > 0;
-    const map: ColourMap = isSigned ? "diverging" : "sequential";
+    const map: ColorMap = isSigned ? "diverging" : "sequential";
     const limit = Math.max(-least, most);
     const [low, high] = isSigned ? [-limit, limit] : [least, most];
     this.tokens.forEach((buttons, line) => {
@@ -185,8 +185,8 @@ class GenerationView implements Part {
       const steps = this.numbers.lines[line];
       buttons.forEach((button, step) => {
         const score = scores?.[step];
-        const shade = score === undefined ? null : colour(high === low ? 0.5 : (score - low) / (high - low), map);
-        button.style.background = shade === null ? "" : cssColour(shade);
+        const shade = score === undefined ? null : color(high === low ? 0.5 : (score - low) / (high - low), map);
+        button.style.background = shade === null ? "" : cssColor(shade);
         button.style.color = shade === null ? "" : isLight(shade) ? "#000" : "#fff";
         const token = this.text(steps?.tokens[step] ?? 0);
         const words = score === undefined ? "" : `, ${SCORES[this.score]} ${formatNumber(score, 3)}`;

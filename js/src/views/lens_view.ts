@@ -8,18 +8,18 @@ import type { Scale } from "../plots/plane";
 import type { Linked, Part } from "../view";
 import { makeActions } from "./actions";
 import { type LensRuns, type Readouts, readLens } from "./lens_data";
-import { labelled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
+import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
 import { itemOf } from "./selection";
 import { makeFilterNote } from "./shared_filter";
 import { makeUpdates } from "./updates";
 
-/** What the colour of a cell is. */
-const COLOURS = {
+/** What the color of a cell is. */
+const COLORS = {
   target: "probability of the target",
   top: "probability of the top token",
   rank: "rank of the target",
 } as const;
-type Colour = keyof typeof COLOURS;
+type Color = keyof typeof COLORS;
 
 const STREAMS: Record<string, string> = { residual: "residual stream", attention: "attention", mlp: "MLP" };
 const NO_KERNEL = "This stream was not computed before the kernel stopped.";
@@ -53,7 +53,7 @@ class LensView implements Part {
   private readonly figures = element("div", { class: "gp-beside" });
   private readonly details = element("div", { class: "gp-lens-details" });
   private readonly streams = element("select", { class: "gp-field" });
-  private readonly colours = element("select", { class: "gp-field" });
+  private readonly colors = element("select", { class: "gp-field" });
   private readonly remarks = new Remarks();
   private readonly updates;
   private lens!: Lens;
@@ -69,13 +69,13 @@ class LensView implements Part {
       (isFailed) => this.figures.classList.toggle("gp-dimmed", isFailed),
     );
     this.streams.addEventListener("change", () => this.chooseStream(this.streams.value));
-    this.colours.addEventListener("change", () => this.draw());
+    this.colors.addEventListener("change", () => this.draw());
     const bar = element(
       "div",
       { class: "gp-line" },
       element("h3", { class: "gp-heading" }, "Logit lens"),
-      labelled("Stream", this.streams),
-      labelled("Color", this.colours),
+      labeled("Stream", this.streams),
+      labeled("Color", this.colors),
       this.updates.element,
     );
     const actions = makeActions(view, { pathOf: (item) => this.pathOf(item) });
@@ -109,12 +109,12 @@ class LensView implements Part {
 
   /** Shows other numbers. */
   show(lens: Lens, runs: LensRuns): void {
-    const before = this.colours.value;
+    const before = this.colors.value;
     this.lens = lens;
     this.runs = runs;
-    const colours = Object.entries(COLOURS).map(([value, text]) => element("option", { value }, this.named(text)));
-    this.colours.replaceChildren(...colours);
-    this.colours.value = before || "target";
+    const colors = Object.entries(COLORS).map(([value, text]) => element("option", { value }, this.named(text)));
+    this.colors.replaceChildren(...colors);
+    this.colors.value = before || "target";
     this.remarks.show(lens.remarks);
     this.offerStreams();
     this.draw();
@@ -233,9 +233,9 @@ class LensView implements Part {
     const { positions, target } = this.lens;
     const rowLabels = [...this.rows].reverse().map(({ label }) => label);
     const columnLabels = target.map((_, position) => this.position(position));
-    const what = this.named(COLOURS[this.colour]);
+    const what = this.named(COLORS[this.color]);
     const isDifference = kind === "difference";
-    const isRank = this.colour === "rank";
+    const isRank = this.color === "rank";
     return {
       scale: this.scale(isDifference, values),
       name: isDifference ? `change of the ${isRank ? `${what}, orders of magnitude` : what}` : what,
@@ -265,25 +265,25 @@ class LensView implements Part {
   private scale(isDifference: boolean, values: Float32Array): Scale {
     const most = values.reduce((largest, value) => Math.max(largest, Math.abs(value)), 0);
     if (isDifference) return { map: "diverging", low: -most, high: most };
-    if (this.colour === "rank") return { map: "sequential", low: -most, high: 0 };
+    if (this.color === "rank") return { map: "sequential", low: -most, high: 0 };
     return { map: "sequential", low: 0, high: 1 };
   }
 
-  private get colour(): Colour {
-    return this.colours.value as Colour;
+  private get color(): Color {
+    return this.colors.value as Color;
   }
 
-  /** What has the colour: of ranks, the order of magnitude, so that the best has the brightest. */
+  /** What has the color: of ranks, the order of magnitude, so that the best has the brightest. */
   private amount(run: Readouts, cell: number): number {
-    if (this.colour === "top") return run.probabilities[cell * this.lens.top] ?? 0;
-    return this.colour === "rank" ? -Math.log10((run.rank[cell] ?? 0) + 1) : (run.target[cell] ?? 0);
+    if (this.color === "top") return run.probabilities[cell * this.lens.top] ?? 0;
+    return this.color === "rank" ? -Math.log10((run.rank[cell] ?? 0) + 1) : (run.target[cell] ?? 0);
   }
 
   private reading(kind: Comparison, row: number, column: number): string {
     const cell = this.index(row, column);
     const words = (run: Readouts | undefined) => {
       if (run === undefined) return "";
-      if (this.colour === "rank") return `rank ${formatNumber(run.rank[cell] ?? 0)}`;
+      if (this.color === "rank") return `rank ${formatNumber(run.rank[cell] ?? 0)}`;
       return formatPercent(this.amount(run, cell));
     };
     if (kind !== "difference") return words(this.of(kind === "clean" ? 0 : 1));

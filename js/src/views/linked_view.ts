@@ -66,7 +66,7 @@ export async function showSent<T extends LinkedTraits, Numbers>(
 let choices = 0;
 
 /** A choice with its label before it. */
-export function labelled(text: string, select: HTMLSelectElement): HTMLElement {
+export function labeled(text: string, select: HTMLSelectElement): HTMLElement {
   select.id = `gp-choice-${choices++}`;
   return element("span", { class: "gp-choice" }, element("label", { for: select.id }, text), select);
 }

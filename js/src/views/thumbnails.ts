@@ -1,6 +1,6 @@
 /** All heads as small pictures on one canvas, a row for each layer: the pointer previews a head, a click selects it. */
 import { element, replaceChildren, setAttribute } from "../page/dom";
-import { type ColourMap, colour, fade, type Rgb } from "../plots/plane";
+import { type ColorMap, color, fade, type Rgb } from "../plots/plane";
 import type { Pattern, Patterns, Place } from "./attention_data";
 
 export interface ThumbnailOptions {
@@ -16,7 +16,7 @@ export interface ThumbnailOptions {
 /** How heads are drawn. */
 export interface Drawing {
   patternOf(place: Place): Pattern;
-  map: ColourMap;
+  map: ColorMap;
   /** Which number has the last color; `null`: about the largest of each head. */
   limit: number | null;
   /** Whether a filter leaves a head; the others are faint. */
@@ -30,10 +30,10 @@ const NEARLY_ALL = 0.98;
 const ENOUGH = 600;
 
 /** The colors of 256 steps of a map. */
-const TABLES = new Map<ColourMap, Rgb[]>();
+const TABLES = new Map<ColorMap, Rgb[]>();
 
-function tableOf(map: ColourMap): Rgb[] {
-  const known = TABLES.get(map) ?? Array.from({ length: 256 }, (_, step) => colour(step / 255, map));
+function tableOf(map: ColorMap): Rgb[] {
+  const known = TABLES.get(map) ?? Array.from({ length: 256 }, (_, step) => color(step / 255, map));
   TABLES.set(map, known);
   return known;
 }
@@ -112,9 +112,9 @@ export class Thumbnails {
   }
 
   /** Marks the heads that are selected, and layers in which something else is. */
-  mark(places: readonly (Place & { colour?: string })[], layers: ReadonlySet<number>): void {
+  mark(places: readonly (Place & { color?: string })[], layers: ReadonlySet<number>): void {
     const step = this.size + GAP;
-    const boxes = places.map(({ layer, head, colour: own }) => {
+    const boxes = places.map(({ layer, head, color: own }) => {
       const box = element("div", { class: "gp-head-mark" });
       box.style.transform = `translate(${head * step}px, ${layer * step}px)`;
       box.style.width = box.style.height = `${this.size}px`;
@@ -184,7 +184,7 @@ export class Thumbnails {
 }
 
 /** A pattern as a square of device pixels; where it has more cells than there are pixels, by the largest of each block. */
-function drawn({ rows, columns, values }: Pattern, side: number, map: ColourMap, limit: number | null): ImageData {
+function drawn({ rows, columns, values }: Pattern, side: number, map: ColorMap, limit: number | null): ImageData {
   const image = new ImageData(side, side);
   const table = tableOf(map);
   const most = limit ?? strong(values);

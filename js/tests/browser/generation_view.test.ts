@@ -46,7 +46,7 @@ async function shown(changes: Partial<Generation> = {}, ...more: ArrayBuffer[]) 
   return { model, el, remove, sent, tokens: [...el.querySelectorAll<HTMLButtonElement>(".gp-generated")] };
 }
 
-test("tokens have the colour and the words of their score, and branch at a click", async () => {
+test("tokens have the color and the words of their score, and branch at a click", async () => {
   const { el, tokens, sent } = await shown();
   expect(tokens.map((token) => token.getAttribute("aria-label"))).toEqual([
     "step 0: ␣sat, log-probability (nats) -0.5",

@@ -106,8 +106,8 @@ test("with patches, the runs and their difference are shown; axe finds nothing",
   await userEvent.hover(difference, at(difference, 2, 1));
   expect(el.querySelectorAll(".gp-readout")[2]?.textContent).toMatch(/: 10\.0% → 25%$/);
   expect(text()).toContain("a patch had no effect");
-  const colour = el.querySelectorAll("select")[1] as HTMLSelectElement;
-  await userEvent.selectOptions(colour, "rank");
+  const color = el.querySelectorAll("select")[1] as HTMLSelectElement;
+  await userEvent.selectOptions(color, "rank");
   const [first] = canvases() as [HTMLCanvasElement];
   await userEvent.hover(first, at(first, 0, 0));
   expect(el.querySelector(".gp-readout")?.textContent).toContain("rank 18");

@@ -3,7 +3,7 @@ import { afterEach, describe, expect, it } from "vitest";
 import { userEvent } from "vitest/browser";
 import { makeActivation } from "../../src/details/activation_view";
 import type { Plot } from "../../src/kernel/protocol";
-import { colour, MISSING } from "../../src/plots/plane";
+import { color, MISSING } from "../../src/plots/plane";
 import { makePlot } from "../../src/plots/plots";
 import { makeRunPanel } from "../../src/runs/run_panel";
 import "../../src/style.css";
@@ -37,7 +37,7 @@ function plot(shown: Plot, values: number[] = [], options: Partial<Parameters<ty
 const canvasOf = (figure: HTMLElement) => figure.querySelector("canvas") as HTMLCanvasElement;
 const readout = (figure: HTMLElement) => figure.querySelector(".gp-readout")?.textContent;
 
-/** The colour in the middle of a cell. */
+/** The color in the middle of a cell. */
 function pixel(canvas: HTMLCanvasElement, row: number, column: number, rows: number, columns: number): number[] {
   const x = Math.floor(((column + 0.5) / columns) * canvas.width);
   const y = Math.floor(((row + 0.5) / rows) * canvas.height);
@@ -49,20 +49,20 @@ afterEach(() => {
 });
 
 describe("a heatmap", () => {
-  it("has the colours of its values, cell by cell", () => {
+  it("has the colors of its values, cell by cell", () => {
     const canvas = canvasOf(plot(heatmap(2, 3), [0, 0.5, 1, 0.25, 0.75, 1]));
     [0, 0.5, 1, 0.25, 0.75, 1].forEach((value, index) => {
-      expect(pixel(canvas, Math.floor(index / 3), index % 3, 2, 3)).toEqual(colour(value, "sequential"));
+      expect(pixel(canvas, Math.floor(index / 3), index % 3, 2, 3)).toEqual(color(value, "sequential"));
     });
   });
 
   it("is symmetric about zero where both signs occur", () => {
     const canvas = canvasOf(plot(heatmap(1, 4), [-1, 0, 1, 2]));
-    const expected = [0.25, 0.5, 0.75, 1].map((value) => colour(value, "diverging"));
+    const expected = [0.25, 0.5, 0.75, 1].map((value) => color(value, "diverging"));
     expect([0, 1, 2, 3].map((column) => pixel(canvas, 0, column, 1, 4))).toEqual(expected);
   });
 
-  it("hatches NaN and infinities, in colours that no value has", () => {
+  it("hatches NaN and infinities, in colors that no value has", () => {
     const figure = plot(heatmap(1, 4), [Number.NaN, 0, 1, Number.NEGATIVE_INFINITY]);
     const canvas = canvasOf(figure);
     const data = canvas.getContext("2d")?.getImageData(0, 0, canvas.width / 4, canvas.height).data ?? [];
@@ -71,11 +71,11 @@ describe("a heatmap", () => {
     expect(seen).toContain(`${MISSING}`);
     expect(seen.size).toBeGreaterThan(1);
     const numbers = ["sequential", "diverging"].flatMap((map) =>
-      Array.from({ length: 1001 }, (_, step) => `${colour(step / 1000, map as "sequential")}`),
+      Array.from({ length: 1001 }, (_, step) => `${color(step / 1000, map as "sequential")}`),
     );
     expect(numbers.filter((rgb) => seen.has(rgb))).toEqual([]);
     expect(figure.textContent).toContain("2 values hatched");
-    expect(pixel(canvas, 0, 2, 1, 4)).toEqual(colour(1, "sequential"));
+    expect(pixel(canvas, 0, 2, 1, 4)).toEqual(color(1, "sequential"));
   });
 
   it("of attention is square, and of whole device pixels", () => {

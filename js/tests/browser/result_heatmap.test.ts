@@ -3,7 +3,7 @@ import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import widget from "../../src/index";
 import type { HeatmapTraits, ResultHeatmap } from "../../src/kernel/protocol";
-import { colour } from "../../src/plots/plane";
+import { color } from "../../src/plots/plane";
 import { itemOf } from "../../src/views/selection";
 import { FakeModel } from "../fixtures";
 import { float32 } from "../job_fixtures";
@@ -57,7 +57,7 @@ function centre(canvas: HTMLCanvasElement, row: number, column: number, rows = R
   return { position: { x: ((column + 0.5) * width) / columns, y: ((row + 0.5) * height) / rows } };
 }
 
-/** The colour at a quarter of a cell, where no mark is. */
+/** The color at a quarter of a cell, where no mark is. */
 function pixel(canvas: HTMLCanvasElement, row: number, column: number): number[] {
   const x = Math.floor(((column + 0.5) / COLUMNS) * canvas.width);
   const y = Math.floor(((row + 0.5) / ROWS) * canvas.height);
@@ -69,14 +69,14 @@ function alpha(canvas: HTMLCanvasElement, row: number, column: number): number {
   return canvas.getContext("2d")?.getImageData(Math.floor(x), Math.floor(y), 1, 1).data[3] ?? -1;
 }
 
-test("cells have the colours of the scale that the kernel gave, not of one over the values", async () => {
+test("cells have the colors of the scale that the kernel gave, not of one over the values", async () => {
   const { canvas } = await shown();
   VALUES.forEach((value, index) => {
-    expect(pixel(canvas, Math.floor(index / COLUMNS), index % COLUMNS)).toEqual(colour((value + 2) / 4, "diverging"));
+    expect(pixel(canvas, Math.floor(index / COLUMNS), index % COLUMNS)).toEqual(color((value + 2) / 4, "diverging"));
   });
 });
 
-test("axes have titles and labels, the legend says what has no colour", async () => {
+test("axes have titles and labels, the legend says what has no color", async () => {
   const { el, query } = await shown();
   expect(query("h3").textContent).toBe("Restored");
   expect(query(".gp-heatmap-row-title").textContent).toBe("path: transformer.*.mlp.output");
@@ -84,7 +84,7 @@ test("axes have titles and labels, the legend says what has no colour", async ()
   const labels = (axis: string) => [...el.querySelectorAll(`.gp-heatmap-${axis} span`)].map((one) => one.textContent);
   expect(labels("rows")).toEqual(["h_2", "h_1", "h_0"]);
   expect(labels("columns")).toEqual(["The", "␣cat", "⏎", HOSTILE]);
-  expect(query(".gp-legend").textContent).toBe("score (no colour: corrupted 0)-22−+");
+  expect(query(".gp-legend").textContent).toBe("score (no color: corrupted 0)-22−+");
   expect(el.querySelector("img")).toBeNull();
   expect("wasRun" in window).toBe(false);
 });

@@ -243,11 +243,11 @@ test.each([
   expect(texts).toEqual(expect.arrayContaining(expected));
 });
 
-/** Of two colours as browsers compute them. */
+/** Of two colors as browsers compute them. */
 function contrast(one: string, other: string): number {
   const canvas = document.createElement("canvas").getContext("2d") as CanvasRenderingContext2D;
-  const [first = 0, second = 0] = [one, other].map((colour) => {
-    canvas.fillStyle = colour;
+  const [first = 0, second = 0] = [one, other].map((color) => {
+    canvas.fillStyle = color;
     canvas.fillRect(0, 0, 1, 1);
     const channels = [...canvas.getImageData(0, 0, 1, 1).data.slice(0, 3)].map((value) => value / 255);
     const [red = 0, green = 0, blue = 0] = channels.map((c) =>
@@ -266,10 +266,10 @@ test.each(["light", "dark"])("strong scores stand out from the ground, and text 
   const strong = rows(tree.element).filter((row) => row.style.getPropertyValue("--gp-heat") === "100%");
   expect(strong.map((row) => row.dataset.heat)).toEqual(["hot", "cold"]);
   for (const row of strong) {
-    const colour = getComputedStyle(row).backgroundColor;
-    expect(contrast(colour, ground)).toBeGreaterThan(theme === "dark" ? 2 : 1.5);
+    const color = getComputedStyle(row).backgroundColor;
+    expect(contrast(color, ground)).toBeGreaterThan(theme === "dark" ? 2 : 1.5);
     for (const part of row.querySelectorAll(".gp-name, .gp-op, .gp-label, .gp-score")) {
-      expect(contrast(getComputedStyle(part).color, colour)).toBeGreaterThan(4.5);
+      expect(contrast(getComputedStyle(part).color, color)).toBeGreaterThan(4.5);
     }
   }
 });

@@ -1,9 +1,9 @@
 import { expect, it } from "vitest";
-import { colouredPython } from "../../src/details/python_code";
+import { coloredPython } from "../../src/details/python_code";
 
 function shown(code: string): [text: string, spans: string[][]] {
   const element = document.createElement("pre");
-  element.append(colouredPython(code));
+  element.append(coloredPython(code));
   const spans = [...element.querySelectorAll("span")].map((span) => [
     span.className.replace("gp-py-", ""),
     span.textContent,
@@ -72,14 +72,14 @@ it.each([
   ["notation = format_if", []],
   ["x.is_in.not_", []],
   ["", []],
-])("colours %j", (code, spans) => {
+])("colors %j", (code, spans) => {
   expect(shown(code)).toEqual([code, spans]);
 });
 
 it("shows markup as text", () => {
   const code = '<img src=x onerror="alert(1)"> # <script>';
   const element = document.createElement("pre");
-  element.append(colouredPython(code));
+  element.append(coloredPython(code));
   expect(element.textContent).toBe(code);
   expect(element.querySelector("img, script")).toBeNull();
 });

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { leadingOf, moveAlong } from "../../src/details/activation_view";
-import { cellSize, colour, colourOf, type Plane, type Rgb, readPlane, summarise } from "../../src/plots/plane";
+import { cellSize, color, colorOf, type Plane, type Rgb, readPlane, summarise } from "../../src/plots/plane";
 import { float32, heatmap } from "../job_fixtures";
 
 function plane(rows: number, columns: number, values: number[]): Plane {
@@ -13,11 +13,11 @@ function lightness([red, green, blue]: Rgb): number {
   return 116 * Math.cbrt(0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue)) - 16;
 }
 
-describe("colours", () => {
+describe("colors", () => {
   const steps = Array.from({ length: 101 }, (_, step) => step / 100);
 
   it("of amounts get lighter all the way", () => {
-    const lights = steps.map((value) => lightness(colour(value, "sequential")));
+    const lights = steps.map((value) => lightness(color(value, "sequential")));
     lights.slice(1).forEach((light, index) => {
       expect(light).toBeGreaterThan(lights[index] ?? 0);
     });
@@ -25,17 +25,17 @@ describe("colours", () => {
 
   it("of both signs are as light as each other at the same distance from zero", () => {
     for (const distance of [0.1, 0.25, 0.4, 0.5]) {
-      const [below, above] = [colour(0.5 - distance, "diverging"), colour(0.5 + distance, "diverging")];
+      const [below, above] = [color(0.5 - distance, "diverging"), color(0.5 + distance, "diverging")];
       expect(Math.abs(lightness(below) - lightness(above))).toBeLessThan(5);
       expect(below[2]).toBeGreaterThan(below[0]);
       expect(above[0]).toBeGreaterThan(above[2]);
     }
-    expect(colour(0.5, "diverging")).toEqual([245, 245, 245]);
+    expect(color(0.5, "diverging")).toEqual([245, 245, 245]);
   });
 
   it("stop at the ends", () => {
-    expect(colour(7, "sequential")).toEqual(colour(1, "sequential"));
-    expect(colour(-7, "diverging")).toEqual(colour(0, "diverging"));
+    expect(color(7, "sequential")).toEqual(color(1, "sequential"));
+    expect(color(-7, "diverging")).toEqual(color(0, "diverging"));
   });
 });
 
@@ -64,13 +64,13 @@ describe("a plane", () => {
   it("leaves NaN, infinities and fill values of masks out", () => {
     const summary = summarise(plane(1, 6, [1, Number.NaN, Number.NEGATIVE_INFINITY, -3.4e38, 3, 2]));
     expect(summary).toMatchObject({ minimum: 1, maximum: 3, mean: 2, missing: 3 });
-    expect(colourOf(-3.4e38, summary.whole)).toBeNull();
+    expect(colorOf(-3.4e38, summary.whole)).toBeNull();
     expect(summarise(plane(1, 2, [Number.NaN, Number.NaN]))).toMatchObject({ minimum: null, missing: 2 });
   });
 
-  it("has one colour, in the middle, if all values are equal", () => {
+  it("has one color, in the middle, if all values are equal", () => {
     const { whole } = summarise(plane(1, 2, [4, 4]));
-    expect(colourOf(4, whole)).toEqual(colour(0.5, "sequential"));
+    expect(colorOf(4, whole)).toEqual(color(0.5, "sequential"));
   });
 
   const waves = (count: number) => Array.from({ length: count }, (_, index) => Math.sin(index));

@@ -305,7 +305,7 @@ test("of numbers on both sides of zero a module shows the one of the largest siz
   expect(insideText(best, scores)).toBe("≤ |-2|");
 });
 
-test("where all numbers are below zero the strongest are the lowest, in the one colour", () => {
+test("where all numbers are below zero the strongest are the lowest, in the one color", () => {
   const { seen, tree } = opened(
     scored({ "lm_head.linear": -1, "transformer.h_4.mlp.mul": -3, "transformer.h_2.mlp.mul": -2 }),
   );

@@ -234,8 +234,8 @@ def test_a_slice_is_checked_before_a_value_is_typed(front: Front) -> None:
             "a list of integers",
         ),
         (
-            {"id": 1, "request": "check", "payload": {"patch": {"path": "x", "colour": 1}, "number": None}},
-            "a patch has no field 'colour'",
+            {"id": 1, "request": "check", "payload": {"patch": {"path": "x", "color": 1}, "number": None}},
+            "a patch has no field 'color'",
         ),
         ({"id": 1, "request": "run_status", "payload": {"id": 77}}, "run 77 is not available any more"),
     ],

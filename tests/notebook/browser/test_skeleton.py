@@ -248,12 +248,12 @@ def test_opaque_modules_say_why() -> None:
 
 def test_large_models_make_small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """50,000 nodes: the labels of a few values are written, not those of all, and little is sent."""
-    labelled = []
-    monkeypatch.setattr(skeletons, "spec_label", lambda spec: labelled.append(spec) or spec_label(spec))
+    labeled = []
+    monkeypatch.setattr(skeletons, "spec_label", lambda spec: labeled.append(spec) or spec_label(spec))
     skeleton = Skeleton(NodeMap(layered_frame(1000, ops=22)))
     assert len(skeleton) > 50_000
     assert len(skeleton.data) < 250_000
-    assert len(labelled) < len(skeleton) / 4
+    assert len(labeled) < len(skeleton) / 4
 
 
 def test_what_cannot_be_patched_is_not_said_to_be() -> None:

@@ -112,7 +112,7 @@ def test_nothing_below_the_delay(screens: dict[str, str]) -> None:
     assert screens["short"].strip() == ""
 
 
-def test_a_bar_with_colours_that_moves(screens: dict[str, str]) -> None:
+def test_a_bar_with_colors_that_moves(screens: dict[str, str]) -> None:
     shown = screens["capture"]
     assert "\x1b[3" in shown
     assert "━" in shown

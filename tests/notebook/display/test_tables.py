@@ -69,7 +69,7 @@ class Elements(HTMLParser):
             self.cells[-1] += data
 
 
-def test_plain_text_is_aligned_whole_and_without_colours() -> None:
+def test_plain_text_is_aligned_whole_and_without_colors() -> None:
     shown = repr(table([["a", "名前", "c" * 200], ["abcdef", "x", ""]], title="Title", notes=["note"]))
     title, head, first, second, note = shown.split("\n")
     assert (title, note) == ("Title", "note")
@@ -134,28 +134,28 @@ def test_long_sources_are_not_lost_in_html() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Colours
+# Colors
 
 
-def luminance(colour: list[float]) -> float:
-    """The relative luminance of WCAG 2.1, of a colour of parts from 0 to 1."""
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
+def luminance(color: list[float]) -> float:
+    """The relative luminance of WCAG 2.1, of a color of parts from 0 to 1."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def contrast(style: str, text: float, page: float) -> float:
-    """How well text of this style can be read on a page: both grey, and the page's own text colour, too."""
+    """How well text of this style can be read on a page: both grey, and the page's own text color, too."""
     mixed = re.search(r"color-mix\(in srgb,#(\w{6}) (\d+)%,currentColor\)", style)
     assert mixed is not None
     part = int(mixed[2]) / 100
-    colour = [int(mixed[1][i : i + 2], 16) / 255 * part + text * (1 - part) for i in (0, 2, 4)]
-    light, dark = sorted([luminance(colour) + 0.05, luminance([page] * 3) + 0.05], reverse=True)
+    color = [int(mixed[1][i : i + 2], 16) / 255 * part + text * (1 - part) for i in (0, 2, 4)]
+    light, dark = sorted([luminance(color) + 0.05, luminance([page] * 3) + 0.05], reverse=True)
     return light / dark
 
 
 # What JupyterLab has: its text is not wholly black on white (.87), and wholly white on #111.
 @pytest.mark.parametrize(("text", "page"), [(0.13, 1.0), (1.0, 0x11 / 255), (0.0, 1.0), (0.8, 0.0)])
-def test_colours_can_be_read_on_light_and_dark_pages(text: float, page: float) -> None:
+def test_colors_can_be_read_on_light_and_dark_pages(text: float, page: float) -> None:
     styles = [style for style in CSS_STYLES.values() if "color:" in style]
     styles += re.findall(r'style="(color:[^"]*)"', as_html("import x  # y\ndef f(): return 'a' + str(1)"))
     assert len(set(styles)) >= 6
@@ -177,7 +177,7 @@ def test_in_a_terminal_it_fits_the_width_and_loses_no_path(terminal: pytest.Monk
         assert len(lines) == 2
 
 
-def test_colours_only_where_somebody_sees_them(terminal: pytest.MonkeyPatch) -> None:
+def test_colors_only_where_somebody_sees_them(terminal: pytest.MonkeyPatch) -> None:
     one = table([["a", "b", "c"]])
     assert "\x1b[" in shown_at(Terminal(), one)
     assert shown_at(Terminal(), [one]) == "[<Table of 1 rows>]"

@@ -63,8 +63,8 @@ def test_it_is_plain_in_a_pipe() -> None:
 TERMINALS = [({}, True), ({"NO_COLOR": "1"}, False)]
 
 
-@pytest.mark.parametrize(("settings", "has_colours"), TERMINALS)
-def test_it_is_coloured_in_a_terminal(settings: dict[str, str], has_colours: bool) -> None:
+@pytest.mark.parametrize(("settings", "has_colors"), TERMINALS)
+def test_it_is_colored_in_a_terminal(settings: dict[str, str], has_colors: bool) -> None:
     master, slave = pty.openpty()
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     environment |= {"TERM": "xterm-256color", **settings}
@@ -80,7 +80,7 @@ def test_it_is_coloured_in_a_terminal(settings: dict[str, str], has_colours: boo
         process.wait(30)
     os.close(master)
     text = shown.decode()
-    assert bool(re.search(r"\x1b\[[0-9;]+m", text)) == has_colours
+    assert bool(re.search(r"\x1b\[[0-9;]+m", text)) == has_colors
     escapes = r"\x1b(\][^\x07]*\x07|\[[?0-9;]*[a-zA-Z])"
     assert re.sub(escapes, "", text).replace("\r\n", "\n").rstrip("\n") == TEXT.rstrip("\n")
 
