@@ -323,11 +323,15 @@ def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> It
         yield f"{title} is a {without.kind} patch, a kind that cannot be written as a hook"
     if node.kind == "op":
         kind = f"an operation ({node.op}) inside {type(frame.module).__name__}, which hooks do not see"
-        yield f"{title} is {kind}; nearest: {_nearest_boundary(target, root)!r}"
+        merged = _merged_head(target)
+        instead = (
+            f"nearest: {_nearest_boundary(target, root)!r}" if merged is None else f"patch {merged}, the same value"
+        )
+        yield f"{title} is {kind}; {instead}"
     elif node.kind not in ("input", "output"):
         near = _boundary_paths(frame, frame.output_node)
-        instead = f"; its result is in {near[0]!r}" if near else ""
-        yield f"{title} is a {node.kind}, and hooks see inputs and outputs only{instead}"
+        result = f"; its result is in {near[0]!r}" if near else ""
+        yield f"{title} is a {node.kind}, and hooks see inputs and outputs only{result}"
     if module_source(root, frame, "model") is None:
         yield f"{title}: this {type(frame.module).__name__} is not a registered submodule, so it cannot have a hook"
     elif isinstance(frame.module, torch.jit.ScriptModule):
@@ -381,6 +385,45 @@ def _nearest_boundary(target: Target, root: Frame) -> str:
             if _is_value_of(target.node, given):
                 return format_path((*called.path, name))
     return next(iter(outputs), format_path((*frame.path, "output")))
+
+
+def _merged_head(target: Target) -> str | None:
+    """Returns the columns of a module's input that are the head at `target`, with heads one after the other."""
+    axes, whole = target.component.axes if target.component else (), target.whole
+    dim = axes.index("head") if "head" in axes else -1
+    number = target.index[dim] if 0 <= dim == len(target.index) - 1 else None
+    if not isinstance(number, int) or not isinstance(whole, TensorSpec) or axes[-1] != "channel" or len(axes) != 4:
+        return None
+    width = whole.shape[-1]
+    for called in (call.frame for call in target.frame.calls()):
+        for name, given in bound_arguments(called).items():
+            if isinstance(given, Ref) and not given.dig and _merges(given.node, target.node, dim):
+                number %= whole.shape[dim]
+                return f"{format_path((*called.path, name))}[..., {number * width}:{(number + 1) * width}]"
+    return None
+
+
+def _merges(result: Node, node: Node, dim: int) -> bool:
+    """Whether an operation puts the heads in dimension `dim` of a value side by side, and changes nothing else."""
+    steps: list[Node] = []
+    while result is not node:
+        source = result.args[0] if result.kind == "op" and result.args else None
+        if not isinstance(source, Ref) or source.dig or result.is_in_place:
+            return False
+        is_same = result.op == "contiguous" or (result.op in _RESHAPES and result.spec == source.node.spec)
+        steps += [] if is_same else [result]
+        result = source.node
+    swaps = [step for step in steps[1:] if step.op == "transpose" and set(step.args[1:]) == {1, 2}]
+    if not steps or steps[0].op not in _RESHAPES or not len(swaps) == len(steps) - 1 == (1 if dim == 1 else 0):
+        return False
+    before, after = steps[0].args[0].node.spec, steps[0].spec
+    if not isinstance(before, TensorSpec) or not isinstance(after, TensorSpec):
+        return False
+    rows, length, heads, width = before.shape
+    return after.shape == (rows, length, heads * width)
+
+
+_RESHAPES = ("reshape", "view", "flatten")
 
 
 def _is_value_of(node: Node, given: Any) -> bool:
