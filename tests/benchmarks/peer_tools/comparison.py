@@ -35,7 +35,7 @@ class Comparison:
         return ["multiples of a plain forward", "asked", *(TOOLS[tool].title for tool in self.tools)]
 
     def rows(self) -> Iterator[tuple[str, list[list[str]]]]:
-        """The title of each model, and its rows: what is done, what is asked of this package, then the ratio of each tool."""
+        """The title of each model, and its rows: what is done, what is asked of us, then the ratio of each tool."""
         for title, by_tool in self.measured.items():
             forward = by_tool[min(by_tool, key=lambda tool: by_tool[tool].forward)].forward
             loop = by_tool[min(by_tool, key=lambda tool: by_tool[tool].loop)].loop
@@ -45,11 +45,8 @@ class Comparison:
 
     def row(self, row: str, by_tool: Mapping[str, Measured], asked: float | None) -> list[str]:
         found = [by_tool[tool].ratios.get(row) if tool in by_tool else None for tool in self.tools]
-        return [
-            ROWS[row],
-            "" if asked is None else f"{asked:.2f}",
-            *("-" if ratio is None else f"{ratio:.2f}" for ratio in found),
-        ]
+        shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in found]
+        return [ROWS[row], "" if asked is None else f"{asked:.2f}", *shown]
 
     def versions(self) -> list[str]:
         """For each tool, what its environment has."""
