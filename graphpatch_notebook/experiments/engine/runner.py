@@ -40,6 +40,7 @@ from graphpatch_notebook.experiments.engine.changed_positions import read_at_las
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, measurement
+from graphpatch_notebook.experiments.engine.purity import is_pure
 from graphpatch_notebook.experiments.engine.rows import (
     RowsError,
     RowsPatch,
@@ -50,7 +51,6 @@ from graphpatch_notebook.experiments.engine.rows import (
     repeated_inputs,
     taken,
 )
-from graphpatch_notebook.experiments.engine.sharing import is_pure
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest, SweepSetup, sweep_setup
 from graphpatch_notebook.experiments.engine.trimming import ReadElsewhereError, watched_metric
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured

@@ -21,8 +21,8 @@ from graphpatch_notebook.execution.replay import NEVER, FrameTree
 from graphpatch_notebook.experiments.engine.cells import Cell, PatchMap
 from graphpatch_notebook.experiments.engine.clean_run import Mark
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.purity import is_pure
 from graphpatch_notebook.experiments.engine.runner import CellRunner
-from graphpatch_notebook.experiments.engine.sharing import is_pure
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,

@@ -12,8 +12,8 @@ from graphpatch_notebook import interrupts
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
 from graphpatch_notebook.experiments.engine.cells import CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.purity import made_cells
 from graphpatch_notebook.experiments.engine.runner import CellRunner
-from graphpatch_notebook.experiments.engine.sharing import made_cells
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
 from graphpatch_notebook.experiments.executors.executors import Dispatch, check_executor, task_maker

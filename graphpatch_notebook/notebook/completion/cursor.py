@@ -321,9 +321,10 @@ def arguments_by_command() -> dict[str, Arguments]:
 
 
 def _of_kind(kind: PatchKind) -> Arguments:
+    when = {name: what for name, what in _WHEN.items() if kind.has_positions or not name.startswith("--position")}
     if kind.keeps is not None:
-        return Arguments(("node", "name", "new"), _WHEN)
-    return Arguments(("node", "new" if kind.value is None else "value"), _WHEN)
+        return Arguments(("node", "name", "new"), when)
+    return Arguments(("node", "new" if kind.value is None else "value"), when)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ const IN_LAYERS = new RegExp(`^((?:[^\\[\\]@]+\\.)?layers\\[)${NUMBERS}\\.(.+)$`
 const OUTSIDE = /^((?:[^[\]@]+\.)?)(@.+)$/;
 const SLICE = /^(.*[\w*])\[(\[?[^[\]]*\]?)\]$/;
 const MEMBERS = new RegExp(`^((?:.*\\.)?)(heads|experts)(?:\\[${NUMBERS})?\\.(.+)$`);
+/** Axes whose sizes other inputs may change. */
+const OF_INPUTS = ["batch", "position", "query", "key", "token"];
 const WHOLE = /^\s*-?\d+\s*$/;
 
 const STREAM = "stream";
@@ -51,7 +53,8 @@ function ofLayer(part: string, start: string, components: readonly Component[]):
   if (word === "experts") meant = numbers(list, meant.length).flatMap((number) => meant[number] ?? []);
   const fits = ({ axes, shape }: Component): boolean => {
     const head = heads ? axes.indexOf("head") : -1;
-    const rest = shape.filter((_, dim) => dim !== head);
+    const sizes = shape.map((size, dim) => (OF_INPUTS.includes(axes[dim] ?? "") ? null : size));
+    const rest = sizes.filter((_, dim) => dim !== head);
     return (!heads || numbers(list, shape[head] ?? 0).length > 0) && (slice === undefined || selects(slice, rest));
   };
   return meant.every(fits) ? meant.map(({ row }) => row) : [];
@@ -64,15 +67,16 @@ function pattern(words: string): RegExp {
   return new RegExp(`^${parts.map((part) => of[part] ?? part.replace(/[^\w]/g, "\\$&")).join("")}$`);
 }
 
-/** Whether a slice selects anything of a tensor of this shape, and is in its range. */
-function selects(slice: string, shape: readonly number[]): boolean {
+/** Whether a slice selects anything of a tensor of these sizes, and is in its range; `null` is any size. */
+function selects(slice: string, shape: readonly (number | null)[]): boolean {
   const parts = slice.replace(/,\s*$/, "").split(",");
   const dots = parts.findIndex((part) => part.trim() === "...");
   const behind = dots < 0 ? 0 : parts.length - 1 - dots;
   if (parts.length - Number(dots >= 0) > shape.length) return false;
   return parts.every((part, at) => {
     if (at === dots) return true;
-    const size = shape[dots < 0 || at < dots ? at : shape.length - behind + (at - dots - 1)] ?? 0;
+    const known = shape[dots < 0 || at < dots ? at : shape.length - behind + (at - dots - 1)];
+    const size = known ?? 2 + 2 * Math.max(...part.split(":").map((number) => Math.abs(Number(number) || 0)));
     const hasPositiveStep = !(part.split(":")[2] ?? "").includes("-");
     return hasPositiveStep && !/[[*]/.test(part) && numbers(part, size).length > 0;
   });

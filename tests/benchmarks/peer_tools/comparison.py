@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from tests.benchmarks.peer_tools.measurement import ROWS, Measured
+from tests.benchmarks.peer_tools.subject import SUBJECTS
 from tests.benchmarks.peer_tools.tools import TOOLS
 
 
@@ -31,19 +32,21 @@ class Comparison:
 
     def headers(self) -> list[str]:
         """The titles of the columns."""
-        return ["multiples of a plain forward", *(TOOLS[tool].title for tool in self.tools)]
+        return ["multiples of a plain forward", "asked", *(TOOLS[tool].title for tool in self.tools)]
 
     def rows(self) -> Iterator[tuple[str, list[list[str]]]]:
-        """The title of each model, and its rows: what is done, then the ratio of each tool."""
+        """The title of each model, and its rows: what is done, what is asked of us, then the ratio of each tool."""
         for title, by_tool in self.measured.items():
             forward = by_tool[min(by_tool, key=lambda tool: by_tool[tool].forward)].forward
             loop = by_tool[min(by_tool, key=lambda tool: by_tool[tool].loop)].loop
             heading = f"{title} (a forward: {1000 * forward:.1f} ms; the loop of a sweep: {loop:.2f} s)"
-            yield heading, [self.row(row, by_tool) for row in ROWS]
+            asked = next((subject.asked for subject in SUBJECTS.values() if subject.name == title), {})
+            yield heading, [self.row(row, by_tool, asked.get(row)) for row in ROWS]
 
-    def row(self, row: str, by_tool: Mapping[str, Measured]) -> list[str]:
+    def row(self, row: str, by_tool: Mapping[str, Measured], asked: float | None) -> list[str]:
         found = [by_tool[tool].ratios.get(row) if tool in by_tool else None for tool in self.tools]
-        return [ROWS[row], *("-" if ratio is None else f"{ratio:.2f}" for ratio in found)]
+        shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in found]
+        return [ROWS[row], "" if asked is None else f"{asked:.2f}", *shown]
 
     def versions(self) -> list[str]:
         """For each tool, what its environment has."""
@@ -81,7 +84,7 @@ class Comparison:
         """The table as Markdown."""
         lines = [line(self.headers()), line(["---"] * len(self.headers()))]
         for heading, rows in self.rows():
-            lines += [line([f"**{heading}**", *([""] * len(self.tools))]), *(line(row) for row in rows)]
+            lines += [line([f"**{heading}**", *([""] * (1 + len(self.tools)))]), *(line(row) for row in rows)]
         return "\n".join(lines)
 
 

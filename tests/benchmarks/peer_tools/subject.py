@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ class Subject:
         sweep_rounds: How often each sweep is timed.
         positions: Tokens of the inputs of sweeps.
         length: Tokens of the other inputs.
+        asked: By row of the table: the most that this package is to take.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Subject:
     sweep_rounds: int
     positions: int
     length: int = 32
+    asked: Mapping[str, float] = field(default_factory=dict)
 
     def build(self) -> Any:
         from tests.benchmarks.models import gpt2
@@ -77,8 +79,17 @@ class Subject:
         return torch.randint(0, self.vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-SMALL = Subject("GPT-2 4x128", 4, 128, 4, 4096, rounds=200, sweep_rounds=9, positions=16)
-LARGE = Subject("GPT-2 124M", 12, 768, 12, 50257, rounds=7, sweep_rounds=2, positions=4)
+SMALL = Subject(
+    "GPT-2 4x128", 4, 128, 4, 4096, rounds=200, sweep_rounds=9, positions=16,
+    asked={
+        "construct": 3, "record": 1.05, "zero": 1.05, "zero_queries": 1.1, "zero_tanh": 1.08, "record_modules": 1.2,
+        "everything": 1.5, "sweep": 0.12, "first_sweep": 0.2,
+    },
+)  # fmt: skip
+LARGE = Subject(
+    "GPT-2 124M", 12, 768, 12, 50257, rounds=7, sweep_rounds=2, positions=4,
+    asked={"record": 1.02, "zero": 1.02, "zero_queries": 1.03, "zero_tanh": 1.03, "sweep": 0.1},
+)  # fmt: skip
 SUBJECTS: Mapping[str, Subject] = {"small": SMALL, "large": LARGE}
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
 from graphpatch_notebook.execution.replay import NEVER
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.purity import is_pure
 from graphpatch_notebook.experiments.engine.runner import CellRunner
-from graphpatch_notebook.experiments.engine.sharing import is_pure
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.patchable_graph import captured
 from tests.experiments.engine.awkward_prefixes import (

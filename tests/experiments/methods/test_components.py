@@ -47,8 +47,14 @@ def test_ablation(pg):
 
 def test_ablation_of_a_part(pg):
     by_name = ablate(pg, "layers[*].mlp_out[:, :, 4:8]", clean, metric=metric, progress=False)
-    by_path = ablate(pg, MLPS, clean, heads=4, metric=metric, progress=False).sel(head=1)
-    same(by_name, by_path, ("layer",))
+    expected = []
+    for path in MLPS:
+        with torch.no_grad(), pg.patch({path: ZeroPatch(slice=(..., slice(4, 8)))}):
+            expected.append(metric(pg(clean)).item())
+    assert by_name.dims == ("layer",)
+    np.testing.assert_allclose(by_name.values, expected, rtol=1e-5)
+    with pytest.raises(ExperimentError, match=r"'transformer.h_0.mlp.output' is not a value of attention"):
+        ablate(pg, MLPS, clean, heads=4, metric=metric, progress=False)
 
 
 def test_causal_tracing(pg):
