@@ -103,8 +103,8 @@ class CompiledModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates text as the model's own `generate` does, with the patches, at compiled speed.
 
-        Needs a static cache: `cache_implementation="static"`, or a `StaticCache` as `past_key_values`. The first step,
-        over the prompt, runs the model with the patches as it is, since each length of a prompt would be compiled
+        Needs a static cache: `cache_implementation="static"`, or one of transformers as `past_key_values`. The first
+        step, over the prompt, runs the model with the patches as it is, since each length of a prompt would be compiled
         anew. The later ones are one compiled graph: other prompts, other values of patches and other caches do not
         compile again, another batch size or length of the cache does.
 

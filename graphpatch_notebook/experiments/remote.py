@@ -229,6 +229,8 @@ def _changing(name: str) -> Callable[..., Any]:
         self.run_there(_changed, name, *args, **kwargs)
         return self
 
+    where = "Is an error: the model runs in other processes." if name in _REFUSED else "Has its effect in the engines."
+    method.__doc__ = f"{where} See `torch.nn.Module.{name}`."
     return method
 
 

@@ -176,9 +176,7 @@ def test_probes_hold_what_came_up_not_what_was_written_later() -> None:
 
 def test_a_patched_view_that_is_filled_later_is_warned_of() -> None:
     pg = PatchableGraph(WritesLater(), X)
-    with pytest.warns(
-        AliasedPatchWarning, match="'left' is a view through which the model later writes"
-    ):
+    with pytest.warns(AliasedPatchWarning, match="'left' is a view through which the model later writes"):
         patched(pg, "left", ZeroPatch(), X)
 
 
