@@ -43,6 +43,8 @@ def test_axe_finds_nothing(example: TreePage, axe: str, theme: Literal["light", 
     example.patch(HEADS, "zero", "..., 48:64")
     example.patch("transformer.h_1.attn.attn_weights_2", "probe")
     example.button("Run").click()
+    # What an earlier run of the session found is there until this one has finished, and that has a picture, too.
+    expect(example.place.get_by_text("The run finished")).to_be_attached()
     expect(example.runs.get_by_role("img").first).to_be_visible()
     assert violations(example, axe, theme) == []
     example.go_to("transformer.h_1.attn.attn_weights_2")
