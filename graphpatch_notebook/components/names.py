@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.patches.slices import composed, index_problem, index_text, part_sizes, selection_problem
+from graphpatch_notebook.patches.slices import composed, index_problem, index_text, part_sizes
 from graphpatch_notebook.paths import nearest, path_pattern
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ def _with_part(part: str, text: str, stack: str, layers: Numbers | None) -> Comp
             members = slice(None) if inside is None else _numbers(inside, text)
         elif inside is not None and is_last:
             index = _index(inside, text)
+            if index.count(...) > 1:
+                raise ValueError(f"not a component name: {text!r} (a slice has at most one ...)")
             if any(isinstance(part, slice) and (part.step or 1) < 1 for part in index):
                 raise ValueError(f"not a component name: {text!r} (the step of a slice of a value must be positive)")
         elif inside is not None:
@@ -214,7 +216,8 @@ def look_up(found: FoundComponents, text: str) -> list[Component]:
     """Returns the components that a name means: one, or several for lists, slices and `*`, also in words.
 
     Negative numbers count from the end. With `*`, layers that do not have the component are left out. Where query heads
-    share keys and values, `heads[3].*` means those that query head 3 reads.
+    share keys and values, `heads[3].*` means those that query head 3 reads. A slice at the end has as many dimensions as
+    the value; where it is used, `resolve` sees that it is in range.
 
     Raises:
         UnknownPathError: The component does not exist. The message has the reason, and the nearest names.
@@ -418,20 +421,11 @@ def _reason(found: FoundComponents, key: str) -> str | None:
     return None
 
 
-_OF_INPUTS = {"batch", "position", "query", "key", "token"}
-"""Axes whose sizes may be others on other inputs."""
-
-
 def _sliced(component: Component, name: ComponentName, text: str) -> Component:
     """Returns a component with the slice of its name."""
     shape = torch.Size(component.shape)
     if name.index:
-        sizes = [None if axis in _OF_INPUTS else size for size, axis in zip(shape, component.axes, strict=True)]
-        part = part_sizes(sizes, component.index)
-        problem = index_problem(name.index, part_shape(shape, component.index)) or selection_problem(
-            name.index, part, f"{component.name!r}"
-        )
-        if problem is not None:
+        if (problem := index_problem(name.index, part_shape(shape, component.index))) is not None:
             raise UnknownPathError(f"{text!r}: {problem}")
         component = replace(component, index=composed(component.index, name.index, shape))
     return replace(component, name=str(name))
