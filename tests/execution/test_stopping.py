@@ -30,6 +30,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec, leaves, take
 from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, run, some_cases
@@ -450,3 +451,19 @@ def test_a_model_that_handles_the_end_as_an_error_is_an_error() -> None:
     with pytest.raises(GraphPatchError, match="'inner.output', but the model handled that as an error"):
         pg.run_until("inner.output", x)
     assert torch.equal(pg.record("inner.output", x)["inner.output"], pg._module.inner(x))
+
+
+class AnyKeyword(nn.Module):
+    def forward(self, x: Tensor, **kwargs: object) -> Tensor:
+        return x.tanh()
+
+
+def test_a_misspelled_option_does_not_go_to_the_model() -> None:
+    pg = PatchableGraph(AnyKeyword(), torch.ones(2))
+    with pytest.raises(ExperimentError, match=r"'dtpe' is neither an option of record .*; did you mean dtype="):
+        pg.record("tanh", torch.ones(2), dtpe=torch.float64)
+    with pytest.raises(
+        ExperimentError, match=r"'position' is neither an option of run_until .*; record has positions="
+    ):
+        pg.run_until("tanh", torch.ones(2), position=0)
+    assert torch.equal(pg.run_until("tanh", torch.ones(2), other=0), torch.ones(2).tanh())

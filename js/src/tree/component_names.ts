@@ -50,7 +50,11 @@ function ofLayer(part: string, start: string, components: readonly Component[]):
   );
   let meant = named.filter(({ name }) => path.test(name.slice(start.length).replace(/\[\d+\]/, "")));
   if (heads && path.source.includes("*")) meant = meant.filter(({ axes }) => axes.includes("head"));
-  if (word === "experts") meant = numbers(list, meant.length).flatMap((number) => meant[number] ?? []);
+  if (word === "experts") {
+    const numberOf = ({ name }: Component): number => Number(/experts\[(\d+)/.exec(name.slice(start.length))?.[1]);
+    const count = 1 + Math.max(-1, ...meant.map(numberOf)); // experts that did not run have no row
+    meant = numbers(list, count).flatMap((number) => meant.filter((one) => numberOf(one) === number));
+  }
   const fits = ({ axes, shape }: Component): boolean => {
     const head = heads ? axes.indexOf("head") : -1;
     const rank = shape.length - Number(head >= 0);
