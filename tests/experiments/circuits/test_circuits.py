@@ -732,13 +732,10 @@ def test_experts_are_senders_of_their_own(shared: bool) -> None:
     )
     writes: dict[str, Tensor] = {}
     for key, ids in (("clean", clean), ("corrupted", corrupted)):
-        layer = model.layers[0]
-        rows = layer.norm(model.embed(ids)).reshape(-1, 8)
-        shares, chosen = layer.gate(rows).softmax(-1).topk(2, -1)
-        dense = torch.einsum("rd,nde->rne", rows, layer.experts.weight).tanh()
-        writes[key] = dense * torch.zeros(len(rows), 5).scatter(1, chosen, shares)[..., None]
+        layer, stream = model.layers[0], model.embed(ids)
+        writes[key] = expert_writes(layer, stream, choices_of(model, ids)[0])
         if shared:
-            writes[key] = torch.cat([writes[key], layer.shared(rows).tanh()[:, None]], 1)
+            writes[key] = torch.cat([writes[key], layer.shared(layer.norm(stream).reshape(-1, 8)).tanh()[:, None]], 1)
     change = (writes["clean"] - writes["corrupted"]).reshape(2, 6, -1, 8)
     stream = model.layers[1](model.layers[0](model.embed(corrupted)))
     before = metric(model.head(model.norm(stream)))
