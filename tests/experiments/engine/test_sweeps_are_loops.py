@@ -410,7 +410,7 @@ def test_a_path_that_the_model_does_not_reach_is_named() -> None:
         progress=False,
     )  # fmt: skip
     (remark,) = found.remarks
-    assert remark.endswith("cells ran one by one: 'b.output': the model does not reach it on these inputs (first cell=6)")
+    assert remark.endswith("one by one: 'b.output': the model does not reach it on these inputs (first cell=6)")
 
 
 class Measured:
