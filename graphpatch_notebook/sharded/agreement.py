@@ -17,7 +17,7 @@ from graphpatch_notebook.errors import MissingProcessWarning, ShardedCallError
 from graphpatch_notebook.sharded.placements import SKETCH, is_same_sketch
 from graphpatch_notebook.sharded.processes import Processes
 from graphpatch_notebook.torch_compat import default_store
-from graphpatch_notebook.values import tensor_bytes
+from graphpatch_notebook.values import IMMUTABLE, tensor_bytes
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 _PAUSE = 0.002
@@ -161,7 +161,7 @@ def _add(hashed: Any, value: Any, depth: int) -> None:
         hashed.update(f"{tuple(value.shape)}{value.dtype}".encode())
         if not value.is_meta and not is_distributed(value):
             hashed.update(tensor_bytes(value).data)
-    elif isinstance(value, (bool, int, float, complex, str, bytes, slice, type(None), type(Ellipsis))):
+    elif isinstance(value, IMMUTABLE):
         hashed.update(repr(value).encode())
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value:
