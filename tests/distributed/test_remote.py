@@ -9,6 +9,7 @@ import functools
 import io
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -265,8 +266,8 @@ def test_engines_are_the_ranks_of_a_sharded_model(client: Any, tmp_path: Path, m
     with pytest.raises(ExperimentError, match="leave executor= out"):
         mean_values(there, path, IDS, batch_size=1, executor=client)
 
-    monkeypatch.setattr("graphpatch_notebook.experiments.remote._GRACE", 0.1)
-    monkeypatch.setattr("graphpatch_notebook.experiments.remote._PATIENCE", 0.1)
+    for name in ("_GRACE", "_PATIENCE"):
+        monkeypatch.setattr(sys.modules[type(there).__module__], name, 0.1)
     with pytest.raises(ValueError, match="on one rank") as caught:
         there.run_there(fails_on_the_second)
     assert "raised in engine 1 of 2" in getattr(caught.value, "__notes__", ["raised in engine 1 of 2"])[-1]
