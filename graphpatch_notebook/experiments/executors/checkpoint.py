@@ -112,6 +112,7 @@ def weights_digest(pg: PatchableGraph) -> str:
     """
     captured(pg).check_weights()
     found, module = {}, captured(pg).module
+    each: Any
     for each in module.modules():
         if is_fully_sharded(each) and hasattr(each, "reshard"):  # not the older FSDP
             each.reshard()  # a call may leave weights whole
