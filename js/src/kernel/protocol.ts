@@ -37,7 +37,7 @@ export const FLAG = {
 export const NEXT = -2;
 
 /** [label, shape, dtype, what]: `["[1, 8, 64] f32", [1, 8, 64], "float32", "tensor"]`, `["int(5)", null, null, "number"]`. */
-export type Spec = [label: string, shape: number[] | null, dtype: string | null, what: SpecWhat];
+export type Spec = [label: string, shape: number[] | null, dtype: string | null, what: SpecWhat, placement?: string];
 export type SpecWhat = "tensor" | "number" | "container" | "object";
 
 /**
