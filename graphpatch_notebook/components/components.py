@@ -360,7 +360,7 @@ class _Finder:
             named.parts = self._add_attention(start, kind, write, layer)
         elif write.kind == "attn":
             self.found.missing[f"{start}{kind}.*"] = (
-                "no softmax lies between two products alone, and no call computes all three"
+                "no softmax lies between two products alone, and no call that can be opened computes all three"
             )
         elif write.kind == "mlp":
             named.mlp = self._add_mlp(start, kind, write, layer)

@@ -762,3 +762,59 @@ def test_what_a_model_does_not_have_is_answered_with_the_reason() -> None:
     with pytest.raises(KeyError, match="unknown component 'layers.0..mixer_out': only attn_out is added"):
         pg.components["layers[0].mixer_out"]
     assert "layers[0].mixer_out" not in pg.components
+
+
+@torch.library.custom_op("graphpatch_tests::scan", mutates_args=())
+def scan(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return (a * b).cumsum(-2) * c
+
+
+@torch.library.custom_op("graphpatch_tests::rolled", mutates_args=())
+def rolled(a: Tensor) -> Tensor:
+    return a.roll(1, -2)
+
+
+class FlashAttnFunc(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Kernel(nn.Module):
+    """Mixes positions by a kernel that cannot be opened."""
+
+    def __init__(self, kernel: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.given, self.out, self.kernel = nn.Linear(8, 24), nn.Linear(8, 8), kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.given(x).chunk(3, -1))
+        return x + self.out(self.kernel(*parts).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        (lambda *given: FlashAttnFunc.apply(*given), "attn"),
+        (lambda *given: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given)[0], "attn"),
+        (scan, "mixer"),
+    ],
+    ids=["function", "operator", "scan"],
+)
+def test_kernels_that_cannot_be_opened_are_not_mlps(kernel: Callable[..., Tensor], kind: str) -> None:
+    with torch.no_grad():
+        model = nn.Sequential(Kernel(kernel), Kernel(kernel))
+        pg = PatchableGraph(model, torch.randn(2, 5, 8))
+        assert [name for name in pg.components if name.startswith("layers[1].")] == [
+            f"layers[1].{part}" for part in ("resid_pre", f"{kind}_out", "resid_post")
+        ]
+        assert pg.components.why_missing("layers[0].mlp_out") == f"only {kind}_out is added to the stream here"
+        assert not any(one.doubt for one in pg.components.verify().values())
+
+
+def test_what_moves_values_between_positions_in_secret_is_in_doubt_as_an_mlp() -> None:
+    with torch.no_grad():
+        model = nn.Sequential(*(Kernel(lambda q, k, v: rolled(q)) for _ in range(2)))
+        components = PatchableGraph(model, torch.randn(2, 5, 8)).components.verify()
+    for part in ("mlp_out", "mlp.post"):
+        assert components[f"layers[0].{part}"].doubt == "it moves values between positions, as a mixer does"
