@@ -774,7 +774,7 @@ class PatchableGraph(ModuleDelegate):
             tensor([0., 3.])
         """
         __tracebackhide__ = True
-        check_input_names(self._captured.root, input_kwargs, PatchableGraph.record)  # whose options it does not have
+        check_input_names(self._captured.root, input_kwargs, PatchableGraph.run_until, like=PatchableGraph.record)
         with self.patch({path: StopPatch()}, strict=True):
             return self(*inputs, **input_kwargs)
 

@@ -19,6 +19,13 @@ from torch.nn.parameter import is_lazy
 
 Key: TypeAlias = Any
 """How a child is taken out of its container: by position (int), or by key or field name."""
+NUMBERS = (bool, int, float, complex)
+"""Types of numbers, which patches can work on as on tensors."""
+IMMUTABLE = (
+    *NUMBERS, str, bytes, type(None), type(Ellipsis), slice, range, type,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+"""Types of values that nothing can write into."""
 
 
 class Absent(enum.Enum):
@@ -80,7 +87,7 @@ class ScalarSpec:
     @property
     def is_number(self) -> bool:
         """Whether patches can work on the value."""
-        return isinstance(self.value, (bool, int, float, complex))
+        return isinstance(self.value, NUMBERS)
 
     def __str__(self) -> str:
         # Six digits distinguish numbers; more only fill the tree.
@@ -309,14 +316,14 @@ def describe(value: Any) -> ValueSpec:
             return TensorSpec(value.shape, value.dtype, value.device, name)
         except NotImplementedError:  # a subclass for one function only: masks of torch.nn.attention.bias, torch 2.4
             return ObjectSpec(name)
-    if value is None or isinstance(value, _PLAIN):
+    if value is None or isinstance(value, _SCALARS):
         return ScalarSpec(_plain_number(value))
     if (inside := readable_children(value)) is not None:
         return ContainerSpec(type(value), tuple((key_text(k), k, describe(v)) for k, v in inside))
     return ObjectSpec(type(value).__name__)
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
+_SCALARS = (*NUMBERS, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
 
 
 def _plain_number(value: Any) -> Any:

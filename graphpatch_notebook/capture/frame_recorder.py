@@ -43,13 +43,23 @@ from graphpatch_notebook.capture.records import (
 )
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.torch_compat import is_fully_sharded
-from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe, readable_children
+from graphpatch_notebook.values import (
+    NUMBERS,
+    ContainerSpec,
+    Key,
+    ScalarSpec,
+    ValueSpec,
+    children,
+    describe,
+    readable_children,
+)
 
 if TYPE_CHECKING:
     from graphpatch_notebook.capture.recorder import Recorder
 
-_PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, Module,
+# Not a range or a slice, which may hold sizes that were computed.
+_WITHOUT_A_NODE = (
+    *NUMBERS, str, bytes, type(None), type(Ellipsis), type, Module,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
 )  # fmt: skip
 _OF_THE_MODEL = ("parameter", "buffer", "attribute")
@@ -124,7 +134,7 @@ class FrameRecorder:
             self._values[id(value)] = (weakref.ref(value), Ref(node, dig))
             self._own(value, node)
             return
-        if isinstance(value, _PLAIN) and type(value) is not Size:
+        if isinstance(value, _WITHOUT_A_NODE) and type(value) is not Size:
             return
         # Containers and objects are held for the length of the frame: many of them cannot be referenced weakly.
         self._values[id(value)] = ((lambda: value), Ref(node, dig))
@@ -150,7 +160,7 @@ class FrameRecorder:
             return self._lookup(leaf) or self._tensor_from_elsewhere(leaf)
         if type(leaf) is Size:
             return leaf.ref if leaf.owner is self else self._lookup(leaf) or int(leaf)
-        if isinstance(leaf, _PLAIN) or (callable(leaf) and not getattr(leaf, "__closure__", None)):
+        if isinstance(leaf, _WITHOUT_A_NODE) or (callable(leaf) and not getattr(leaf, "__closure__", None)):
             return leaf
         known, inside = self._lookup(leaf), children(leaf)
         if known is not None and (inside is None or self._is_unchanged(known, inside)):
@@ -434,7 +444,7 @@ _SHORT = 256
 def _is_recorded(name: str, result: Any) -> bool:
     if result is None:  # done for its side effect, such as switching gradients off
         return True
-    if isinstance(result, (bool, int, float, complex)):
+    if isinstance(result, NUMBERS):
         return (name not in METADATA_READS and not name.startswith("is_")) or name in VALUE_READS
     inside = children(result)
     return inside is not None and any(isinstance(child, Tensor) or children(child) for _, child in inside)

@@ -14,6 +14,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, Ref
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import (
+    IMMUTABLE,
     ContainerSpec,
     ScalarSpec,
     TensorSpec,
@@ -223,7 +224,6 @@ def _made(
 
 
 _MOST = 10_000
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _Marks: TypeAlias = "dict[str, tuple[Any, ...]]"
 
 
@@ -284,7 +284,7 @@ def _marks_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, tup
             mark = ("tensor", id(value), version_of(value), str(tuple(value.shape)), value.requires_grad)
         yield where, mark
         return
-    if isinstance(value, _PLAIN):
+    if isinstance(value, IMMUTABLE):
         # The text: NaN is not equal to itself, and `1` is equal to `True`.
         yield where, ("plain", type(value), repr(value))
         return

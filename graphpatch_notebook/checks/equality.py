@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.values import children, key_text
 
-_PLAIN = (
+_EQUAL_BY_VALUE = (
     bool, int, str, bytes, type(None), type(Ellipsis), range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -58,7 +58,7 @@ def _difference(a: Any, b: Any, where: str, within_rounding: bool, above: tuple[
         return f"{where}: {type(a).__name__} is not {type(b).__name__}"
     if isinstance(a, (float, complex)):
         return None if _same_number(a, b) else f"{where}: {a!r} is not {b!r}"
-    if type(a) in _PLAIN:
+    if type(a) in _EQUAL_BY_VALUE:
         return None if a == b else f"{where}: {a!r} is not {b!r}"
     inside_a, inside_b = _inside(a), _inside(b)
     if inside_a is None or inside_b is None:

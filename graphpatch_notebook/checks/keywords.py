@@ -16,19 +16,22 @@ from graphpatch_notebook.values import ContainerSpec
 _OF_MODELS = {"position_ids", "head_mask", "cache_position"}
 
 
-def check_input_names(root: Frame, names: Iterable[str], function: Callable[..., Any]) -> None:
+def check_input_names(
+    root: Frame, names: Iterable[str], function: Callable[..., Any], like: Callable[..., Any] | None = None
+) -> None:
     """Checks that no keyword input is a misspelled option, which a model with `**kwargs` would accept silently.
 
     Args:
         root: The root frame of the graph.
         names: The names of keyword inputs.
         function: The function that was called.
+        like: A function whose options are meant, if the one that was called has none.
 
     Raises:
         ExperimentError: A name is similar to that of an option, and no module of the model has a parameter of that
             name.
     """
-    close = _similar_options(tuple(names), function)
+    close = _similar_options(tuple(names), like or function)
     if not close:
         return
     known = {parameter.name for frame in root.walk() for parameter in frame.parameters}
@@ -37,9 +40,9 @@ def check_input_names(root: Frame, names: Iterable[str], function: Callable[...,
             known |= {str(name) for name, *_ in node.spec.children}
     for name, option in close.items():
         if name not in known:
+            repair = f"did you mean {option}=?" if like is None else f"{like.__name__} has {option}="
             raise ExperimentError(
-                f"{name!r} is neither an option of {function.__name__} nor a parameter of the model's forward; "
-                f"did you mean {option}=?"
+                f"{name!r} is neither an option of {function.__name__} nor a parameter of the model's forward; {repair}"
             )
 
 

@@ -330,6 +330,8 @@ def _trace(
         last = next(_before(after, between, stop_at), None)
         found[f"{name}_rot"] = last if last is not None else operand
         stop_at = [rotated[0]]
+    elif name != "v":
+        missing[f"{name}_rot"] = "nothing rotates it (as rotary embeddings do) before the product of queries and keys"
     # Queries and keys are often scaled before the product; values are what the pattern is multiplied with.
     scaled = [w for w in between.waists if between.ops[w] and set(between.ops[w]) <= SCALINGS and name != "v"]
     part = next(_before(known, between, [*stop_at, *scaled]), None) or next(_before(known, between, stop_at), None)

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.attention import Parts, attentions, is_sequence_first, parts_of
@@ -16,10 +16,10 @@ from graphpatch_notebook.components.chain import Layer, Stack, Stacks, Trails
 from graphpatch_notebook.components.ends import end_of, ends_alone, start_of
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.mlp import Mlp, mlp_of
-from graphpatch_notebook.components.names import look_up
+from graphpatch_notebook.components.names import find_one, look_up, why_missing
 from graphpatch_notebook.components.operations import CREATIONS
 from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, ProofRun, norm_name, prove
-from graphpatch_notebook.components.writes import Write, Writes
+from graphpatch_notebook.components.writes import Write, WriteKind, Writes
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
 
@@ -131,13 +131,31 @@ class Components(Mapping[str, Component]):
             found.by_name[name] = replace(component, proof="" if doubt else proof, doubt=doubt)
 
     def __getitem__(self, name: str) -> Component:
-        return self._findings.by_name[name]
+        found = self._findings.by_name.get(name)
+        return find_one(self, name, name) if found is None else found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._findings.by_name
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._findings.by_name)
 
     def __len__(self) -> int:
         return len(self._findings.by_name)
+
+    def why_missing(self, name: str) -> str | None:
+        """Returns why a component was not found; `None` if that is not known.
+
+        Example:
+            >>> import torch
+            >>> from graphpatch_notebook import PatchableGraph
+            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+            >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+            >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
+            >>> pg.components.why_missing("layers[0].cross_attn.z")
+            'only attn_out and mlp_out are added to the stream here'
+        """
+        return why_missing(self.missing, name)
 
     def axes_at(self, path: str) -> Axes:
         """Returns what the dimensions of the value at a path are, if it is a component, or has one as a part.
@@ -259,7 +277,20 @@ class _Finder:
             self._add_layer(NamedLayer(f"{start}layers[{number}].", layer))
             for number, layer in zip(numbers, stack.layers, strict=True)
         ]
+        self._join_missing(f"{start}layers[*].", named)
         self.found.evidence.stacks.append((stack, named))
+
+    def _join_missing(self, all_layers: str, named: Sequence[NamedLayer]) -> None:
+        """Says at once what is missing in all layers of a stack for the same reason."""
+        missing = self.found.missing
+        first = named[0].name
+        for name, why in list(missing.items()):
+            part = name.removeprefix(first)
+            is_of_all = part != name and not re.search(r"\[\d", part)  # numbers of experts are looked up one by one
+            if is_of_all and all(missing.get(f"{layer.name}{part}") == why for layer in named):
+                for layer in named:
+                    del missing[f"{layer.name}{part}"]
+                missing[f"{all_layers}{part}"] = why
 
     def _mark_layout(self, stack: Stack) -> None:
         """Marks the layers of a stream with several vectors for each token, or with its positions before the batch."""
@@ -291,7 +322,23 @@ class _Finder:
                 continue
             named.writes.append(self._add_write(start, kind, write, layer))
         self._add(f"{start}resid_post", layer.end.path, layer.end.value, axes)
+        if not counts["unknown"]:
+            self._add_absent(start, counts)
         return named
+
+    def _add_absent(self, start: str, kinds: Collection[str]) -> None:
+        """Says why there is nothing of the kinds that are not among those of what a layer adds to the stream."""
+        alone = " and ".join(f"{kind}_out" for kind in kinds)
+        why = f"only {alone} {'is' if len(kinds) == 1 else 'are'} added to the stream here"
+        absent = [kind for kind in get_args(WriteKind) if kind not in (*kinds, "unknown")]
+        reasons = {part: why for kind in absent for part in (kind, f"{kind}_out", norm_name(kind))}
+        if len(kinds) == 1:
+            reasons["resid_mid"] = why
+        if f"{start}router" not in self.found.by_name:
+            reasons |= dict.fromkeys(("router", "experts"), why if "mlp" in absent else "no MLP chooses among experts")
+        for part, reason in reasons.items():
+            if f"{start}{part}" not in self.found.by_name:
+                self.found.missing.setdefault(f"{start}{part}", reason)
 
     def _add_middle(self, start: str, layer: Layer, write: Write) -> None:
         if write.is_parallel:
@@ -313,7 +360,7 @@ class _Finder:
             named.parts = self._add_attention(start, kind, write, layer)
         elif write.kind == "attn":
             self.found.missing[f"{start}{kind}.*"] = (
-                "no softmax lies between two products alone, and no call computes all three"
+                "no softmax lies between two products alone, and no call that can be opened computes all three"
             )
         elif write.kind == "mlp":
             named.mlp = self._add_mlp(start, kind, write, layer)
@@ -376,6 +423,8 @@ class _Finder:
             if end.norm is not None:
                 axes = stream_axes(end.norm.shape, is_sequence_first=stack.layers[-1].is_sequence_first)
                 self._add_value(f"{prefix}@final_norm", end.norm, self._flow.root, axes)
+            else:
+                self.found.missing[f"{prefix}@final_norm"] = "no norm reads what the last layer returns"
         last = next((end for _, end in ends if end.logits is not None), None)
         if last is None or last.logits is None:
             self.found.missing["@logits"] = "no result of the model is a linear map of the last layer's output"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,8 @@ def mlp_of(trails: Trails, write: Write, layer: Layer) -> Mlp:
         missing["mlp.pre"] = missing["mlp.post"] = "each expert has its own neurons, and each token other experts"
         if not experts:
             missing["experts[*].out"] = "the experts are not modules that are called one by one"
+        absent = [number for number in range(router.shape[-1]) if experts and number not in experts]
+        missing |= {f"experts[{number}].out": "no token of the example inputs was sent to it" for number in absent}
     elif down is None:
         missing["mlp.pre"] = missing["mlp.post"] = "what is added to the stream does not come from one linear map"
     else:
@@ -152,23 +155,24 @@ def _experts(trails: Trails, write: Write, layer: Layer, choice: Node, router: V
     """Returns the experts that are modules of a list or a dict and ran, by their number in it."""
     flow = trails.flow
     found: dict[int, Frame] = {}
-    for frame in layer.frame.walk():
+    waiting = deque([layer.frame])
+    while waiting:
+        frame = waiting.popleft()
         for call in frame.calls():
             number, member = _number(frame, str(call.target), router.shape[-1]), call.frame
             if number is None or flow.start(member) < flow.order[choice]:
-                continue
-            if any(place.value.node in write.inside for place in flow.outputs(member)):
+                waiting.append(member)
+            elif any(place.value.node in write.inside for place in flow.outputs(member)):
                 found.setdefault(number, member)
     return dict(sorted(found.items()))
 
 
 def _number(frame: Frame, target: str, experts: int) -> int | None:
-    """Returns the number of a module in the list, or among the experts in the dict, that it is called from."""
+    """Returns the number of a module among the experts in the list, or in the dict, that it is called from."""
     above, _, name = target.rpartition(".")
-    if name.isdigit():
-        return int(name)
     container = frame.module.get_submodule(above)
-    if not isinstance(container, torch.nn.ModuleDict) or name not in container:
+    members = dict(container.named_children())
+    if not isinstance(container, (torch.nn.ModuleList, torch.nn.ModuleDict)) or name not in members:
         return None
-    alike = [key for key, module in container.items() if type(module) is type(container[name])]
+    alike = [key for key, module in members.items() if type(module) is type(members[name])]
     return alike.index(name) if len(alike) == experts else None

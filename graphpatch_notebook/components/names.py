@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.patches.slices import composed, index_problem, index_text, part_sizes, selection_problem
+from graphpatch_notebook.patches.slices import composed, index_problem, index_text, part_sizes
 from graphpatch_notebook.paths import nearest, path_pattern
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ def _with_part(part: str, text: str, stack: str, layers: Numbers | None) -> Comp
             members = slice(None) if inside is None else _numbers(inside, text)
         elif inside is not None and is_last:
             index = _index(inside, text)
+            if index.count(...) > 1:
+                raise ValueError(f"not a component name: {text!r} (a slice has at most one ...)")
             if any(isinstance(part, slice) and (part.step or 1) < 1 for part in index):
                 raise ValueError(f"not a component name: {text!r} (the step of a slice of a value must be positive)")
         elif inside is not None:
@@ -214,7 +216,8 @@ def look_up(found: FoundComponents, text: str) -> list[Component]:
     """Returns the components that a name means: one, or several for lists, slices and `*`, also in words.
 
     Negative numbers count from the end. With `*`, layers that do not have the component are left out. Where query heads
-    share keys and values, `heads[3].*` means those that query head 3 reads.
+    share keys and values, `heads[3].*` means those that query head 3 reads. Whether a slice at the end is in range is
+    not asked here, but where the value is used (`inspection.resolution`).
 
     Raises:
         UnknownPathError: The component does not exist. The message has the reason, and the nearest names.
@@ -262,7 +265,9 @@ def _layers(found: FoundComponents, name: ComponentName, text: str) -> list[int 
     if count is None:
         named = list(map(_list_of, found.layers))
         if not named:
-            raise UnknownPathError(f"{text!r}: {_reason(found, str(name)) or 'no stack of layers was found'}")
+            raise UnknownPathError(
+                f"{text!r}: {why_missing(found.missing, str(name)) or 'no stack of layers was found'}"
+            )
         meant = [*nearest(f"{name.stack}.layers", named, 1), *["**.layers"] * (len(named) > 1)]
         close = ", ".join(repr(other) for one in meant if _is_found(found, other := _restacked(text, one)))
         hint = f"; nearest: {close}" if close else ""
@@ -314,7 +319,7 @@ def _matching(found: FoundComponents, name: ComponentName, text: str) -> list[Co
         one = replace(each, words=words, members=members, index=name.index)
         matching += [one] if one not in matching else []
     if not matching:
-        _one(found, str(replace(name, members=None, index=())), text)
+        find_one(found, str(replace(name, members=None, index=())), text)
     return matching
 
 
@@ -338,18 +343,22 @@ def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: 
         raise UnknownPathError(f"{text!r}: {_of_result(name)}")
     bare = replace(name, members=None, index=())
     if name.axis is None:
-        yield _sliced(_one(found, str(bare), text), name, text)
+        yield _sliced(find_one(found, str(bare), text), name, text)
         return
     word = next(word for word in name.words if word in MEMBERS)
     separate = _separate(found, bare)
     if separate:  # such as experts that are modules of their own
-        for number in _counted(name.members or 0, len(separate), word, text):
-            yield _sliced(separate[number], replace(name, members=number), text)
+        chosen = list(_counted(name.members or 0, len(separate), word, text))
+        there = [number for number in chosen if separate[number] in found]
+        if not there or (there != chosen and not isinstance(name.members, slice)):
+            find_one(found, next(separate[number] for number in chosen if number not in there), text)
+        for number in there:
+            yield _sliced(found[separate[number]], replace(name, members=number), text)
         return
     key = str(replace(bare, words=tuple(w for w in name.words if w != word)))
     if key not in found and word != "heads":
         key = str(replace(name, members=name.members or 0, index=()))  # which says why there are no separate ones
-    whole = _one(found, key, text)
+    whole = find_one(found, key, text)
     if name.axis not in whole.axes:
         raise UnknownPathError(f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {_axes(whole)}")
     dim = whole.axes.index(name.axis)
@@ -389,49 +398,43 @@ def _of_result(name: ComponentName) -> str:
     )
 
 
-def _separate(found: FoundComponents, bare: ComponentName) -> list[Component]:
-    """Returns the members that are values of their own, in order."""
-    members: list[Component] = []
-    while (key := str(replace(bare, members=len(members)))) in found:
-        members.append(found[key])
+def _separate(found: FoundComponents, bare: ComponentName) -> list[str]:
+    """Returns the names of the members that are values of their own, in order, those that did not run included."""
+    members: list[str] = []
+    while (key := str(replace(bare, members=len(members)))) in found or key in found.missing:
+        members.append(key)
     return members
 
 
-def _one(found: FoundComponents, key: str, text: str) -> Component:
+def find_one(found: FoundComponents, key: str, text: str) -> Component:
+    """Returns the component whose whole name is `key`; the error shows `text`.
+
+    Raises:
+        UnknownPathError: It was not found. The message has the reason, and the nearest names.
+    """
     if key in found:
         return found[key]
     names = list(found)
-    reason = _reason(found, key)
+    reason = why_missing(found.missing, key)
     close = nearest(key, names)
     why = f": {reason}" if reason else ""
     hint = f"; nearest: {', '.join(map(repr, close))}" if close else ""
     raise UnknownPathError(f"unknown component {text!r}{why}{hint}")
 
 
-def _reason(found: FoundComponents, key: str) -> str | None:
-    """Returns why a component was not found."""
-    if key in found.missing:
-        return found.missing[key]
-    for pattern, reason in found.missing.items():
-        if re.match(re.escape(pattern).replace(r"\*", r"[^\[\]]*") + r"(?![^.])", key):
+def why_missing(missing: Mapping[str, str], name: str) -> str | None:
+    """Returns why a component was not found, by its name, or by a pattern or the beginning of its name."""
+    for pattern, reason in missing.items():
+        if re.match(re.escape(pattern).replace(r"\*", r"[^\[\]]*") + r"(?![^.\[])", name):
             return reason
     return None
-
-
-_OF_INPUTS = {"batch", "position", "query", "key", "token"}
-"""Axes whose sizes may be others on other inputs."""
 
 
 def _sliced(component: Component, name: ComponentName, text: str) -> Component:
     """Returns a component with the slice of its name."""
     shape = torch.Size(component.shape)
     if name.index:
-        sizes = [None if axis in _OF_INPUTS else size for size, axis in zip(shape, component.axes, strict=True)]
-        part = part_sizes(sizes, component.index)
-        problem = index_problem(name.index, part_shape(shape, component.index)) or selection_problem(
-            name.index, part, f"{component.name!r}"
-        )
-        if problem is not None:
+        if (problem := index_problem(name.index, part_shape(shape, component.index))) is not None:
             raise UnknownPathError(f"{text!r}: {problem}")
         component = replace(component, index=composed(component.index, name.index, shape))
     return replace(component, name=str(name))

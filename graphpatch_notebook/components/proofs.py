@@ -676,11 +676,11 @@ class NoiseRuns:
         for named in layers:
             for each in named.writes:
                 key = type(named.layer.frame.module), each.kind
-                name = f"{named.name}{each.kind}_out"
                 if key not in seen:
                     seen[key] = self._position_problem(named.layer, each.write)
                 if seen[key] is not None:
-                    yield name, "", seen[key]
+                    for part in ("_out", ".pre", ".post"):
+                        yield f"{named.name}{each.kind}{part}", "", seen[key]
 
     def _position_problem(self, layer: Layer, write: Write) -> str | None:
         state = write.state

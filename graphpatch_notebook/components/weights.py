@@ -359,8 +359,7 @@ class _Finder:
 
     def component(self, name: str) -> Component:
         if name not in self._components:
-            pattern = name.replace("layers[", "layers[*", 1)
-            reason = self._components.missing.get(name) or self._components.missing.get(pattern)
+            reason = self._components.why_missing(name)
             raise NoWeightError(f"there is no {name}" + (f" ({reason})" if reason else ""))
         return self._components[name]
 

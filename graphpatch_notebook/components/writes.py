@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -21,9 +22,13 @@ from graphpatch_notebook.components.operations import (
     SAME_VALUES,
     SOFTMAXES,
 )
+from graphpatch_notebook.torch_compat import overload_path
 
 _MIXED = {"multi_head_attention_forward": 2, "grid_sample": 0}
 """Which of its tensors a function takes the values from."""
+
+_OF_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+"""What names of kernels of attention have (`FlashAttnFunc`, `_flash_attention_forward`): other kernels are mixers."""
 
 WriteKind: TypeAlias = Literal["attn", "cross_attn", "mlp", "mixer", "unknown"]
 
@@ -145,17 +150,23 @@ class Writes:
         ops = {node.op for node in nodes}
         if ops & CHOICES:
             return "mlp"
-        if ops & ATTENTION:
+        kernels = list(filter(self._is_kernel, nodes))
+        if ops & ATTENTION or any(_OF_ATTENTION.search(node.op) for node in kernels):
             return "attn"
-        if ops & MIXING or any(self._is_convolution(node) or self._is_mixer(node) for node in nodes):
+        if ops & MIXING or kernels or any(map(self._is_convolution, nodes)):
             return "mixer"
         return "unknown" if any(node.kind == "call" for node in found.inside) else "mlp"
 
-    def _is_mixer(self, node: Node) -> bool:
-        """Whether an operation is an `autograd.Function` of several values, as attention without a softmax is."""
-        function = getattr(node.whole.target, "__self__", None)
+    def _is_kernel(self, node: Node) -> bool:
+        """Whether an operation is a kernel of three values, as attention and scans are that cannot be opened.
+
+        It is an `autograd.Function`, an operator that is not torch's own, or one of torch's kernels of attention.
+        """
+        target = node.whole.target
+        function, path = getattr(target, "__self__", None), overload_path(target)
         is_own = isinstance(function, type) and issubclass(function, Function)
-        return is_own and sum(value.is_float for value in self._flow.moving(node)) > 2
+        is_operator = path is not None and (not path.startswith("aten.") or _OF_ATTENTION.search(path) is not None)
+        return (is_own or is_operator) and sum(value.is_float for value in self._flow.moving(node)) > 2
 
     def _mixed(self, found: Slice) -> list[Value]:
         """Returns the values that calls of attention which cannot be opened mix."""

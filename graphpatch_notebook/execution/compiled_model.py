@@ -21,7 +21,7 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.graphs.plain_fx import InputCheck
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.values import TensorSpec, is_same_plain
+from graphpatch_notebook.values import NUMBERS, TensorSpec, is_same_plain
 
 
 class CompiledModel:
@@ -203,7 +203,7 @@ class _CopiedPatch:
         vars(self.copy).update(fields)
 
     def _as_tensor(self, value: Any) -> Tensor:
-        if not isinstance(value, (bool, int, float, complex)):
+        if not isinstance(value, NUMBERS):
             kind = type(self._given).__name__
             raise PatchValueError(f"{kind}: value must be a tensor or a number, not {type(value).__name__}")
         device = self.specs[0].device

@@ -23,6 +23,7 @@ from contextlib import nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
@@ -50,7 +51,8 @@ _REFUSED = (
     "add_module apply load_state_dict register_buffer register_module register_parameter set_submodule to_empty _apply"
 ).split()
 _POLL = 0.2  # seconds
-_PATIENCE = 30.0  # seconds for engines to answer an interrupt
+_GRACE = 5.0  # seconds for engines to answer after one failed
+_PATIENCE = 15.0  # seconds for engines to answer an interrupt
 
 
 def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **example_kwargs: Any) -> RemoteGraph:
@@ -60,6 +62,8 @@ def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **exampl
     no weights: browsing it sends nothing. Calls in a patch context run in all engines with the same patches, and return
     what the first engine returns, on the CPU. So do `generate`, `record`, sweeps and all experiments, magics and the
     browser.
+
+    If the engines form no process group, each has the whole model, and only the first one is used.
 
     Functions (of `CustomPatch`, metrics, `make_patches`) run in the engines: what they change there, such as a list
     that they append to, does not change here. Gradients do not pass between processes; `attribute` computes them there.
@@ -92,7 +96,9 @@ def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **exampl
     made, (args, kwargs) = engines.run(
         _build_there, ("the recipe", recipe), ("the inputs", (example_args, example_kwargs))
     )
-    model, options, placements = pickle.loads(made)
+    model, options, placements, are_together = pickle.loads(made)
+    if not are_together:
+        engines.keep_first()
     result = RemoteGraph(model, options, *args, **kwargs)
     captured(result).root.capture.findings[Engines] = engines  # of the capture, so copies and edits have them too
     note_placements(result.nodes.root, placements)
@@ -324,7 +330,10 @@ def _build_there(token: str, recipe: Callable[[], Any], inputs: tuple[tuple[Any,
     examples = model.examples
     given = inputs if examples is None else (examples.args, examples.kwargs)
     placements = {path: node.placement for path, node in pg.nodes.items() if node.placement}
-    return cloudpickle.dumps((copy_on_meta(model.root), model.options, placements)), mapped(given, _on_cpu)
+    are_together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return cloudpickle.dumps((copy_on_meta(model.root), model.options, placements, are_together)), mapped(
+        given, _on_cpu
+    )
 
 
 def _call_there(token: str, patches: _Patches, call: tuple[Any, ...], config: Any, is_with_gradients: bool) -> Any:
@@ -357,6 +366,9 @@ def _on_cpu(value: Any) -> Any:
 
 # -- engines -----------------------------------------------------------------------------------------------------------
 
+_Answer: TypeAlias = "tuple[bool, list[tuple[str, type[GraphPatchWarning]]], bytes]"
+"""What an engine answers: whether it is done, its warnings, and its result or its error."""
+
 
 class Engines:
     """Runs tasks in all engines of a cluster at once.
@@ -380,6 +392,11 @@ class Engines:
             raise ExperimentError("the cluster has no engines: start some with ipyparallel.Cluster(n=...)")
         self._client = client
         self._token = uuid.uuid4().hex
+        self._late: dict[int, Any] = {}  # what engines still run that did not answer an interrupt
+
+    def keep_first(self) -> None:
+        """Uses only the first engine from now on: one that runs the model alone, and writes files."""
+        del self._ids[1:]
 
     def run(self, function: Callable[..., Any], *parts: tuple[str, Any]) -> Any:
         """Returns what `function` returns in the first engine. `parts` are its arguments, with names for messages.
@@ -395,24 +412,29 @@ class Engines:
             raise ExperimentError(
                 f"engine {lost[0]} of the cluster has died: start the cluster and make the graph anew"
             )
+        if late := [engine for engine, result in self._late.items() if not result.ready()]:
+            raise ExperimentError(
+                f"engine {late[0]} of the cluster still runs an earlier call, which an interrupt did not end: it waits "
+                "for other processes of the model, until their process group gives up. Restart the cluster, and make "
+                "the graph anew"
+            )
         waiting = {
             engine: self._client[engine].apply_async(_answer, self._token, engine == self._ids[0], task)
             for engine in self._ids
         }
-        answers: dict[int, tuple[bool, list[tuple[str, type[GraphPatchWarning]]], bytes]] = {}
+        answers: dict[int, _Answer] = {}
         try:
-            self._collect(waiting, answers, math.inf)
+            self._collect(waiting, answers, math.inf, is_until_error=True)
+            if waiting:  # for the engine that failed, perhaps
+                self._collect(waiting, answers, _GRACE)
+                self._interrupt(waiting, answers)
         except BaseException:  # an interrupt, or an engine died: the others are not left waiting for it
-            alive = [engine for engine in waiting if engine in self._client.ids]
-            if alive:
-                self._client.send_signal(signal.SIGINT, alive, block=False)
             with suppress(ExperimentError):
-                self._collect(waiting, answers, _PATIENCE)
+                self._interrupt(waiting, answers)
             raise
         for message, category in dict.fromkeys(given for _, warned, _ in answers.values() for given in warned):
             warn_each_time(message, category)
-        for engine in self._ids:
-            is_right, _, data = answers[engine]
+        for engine, (is_right, _, data) in answers.items():  # the first that failed is why others did
             if not is_right:
                 result = unpacked(data)[0]
                 if len(self._ids) > 1:
@@ -420,8 +442,20 @@ class Engines:
                 raise result
         return unpacked(answers[self._ids[0]][2])[0]
 
-    def _collect(self, waiting: dict[int, Any], answers: dict[int, Any], seconds: float) -> None:
-        """Waits for answers, and moves those that arrive."""
+    def _interrupt(self, waiting: dict[int, Any], answers: dict[int, _Answer]) -> None:
+        """Interrupts the engines that have not answered, and waits for them a while."""
+        alive = [engine for engine in waiting if engine in self._client.ids]
+        if alive:
+            self._client.send_signal(signal.SIGINT, alive, block=False)
+        try:
+            self._collect(waiting, answers, _PATIENCE)
+        finally:
+            self._late = dict(waiting)
+
+    def _collect(
+        self, waiting: dict[int, Any], answers: dict[int, _Answer], seconds: float, *, is_until_error: bool = False
+    ) -> None:
+        """Waits for answers, and moves those that arrive, in their order."""
         deadline = time.monotonic() + seconds
         while waiting and time.monotonic() < deadline:
             for engine, result in list(waiting.items()):
@@ -435,5 +469,7 @@ class Engines:
                         f"engine {engine} of the cluster did not answer: {type(error).__name__}: {error}. If it died, "
                         "start the cluster again and make the graph anew"
                     ) from None
+            if is_until_error and not all(is_right for is_right, _, _ in answers.values()):
+                return
             if waiting:
                 next(iter(waiting.values())).wait(_POLL)

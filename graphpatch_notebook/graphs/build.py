@@ -43,7 +43,17 @@ from graphpatch_notebook.capture.records import (
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_overload, structured
-from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, rebuilt, spec_at, take
+from graphpatch_notebook.values import (
+    NUMBERS,
+    ContainerSpec,
+    Key,
+    ScalarSpec,
+    TensorSpec,
+    ValueSpec,
+    rebuilt,
+    spec_at,
+    take,
+)
 
 OWNER_NAMES = ("self", "this", "graph_module", "graph_module_")
 """What generated code calls the graph module: the first name that no parameter of `forward` has."""
@@ -277,7 +287,7 @@ def _operand(value: Any) -> Operand:
         return "tensor" if spec.type_name == "Tensor" else "other"
     if isinstance(spec, ScalarSpec):
         value = spec.value
-    return "number" if type(value) in (bool, int, float, complex) else "other"
+    return "number" if type(value) in NUMBERS else "other"
 
 
 def _digs(frame: Frame) -> dict[Node, list[tuple[Key, ...]]]:

@@ -24,7 +24,7 @@ from graphpatch_notebook.inspection.aliases import (
     component_for_alias,
     fused_attention,
 )
-from graphpatch_notebook.patches.slices import part_sizes
+from graphpatch_notebook.patches.slices import part_sizes, selection_problem
 from graphpatch_notebook.paths import ParsedPath, call_name, format_path, nearest, parse_path
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, leaves
 
@@ -132,7 +132,24 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
             if respelled := list(islice(_respelled(root, (), parsed.names, parsed.dig), 3)):
                 raise Unresolvable(f"{error}; did you mean {respelled[0]!r}?", is_unknown=True) from None
         raise Unresolvable(str(error), is_unknown=True) from None
-    return [replace(_at_path(root, parse(one.path)), component=one) for one in components]
+    return [_in_range(replace(_at_path(root, parse(one.path)), component=one)) for one in components]
+
+
+def _in_range(target: Target) -> Target:
+    """Returns a component, if the part that its name takes is there in some run.
+
+    Raises:
+        Unresolvable: The part is out of range, or empty.
+    """
+    problem = None
+    if target.index and isinstance(target.whole, TensorSpec):
+        problem = selection_problem(target.index, target.whole.shape, "")
+    if problem is not None:  # runs of the model find out which sizes depend on the inputs: only if the answer does
+        sizes = fixed_sizes(target.frame, target.node, target.whole)
+        problem = selection_problem(target.index, sizes, repr(target.path))
+    if problem is not None:
+        raise Unresolvable(f"{target.text!r}: {problem}", is_unknown=True)
+    return target
 
 
 def _at_path(root: Frame, parsed: ParsedPath) -> Target:

@@ -19,6 +19,7 @@ from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.selections import PositionSelection, StepSelection, selection
 from graphpatch_notebook.patches.slices import TensorIndex, as_index, index_problem, selection_problem, selects_nothing
 from graphpatch_notebook.torch_compat import version_of
+from graphpatch_notebook.values import NUMBERS
 
 T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
@@ -256,7 +257,7 @@ class WritingPatch(_SlicedPatch):
                 self._check_taken(index, original_output)
             self._write(original_output, ... if index is None else index)
             return original_output
-        if isinstance(original_output, (bool, int, float, complex)):
+        if isinstance(original_output, NUMBERS):
             if index is not None:
                 raise PatchValueError(_NO_SLICES.format(original_output))
             return self._number(original_output)
@@ -664,7 +665,7 @@ class CustomPatch(_SlicedPatch):
         if self.slice is None:
             return self.custom_op(original_output)
         if not isinstance(original_output, Tensor):
-            if isinstance(original_output, (bool, int, float, complex)):
+            if isinstance(original_output, NUMBERS):
                 raise PatchValueError(_NO_SLICES.format(original_output))
             raise PatchValueError(
                 f"a slice can only be taken of a tensor, but the value here is of type "

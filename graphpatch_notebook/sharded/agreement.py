@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import inspect
 import time
@@ -16,31 +15,28 @@ from torch import Tensor
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import MissingProcessWarning, ShardedCallError
 from graphpatch_notebook.sharded.placements import SKETCH, is_same_sketch
+from graphpatch_notebook.sharded.processes import Processes
 from graphpatch_notebook.torch_compat import default_store
-from graphpatch_notebook.values import tensor_bytes
+from graphpatch_notebook.values import IMMUTABLE, tensor_bytes
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
-_LIMIT = datetime.timedelta(minutes=10)
 _PAUSE = 0.002
 _ROWS = 64
 """How many values one message has: all messages have one size, so that processes that differ can still compare them."""
 
 
 class Agreement:
-    """Compares what the processes are about to do, in a group of its own.
+    """Compares what the processes are about to do.
 
     Args:
-        ranks: The processes.
+        processes: The processes.
 
     Attributes:
-        group: The group, on the CPU.
         patience: After how many seconds processes that have not called are named.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        # Replicas of the model, of other processes, make groups of their own.
-        self.group: Any = dist.new_group(list(ranks), _LIMIT, "gloo", use_local_synchronization=True)
-        self._ranks = sorted(ranks)
+    def __init__(self, processes: Processes) -> None:
+        self._group, self._ranks = processes.group, processes.ranks
         self.patience = 5.0
         self._calls = 0
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
@@ -109,8 +105,8 @@ class Agreement:
         if values is not None:
             body[: len(values)] = values
         message = torch.cat([header, body.view(torch.int64).flatten()])
-        found = [torch.empty_like(message) for _ in range(dist.get_world_size(self.group))]
-        return dist.all_gather(found, message, group=self.group, async_op=True), found
+        found = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
+        return dist.all_gather(found, message, group=self._group, async_op=True), found
 
     def _exchanged(self, what: str, header: Tensor, values: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the headers and the rows of all processes."""
@@ -165,7 +161,7 @@ def _add(hashed: Any, value: Any, depth: int) -> None:
         hashed.update(f"{tuple(value.shape)}{value.dtype}".encode())
         if not value.is_meta and not is_distributed(value):
             hashed.update(tensor_bytes(value).data)
-    elif isinstance(value, (bool, int, float, complex, str, bytes, slice, type(None), type(Ellipsis))):
+    elif isinstance(value, IMMUTABLE):
         hashed.update(repr(value).encode())
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value:

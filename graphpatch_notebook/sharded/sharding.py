@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,10 @@ from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded.agreement import Agreement
 from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_same_sketch, sketch
+from graphpatch_notebook.sharded.processes import Processes, processes_of
 from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
 
-_T = TypeVar("_T")
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
 _Key: TypeAlias = "tuple[int, tuple[Any, ...]]"
 _LEAVES = (nn.Linear.forward, nn.Embedding.forward)
@@ -68,7 +68,7 @@ def with_whole_records(local: Frame) -> Frame:
             frame.capture = capture
         sharding.join(root, local, device)
         sharding.refuse_divided(root)
-    root.capture.findings[sharding_of] = sharding
+    root.capture.findings |= {sharding_of: sharding, processes_of: sharding.processes}
     return root
 
 
@@ -79,6 +79,7 @@ class Sharding:
         model: The model.
 
     Attributes:
+        processes: The processes.
         agreement: What makes sure that all processes call the model with the same patches.
         reason: Why no value can be patched; `None` if some can.
     """
@@ -86,7 +87,8 @@ class Sharding:
     def __init__(self, model: Module) -> None:
         self.mesh = _mesh_of(model)
         self.reason: str | None = None
-        self.agreement = Agreement(self.mesh.mesh.flatten().tolist())
+        self.processes = Processes(self.mesh.mesh.flatten().tolist())
+        self.agreement = Agreement(self.processes)
         self._model = model
         self._refused: dict[int, str] = {}
         self._leaves: dict[int, Node] = {}
@@ -157,34 +159,6 @@ class Sharding:
         node = self._leaves.get(id(target.node))
         return target if node is None else replace(target, node=node)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first of the processes that run the model."""
-        return bool(self.mesh.get_local_rank() == 0)
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Returns what all processes give, which is pickled, in their order."""
-        found: list[Any] = [None] * self.mesh.size()
-        dist.all_gather_object(found, value, group=self.agreement.group)
-        return found
-
-    def on_first(self, make: Callable[[], _T]) -> _T:
-        """Returns on all processes what `make`, which runs on the first one only, returns there.
-
-        Raises:
-            Exception: What it raises there.
-        """
-        made: Any = None
-        if self.is_first:
-            try:
-                made = make(), None
-            except Exception as error:
-                made = None, error
-        result, problem = self.gathered(made)[0]
-        if problem is not None:
-            raise problem
-        return result  # type: ignore[no-any-return]
-
     def is_leaf(self, target: Target) -> bool:
         """Whether a value is that of a sharded `Linear` or `Embedding`, whose op sees parts only."""
         return id(target.node) in self._leaves
@@ -246,7 +220,7 @@ class Sharding:
         if looks:
             run(looks)
         mine = {path: look.seen for path, look in looks.items()}
-        everywhere = self.gathered(mine)
+        everywhere = self.processes.gathered(mine)
         for path, target in looked.items():
             seen = [each.get(path) for each in everywhere]
             self._placements[id(target.node), target.dig] = self._placed(target, seen)

@@ -11,7 +11,33 @@ interface FrontEnd {
   render: (context: { model: Model; el: HTMLElement }) => Promise<Undo>;
 }
 
-let unpacked: Promise<FrontEnd> | null = null;
+interface Unpacked {
+  readonly data: DataView;
+  readonly frontEnd: Promise<FrontEnd>;
+}
+
+// Hosts load this script once for each widget. The front end is loaded once for all of a page: ids that it gives to
+// elements stay apart, and only the first widget waits for it. Kernels of other versions send others.
+const page = globalThis as unknown as Record<symbol, Unpacked[] | undefined>;
+const UNPACKED = Symbol.for("graphpatch-notebook: front ends");
+
+/** The front end of a widget: that of an earlier one, if it is the same. */
+function frontEndOf(data: DataView): Promise<FrontEnd> {
+  page[UNPACKED] ??= [];
+  const known = page[UNPACKED];
+  const same = known.find((other) => isEqual(other.data, data));
+  if (same) return same.frontEnd;
+  const made = { data, frontEnd: unpack(data) };
+  known.push(made);
+  // The next widget tries again; `render` says why this one failed.
+  made.frontEnd.catch(() => known.splice(known.indexOf(made), 1));
+  return made.frontEnd;
+}
+
+function isEqual(a: DataView, b: DataView): boolean {
+  const [left, right] = [a, b].map((data) => new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
+  return left?.length === right?.length && left?.every((byte, at) => byte === right?.[at]) === true;
+}
 
 async function unpack(data: DataView): Promise<FrontEnd> {
   const { css, js } = JSON.parse(await inflated(data)) as { css: string; js: string };
@@ -27,8 +53,7 @@ async function unpack(data: DataView): Promise<FrontEnd> {
 /** Hosts call this when the model is there, before they show it. */
 function initialize({ model }: { model: Model }): void {
   if (!model.get("front_end")?.byteLength) return;
-  unpacked ??= unpack(model.get("front_end"));
-  unpacked.catch(() => undefined); // `render` says so
+  void frontEndOf(model.get("front_end"));
 }
 
 async function render(context: { model: Model; el: HTMLElement }): Promise<Undo> {
@@ -37,8 +62,7 @@ async function render(context: { model: Model; el: HTMLElement }): Promise<Undo>
   if (!model.get("front_end")?.byteLength) return () => undefined;
   const style = document.createElement("style");
   try {
-    unpacked ??= unpack(model.get("front_end"));
-    const { css, render } = await unpacked;
+    const { css, render } = await frontEndOf(model.get("front_end"));
     style.textContent = css;
     el.append(style);
     const undo = await render(context);
@@ -47,7 +71,6 @@ async function render(context: { model: Model; el: HTMLElement }): Promise<Undo>
       style.remove();
     };
   } catch (error) {
-    unpacked = null;
     const failure = document.createElement("p");
     failure.setAttribute("role", "alert");
     failure.textContent = `This widget could not be loaded (${error}). Reload the page and run the cell again.`;

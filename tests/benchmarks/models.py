@@ -22,6 +22,7 @@ class Asked:
         construct: To capture it.
         generate: `generate`, with a patch on an operation inside one layer.
         record: `pg.record` of the stream after each layer, as a multiple of hooks that do the same.
+        attribute: The scores of all nodes, as a multiple of one forward and backward pass.
     """
 
     module: float
@@ -32,6 +33,7 @@ class Asked:
     construct: float | None = None
     generate: float = 1.1
     record: float = 1.05
+    attribute: float = 2.0
 
 
 @dataclass(frozen=True)

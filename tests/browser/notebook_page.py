@@ -154,7 +154,15 @@ class NotebookPage:
         self._do("reverting", "await app.shell.currentWidget.context.revert();")
 
     def interrupt_kernel(self) -> None:
-        self._do("interrupting", "await app.shell.currentWidget.sessionContext.session.kernel.interrupt();")
+        """Interrupts what runs, and waits until the kernel is idle: until then, it drops what it is asked to run."""
+        self._do(
+            "interrupting",
+            """
+            const kernel = app.shell.currentWidget.sessionContext.session.kernel;
+            await kernel.interrupt();
+            await until(() => kernel.status === "idle");
+            """,
+        )
 
     def restart_kernel(self) -> None:
         self._do("restarting", "await app.shell.currentWidget.sessionContext.restartKernel();")

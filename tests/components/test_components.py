@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphpatch_notebook import CustomPatch, PatchableGraph, ProbePatch
+from graphpatch_notebook import CustomPatch, PatchableGraph, ProbePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.components.proofs import Verdicts, prove
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 61, 48, 4, 2, 7
@@ -712,5 +712,109 @@ class FusedAttention(nn.Module):
 def test_attention_of_other_kinds_of_tensors_is_not_opened_for_that_reason() -> None:
     pg = PatchableGraph(nn.Sequential(FusedAttention(), FusedAttention()), torch.randn(2, 5, 8).as_subclass(Marked))
     assert "layers[0].attn.z" in pg.components
-    why = pg.components.missing["layers[0].attn.pattern"]
+    why = pg.components.why_missing("layers[0].attn.pattern")
     assert why.endswith("cannot be opened: its arguments are Markeds, and only plain tensors can be")
+
+
+class Sent(nn.Module):
+    """A mixture whose router always chooses expert 1 or 3, and whose experts have lists of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weight, chosen = (self.gate(tokens) + torch.tensor([-99.0, 0.0, -99.0, 0.0])).softmax(-1).topk(1, -1)
+        added = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            if len(rows := (chosen == number).any(-1).nonzero().flatten()):
+                added.index_add_(0, rows, expert(tokens[rows]) * weight[rows])
+        return x + added.view_as(x)
+
+
+def test_experts_that_did_not_run_are_absent_and_the_others_keep_their_numbers() -> None:
+    torch.manual_seed(0)
+    pg = PatchableGraph(nn.Sequential(Sent(), Sent()), torch.randn(2, 8, 8))
+    found = pg.components.lookup("layers[1].experts[*].out")
+    assert [(one.name, one.path) for one in found] == [
+        (f"layers[1].experts[{number}].out", f"sub_1.experts_{number}.output") for number in (1, 3)
+    ]
+    assert pg.components.lookup("layers[1].experts[-1].out") == found[1:]
+    for text in ("layers[1].experts[2].out", "layers[1].experts[0:1].out", "layers[1].experts[1, 2].out"):
+        with pytest.raises(UnknownPathError, match="no token of the example inputs was sent to it"):
+            pg.components.lookup(text)
+
+
+def test_what_a_model_does_not_have_is_answered_with_the_reason() -> None:
+    pg = PatchableGraph(nn.Sequential(FusedAttention(), FusedAttention()), torch.randn(2, 5, 8))
+    for name, why in (
+        ("layers[1].attn.heads[1].q_rot", "nothing rotates it"),
+        ("layers[1].cross_attn.z", "only attn_out is added to the stream here"),
+        ("layers[*].mlp.post[0]", "only attn_out is added"),
+        ("layers[0].experts[2].out", "only attn_out is added"),
+        ("layers[0].resid_mid", "only attn_out is added"),
+        ("@final_norm", "no norm reads"),
+    ):
+        with pytest.raises(UnknownPathError, match=why):
+            pg.patch({name: ZeroPatch()}).__enter__()
+    with pytest.raises(KeyError, match="unknown component 'layers.0..mixer_out': only attn_out is added"):
+        pg.components["layers[0].mixer_out"]
+    assert "layers[0].mixer_out" not in pg.components
+
+
+@torch.library.custom_op("graphpatch_tests::scan", mutates_args=())
+def scan(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return (a * b).cumsum(-2) * c
+
+
+@torch.library.custom_op("graphpatch_tests::rolled", mutates_args=())
+def rolled(a: Tensor) -> Tensor:
+    return a.roll(1, -2)
+
+
+class FlashAttnFunc(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Kernel(nn.Module):
+    """Mixes positions by a kernel that cannot be opened."""
+
+    def __init__(self, kernel: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.given, self.out, self.kernel = nn.Linear(8, 24), nn.Linear(8, 8), kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.given(x).chunk(3, -1))
+        return x + self.out(self.kernel(*parts).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        (lambda *given: FlashAttnFunc.apply(*given), "attn"),
+        (lambda *given: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given)[0], "attn"),
+        (scan, "mixer"),
+    ],
+    ids=["function", "operator", "scan"],
+)
+def test_kernels_that_cannot_be_opened_are_not_mlps(kernel: Callable[..., Tensor], kind: str) -> None:
+    with torch.no_grad():
+        model = nn.Sequential(Kernel(kernel), Kernel(kernel))
+        pg = PatchableGraph(model, torch.randn(2, 5, 8))
+        assert [name for name in pg.components if name.startswith("layers[1].")] == [
+            f"layers[1].{part}" for part in ("resid_pre", f"{kind}_out", "resid_post")
+        ]
+        assert pg.components.why_missing("layers[0].mlp_out") == f"only {kind}_out is added to the stream here"
+        assert not any(one.doubt for one in pg.components.verify().values())
+
+
+def test_what_moves_values_between_positions_in_secret_is_in_doubt_as_an_mlp() -> None:
+    with torch.no_grad():
+        model = nn.Sequential(*(Kernel(lambda q, k, v: rolled(q)) for _ in range(2)))
+        components = PatchableGraph(model, torch.randn(2, 5, 8)).components.verify()
+    for part in ("mlp_out", "mlp.post"):
+        assert components[f"layers[0].{part}"].doubt == "it moves values between positions, as a mixer does"

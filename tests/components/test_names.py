@@ -204,7 +204,7 @@ def test_look_up(model, text, expected):
         ("layers[1].attn.pattern", "attention is one fused call"),
         ("layers[*].attn.pattern", "attention is one fused call"),
         ("layers[1].experts[3].out", "there are 3 experts"),
-        ("layers[0].resid_pre[:, :, 12]", "out of range: dimension 2 of 'layers\\[0\\].resid_pre' has 12 entries"),
+        ("layers[0].resid_pre[..., 0, ...]", "at most one"),
         ("layers[0].resid_pre[0, 0, 0, 0]", "4 dimensions, but"),
         ("decoder.layers[0].resid_pre", "in this model are 'layers'; nearest: 'layers\\[0\\].resid_pre'"),
         ("@embed", "unknown component '@embed'"),

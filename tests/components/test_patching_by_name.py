@@ -187,7 +187,7 @@ def test_problems_are_found_before_anything_runs(pg):
     for part in (
         "unknown component 'layers[0].mlp_otu'; nearest: 'layers[0].mlp_out'",
         "3 is out of range: there are 3 layers",
-        "dimension 2 of 'layers[0].mlp_out' has 6 entries",
+        "slice [:, :, 6] is out of range: dimension 2 of 'layers_0.mlp.output' has 6 entries",
         "'layers[0].mlp_out[..., 1:3]': ZeroPatch: slice [..., 2] is out of range",
         "slice (0, 0, 0) has 3 dimensions, but the value recorded here has 2",
     ):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from graphpatch_notebook import AddPatch
-from graphpatch_notebook.sharded import Agreement
+from graphpatch_notebook.sharded import Agreement, Processes
 from graphpatch_notebook.sharded.placements import AlikeValues
 from tests.distributed.processes import run_on_ranks
 
@@ -24,7 +24,7 @@ def costs() -> dict[str, tuple[float, float]]:
 
 
 def _measured() -> dict[str, tuple[float, float]]:
-    agreement, alike = Agreement([0, 1]), AlikeValues()
+    agreement, alike = Agreement(Processes([0, 1])), AlikeValues()
     one = [("layers[0].resid_post", AddPatch(value=torch.ones(4096)))]
     many = one * 100
     value = torch.randn(1, 128, 4096)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from graphpatch_notebook import (
     ProbePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import attribute
+from graphpatch_notebook.experiments import attribute, record_to
 from graphpatch_notebook.sharded import sharding_of
 from tests.distributed.law import compare, whole
 
@@ -275,7 +277,50 @@ def fully_sharded(mesh: DeviceMesh) -> dict[str, Any]:
             found[has_grad]["custom"] = torch.equal(
                 patched(pg, {"blocks_0.output": CustomPatch(lambda value: value)}), whole(model()(X))
             )
-    return found
+    return found | {"files": files(pg)}
+
+
+def files(pg: PatchableGraph) -> dict[str, Any]:
+    """What files have that one of the processes writes, and what is said where the processes differ."""
+    rank, folder = dist.get_rank(), Path(given([tempfile.mkdtemp()])[0])
+    lines, rows = folder / "sweep.jsonl", folder / "store"
+
+    def sweep(name: Path, x: Tensor = X) -> Any:
+        return pg.sweep(
+            {"unit": range(4)},
+            lambda unit: {"blocks_0.hidden": ZeroPatch(slice=(..., unit))},
+            x,
+            metric=torch.sum,
+            progress=False,
+            checkpoint=name,
+        )
+
+    def stored(rows: Path, x: Tensor) -> Any:
+        return record_to(pg, rows, "blocks_0.hidden", x, batch_size=1)["blocks_0.hidden"].shape
+
+    first = sweep(lines)
+    dist.barrier()
+    complete = lines.read_bytes().splitlines(keepends=True)
+    dist.barrier()
+    if not rank:
+        lines.write_bytes(b"".join(complete[:3]))
+    dist.barrier()
+    continued = sweep(lines)
+    dist.barrier()
+    return {
+        "sweep": first.identical(continued) and lines.read_bytes().splitlines(keepends=True) == complete,
+        "lines": len(complete),
+        "rows": stored(rows, X),
+        "own rows": stored(folder / str(rank), X + rank),
+        "inputs": refusal(lambda x: sweep(lines, x), X + rank),
+        "batches": refusal(lambda x: stored(folder / "other", x), X + rank),
+    }
+
+
+def given(value: Any) -> Any:
+    """What the first rank gives."""
+    dist.broadcast_object_list(value)
+    return value
 
 
 def replicated() -> bool:

@@ -9,6 +9,7 @@ import functools
 import io
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,13 +169,18 @@ def test_experiments_run_there(there: PatchableGraph, here: PatchableGraph) -> N
     assert str(there.verify(input_ids=IDS)) == str(here.verify(input_ids=IDS))
 
 
+def test_engines_that_form_no_group_do_not_all_write(there: PatchableGraph, tmp_path: Path) -> None:
+    inputs: dict[str, Any] = {"input_ids": IDS, "metric": LogitDifference(3, 4), "checkpoint": tmp_path / "sweep.jsonl"}
+    there.sweep({"layer": [0, 1]}, lambda layer: {f"layers[{layer}].mlp_out": ZeroPatch()}, **inputs)
+    assert len(inputs["checkpoint"].read_bytes().splitlines()) == 3
+
+
 def test_errors_and_warnings_come_back(there: PatchableGraph) -> None:
     with pytest.raises(UnknownPathError, match=r"layers\[7\]"), there.patch({"layers[7].mlp_out": ZeroPatch()}):
         pass
     patches = {"layers[0].mlp_out": ReplacePatch(value=torch.ones(3, 3))}
-    with there.patch(patches), pytest.raises(PatchValueError, match="layers") as caught:
+    with there.patch(patches), pytest.raises(PatchValueError, match="layers"):
         logits(there)
-    assert any("engine 0 of 2" in note for note in getattr(caught.value, "__notes__", ["engine 0 of 2"]))
     with pytest.warns(PatchNotFiredWarning), there.patch({"@embed": ZeroPatch(steps=[5])}):
         there(input_ids=IDS)
     strict = there.patch({"@embed": ZeroPatch(steps=[5])}, strict=True)
@@ -237,7 +243,7 @@ def test_an_interrupt_reaches_the_engines_and_leaves_them_usable(there: Patchabl
     assert time.monotonic() - before < 50
 
 
-def test_engines_are_the_ranks_of_a_sharded_model(client: Any, tmp_path: Path) -> None:
+def test_engines_are_the_ranks_of_a_sharded_model(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, engine in enumerate(client):
         engine.apply_sync(be_rank, rank)
     there = remote(client, functools.partial(build_rank, str(tmp_path / "group")), input_ids=IDS)
@@ -259,6 +265,24 @@ def test_engines_are_the_ranks_of_a_sharded_model(client: Any, tmp_path: Path) -
     assert torch.allclose(*stores, atol=1e-6)
     with pytest.raises(ExperimentError, match="leave executor= out"):
         mean_values(there, path, IDS, batch_size=1, executor=client)
+
+    for name in ("_GRACE", "_PATIENCE"):
+        monkeypatch.setattr(sys.modules[type(there).__module__], name, 0.1)
+    with pytest.raises(ValueError, match="on one rank") as caught:
+        there.run_there(fails_on_the_second)
+    assert "raised in engine 1 of 2" in getattr(caught.value, "__notes__", ["raised in engine 1 of 2"])[-1]
+    with pytest.raises(ExperimentError, match="engine 0 of the cluster still runs an earlier call"):
+        logits(there)
+    client[0].apply_sync(str)  # waits for it
+    assert logits(there).shape == (2, 5, 64)
+
+
+def fails_on_the_second(_: PatchableGraph) -> None:
+    if torch.distributed.get_rank():
+        raise ValueError("on one rank")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(2)  # as one that waits for the other in a collective, which cannot be interrupted
+    signal.signal(signal.SIGINT, before)
 
 
 def be_rank(rank: int) -> None:

@@ -85,6 +85,15 @@ def test_fully_sharded(found: list[dict[str, Any]]) -> None:
         assert each["custom"]  # and the model still runs
 
 
+def test_one_process_writes_files(found: list[dict[str, Any]]) -> None:
+    for said in (one["fully sharded"]["files"] for one in found):
+        assert said["sweep"]
+        assert said["lines"] == 5
+        assert said["rows"] == said["own rows"] == (2, 3, 16)
+        assert "but they give other names, inputs, metrics or patches" in said["inputs"]
+        assert "has the batches of the first process, and others have others" in said["batches"]
+
+
 def test_replicated(found: list[dict[str, Any]]) -> None:
     assert all(one["replicated"] for one in found)
 

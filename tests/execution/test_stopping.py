@@ -182,8 +182,11 @@ def test_patterns_that_are_refused(gpt2: PatchableGraph) -> None:
         gpt2.record("transformer.h_0.output", TOKENS, positions=[0, 9])
     with pytest.raises(PatchValueError, match="has a position twice, and both copies would get its gradient"):
         gpt2.record("transformer.h_0.output", TOKENS, positions=[3, 3])
-    for call in (gpt2.record, gpt2.run_until):
-        with pytest.raises(ExperimentError, match="'position' is neither .* of record .* did you mean positions="):
+    for call, answer in (
+        (gpt2.record, "an option of record .* did you mean positions="),
+        (gpt2.run_until, "an option of run_until .* record has positions="),
+    ):
+        with pytest.raises(ExperimentError, match=f"'position' is neither {answer}"):
             call("transformer.h_0.output", TOKENS, position=1)
     with pytest.raises(PatchMapError, match=r"means 3 values, which one ProbePatch .* pg\.record\("):
         gpt2.patch({"transformer.h_*.output": [ZeroPatch(), ProbePatch()]}).__enter__()

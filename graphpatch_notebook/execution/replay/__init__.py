@@ -8,7 +8,6 @@ frames with a known result. A `FrameRecording` (`frame_recording`) records what 
 from __future__ import annotations
 
 from graphpatch_notebook.execution.replay.frame_effects import (
-    PLAIN,
     all_modules,
     has_hooks,
     leaves_of,
@@ -28,7 +27,6 @@ from graphpatch_notebook.execution.replay.frame_results import (
 
 __all__ = [
     "NEVER",
-    "PLAIN",
     "FrameFlow",
     "FrameNode",
     "FrameRecording",

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import memory_of
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.torch_compat import version_of
-from graphpatch_notebook.values import readable_children
-
-PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-    slice, range, type, type(Ellipsis),
-)  # fmt: skip
-"""Types of values that cannot be changed."""
+from graphpatch_notebook.values import IMMUTABLE, readable_children
 
 _INERT_HOOKS = ("transformers.utils.output_capturing", "graphpatch_notebook.")
 
@@ -48,7 +41,7 @@ class GivenValues:
             self.tensors.append((value, version_of(value)))
             if value.is_inference():
                 self.unknown = "a tensor of inference mode, for which torch does not count writes"
-        elif not isinstance(value, PLAIN):
+        elif not isinstance(value, IMMUTABLE):
             inside = readable_children(value)
             if inside is None:
                 if not callable(value):
@@ -92,12 +85,12 @@ def problem_of_result(given: GivenValues, output: Any) -> str | None:
                 return "gradients flow through it"
             if leaf.is_inference() or storage_of(leaf) in storages:
                 return "it returns what it is given"
-        elif not isinstance(leaf, PLAIN):
+        elif not isinstance(leaf, IMMUTABLE):
             return f"it returns an object of type {type(leaf).__name__}"
     return None
 
 
-_LEAVES = (Tensor, *PLAIN)
+_LEAVES = (Tensor, *IMMUTABLE)
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
@@ -116,7 +109,7 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif not isinstance(value, PLAIN):
+        elif not isinstance(value, IMMUTABLE):
             found += [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
     return found
 

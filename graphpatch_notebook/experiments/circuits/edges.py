@@ -59,7 +59,7 @@ from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
+from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
@@ -174,7 +174,7 @@ def attribute_edges(
     check_method(method, (*METHODS, "exact"))
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
-    ends = _ends(one_sided, method, experts)
+    ends = _ends(one_sided, method)
     points, limit = midpoints(steps), checked_bytes(max_bytes)
     Choices(routing)  # checks it
     fractions = points if method == "integrated" else [0.0]
@@ -211,7 +211,7 @@ def attribute_edges(
     return array.sel(receiver=rows, sender=columns)  # type: ignore[no-any-return]
 
 
-def _ends(one_sided: bool | RestoredEnd, method: str, experts: bool) -> Sequence[RestoredEnd]:
+def _ends(one_sided: bool | RestoredEnd, method: str) -> Sequence[RestoredEnd]:
     """Returns the ends of edges that are restored alone, for scores that are the mean over these.
 
     Raises:
@@ -223,8 +223,6 @@ def _ends(one_sided: bool | RestoredEnd, method: str, experts: bool) -> Sequence
         raise ExperimentError(f"one_sided must be a bool, 'senders' or 'receivers', not {one_sided!r}")
     if ends and method != "secant":
         raise ExperimentError(f'one_sided={one_sided!r} restores one component after another: give method="secant"')
-    if ends and experts:
-        raise ExperimentError("one_sided= restores whole components: drop experts=True")
     return ends
 
 
@@ -537,19 +535,22 @@ class _Runs:
             deltas = self._deltas(clean, corrupted)
             found.is_half = deltas.coarsest > 1e-6
 
-            def restored(paths: Iterable[str], columns: Tensor | None) -> dict[str, Patch[Any]]:
-                return {path: _restoring(clean[path], corrupted[path], columns) for path in paths}
+            def restored(group: Writer | Reader, number: int) -> dict[str, Patch[Any]]:
+                if isinstance(group, Writer) and group.choice:  # what the chosen experts of a row write is summed
+                    return {group.path: AddPatch(value=deltas.of(group)[number], slice=(slice(None), 0))}
+                heads = None if group.projection is None else group.projection.heads[number]
+                return {path: _restoring(clean[path], corrupted[path], heads) for path in group.paths}
 
             if "senders" in ends:
-                for writer, name, heads in _members(self.nodes.writers, columns):
-                    rules, end, effect = self._end_run(restored(writer.paths, heads), state)
+                for writer, name, number in _members(self.nodes.writers, columns):
+                    rules, end, effect = self._end_run(restored(writer, number), state)
                     alone = self._scores_to(self.nodes.readers, rules, end, deltas, found.positions, state)
                     own = alone[:, found.columns[name]]
                     found.values[:, found.columns[name]] += own / len(ends)
                     found.note_sum(f"out of {name!r} differ from its effect", own, effect - found.corrupted, rules)
             if "receivers" in ends:
-                for reader, name, heads in _members(self.nodes.readers, rows):
-                    rules, _, effect = self._end_run(restored(reader.paths, heads), state)
+                for reader, name, number in _members(self.nodes.readers, rows):
+                    rules, _, effect = self._end_run(restored(reader, number), state)
                     alone = self._scores_to([reader], rules, clean, deltas, found.positions, state)
                     own = alone[found.rows[name]]
                     found.values[found.rows[name]] += own / len(ends)
@@ -667,12 +668,10 @@ class _Runs:
         return {path: probe.activation.detach() for path, probe in probes.items()}, metric
 
 
-def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple[_Group, str, Tensor | None]]:
-    """Yields the senders or receivers with some names, each with the columns of its head, if it is one."""
+def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple[_Group, str, int]]:
+    """Yields the senders or receivers with some names, each with its number in its group."""
     for group in groups:
-        for number, name in enumerate(group.names):
-            if name in names:
-                yield group, name, None if group.projection is None else group.projection.heads[number]
+        yield from ((group, name, number) for number, name in enumerate(group.names) if name in names)
 
 
 def _restoring(clean: Tensor, corrupted: Tensor, columns: Tensor | None) -> Patch[Any]:

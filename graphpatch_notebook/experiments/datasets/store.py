@@ -12,6 +12,7 @@ does not exist, so a run that was killed continues after the last one.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 from collections import deque
@@ -41,7 +42,7 @@ from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.paths import nearest
-from graphpatch_notebook.sharded import digest, sharding_of
+from graphpatch_notebook.sharded import digest, processes_of
 from graphpatch_notebook.whole_files import whole_file
 
 _FORMAT = "graphpatch-activations"
@@ -107,8 +108,10 @@ def record_to(
         "weights": weights_digest(pg),
         "patches": digest("", active_patches(captured(pg)))[1].item(),
     }
-    sharding = sharding_of(captured(pg).root)
-    is_writing = sharding is None or sharding.is_first  # all processes of a sharded model have the whole values
+    processes = processes_of(captured(pg).root)
+    if processes is not None and not processes.are_same(str(Path(folder).absolute())):
+        processes = None  # under FSDP, each may have a dataset and a folder of its own
+    is_writing = processes is None or processes.is_first  # all of them have the whole values
     writer = _Writer(Path(folder), reader, settings, shard_bytes, is_writing=is_writing)
     running: deque[Inputs] = deque()
 
@@ -122,8 +125,11 @@ def record_to(
         index = {"example": rows.examples, "position": rows.positions, "token": rows.tokens}
         writer.add(running.popleft(), index, values)
     writer.write()
-    if sharding is not None:
-        sharding.agreement.check("record_to", [])  # all wait for the files
+    if processes is not None and not processes.are_same(writer.seen.digest()):  # all wait for the files here
+        raise ExperimentError(
+            f"the folder {str(folder)!r} has the batches of the first process, and others have others: give the same "
+            "on all processes, or, under FSDP, each a folder of its own"
+        )
     return ActivationStore(folder)
 
 
@@ -132,6 +138,7 @@ class _Writer:
 
     Attributes:
         examples: How many examples are stored, or wait to be.
+        seen: The digest of all batches of this call.
     """
 
     def __init__(
@@ -160,6 +167,7 @@ class _Writer:
         self._shards = len(_shards(folder))
         self._stored = [_notes_of(shard) for shard in _shards(folder)]
         self.examples = sum(int(notes["examples"]) for notes in self._stored)
+        self.seen = hashlib.sha256()
         self._start()
 
     def _start(self) -> None:
@@ -187,6 +195,7 @@ class _Writer:
         """Adds the rows of a batch; writes a shard if there are enough."""
         self._waiting.append({f"index.{name}": value for name, value in index.items()} | values)
         self._digests.append(digest_of(batch))
+        self.seen.update(self._digests[-1].encode())
         count = batch.rows or 0
         self.examples += count
         self._examples += count

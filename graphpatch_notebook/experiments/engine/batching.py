@@ -19,7 +19,6 @@ from graphpatch_notebook.checks.dimensions import Dimensions, NoBatchError, dime
 from graphpatch_notebook.execution import Entry
 from graphpatch_notebook.execution.replay import (
     NEVER,
-    PLAIN,
     FrameNode,
     FrameTree,
     leaves_of,
@@ -31,6 +30,7 @@ from graphpatch_notebook.experiments.engine.rows import BatchRows, Layout, RowsE
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import (
+    IMMUTABLE,
     ContainerSpec,
     TensorSpec,
     ValueSpec,
@@ -222,7 +222,7 @@ def batching_of(
     most = rows_at_once(tokens, device) if batch == "auto" else int(batch)
     if most < 2:
         raise RowsError(f"one forward has {tokens:,} tokens already")
-    if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves_of(clean.output)):
+    if any(not isinstance(leaf, (Tensor, *IMMUTABLE)) for leaf in leaves_of(clean.output)):
         raise RowsError("the output holds an object that has no rows")
     instead = substitutes(clean.tree, most)
     if instead and batch == "auto":
@@ -336,7 +336,7 @@ def _layout(known: Dimensions, value: Any, spec: ValueSpec | None) -> Layout:
     Raises:
         RowsError: The batch dimension of a tensor is unknown.
     """
-    inside = None if isinstance(value, (Tensor, *PLAIN)) else readable_children(value)
+    inside = None if isinstance(value, (Tensor, *IMMUTABLE)) else readable_children(value)
     if inside is None:
         return (_rows(known, value, spec) if isinstance(value, Tensor) else None,)
     found: list[BatchRows | None] = []

@@ -30,8 +30,9 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import SIZED_BY_VALUES, is_call_sized_by_values
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS, raw_name, writes_in_place
-from graphpatch_notebook.execution.replay import PLAIN, FrameNode, FrameTree, all_modules, leaves_of, tensors_among
+from graphpatch_notebook.execution.replay import FrameNode, FrameTree, all_modules, leaves_of, tensors_among
 from graphpatch_notebook.torch_compat import without_torch_functions
+from graphpatch_notebook.values import IMMUTABLE
 
 # -- reads of values ---------------------------------------------------------------------------------------------------
 
@@ -313,7 +314,7 @@ def _has_settings(settings: _Settings, args: tuple[Any, ...], kwargs: dict[str, 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):  # the most frequent case, and the cheapest check
         return None
-    if isinstance(value, PLAIN):
+    if isinstance(value, IMMUTABLE):
         return value
     if type(value) in (tuple, list) and len(value) <= _MANY:
         return [_plain(item) for item in value]

@@ -105,8 +105,9 @@ class CellRunner:
         entries = [entries_by_number[cell.number] for cell in cells]
         problems = {n: why for n, own in enumerate(entries) if (why := batching.problem(own)) is not None}
         if problems:
+            first = min(problems)
             self._setup = self._setup.remarked(
-                f"{len(problems):,} of {len(cells):,} cells ran one by one: {problems[min(problems)]}"
+                f"{len(problems):,} of {len(cells):,} cells ran one by one: {problems[first]} (first {cells[first]})"
             )
         fitting = [number for number in range(len(cells)) if number not in problems]
         cuts = [clean.first_of(entry.target.path for entry in entries[number]) for number in fitting]

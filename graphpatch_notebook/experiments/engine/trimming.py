@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.execution.replay import PLAIN, leaves_of
+from graphpatch_notebook.execution.replay import leaves_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.values import IMMUTABLE
 
 _LOGITS, _CACHE = "logits_to_keep", "use_cache"
-_LEAVES = (Tensor, *PLAIN)
+_LEAVES = (Tensor, *IMMUTABLE)
 _KINDS = frozenset(_LEAVES)
 _PICKING = (Tensor, list, bool)
 _SIMPLE = frozenset({int, slice, type(Ellipsis)})

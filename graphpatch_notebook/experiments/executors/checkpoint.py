@@ -30,7 +30,8 @@ from graphpatch_notebook.experiments.results.arrays import metric_name, plain_la
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches import kinds
 from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.sharded import sharding_of
+from graphpatch_notebook.sharded import processes_of
+from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import children, tensor_bytes
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
@@ -111,14 +112,19 @@ def weights_digest(pg: PatchableGraph) -> str:
     """
     captured(pg).check_weights()
     found, module = {}, captured(pg).module
+    each: Any
+    for each in module.modules():
+        if is_fully_sharded(each) and hasattr(each, "reshard"):  # not the older FSDP
+            each.reshard()  # a call may leave weights whole
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         part: Any = tensor
         part = part.to_local() if is_distributed(part) else part
         plain = part.detach() if _has_memory(part) else None
-        sample = None if plain is None else plain.reshape(-1)[:: max(1, -(-plain.numel() // _SAMPLED))]
+        # A copy, as FSDP cannot free memory that was lent to NumPy.
+        sample = None if plain is None else plain.reshape(-1)[:: max(1, -(-plain.numel() // _SAMPLED))].clone()
         found[name] = (str(tensor.dtype), tuple(tensor.shape), sample)
-    own, sharding = Digester("").digest(found, "the weights"), sharding_of(captured(pg).root)
-    return own if sharding is None else Digester("").digest(sharding.gathered(own), "the weights")
+    own, processes = Digester("").digest(found, "the weights"), processes_of(captured(pg).root)
+    return own if processes is None else Digester("").digest(processes.gathered(own), "the weights")
 
 
 def _has_memory(value: Any) -> bool:

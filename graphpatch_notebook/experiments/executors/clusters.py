@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -16,6 +17,7 @@ from graphpatch_notebook.warning_places import warn_each_time
 _LONGEST_LOOK = 10.0  # seconds
 _PATIENCE = 5.0  # seconds without a worker
 _LONG_PATIENCE = 60.0  # if lost workers are restarted, or the first one starts
+_HEAD_PATIENCE = 20.0  # seconds without the head of Ray, which ends this process after 60
 
 
 class WorkersLostError(Exception):
@@ -160,6 +162,7 @@ class RayExecutor(Executor):
         amounts = {"CPU": given["num_cpus"], "GPU": given.get("num_gpus"), "memory": given.get("memory")}
         self._needed = {name: amount for name, amount in (amounts | given.get("resources", {})).items() if amount}
         self._absence = _Absence(f"node with {', '.join(f'{amount} {name}' for name, amount in self._needed.items())}")
+        self._headless_since: float | None = None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Returns a future of `fn(*args, **kwargs)`."""
@@ -169,16 +172,38 @@ class RayExecutor(Executor):
     def check(self) -> None:
         """Checks that the cluster can still run tasks. Call it repeatedly.
 
+        If the head is lost, this disconnects from Ray, which would end this process.
+
         Raises:
-            WorkersLostError: No node is left that could run a task.
+            WorkersLostError: No node is left that could run a task, or the head is lost.
             ExperimentError: Ray is not connected, or was shut down.
         """
         self._check_connection()
+        if not self._has_head():
+            return
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         fit = [
             node for node in alive if all(node["Resources"].get(name, 0) >= self._needed[name] for name in self._needed)
         ]
         self._absence.check({node["NodeManagerAddress"]: True for node in fit})  # Ray may start others
+
+    def _has_head(self) -> bool:
+        """Returns whether the head answers: what asks Ray would wait for it.
+
+        Raises:
+            WorkersLostError: It has not answered for long.
+        """
+        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
+        except OSError as error:
+            self._headless_since = self._headless_since or time.monotonic()
+            if time.monotonic() - self._headless_since < _HEAD_PATIENCE:  # it may be restarted
+                return False
+            self._ray.shutdown()
+            raise WorkersLostError([f"the head of the Ray cluster does not answer: {error}"], set()) from None
+        self._headless_since = None
+        return True
 
     def _check_connection(self) -> None:
         if not self._ray.is_initialized():
@@ -211,8 +236,14 @@ class _RayFuture(Future[Any]):
             self.set_exception(cause if isinstance(cause, BaseException) else error)
 
     def cancel(self) -> bool:
-        self._ray.cancel(self._reference)
+        if self._ray.is_initialized():  # or Ray would start a cluster of its own
+            self._ray.cancel(self._reference)
         return super().cancel()
+
+
+def is_end_of_ray(error: BaseException) -> bool:
+    """Whether an error of a `RayExecutor` says that this process cannot submit anything any more."""
+    return type(error).__name__ == "LocalRayletDiedError"
 
 
 def is_of_ray(error: BaseException) -> bool:

@@ -20,7 +20,13 @@ from torch.nn import Module
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import innermost
-from graphpatch_notebook.experiments.executors.clusters import Cluster, RayExecutor, WorkersLostError, is_of_ray
+from graphpatch_notebook.experiments.executors.clusters import (
+    Cluster,
+    RayExecutor,
+    WorkersLostError,
+    is_end_of_ray,
+    is_of_ray,
+)
 from graphpatch_notebook.experiments.executors.pickling import RECIPE, packed, unpacked
 from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, SharedWork, run_pieces
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -58,6 +64,7 @@ class PieceResults(Protocol):
 
 
 _PAUSE = 1.0  # seconds
+_LOOKS = 5.0  # seconds between two looks for lost workers
 _IN_FLIGHT = 256  # enough to keep a cluster busy; pieces that wait here need not be canceled
 _RESTARTS = 3  # of a cluster, while a portion runs
 _WORTH = 2.0  # seconds
@@ -205,6 +212,7 @@ class Dispatch:
         self._out: dict[_Portion, None] = {}
         self._done: queue.SimpleQueue[_Portion] = queue.SimpleQueue()
         self._breakage: BaseException | None = None
+        self._looked = 0.0
         self._messages: dict[str, None] = {}
         self._workers: set[str] = set()
         self._seconds = 0.0  # of work
@@ -304,8 +312,11 @@ class Dispatch:
             self._look_after_workers()
         else:
             self._take(portion)
+            if time.monotonic() - self._looked > _LOOKS and not self._is_broken:
+                self._look_after_workers()
 
     def _look_after_workers(self) -> None:
+        self._looked = time.monotonic()
         try:
             if isinstance(self._executor, RayExecutor):
                 self._executor.check()
@@ -346,6 +357,9 @@ class Dispatch:
     def _take_failure(self, portion: _Portion, error: BaseException) -> None:
         if isinstance(error, BrokenExecutor):
             self._breakage = error  # the portion stays in `_out`
+            return
+        if is_end_of_ray(error):
+            self._breakage = WorkersLostError([str(error)], set())
             return
         if portion.future.cancelled() and portion.restarts < _RESTARTS:  # such as by `client.restart`
             del self._out[portion]

@@ -44,7 +44,7 @@ def component(pg: PatchableGraph, name: str) -> Component:
     """
     found = pg.components.get(name)
     if found is None:
-        why = pg.components.missing.get(name) or pg.components.missing.get(re.sub(r"\[\d+\]", "[*]", name))
+        why = pg.components.why_missing(name)
         raise ExperimentError(f"{name} was not found in this model" + (f": {why}" if why else "; see pg.components"))
     return found
 

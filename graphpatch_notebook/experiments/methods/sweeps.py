@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook import interrupts
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
-from graphpatch_notebook.experiments.engine.cells import CellResult, Cells, PatchMap, axes_of
+from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.purity import made_cells
 from graphpatch_notebook.experiments.engine.runner import CellRunner
@@ -29,7 +28,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
 )
 from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.sharded import sharding_of
+from graphpatch_notebook.sharded import processes_of
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -78,7 +77,7 @@ def run_sweep(
     results: dict[int, CellResult] = {}
     if checkpoint is not None:
         own = identity(values, checkpoint_key, metric, runner.baseline, inputs, pg, made.made)
-        file, results = _opened(functools.partial(Checkpoint, checkpoint, own, cells), pg)
+        file, results = _opened(checkpoint, own, cells, pg)
     chunks = list(remaining([*runner.chunks(made.shared, made.entries), *([cell] for cell in made.alone)], results))
     dispatch = None
     if executor is not None and chunks:
@@ -111,13 +110,20 @@ def run_sweep(
     return result
 
 
-def _opened(make: Callable[[], Checkpoint], pg: PatchableGraph) -> tuple[Checkpoint | None, dict[int, CellResult]]:
-    """Returns the file of a sweep, which the first process of a sharded model writes, and what is done."""
-    if (sharding := sharding_of(captured(pg).root)) is None:
-        file = make()
+def _opened(
+    name: str | os.PathLike[str], own: dict[str, Any], cells: Sequence[Cell], pg: PatchableGraph
+) -> tuple[Checkpoint | None, dict[int, CellResult]]:
+    """Returns the file of a sweep, which the first of several processes writes, and what is done."""
+    if (processes := processes_of(captured(pg).root)) is None:
+        file = Checkpoint(name, own, cells)
         return file, dict(file.done)
-    file = sharding.on_first(make)
-    return (file if sharding.is_first else None), dict(file.done)
+    if not processes.are_same((os.fspath(name), own | {"baseline": None})):  # of which last digits may differ
+        raise ExperimentError(
+            "checkpoint= is one file of all processes, but they give other names, inputs, metrics or patches: give the "
+            "same on all of them, or leave it out"
+        )
+    file = processes.on_first(lambda: Checkpoint(name, own, cells))
+    return (file if processes.is_first else None), dict(file.done)
 
 
 def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:

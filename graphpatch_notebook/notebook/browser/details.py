@@ -146,6 +146,8 @@ def _notes_of_value(place: Location, node: Node, skeleton: Skeleton, row: int) -
         yield "it cannot be patched: " + ("it is a constant" if node.kind == "constant" else f"it is {_a(str(spec))}")
     elif isinstance(spec, UnknownSpec):
         yield "its value is not known yet: it was added to the graph and has not run"
+    if isinstance(spec, TensorSpec) and spec.placement:
+        yield f"over the processes of the model: {visible(spec.placement)}; its shape is that of the whole value"
     if node.is_mutated_later:
         yield "the model writes into this tensor later, which overwrites the changes of a patch there"
     if node.is_view_filled_later:

@@ -359,10 +359,10 @@ class _Rows:
         """Returns the position of a spec in the table."""
         if type(spec) is TensorSpec and (known := self._tensors.get(spec)) is not None:
             return known
-        shape, dtype, what = None, None, _what(spec)
+        shape, dtype, placement = None, None, ""
         if isinstance(spec, TensorSpec):
-            shape, dtype = tuple(spec.shape), dtype_name(spec.dtype)
-        written = (visible(spec_label(spec)), shape, dtype, what)
+            shape, dtype, placement = tuple(spec.shape), dtype_name(spec.dtype), spec.badge and spec.placement
+        written = (visible(spec_label(spec)), shape, dtype, _what(spec), *([visible(placement)] if placement else []))
         number = self._others[written]
         if number == len(self.specs):
             self.specs.append(list(written))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.values import dtype_name
+from graphpatch_notebook.values import NUMBERS, dtype_name
 
 _PIECE = 2**20
 
@@ -42,7 +42,7 @@ def readable(value: Any) -> Readable:
         >>> readable(torch.tensor([3 + 4j]))
         Readable(tensor=tensor([5.]), remark='magnitudes of complex numbers')
     """
-    if isinstance(value, (bool, int, float, complex)):
+    if isinstance(value, NUMBERS):
         try:
             value = torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
         except (OverflowError, RuntimeError):

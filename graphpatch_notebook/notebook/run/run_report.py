@@ -37,12 +37,11 @@ from graphpatch_notebook.notebook.session.session import ResolvedPatches
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_compiled
-from graphpatch_notebook.values import key_text, readable_children
+from graphpatch_notebook.values import NUMBERS, key_text, readable_children
 
 _MOST_CHANGES = 8
 _MOST_ENTRIES = 5
 _MOST_LEAVES = 10_000
-_NUMBERS = (bool, int, float, complex)
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ def _leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
         if not waiting:
             return
         path, one, above = waiting.pop(0)
-        if isinstance(one, (Tensor, *_NUMBERS)):
+        if isinstance(one, (Tensor, *NUMBERS)):
             yield path, one
         elif id(one) not in above and (inside := readable_children(one)) is not None:  # it may contain itself
             waiting[:0] = [((*path, key_text(key)), child, above | {id(one)}) for key, child in inside]

@@ -16,14 +16,14 @@ export function showFailure(root: HTMLElement, error: unknown): void {
 }
 
 /**
- * Reports uncaught errors of event handlers and promises of this code. Returns a function that stops this.
+ * Reports uncaught errors of event handlers and promises of this code, which all views of a page share. Returns a function that stops this.
  *
  * @param source The address that this code has in stack traces.
  */
 export function watchErrors(source: string, tell: (message: string) => void): () => void {
   const report = (error: unknown) => {
     const why = error instanceof Error ? error.message : String(error);
-    tell(`This widget raised an error: ${why}. The view may be out of date. ${AGAIN}`);
+    tell(`A view of this page raised an error: ${why}. It may be out of date. ${AGAIN}`);
   };
   const onError = (event: ErrorEvent) => {
     if (event.filename === source) report(event.error ?? event.message);

@@ -6,9 +6,9 @@ const IN_LAYERS = new RegExp(`^((?:[^\\[\\]@]+\\.)?layers\\[)${NUMBERS}\\.(.+)$`
 const OUTSIDE = /^((?:[^[\]@]+\.)?)(@.+)$/;
 const SLICE = /^(.*[\w*])\[(\[?[^[\]]*\]?)\]$/;
 const MEMBERS = new RegExp(`^((?:.*\\.)?)(heads|experts)(?:\\[${NUMBERS})?\\.(.+)$`);
-/** Axes whose sizes other inputs may change. */
-const OF_INPUTS = ["batch", "position", "query", "key", "token"];
 const WHOLE = /^\s*-?\d+\s*$/;
+/** A part of a slice of a value: `...`, a number, or a slice with a positive step. */
+const PART = /^\s*(?:\.{3}|-?\d+|(?:-?\d+)?\s*:\s*(?:-?\d+)?\s*(?::\s*(?:0*[1-9]\d*)?)?)\s*$/;
 
 const STREAM = "stream";
 const NEURONS = "neurons";
@@ -50,12 +50,15 @@ function ofLayer(part: string, start: string, components: readonly Component[]):
   );
   let meant = named.filter(({ name }) => path.test(name.slice(start.length).replace(/\[\d+\]/, "")));
   if (heads && path.source.includes("*")) meant = meant.filter(({ axes }) => axes.includes("head"));
-  if (word === "experts") meant = numbers(list, meant.length).flatMap((number) => meant[number] ?? []);
+  if (word === "experts") {
+    const numberOf = ({ name }: Component): number => Number(/experts\[(\d+)/.exec(name.slice(start.length))?.[1]);
+    const count = 1 + Math.max(-1, ...meant.map(numberOf)); // experts that did not run have no row
+    meant = numbers(list, count).flatMap((number) => meant.filter((one) => numberOf(one) === number));
+  }
   const fits = ({ axes, shape }: Component): boolean => {
     const head = heads ? axes.indexOf("head") : -1;
-    const sizes = shape.map((size, dim) => (OF_INPUTS.includes(axes[dim] ?? "") ? null : size));
-    const rest = sizes.filter((_, dim) => dim !== head);
-    return (!heads || numbers(list, shape[head] ?? 0).length > 0) && (slice === undefined || selects(slice, rest));
+    const rank = shape.length - Number(head >= 0);
+    return (!heads || numbers(list, shape[head] ?? 0).length > 0) && (slice === undefined || isSlice(slice, rank));
   };
   return meant.every(fits) ? meant.map(({ row }) => row) : [];
 }
@@ -67,19 +70,11 @@ function pattern(words: string): RegExp {
   return new RegExp(`^${parts.map((part) => of[part] ?? part.replace(/[^\w]/g, "\\$&")).join("")}$`);
 }
 
-/** Whether a slice selects anything of a tensor of these sizes, and is in its range; `null` is any size. */
-function selects(slice: string, shape: readonly (number | null)[]): boolean {
-  const parts = slice.replace(/,\s*$/, "").split(",");
-  const dots = parts.findIndex((part) => part.trim() === "...");
-  const behind = dots < 0 ? 0 : parts.length - 1 - dots;
-  if (parts.length - Number(dots >= 0) > shape.length) return false;
-  return parts.every((part, at) => {
-    if (at === dots) return true;
-    const known = shape[dots < 0 || at < dots ? at : shape.length - behind + (at - dots - 1)];
-    const size = known ?? 2 + 2 * Math.max(...part.split(":").map((number) => Math.abs(Number(number) || 0)));
-    const hasPositiveStep = !(part.split(":")[2] ?? "").includes("-");
-    return hasPositiveStep && !/[[*]/.test(part) && numbers(part, size).length > 0;
-  });
+/** Whether a text is a slice of at most so many dimensions. The kernel sees whether it is in range, where it is used. */
+function isSlice(text: string, rank: number): boolean {
+  const parts = text.replace(/,\s*$/, "").split(",");
+  const dots = parts.filter((part) => part.trim() === "...").length;
+  return parts.length - dots <= rank && dots <= 1 && parts.every((part) => PART.test(part));
 }
 
 /** Which of `count` are meant by a number, several, a slice or `*`; none if one of them is out of range. */

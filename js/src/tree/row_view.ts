@@ -1,6 +1,6 @@
 /** One line of the tree as an element: made once, filled again whenever something about it changes. */
 
-import type { Component, PatchState } from "../kernel/protocol";
+import type { Component, PatchState, Spec } from "../kernel/protocol";
 import { FLAG } from "../kernel/protocol";
 import { element, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount } from "../page/numbers";
@@ -63,7 +63,7 @@ export class RowView {
       " ",
       this.op,
       " ",
-      label && element("span", { class: "gp-label", title: label, "data-what": skeleton.specOf(id)?.[3] }, label),
+      label && valueLabel(label, skeleton.specOf(id)),
       !run && element("button", rowButton("info", `Details of ${name}`, "Details (Enter)")),
       isPatchable && element("button", rowButton("add", `Patch ${name}`, "Patch (+)")),
     );
@@ -198,6 +198,21 @@ function mark(text: string): HTMLElement {
 /** The id of the element of a line. */
 export function rowId(prefix: string, id: number): string {
   return `${prefix}-${id < 0 ? `run-${~id}` : id}`;
+}
+
+/** The shape and dtype; of a model that several processes share, before it, how they hold the value. */
+function valueLabel(label: string, spec: Spec | null): HTMLElement {
+  const [, , , what, placement] = spec ?? [];
+  const attributes = { class: "gp-label", title: label, "data-what": what };
+  const word = visible(placement ?? "").split(":")[0];
+  if (!placement || !word) return element("span", attributes, label);
+  const title = `${visible(placement)}, over the processes of the model`;
+  const badge = element(
+    "span",
+    { class: "gp-placement", "data-is": word, title },
+    word.replace("along dimension ", ""),
+  );
+  return element("span", attributes, badge, " ", label.replace(` ${word}`, ""));
 }
 
 function rowButton(action: string, name: string, title: string) {

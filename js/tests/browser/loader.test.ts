@@ -36,3 +36,19 @@ test("the front end is unpacked and shown with its style; nothing of it is left 
   undo();
   expect(el.childElementCount).toBe(0);
 });
+
+test("widgets with the same front end load it once; another one is loaded beside it", async () => {
+  const load = async (front_end: DataView) => {
+    const el = host();
+    await loader.render({ model: new FakeModel(traits({ front_end })), el });
+    return el.textContent;
+  };
+  const js = (name: string) => `let shown = 0; export default {
+    async render({ el }) { el.append("${name}" + ++shown); return () => undefined; } };`;
+  const pack = (name: string) => packed({ css: "", js: js(name) });
+  expect([await load(await pack("a")), await load(await pack("b")), await load(await pack("a"))]).toEqual([
+    "a1",
+    "b1",
+    "a2",
+  ]);
+});

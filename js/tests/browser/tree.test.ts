@@ -43,6 +43,23 @@ function large(): Columns {
 const rows = (element: Element) => [...element.querySelectorAll<HTMLElement>("[role=treeitem]")];
 const frame = () => new Promise(requestAnimationFrame);
 
+test("how the processes of a sharded model hold a value is a badge before its shape", () => {
+  const tree = new ColumnsBuilder();
+  tree.graph("<root>", "Model", () => {
+    tree.row("op", "x", {
+      spec: ["[1, 8] f32 split along dimension 1", [1, 8], "float32", "tensor", "split along dimension 1"],
+    });
+    tree.row("op", "y", {
+      spec: ["[1, 8] f32 refused", [1, 8], "float32", "tensor", "refused: it is one term of a sum"],
+    });
+  });
+  const [, split, refused] = rows(shown(tree.columns).tree.element);
+  expect(split?.querySelector(".gp-placement")?.textContent).toBe("split 1");
+  expect(split?.querySelector(".gp-label")?.textContent).toBe("split 1 [1, 8] f32");
+  expect(split?.getAttribute("aria-label")).toContain("[1, 8] f32 split along dimension 1");
+  expect(refused?.querySelector(".gp-placement")?.getAttribute("title")).toContain("it is one term of a sum");
+});
+
 test("of 50,000 open rows only those exist that are seen, and ten more", async () => {
   const { view, state, tree } = shown(large());
   state.expandBelow(0);

@@ -584,7 +584,6 @@ def test_errors() -> None:
         it.scores("eap")
     for options, problem in (
         ({"method": "gradient"}, 'give method="secant"'),
-        ({"method": "secant", "experts": True}, "drop experts=True"),
         ({"method": "secant", "one_sided": "edges"}, "a bool, 'senders' or 'receivers', not 'edges'"),
     ):
         with pytest.raises(ExperimentError, match=problem):
@@ -685,6 +684,30 @@ class ExpertModel(nn.Module):
         return self.head(self.norm(stream))
 
 
+def choices_of(model: ExpertModel, ids: Tensor) -> list[Tensor]:
+    """Returns the experts that each layer chooses."""
+    found, stream = [], model.embed(ids)
+    for layer in model.layers:
+        found.append(layer.gate(layer.norm(stream).reshape(-1, 8)).softmax(-1).topk(2, -1)[1])
+        stream = layer(stream)
+    return found
+
+
+def expert_writes(layer: nn.Module, stream: Tensor, chosen: Tensor) -> Tensor:
+    """Returns what each expert adds to each row, if these are chosen."""
+    rows = layer.norm(stream).reshape(-1, 8)
+    shares = layer.gate(rows).softmax(-1).gather(1, chosen)
+    dense = torch.einsum("rd,nde->rne", rows, layer.experts.weight).tanh()
+    return dense * torch.zeros(len(rows), 5).scatter(1, chosen, shares)[..., None]
+
+
+def expert_stream(layer: nn.Module, stream: Tensor, chosen: Tensor) -> Tensor:
+    """Returns the stream after a layer, if these experts are chosen."""
+    rows = layer.norm(stream).reshape(-1, 8)
+    shared = 0 if layer.shared is None else layer.shared(rows).tanh()
+    return stream + (expert_writes(layer, stream, chosen).sum(1) + shared).reshape(stream.shape)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_experts_are_senders_of_their_own(shared: bool) -> None:
     model = ExpertModel(shared=shared).eval()
@@ -709,13 +732,10 @@ def test_experts_are_senders_of_their_own(shared: bool) -> None:
     )
     writes: dict[str, Tensor] = {}
     for key, ids in (("clean", clean), ("corrupted", corrupted)):
-        layer = model.layers[0]
-        rows = layer.norm(model.embed(ids)).reshape(-1, 8)
-        shares, chosen = layer.gate(rows).softmax(-1).topk(2, -1)
-        dense = torch.einsum("rd,nde->rne", rows, layer.experts.weight).tanh()
-        writes[key] = dense * torch.zeros(len(rows), 5).scatter(1, chosen, shares)[..., None]
+        layer, stream = model.layers[0], model.embed(ids)
+        writes[key] = expert_writes(layer, stream, choices_of(model, ids)[0])
         if shared:
-            writes[key] = torch.cat([writes[key], layer.shared(rows).tanh()[:, None]], 1)
+            writes[key] = torch.cat([writes[key], layer.shared(layer.norm(stream).reshape(-1, 8)).tanh()[:, None]], 1)
     change = (writes["clean"] - writes["corrupted"]).reshape(2, 6, -1, 8)
     stream = model.layers[1](model.layers[0](model.embed(corrupted)))
     before = metric(model.head(model.norm(stream)))
@@ -729,6 +749,29 @@ def test_experts_are_senders_of_their_own(shared: bool) -> None:
     circuit_of_all = circuit(pg, apart, edges=apart.attrs["edges"])
     with torch.no_grad(), pg.patch(circuit_patches(pg, circuit_of_all, corrupted)):
         torch.testing.assert_close(pg(clean), model(clean), atol=1e-4, rtol=0)
+
+    # Each restored alone, with the choices of the clean run in the layer behind.
+    one_sided = attribute_edges(
+        pg,
+        metric,
+        clean,
+        corrupted,
+        method="secant",
+        routing="frozen",
+        one_sided="senders",
+        experts=True,
+        senders=names,
+    )
+    held = choices_of(model, clean)
+    start = expert_stream(model.layers[0], model.embed(corrupted), held[0])
+    change = expert_writes(model.layers[0], model.embed(clean), held[0]) - expert_writes(
+        model.layers[0], model.embed(corrupted), held[0]
+    )
+    for number, name in enumerate(names[:5]):
+        streams = [start, start + change[:, number].reshape(2, 6, 8)]
+        ends = [model.head(model.norm(expert_stream(model.layers[1], stream, held[1]))) for stream in streams]
+        effect = (metric(ends[1]) - metric(ends[0])).item()
+        assert one_sided.sel(sender=name).sum().item() == pytest.approx(effect, abs=1e-5)
 
 
 @pytest.mark.parametrize("shared", [False, True])

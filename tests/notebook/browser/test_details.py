@@ -6,6 +6,7 @@ import ast
 import copy
 import json
 import time
+import zlib
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from graphpatch_notebook import ExtractionOptions, PatchableGraph
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.browser.details import details
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
+from graphpatch_notebook.sharded import note_placements
 from tests.laws.captures import some_cases
 from tests.notebook.hostile import hostile_graph
 from tests.zoo.case import Case, seed_all
@@ -54,6 +56,24 @@ class Outer(nn.Module):
 @pytest.fixture(scope="module")
 def outer() -> PatchableGraph:
     return PatchableGraph(Outer().eval(), torch.ones(1, 2), torch.ones(1, 2))
+
+
+def test_placements() -> None:
+    pg = PatchableGraph(nn.Sequential(nn.Linear(2, 4), nn.ReLU()), torch.ones(1, 2))
+    note_placements(
+        pg.nodes.root, {"sub_0.output": "split along dimension 1", "output": "refused: a sum", "input": "replicated"}
+    )
+    pg._captured.renew()
+    columns = json.loads(zlib.decompress(skeleton_of(pg).data))
+    placed = {spec[0]: spec[4] for spec in columns["specs"] if len(spec) > 4}
+    assert placed == {
+        "[1, 4] f32 split along dimension 1": "split along dimension 1",
+        "[1, 4] f32 refused": "refused: a sum",
+    }
+    assert (
+        "over the processes of the model: refused: a sum; its shape is that of the whole value"
+        in of(pg, "output")["notes"]
+    )
 
 
 def test_an_op(outer: PatchableGraph) -> None:

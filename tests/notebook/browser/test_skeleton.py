@@ -67,7 +67,7 @@ def check_laws(pg: PatchableGraph) -> None:
         assert place.last_name == columns["names"][columns["name"][row]]
         assert (place.graph is not None) == (kinds[row] == "graph") == (columns["spec"][row] == -1)
         if place.spec is not None:
-            label, shape, dtype, _ = columns["specs"][columns["spec"][row]]
+            label, shape, dtype, _, *_ = columns["specs"][columns["spec"][row]]
             assert label == spec_label(place.spec)
             assert shape == (list(place.spec.shape) if hasattr(place.spec, "shape") else None)
             assert dtype == (str(place.spec.dtype).removeprefix("torch.") if hasattr(place.spec, "dtype") else None)

@@ -166,7 +166,7 @@ layers[*].attn.*
 layers[-1].mlp.post[:,99] layers[-1].mlp.post[:,-1,::2] layers[-1].mlp.post[0,0,0,0] layers[::-2].ln1 @* "@*"
 "layers[*].**"
 layers[1:].mlp_out[...,3:3] layers[-1].mlp.post[[0]] layers[-1].mlp.post[...,-32] layers[-1].mlp.post[0,...,:5:-1]
-layers[::0].ln1
+layers[::0].ln1 layers[-1].mlp.post[...,0,...] layers[-1].mlp.post[:,::0] layers[-1].mlp.post[1:x]
 layers[-1,9].ln1 layers[[-1]].attn.z[:,:,1] layers[-1].attn.heads[0].z[0,0,0,0] layers[-1].attn.heads[0].z[0,0,0]
 "layers[-1].*n*"
 """.split()

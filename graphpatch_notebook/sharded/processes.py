@@ -1,0 +1,89 @@
+"""The processes that run one model together: what they give each other, and which of them writes files."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.sharding import is_distributed
+from graphpatch_notebook.torch_compat import is_fully_sharded
+
+_T = TypeVar("_T")
+_LIMIT = datetime.timedelta(minutes=10)
+
+
+class Processes:
+    """Some processes, with a group of their own on the CPU. All of them make it, and call its methods, in one order.
+
+    Args:
+        ranks: The processes.
+
+    Attributes:
+        ranks: The processes, sorted.
+        group: The group.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = sorted(ranks)
+        # Other processes, with replicas of the model, make groups of their own.
+        self.group: Any = dist.new_group(self.ranks, _LIMIT, "gloo", use_local_synchronization=True)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of them."""
+        return bool(dist.get_rank() == self.ranks[0])
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns what all processes give, which is pickled, in their order."""
+        found: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def are_same(self, value: Any) -> bool:
+        """Returns whether all processes give the same."""
+        return all(each == value for each in self.gathered(value))
+
+    def on_first(self, make: Callable[[], _T]) -> _T:
+        """Returns on all processes what `make`, which runs on the first one only, returns there.
+
+        Raises:
+            Exception: What it raises there.
+        """
+        made: Any = None
+        if self.is_first:
+            try:
+                made = make(), None
+            except Exception as error:
+                made = None, error
+        result, problem = self.gathered(made)[0]
+        if problem is not None:
+            raise problem
+        return result  # type: ignore[no-any-return]
+
+
+def processes_of(root: Frame) -> Processes | None:
+    """Returns the processes that run the model of a capture together, under tensor parallelism or FSDP.
+
+    The first call is made by all of them. `None` if this one runs it alone.
+    """
+    findings = root.capture.findings
+    if processes_of not in findings:
+        ranks = next((_ranks_of(module) for module in root.module.modules() if is_fully_sharded(module)), ())
+        findings[processes_of] = Processes(ranks) if len(ranks) > 1 else None
+    found: Processes | None = findings[processes_of]
+    return found
+
+
+def _ranks_of(module: Module) -> Sequence[int]:
+    """Returns the processes over which FSDP distributes the parameters of a module."""
+    group = getattr(module, "process_group", None)  # of the older FSDP
+    if group is not None:
+        return dist.get_process_group_ranks(group)
+    held: Any = next((each for each in module.parameters() if is_distributed(each)), None)
+    ranks: list[int] = [] if held is None else held.device_mesh.mesh.flatten().tolist()
+    return ranks
