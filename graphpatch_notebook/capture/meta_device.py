@@ -106,7 +106,9 @@ class OnMeta(TorchFunctionMode):
 
 
 # What is asked of each value that is recorded.
-_THE_SAME = frozenset({"_version", "dtype", "grad_fn", "is_nested", "layout", "requires_grad", "shape", "untyped_storage"})
+_THE_SAME = frozenset(
+    {"_version", "dtype", "grad_fn", "is_nested", "layout", "requires_grad", "shape", "untyped_storage"}
+)
 
 
 class _EmptyOnMeta(OnMeta):
