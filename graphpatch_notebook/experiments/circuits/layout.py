@@ -110,6 +110,21 @@ class PlacedEdge:
 
 
 @dataclass(frozen=True)
+class PlacedLink:
+    """A dotted line: from where a component reads for another position to where it writes what it read.
+
+    Attributes:
+        reader: The number of the node that reads.
+        writer: The number of the node that writes.
+        line: The line, as the `d` of an SVG path.
+    """
+
+    reader: int
+    writer: int
+    line: str
+
+
+@dataclass(frozen=True)
 class Band:
     """The rows of one layer: `y` and `height` of the area behind them, and the label at its left."""
 
@@ -146,7 +161,7 @@ class CircuitLayout:
     edges: tuple[PlacedEdge, ...]
     bands: tuple[Band, ...]
     columns: tuple[TokenColumn, ...] = ()
-    links: tuple[str, ...] = ()
+    links: tuple[PlacedLink, ...] = ()
 
 
 def lay_out(circuit: Circuit) -> CircuitLayout:
@@ -405,7 +420,7 @@ class _Picture:
                 ends = [side for item in items for side in (item.x - item.width / 2, item.x + item.width / 2)]
                 yield TokenColumn(label, round((min(ends) + max(ends)) / 2, 1))
 
-    def _links(self) -> Iterable[str]:
+    def _links(self) -> Iterable[PlacedLink]:
         """Yields lines from where a component reads for other positions to where it writes what it read."""
         reads = {route.items[-1].node for route in self.routes if place_of(self.edges[route.edge]) is None}
         writes = {route.items[0].node for route in self.routes}
@@ -421,10 +436,11 @@ class _Picture:
                     side = 1 if last.x > first.x else -1
                     start, stop = first.x + side * first.width / 2, last.x - side * last.width / 2
                     bend, top = (stop - start) / 4, node.y - NODE_HEIGHT / 2 - 14
-                    yield (
+                    line = (
                         f"M{start:.1f} {node.y:.1f}C{start + bend:.1f} {top:.1f} "
                         f"{stop - bend:.1f} {top:.1f} {stop:.1f} {node.y:.1f}"
                     )
+                    yield PlacedLink(at, other, line)
 
     def _bands(self) -> Iterable[Band]:
         layers: dict[tuple[str, int], list[int]] = {}

@@ -19,7 +19,8 @@ POSITIVE, NEGATIVE = "#b04339", "#3669be"
 """The colors of edges that raise and lower the metric: both ends of the diverging colormap of heatmaps."""
 _FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 _DASH = ' stroke-dasharray="8 4"'
-_LEGEND, _LEAST_WIDTH = 62.0, 330.0
+_LINK = 'fill="none" stroke="#57606a" stroke-dasharray="2 4"'
+_LEGEND, _LINE, _LEAST_WIDTH = 62.0, 24.0, 330.0
 
 
 def svg_of(circuit: Circuit, most: int | None = None) -> str:
@@ -32,7 +33,7 @@ def svg_of(circuit: Circuit, most: int | None = None) -> str:
     shown = circuit.strongest(most)
     layout = lay_out(shown)
     width = max(layout.width, _LEAST_WIDTH)
-    height = layout.height + _LEGEND
+    height = layout.height + _LEGEND + (_LINE if layout.links else 0)
     title = f"Circuit of {len(layout.edges)} edges between {len(layout.nodes)} components"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
@@ -63,8 +64,8 @@ def _tokens(layout: CircuitLayout) -> Iterator[str]:
     for column in layout.columns:
         at = f'x="{column.x:g}" y="{layout.height - 10:g}"'
         yield f'<text class="token" {at} text-anchor="middle" fill="#57606a">{escape(column.label)}</text>'
-    for line in layout.links:
-        yield f'<path class="link" d="{line}" fill="none" stroke="#57606a" stroke-dasharray="2 4"/>'
+    for link in layout.links:
+        yield f'<path class="link" d="{link.line}" {_LINK}/>'
 
 
 def _edge(placed: PlacedEdge) -> str:
@@ -105,6 +106,10 @@ def _legend(layout: CircuitLayout, summary: str) -> Iterator[str]:
         yield f'<path d="M{x:g} {line:g}h34" stroke="{color}" stroke-width="8" stroke-opacity="0.8"{dash}/>'
         yield f'<text x="{x + 42:g}" y="{line + 4:g}" fill="#24292f">{escape(text)}</text>'
         x += 64 + LETTER * len(text)
+    if layout.links:
+        line += _LINE
+        yield f'<path d="M14 {line:g}h34" {_LINK}/>'
+        yield f'<text x="56" y="{line + 4:g}" fill="#24292f">attention across positions</text>'
     yield f'<text x="14" y="{line + 30:g}" fill="#57606a">{escape(summary)}</text>'
 
 

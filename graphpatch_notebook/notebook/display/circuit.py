@@ -160,7 +160,7 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
             for placed in layout.edges
         ],
         "columns": [{"label": column.label, "x": column.x} for column in layout.columns],
-        "links": list(layout.links),
+        "links": [{"ends": [link.reader, link.writer], "line": link.line} for link in layout.links],
         "first": min(READABLE, len(shown.edges)),
         "summary": summary_of(circuit, len(shown.edges)),
         "python": circuit.to_python(),

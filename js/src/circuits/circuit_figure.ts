@@ -30,6 +30,7 @@ export class CircuitFigure {
   readonly element: HTMLElement;
   private readonly nodes: DrawnNode[];
   private readonly edges: DrawnEdge[];
+  private readonly links: { ends: [number, number]; path: SVGPathElement }[];
   private readonly picture: SVGSVGElement;
   private readonly scroll = element("div", { class: "gp-circuit-scroll" });
   private readonly readout = element("div", { class: "gp-readout" });
@@ -49,6 +50,10 @@ export class CircuitFigure {
     this.count = circuit.first;
     this.edges = circuit.edges.map((edge, number) => this.drawEdge(edge, number));
     this.nodes = circuit.nodes.map((node, number) => this.drawNode(node, number));
+    this.links = circuit.links.map(({ ends, line }) => ({
+      ends,
+      path: svgElement("path", { class: "gp-circuit-link", d: line }),
+    }));
     this.picture = this.draw();
     this.scroll.append(this.picture);
     this.slider = element("input", {
@@ -91,7 +96,7 @@ export class CircuitFigure {
   // -- what is drawn -------------------------------------------------------------------------------------------------
 
   private draw(): SVGSVGElement {
-    const { width, height, bands, columns, links } = this.circuit;
+    const { width, height, bands, columns } = this.circuit;
     const areas = bands.flatMap((band) => [
       svgElement("rect", { class: "gp-circuit-band", x: 0, y: band.y, width: "100%", height: band.height }),
       svgElement("text", { class: "gp-circuit-layer", x: 10, y: band.y + band.height / 2 + 4 }, band.label),
@@ -99,7 +104,6 @@ export class CircuitFigure {
     const tokens = columns.map(({ label, x }) =>
       svgElement("text", { class: "gp-circuit-token", x, y: height - 10 }, label),
     );
-    const reads = links.map((d) => svgElement("path", { class: "gp-circuit-link", d }));
     const weakFirst = [...this.edges].reverse();
     return svgElement(
       "svg",
@@ -112,7 +116,7 @@ export class CircuitFigure {
         viewBox: `0 0 ${width} ${height}`,
         onkeydown: (event: KeyboardEvent) => this.onKey(event),
       },
-      svgElement("g", { "aria-hidden": true }, ...areas, ...tokens, ...reads),
+      svgElement("g", { "aria-hidden": true }, ...areas, ...tokens, ...this.links.map(({ path }) => path)),
       svgElement("g", { "aria-hidden": true }, ...weakFirst.flatMap(({ lines }) => lines)),
       ...this.nodes.map(({ group }) => group),
     );
@@ -158,10 +162,12 @@ export class CircuitFigure {
   }
 
   private legend(): HTMLElement {
-    const { edges } = this.circuit;
+    const { edges, links } = this.circuit;
     const strongest = Math.abs(edges[0]?.score ?? 0);
-    const sample = (sign: "positive" | "negative", text: string) => {
-      const line = svgElement("path", { class: `gp-circuit-edge gp-${sign}`, d: "M0 6H34", "stroke-width": 8 });
+    const sample = (what: "positive" | "negative" | "link", text: string) => {
+      const ofWhat =
+        what === "link" ? { class: "gp-circuit-link" } : { class: `gp-circuit-edge gp-${what}`, "stroke-width": 8 };
+      const line = svgElement("path", { ...ofWhat, d: "M0 6H34" });
       const picture = svgElement("svg", { width: 34, height: 12, "aria-hidden": true }, line);
       return element("span", { class: "gp-circuit-sample" }, picture, element("span", { class: "gp-number" }, text));
     };
@@ -170,6 +176,7 @@ export class CircuitFigure {
       { class: "gp-legend gp-circuit-legend" },
       ...(edges.some(({ score }) => score >= 0) ? [sample("positive", `score +${formatNumber(strongest, 3)}`)] : []),
       ...(edges.some(({ score }) => score < 0) ? [sample("negative", `score −${formatNumber(strongest, 3)}`)] : []),
+      ...(links.length > 0 ? [sample("link", "attention across positions")] : []),
     );
   }
 
@@ -195,6 +202,9 @@ export class CircuitFigure {
     this.nodes.forEach(({ group }, number) => {
       group.classList.toggle("gp-circuit-hidden", !seen.has(number));
     });
+    for (const { ends, path } of this.links) {
+      path.classList.toggle("gp-circuit-hidden", !ends.every((end) => seen.has(end)));
+    }
     const least = this.edges[count - 1]?.edge.score ?? 0;
     const all = this.edges.length;
     const text = count === all ? `all ${formatNumber(all)}` : `${formatNumber(count)} of ${formatNumber(all)}`;
@@ -258,6 +268,11 @@ export class CircuitFigure {
       for (const line of lines) line.classList.toggle("gp-near", isNear);
       if (isNear && number < this.count) for (const end of ends) near.add(end);
     });
+    for (const { ends, path } of this.links) {
+      const isNear = focus?.[0] === "node" && ends.includes(focus[1]);
+      path.classList.toggle("gp-near", isNear);
+      if (isNear) for (const end of ends) near.add(end);
+    }
     if (focus?.[0] === "node") near.add(focus[1]);
     this.nodes.forEach(({ group }, number) => {
       group.classList.toggle("gp-near", near.has(number));

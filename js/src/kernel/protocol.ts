@@ -250,8 +250,8 @@ export interface CircuitPicture {
   edges: CircuitEdge[];
   /** The positions, of edges that have some: their token, and their center. */
   columns: { label: string; x: number }[];
-  /** Lines from where a component reads to the later positions at which it writes. */
-  links: string[];
+  /** Lines from where a component reads to the other positions at which it writes: these two nodes, and the line. */
+  links: { ends: [number, number]; line: string }[];
   /** How many edges are shown at first. */
   first: number;
   /** `40 of 1,230 edges, faithfulness 0.91`. */

@@ -147,7 +147,7 @@ test("above a tree, a pinned node is the selected row, and can be patched by its
   const [, head] = circuit.nodes;
   if (head) Object.assign(head, { row, position: 5 });
   circuit.columns = [{ label: "<b>token</b>", x: 100 }];
-  circuit.links = ["M0 0H9"];
+  circuit.links = [{ ends: [0, 1], line: "M0 0H9" }];
   rig.model.set("circuit", circuit);
   const state = new TreeState(rig.view);
   const panel = makeCircuitPanel(rig.view, state);
@@ -158,6 +158,7 @@ test("above a tree, a pinned node is the selected row, and can be patched by its
   expect(query(".gp-circuit-token").textContent).toBe("<b>token</b>");
   expect(query(".gp-circuit-link").getAttribute("d")).toBe("M0 0H9");
   await userEvent.click(node());
+  expect(query(".gp-circuit-link").classList.contains("gp-near")).toBe(true);
   expect(rig.view.calls.at(-1)).toEqual(["reveal", row]);
   expect(rig.view.selection.items).toMatchObject([{ name: "layers[0].attn.heads[0].z", head: 0, position: 5 }]);
   await userEvent.click(panel.element.querySelector("button.gp-primary") as HTMLElement);

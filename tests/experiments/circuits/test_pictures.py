@@ -93,11 +93,13 @@ def test_tokens_go_across() -> None:
     nodes = {(node.name, node.position): node for node in layout.nodes}
     assert set(nodes) == {("@embed", 1), ("@embed", 4), (f"{head}.z", 1), (f"{head}.z", 4), ("@logits", 4)}
     (link,) = layout.links
-    numbers = [float(number) for number in re.findall(r"-?\d+\.\d", link)]
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d", link.line)]
     first, last = nodes[f"{head}.z", 1], nodes[f"{head}.z", 4]
+    assert (layout.nodes[link.reader], layout.nodes[link.writer]) == (first, last)
     assert (numbers[0], numbers[-2]) == pytest.approx((first.x + first.width / 2, last.x - last.width / 2))
     texts = [text.text for text in ElementTree.fromstring(circuit.to_svg()).iter(f"{SVG}text")]
     assert texts.index("1") < texts.index("4")
+    assert "attention across positions" in texts
     # Attention that is not causal writes what it has read at earlier positions, too.
     edges = (*edges, Edge(f"{head}.z", "@logits", 0.5, 0))
     for ahead, count in (((), 1), (("layers[0].attn",), 1), (("layers[1].attn",), 2)):
