@@ -380,7 +380,7 @@ class GenerationView(ComputedView):
 
     def __repr__(self) -> str:
         lines = self._shown_lines
-        texts = "".join(self._text(token) for token in lines.continuations[0].tokens)
+        texts = (" " if self._tokenizer is None else "").join(self._text(token) for token in lines.continuations[0].tokens)
         return f"<GenerationView of {self._session.origin.graph}: {texts!r:.80}, {len(lines.names)} lines>"
 
     def _static_html(self) -> str:
@@ -390,7 +390,8 @@ class GenerationView(ComputedView):
         yield f'<div class="gp-static gp-static-{html.escape(self._own_id)}">'
         name = escaped(f"Generation of {self._session.origin.graph}")
         yield f"<p><strong>{name}</strong> (log-probabilities in nats; for the live view, run the cell)</p>"
-        prompt = escaped("".join(map(self._text, self._generator.prompt)))
+        # Numbers need something between them; the texts of tokens have it.
+        prompt = escaped((" " if self._tokenizer is None else "").join(map(self._text, self._generator.prompt)))
         yield f"<p>Prompt: <code>{prompt}</code></p>"
         for title, one in zip(self._shown_lines.names, self._shown_lines.continuations, strict=True):
             tokens = (escaped(tick_text(self._text(token), is_token=True)) for token in one.tokens)
