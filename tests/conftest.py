@@ -55,6 +55,12 @@ def pytest_collection() -> Iterator[Any]:
         freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Iterator[Any]:
+    """Looks for no doctests in the tests: each process of a run would import all files for that."""
+    return [found for found in (yield) if type(found) is pytest.Module]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         from tests.scheduling import put_slow_tests_first

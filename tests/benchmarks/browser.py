@@ -249,11 +249,14 @@ def linked_views(browser: Browser, server: Server, rounds: int) -> Iterator[Row]
         yield under(f"{name}: first paint after the message that displays it", from_display, 300, "ms")
         sent, front_end = (max(one[what] for one in found) / KILOBYTE for what in ("sent", "frontEnd"))
         yield under(f"{name}: what is sent, without the front end", sent - front_end, 1000, "KB")
-    # With a kernel of its own: views of the other one, with 512 tokens, would follow the patch, too.
-    with notebook(browser, server, written(server, "lens.ipynb", GPT2, LENS)) as shown:
+    # With a kernel of its own: views of the other one would follow the patch, too.
+    with notebook(browser, server, written(server, "lens.ipynb", GPT2, LENS, ATTENTION.format(tokens=512))) as shown:
         shown.run(0)
         shown.measure(_SHOW, {"cell": 1, "selector": ".gp-lens canvas"})
         name = "GPT-2 124M, 16 tokens: a click on *Zero* for a head of layer 5 to the updated lens"
+        yield under(name, median(shown.measure(_ZERO, rounds)), 500, "ms")
+        shown.measure(_SHOW, {"cell": 2, "selector": ".gp-attention canvas"})
+        name += ", beside an attention view of 512 tokens"
         yield under(name, median(shown.measure(_ZERO, rounds)), 500, "ms")
 
 

@@ -9,7 +9,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from tests.browser.notebook_page import NotebookPage
-from tests.browser.tree_page import TreePage
+from tests.browser.tree_page import TreePage, click_head, place_of_head
 
 MODEL = """
 import torch
@@ -33,16 +33,12 @@ def test_a_head_is_pointed_at_selected_and_zeroed(
     view = notebook.cell(1).get_by_role("region", name="Attention")
     tree = TreePage(notebook, 1)
     heads = view.get_by_role("group", name="Heads")
-    box = heads.bounding_box()
-    assert box is not None
-    second = {"x": 0.75 * box["width"], "y": 0.25 * box["height"]}
-
-    heads.hover(position=second)
+    heads.hover(position=place_of_head(heads, 0, 1))
     expect(view.get_by_role("heading")).to_have_text("Layer 0, head 1")
     assert notebook.value("browser.selection") == []
-    heads.click(position=second)
+    click_head(view, 0, 1)
     expect(tree.selected).to_contain_text("attn_output")
-    assert notebook.value("browser.views[0].selection[0]['name']") == HEAD
+    notebook.wait_for_value("[item['name'] for item in browser.views[0].selection]", [HEAD])
 
     view.get_by_role("group", name="Tokens, looks at").get_by_text("3", exact=True).click()
     expect(view.get_by_text(f"{HEAD}[:, 3]")).to_be_visible()

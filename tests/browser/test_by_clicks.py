@@ -8,7 +8,7 @@ from pathlib import Path
 from playwright.sync_api import Locator, expect
 
 from tests.browser.notebook_page import NotebookPage
-from tests.browser.tree_page import TreePage
+from tests.browser.tree_page import TreePage, click_head
 
 # The word that the model predicts without a head, by a hook of torch instead of graphpatch.
 ORACLE = """
@@ -37,14 +37,12 @@ def test_the_notebook_finds_the_head_by_clicks(notebook: NotebookPage, take_pict
     attention = notebook.cell(attention_cell).get_by_role("region", name="Attention")
     lens = notebook.cell(lens_cell).get_by_role("region", name="Logit lens")
     tree = TreePage(notebook, attention_cell)
-    heads = attention.get_by_role("group", name="Heads")
-    box = heads.bounding_box()
-    assert box is not None
 
     needed = {}
     for layer, head in ((layer, head) for layer in range(2) for head in range(4)):
         name = f"layers[{layer}].attn.heads[{head}].z"
-        heads.click(position={"x": (head + 0.5) * box["width"] / 4, "y": (layer + 0.5) * box["height"] / 2})
+        click_head(attention, layer, head, heads=4)
+        expect(attention).to_contain_text(name)
         expect(tree.selected).to_contain_text(f"layers[{layer}].attn.z")
         attention.get_by_role("button", name="Zero").click()
         expect(tree.chosen).to_contain_text(name)
@@ -61,6 +59,7 @@ def test_the_notebook_finds_the_head_by_clicks(notebook: NotebookPage, take_pict
             copied = page.evaluate("navigator.clipboard.readText()")
             assert copied.strip() == notebook.sources()[notebook.position("# Needs: pg, ids")]
         attention.get_by_role("button", name="Undo").click()
+        expect(attention.get_by_text("Patched", exact=True)).to_be_hidden()
         expect(lens.get_by_role("img")).to_have_count(1)
     assert [head for head, is_needed in needed.items() if is_needed] == [(0, 3), (1, 3)]
 

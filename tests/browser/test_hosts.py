@@ -16,7 +16,7 @@ from playwright.sync_api import BrowserContext, expect
 from tests.browser.chromium import opened
 from tests.browser.notebook_page import NotebookPage
 from tests.browser.server import Server, environment, free_port, wait_until_started
-from tests.browser.tree_page import TreeView
+from tests.browser.tree_page import TreeView, click_head
 
 MODEL = """
 import torch
@@ -48,10 +48,7 @@ def has_the_story(view: TreeView, cells: Literal["inserts", "copies"]) -> None:
     expect(view.row("pattern")).to_be_visible()
     expect(view.row("mlp")).to_have_count(0)
     attention = view.place.get_by_role("region", name="Attention")
-    heads = attention.get_by_role("group", name="Heads")
-    box = heads.bounding_box()
-    assert box is not None
-    heads.click(position={"x": 0.75 * box["width"], "y": 0.25 * box["height"]})
+    click_head(attention, 0, 1)
     attention.get_by_role("button", name="Zero").click()
     expect(view.chosen).to_contain_text(HEAD)
     expect(attention.get_by_text("Patched", exact=True)).to_be_visible()

@@ -69,12 +69,13 @@ def test_a_cell_is_patched_by_a_click_and_generated_tokens_branch(
     lens.get_by_role("button", name="Zero").click()
     expect(lens.get_by_text("With the patches").first).to_be_visible()
     expect(lens.get_by_role("img")).to_have_count(3)
-    assert notebook.value("[lens.lens['runs'], lens.selection[0]['layer'], lens.selection[0]['position']]") == [2, 0, 4]
+    notebook.wait_for_value("[lens.lens['runs'], lens.selection[0]['layer'], lens.selection[0]['position']]", [2, 0, 4])
     take_picture("lens")
     generation = notebook.cell(2).get_by_role("region", name="Generation")
     # The patch is for a position of the text, which only the step of the prompt computes.
     patched = generation.get_by_role("group", name="With the patches")
     for line, is_patched in ((generation.get_by_role("group", name="Without patches"), False), (patched, True)):
+        expect(line.get_by_role("button")).to_have_count(5)
         labels = [token.get_attribute("aria-label") or "" for token in line.get_by_role("button").all()]
         said = [float(label.split()[-1].replace("\N{MINUS SIGN}", "-")) for label in labels]
         assert said == pytest.approx(notebook.value(f"said_by_hooks({is_patched})"), abs=0.006)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from playwright.sync_api import expect
 
 from tests.browser.notebook_page import NotebookPage
-from tests.browser.tree_page import TreePage
+from tests.browser.tree_page import TreePage, click_head
 
 MODEL = """
 import ipyparallel, torch
@@ -50,10 +50,7 @@ def test_a_remote_graph_is_browsed_run_and_patched(notebook: NotebookPage, write
         notebook.run(1)
         view = notebook.cell(1).get_by_role("region", name="Attention")
         tree = TreePage(notebook, 1)
-        heads = view.get_by_role("group", name="Heads")
-        box = heads.bounding_box()
-        assert box is not None
-        heads.click(position={"x": 0.75 * box["width"], "y": 0.25 * box["height"]})
+        click_head(view, 0, 1)
         expect(tree.selected).to_contain_text("attn.z")
         view.get_by_role("button", name="Zero").click()
         expect(view.get_by_text("Patched", exact=True)).to_be_visible()

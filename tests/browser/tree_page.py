@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Position, expect
 
 from tests.browser.notebook_page import NotebookPage
 
@@ -77,6 +77,19 @@ class TreeView:
 
     def button(self, name: str) -> Locator:
         return self.place.get_by_role("button", name=name, exact=True)
+
+
+def click_head(attention: Locator, layer: int, head: int, layers: int = 2, heads: int = 2) -> None:
+    """Clicks on the small picture of a head in the attention view."""
+    pictures = attention.get_by_role("group", name="Heads")
+    pictures.click(position=place_of_head(pictures, layer, head, layers, heads))
+
+
+def place_of_head(pictures: Locator, layer: int, head: int, layers: int = 2, heads: int = 2) -> Position:
+    """Returns where in the small pictures of all heads, a row a layer, that of one head is."""
+    box = pictures.bounding_box()
+    assert box is not None
+    return {"x": (head + 0.5) * box["width"] / heads, "y": (layer + 0.5) * box["height"] / layers}
 
 
 class TreePage(TreeView):

@@ -201,13 +201,13 @@ def test_a_call_that_outlives_the_block_is_an_error(pg: PatchableGraph) -> None:
 
     def wait() -> None:
         is_running.set()
-        assert block_has_ended.wait(10)
+        assert block_has_ended.wait(60)
 
     pg._module.between = wait
     with ThreadPoolExecutor(1) as pool:
         with pg.patch({"first.output": ZeroPatch(), "last.output": ZeroPatch()}):
             call = pool.submit(contextvars.copy_context().run, pg, X)
-            assert is_running.wait(10)
+            assert is_running.wait(60)
         block_has_ended.set()
         with pytest.raises(GraphPatchError, match="context ended while this call ran in it, in another thread"):
             call.result()

@@ -192,7 +192,7 @@ def _indented(body: tuple[Statement, ...], depth: int = 1) -> Iterator[str]:
 def build(program: Program, seed: int = 0) -> nn.Module:
     """Returns a module that does what the program says; the same weights each time."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return _module(program)
 
 

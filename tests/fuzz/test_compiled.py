@@ -94,7 +94,7 @@ PARTS = st.lists(st.integers(0, 7), min_size=1, max_size=3)
 ARGUMENTS = (cases(), PARTS, st.sampled_from(BACKENDS), st.sampled_from(MOMENTS))
 
 
-@settings(max_examples=8, derandomize=True, phases=PHASES, **COMMON)
+@settings(max_examples=5, derandomize=True, phases=PHASES, **COMMON)
 @given(*ARGUMENTS)
 def test_some_compiled_parts(case: FuzzCase, which: list[int], backend: str, moment: str) -> None:
     check(case, which, backend, moment)

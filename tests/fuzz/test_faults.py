@@ -192,7 +192,7 @@ def look_after_each(now: Setting, all_faults: Iterator[tuple[Fault, Callable[[],
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
 @pytest.mark.parametrize("action", ACTIONS)
 def test_interrupts_of_what_a_graph_does(action: Callable[[Setting], None]) -> None:
-    assert strain(setting(Model()), action, 12, files=(__file__,)) > 3
+    assert strain(setting(Model()), action, 8, files=(__file__,)) > 3
 
 
 @quietly
@@ -200,7 +200,7 @@ def test_interrupts_of_what_a_graph_does(action: Callable[[Setting], None]) -> N
 @pytest.mark.parametrize("action", ACTIONS)
 def test_lack_of_memory(action: Callable[[Setting], None]) -> None:
     """Errors that may come anywhere, and that code which handles errors of the model handles, too."""
-    assert strain(setting(Model()), action, 6, files=(__file__,), error=MemoryError) > 1
+    assert strain(setting(Model()), action, 4, files=(__file__,), error=MemoryError) > 1
 
 
 @quietly
@@ -208,7 +208,7 @@ def test_interrupts_of_graph_runs() -> None:
     model = Model()
     model.inner.linear._forward_hooks.clear()
     now = setting(model, ExtractionOptions(postprocessing_function=add_what_changes_nothing))
-    assert strain(now, live_run, 15, files=(__file__,)) > 3
+    assert strain(now, live_run, 8, files=(__file__,)) > 3
 
 
 @quietly
@@ -269,7 +269,7 @@ def generating() -> Setting:
 
 @quietly
 def test_interrupts_of_generation() -> None:
-    assert strain(generating(), Setting.run_patched, 5) > 1
+    assert strain(generating(), Setting.run_patched, 3) > 1
 
 
 @quietly

@@ -63,7 +63,7 @@ def check(case: FuzzCase) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, derandomize=True, **COMMON)
+@settings(max_examples=15, derandomize=True, **COMMON)
 @given(cases())
 def test_some_programs(case: FuzzCase) -> None:
     check(case)

@@ -65,10 +65,16 @@ class Capture:
         """Returns in words where two outputs differ: in any bit, but for the models of torch's fast paths."""
         return close(expected, found, self.case.tolerance) if self.case.tolerance else bit_equal(expected, found)
 
+    @functools.cached_property
+    def _counterparts(self) -> dict[nn.Module, nn.Module]:
+        return {}
+
     def counterpart(self, module: nn.Module) -> nn.Module:
         """Returns the module of the reference that stands where `module` does in the model."""
-        theirs = zip(reachable_modules(self.model), reachable_modules(self.reference), strict=True)
-        return next(other for mine, other in theirs if mine is module)
+        if module not in self._counterparts:
+            theirs = zip(reachable_modules(self.model), reachable_modules(self.reference), strict=True)
+            self._counterparts.update(theirs)
+        return self._counterparts[module]
 
     def frames_called_once(self) -> Iterator[Frame]:
         """Yields the frames whose modules have no other frame: whatever is done to these modules is done there."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import copy
 import functools
 import gc
 import random
@@ -208,25 +207,36 @@ def _functions_of(code: Code) -> list[types.FunctionType]:
 # -- editing it --------------------------------------------------------------------------------------------------------
 
 
-class _Wrap(ast.NodeTransformer):
-    """Puts `__edit__(...)` around the expression at a place."""
-
-    def __init__(self, span: Span) -> None:
-        self.span = span
-
-    def visit(self, node: ast.AST) -> Any:
-        node = self.generic_visit(node)
-        if _is_value(node) and _span(node) == self.span:
-            name = ast.copy_location(ast.Name("__edit__", ast.Load()), node)
-            return ast.copy_location(ast.Call(name, [node], []), node)
-        return node
+def _around(definition: ast.AST, span: Span) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """Yields where in a definition the expression at a place is: what holds it, the field, the index in the field."""
+    for part in ast.walk(definition):
+        for field, value in ast.iter_fields(part):
+            for index, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if isinstance(item, ast.AST) and _is_value(item) and _span(item) == span:
+                    yield part, field, index, item
 
 
-def _edited_code(place: Place) -> Code:
-    code = place.code
-    definition = copy.deepcopy(_definition(code))
-    wrapped = ast.Module([_Wrap(place.span).visit(definition)], [])
-    compiled = compile(ast.fix_missing_locations(wrapped), code.co_filename, "exec", dont_inherit=True)
+def _put(part: ast.AST, field: str, index: int | None, item: ast.AST) -> None:
+    if index is None:
+        setattr(part, field, item)
+    else:
+        getattr(part, field)[index] = item
+
+
+@functools.lru_cache(maxsize=64)
+def _edited_code(code: Code, file: str, span: Span) -> Code:
+    """The code of a function with `__edit__(...)` around the expression at a place."""
+    definition = _definition(code)
+    assert isinstance(definition, ast.stmt)
+    places = list(_around(definition, span))
+    for *place, item in places:
+        name = ast.copy_location(ast.Name("__edit__", ast.Load()), item)
+        _put(*place, ast.copy_location(ast.Call(name, [item], []), item))
+    try:
+        compiled = compile(ast.Module([definition], []), file, "exec", dont_inherit=True)
+    finally:
+        for place in places:
+            _put(*place)
     return next(
         part for part in _codes(compiled) if part.co_name == code.co_name and part.co_firstlineno == code.co_firstlineno
     )
@@ -262,7 +272,8 @@ def source_edited(place: Place, module: nn.Module, node: Node, change: Change) -
 
 @contextmanager
 def _code_edited(place: Place) -> Iterator[None]:
-    before, after = place.code, _edited_code(place)
+    before = place.code
+    after = _edited_code(before, before.co_filename, place.span)
     for function in place.functions:
         function.__code__ = after
     try:

@@ -216,12 +216,12 @@ def test_exported_code_gives_the_same_numbers(case: str, worker: Worker) -> None
             for form, outcome in check(session, case, "example", worker).items():
                 equal[form] += not outcome.error
 
-    @settings(max_examples=20, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
     @given(st.lists(chosen_patches(case, only_boundaries=True), min_size=1, max_size=4))
     def of_boundaries(patches: list[ChosenPatch]) -> None:
         compared(patches)
 
-    @settings(max_examples=6, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=4, deadline=None, derandomize=True, database=None)
     @given(st.lists(chosen_patches(case, only_boundaries=False), min_size=1, max_size=4))
     def of_anything(patches: list[ChosenPatch]) -> None:
         compared(patches)
@@ -245,7 +245,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("case", "call"), VARIANTS)
 def test_other_inputs_than_the_examples(case: str, call: str, worker: Worker) -> None:
-    @settings(max_examples=10, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=6, deadline=None, derandomize=True, database=None)
     @given(st.lists(chosen_patches(case, only_boundaries=True), min_size=1, max_size=3))
     def of_boundaries(patches: list[ChosenPatch]) -> None:
         session = session_of(case, call, patches)
@@ -319,7 +319,7 @@ def test_hostile_texts_are_refused_or_come_out_as_they_are(form: str, tmp_path: 
     boundary, _ = paths(case)
     accepted, refused = 0, set()
 
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
     @given(path=st.sampled_from(boundary), value=TEXTS, index=TEXTS, name=TEXTS, arguments=TEXTS)
     def of_texts(path: str, value: str, index: str, name: str, arguments: str) -> None:
         nonlocal accepted

@@ -37,6 +37,7 @@ from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_f
 from graphpatch_notebook.notebook.views.patterns import (
     AttentionLayer,
     LayerPatterns,
+    Packed,
     attention_layers,
     packed,
     patterns_of_run,
@@ -169,6 +170,8 @@ class AttentionView(ComputedView):
         self._version = 0
         self._clean: list[LayerPatterns] = []
         self._patched: list[LayerPatterns] | None = None
+        self._sent: tuple[int, Packed] | None = None
+        self._picture: tuple[int, str] | None = None
         super().__init__(graph, session, workspace, uuid.uuid4().hex)
 
     def _made_context(self, workspace: Workspace) -> AttentionContext:
@@ -250,8 +253,10 @@ class AttentionView(ComputedView):
 
     def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
         if name in ("attention", "cells"):
-            runs = [self._clean, *([self._patched] if self._patched is not None else [])]
-            found = packed(runs, self._place)
+            if self._sent is None or self._sent[0] != self._version:
+                runs = [self._clean, *([self._patched] if self._patched is not None else [])]
+                self._sent = self._version, packed(runs, self._place)
+            _, found = self._sent
             return found.data if name == "cells" else self._described(found.shapes, is_whole=found.is_whole)
         return super()._value_of_trait(name, graph)
 
@@ -306,7 +311,10 @@ class AttentionView(ComputedView):
         with suppress(SessionError):
             name = self._session.origin.graph
             shown = self._patched or self._clean
-            picture = base64.b64encode(picture_of([one.cells.cells[self._place] for one in shown])).decode()
+            if self._picture is None or self._picture[0] != self._version:
+                cells = [one.cells.cells[self._place] for one in shown]
+                self._picture = self._version, base64.b64encode(picture_of(cells)).decode()
+            _, picture = self._picture
             labels = self._tokens.labels(shown[0].cells.cells.shape[2], self.row, is_encoder=False)
             heads = sum(one.cells.cells.shape[1] for one in shown)
             patched = " with the chosen patches" if self._patched is not None else ""

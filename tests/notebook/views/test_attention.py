@@ -143,7 +143,7 @@ class Front:
 
     def attend(self) -> None:
         status = self.ask("attend")
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while status["state"] == "running" and time.monotonic() < end:
             time.sleep(0.01)
             status = self.ask("attend")
