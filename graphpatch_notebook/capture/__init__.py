@@ -130,12 +130,12 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise CaptureError(EagerCode.reason)
     swaps, eager = Swaps(), EagerCode()
 
-    def settle() -> None:
+    def replace_sizes() -> None:
         if recorder.has_kept_values():
-            _settle(module, recorder)
+            _replace_sizes(module, recorder)
 
     hide_apply = partial(visible_apply.let_go, recorder)
-    with afterwards(ThreadState().restore, hide_apply, swaps.let_go, eager.let_go, settle):
+    with afterwards(ThreadState().restore, hide_apply, swaps.let_go, eager.let_go, replace_sizes):
         swaps.hold(modules)
         observer.set(recorder)
         apply_observer.set(recorder)
@@ -189,30 +189,30 @@ def _check_unused(root: Frame, options: ExtractionOptions) -> None:
         )
 
 
-def _settle(root: Module, recorder: Recorder) -> None:
+def _replace_sizes(root: Module, recorder: Recorder) -> None:
     """Puts plain integers in place of sizes that the model kept for itself, and its own tensors in place of aliases."""
     for container, held, _, _ in Walk([root]).places:
         if not isinstance(container, dict):
-            values = [_settled(value, recorder) for value in held]
+            values = [_plain(value, recorder) for value in held]
             if any(map(operator.is_not, values, held)):
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(values)
             continue
         for name, value in held.items():
-            if type(value) not in PLAIN_VALUES and (settled := _settled(value, recorder)) is not value:
-                container[name] = settled
+            if type(value) not in PLAIN_VALUES and (plain := _plain(value, recorder)) is not value:
+                container[name] = plain
         if any(type(name) is Size for name in held):
-            items = [(_settled(name, recorder), value) for name, value in container.items()]
+            items = [(_plain(name, recorder), value) for name, value in container.items()]
             container.clear()
             container.update(items)
 
 
-def _settled(value: Any, recorder: Recorder) -> Any:
+def _plain(value: Any, recorder: Recorder) -> Any:
     if type(value) is Size:
         return int(value)
     if isinstance(value, Tensor):
         return recorder.original(value)
     if isinstance(value, tuple):
-        items = [_settled(item, recorder) for item in value]
+        items = [_plain(item, recorder) for item in value]
         return rebuilt_sequence(value, items) if any(map(operator.is_not, items, value)) else value
     return value

@@ -76,7 +76,7 @@ class OnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = raw_name(func), {key: value for key, value in (kwargs or {}).items() if key != "generator"}
-        if has_values((args, kwargs)):
+        if name in _THE_SAME or has_values((args, kwargs)):
             return func(*args, **kwargs)
         if name == "device":
             return self._device
@@ -103,6 +103,12 @@ class OnMeta(TorchFunctionMode):
     def run(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function with tensors on the meta device."""
         return func(*args, **kwargs)
+
+
+# What is asked of each value that is recorded.
+_THE_SAME = frozenset(
+    {"_version", "dtype", "grad_fn", "is_nested", "layout", "requires_grad", "shape", "untyped_storage"}
+)
 
 
 class _EmptyOnMeta(OnMeta):

@@ -156,7 +156,7 @@ class Recorder(TorchFunctionMode):
         with frame.inside(call), self:  # the mode is off in its own handler
             result = decomposition.steps(is_fused=False)(*args, **kwargs)
         try:
-            _settle(frame, call, result, call_sites.result_variable(python_frame, decomposition.name))
+            _name_results(frame, call, result, call_sites.result_variable(python_frame, decomposition.name))
         except Exception as failure:
             self._fail(frame, failure)
         return result
@@ -404,7 +404,7 @@ def _conditions(module: Module) -> Conditions:
 _NO_HOOKS: frozenset[int] = frozenset()
 
 
-def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: Assigned) -> None:
+def _name_results(frame: FrameRecorder, call: CompositeCall, result: Any, variable: Assigned) -> None:
     """Gives the steps whose values an opened call returned the site and the name of the call."""
     for position, value in enumerate(result) if isinstance(result, tuple) else [(None, result)]:
         node = frame.node_of(value)

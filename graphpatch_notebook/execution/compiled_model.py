@@ -329,8 +329,15 @@ def check_no_counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> None
     if changed:
         raise GraphError(
             f"each step changes {changed[0]!r}, which is not in a tensor, so that the steps cannot be one compiled "
-            "graph: caches of transformers count so for layers with a sliding window; generate with pg.patch() instead"
+            "graph: caches of transformers count so for layers with a sliding window. The numbers are the same with a "
+            f"cache that keeps all positions, so give one:\n{_FULL_CACHE}"
         )
+
+
+_FULL_CACHE = """\
+    full = copy.deepcopy(model.config)
+    full.sliding_window, full.layer_types = None, ["full_attention"] * full.num_hidden_layers
+    compiled.generate(..., past_key_values=StaticCache(config=full, max_cache_len=256))"""
 
 
 def _place(target: Target) -> Any:

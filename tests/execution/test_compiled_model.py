@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
-from transformers import StaticCache
+from transformers import MistralConfig, MistralForCausalLM, StaticCache
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError, UnknownPathError
@@ -278,6 +280,30 @@ def test_generations_with_static_caches_compile_once() -> None:
         in_context.generate(ids, **options, cache_implementation="static")
     assert not runs
     handle.remove()
+
+
+@pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
+@pytest.mark.skipif(installed.TRANSFORMERS < (5, 0), reason="its static caches count tokens in Python")
+@torch.no_grad()
+def test_sliding_windows_need_a_cache_of_all_positions() -> None:
+    """The code in the error is what helps, also beyond the window."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": None}
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=3, initializer_range=0.5)).eval()
+    ids = torch.arange(5)[None]
+    pg = PatchableGraph(model, ids, use_cache=False)
+    patches = {"layers[1].resid_post": AddPatch(value=2.0, slice=(slice(None), -1))}
+    compiled = pg.compile(patches, ids, use_cache=False, allow_doubts=True, backend="eager")
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    with pytest.raises(GraphError, match="sliding window") as caught:
+        compiled.generate(ids, **options, cache_implementation="static")
+    code = textwrap.dedent(str(caught.value).partition("\n")[2]).replace("...", "ids, **options")
+    code = code.replace("compiled.generate", "found = compiled.generate")
+    names: dict[str, Any] = {"copy": copy, "StaticCache": StaticCache, **locals()}
+    exec(code, names)
+    with pg.patch(patches):
+        assert torch.equal(names["found"], pg.generate(ids, **options))
 
 
 class Total:

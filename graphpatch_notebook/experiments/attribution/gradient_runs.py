@@ -263,7 +263,7 @@ class AttributionRuns:
                 differences.problems.setdefault(path, problem)
         for path in differences.rewritten:
             run.by_path.pop(path, None)
-        differences.settle()
+        differences.release()
         return NodeGroup(differences, (run, metric), left)
 
     def _score(self, compared: NodeGroup, state: ModuleState) -> None:
@@ -580,7 +580,7 @@ class Differences:
             self.tensors.append(self._difference(clean.tensor.detach(), value.detach()))
         return number
 
-    def settle(self) -> None:
+    def release(self) -> None:
         """Frees the values and the autograd graph of the corrupted run."""
         self.clean.release()
         self._known.clear()

@@ -244,7 +244,7 @@ class CellResults:
             one.is_filled = True
         return problem
 
-    def settle(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Checks the results and reports what is missing. Called at the end of the cell, inside its patch context.
 
         Args:
@@ -563,4 +563,4 @@ class _ResultBlock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         __tracebackhide__ = True
         self._run.end()
-        self._results.settle(error)
+        self._results.end(error)

@@ -147,7 +147,7 @@ class ComputedView(LinkedView):
 
     def _others(self) -> list[ComputedView]:
         """Returns the other views of the same patches."""
-        return [view for view in [*_views] if view is not self and view._session is self._session]
+        return [view for view in [*_views] if view is not self and view.shows(self._session)]
 
     def _gives_way(self) -> bool:
         """Whether a view with shorter runs is running, or has just finished."""

@@ -6,7 +6,7 @@ import type { CircuitEdge, CircuitNode, CircuitPicture, Pinned } from "../kernel
 import { copyText, element, icon, replaceChildren, setAttribute, svgElement } from "../page/dom";
 import { formatCount, formatNumber } from "../page/numbers";
 
-export interface FigureOptions {
+interface FigureOptions {
   /** Something else is pinned, or nothing any more. */
   onPin(pinned: Pinned | null): void;
   /** What one can do with a node that is pinned; `null`: nothing. */
@@ -69,8 +69,12 @@ export class CircuitFigure {
       "div",
       { class: "gp-line" },
       element("label", { class: "gp-line gp-circuit-threshold" }, "Edges", this.slider, this.shownText),
-      this.copyButton("Copy as Python", circuit.python),
-      this.copyButton("Copy as JSON", circuit.json),
+      element(
+        "div",
+        { class: "gp-line" },
+        this.copyButton("Copy as Python", circuit.python),
+        this.copyButton("Copy as JSON", circuit.json),
+      ),
     );
     const summary = element("p", { class: "gp-note" }, circuit.summary);
     this.element = element("section", { class: "gp-stack gp-circuit", role: "region", "aria-label": "Circuit" });
@@ -406,6 +410,6 @@ function inputOf(receiver: string): string {
 }
 
 /** With a sign in front, as scores are written. */
-export function signed(score: number): string {
+function signed(score: number): string {
   return score < 0 ? `−${formatNumber(-score)}` : `+${formatNumber(score)}`;
 }

@@ -244,7 +244,7 @@ export function makeActivation(view: View, row: number): ActivationPart {
 }
 
 /** A dimension that one can walk along. */
-export interface Leading {
+interface Leading {
   dimension: number;
   index: number;
   size: number;

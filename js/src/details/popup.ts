@@ -16,7 +16,7 @@ export interface Popup extends Part {
 }
 
 /** What is shown below the facts of a value, by who knows how to show it. */
-export type Section = (view: View, row: number) => SectionPart;
+type Section = (view: View, row: number) => SectionPart;
 export interface SectionPart extends Part {
   /** It is shown no more. */
   close?(): void;

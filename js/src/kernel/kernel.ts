@@ -2,7 +2,7 @@
 
 import { type Answer, type Kernel, type KernelState, type Model, RequestFailed } from "../view";
 import { GONE, SAVED, UNCONNECTED, watchLife } from "./kernel_life";
-import type { LinkedTraits, Reply, RequestError, RequestName, Requests } from "./protocol";
+import type { LinkedTraits, Reply, Request, RequestError, RequestName, Requests } from "./protocol";
 
 /** How long an answer may take before the kernel is considered busy. */
 export const PATIENCE_MS = 500;
@@ -57,7 +57,7 @@ class Connection implements Kernel {
         const callbacks = Object.assign(() => undefined, {
           iopub: { status: (message: unknown) => this.heard(id, message) },
         });
-        this.model.send({ id, request, payload }, callbacks);
+        this.model.send({ id, request, payload } satisfies Request<N>, callbacks);
       } catch {
         this.lost(GONE);
         return;

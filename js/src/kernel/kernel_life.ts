@@ -13,7 +13,7 @@ export const CLOSED = "The kernel has closed this view: run the cell again.";
 export const SAVED = "This is a saved view to browse. Values, patches and runs need the model: run the cell again.";
 export const UNCONNECTED = "The kernel is not connected: reconnect to it, or run the cell again.";
 
-export interface Life {
+interface Life {
   /** Nothing will be answered any more; in words, with what to do. */
   lost(why: string): void;
   /** The connection came back. */

@@ -1,8 +1,8 @@
 /** Asks for the status of a job until it has finished, at increasing intervals. */
 import type { JobStatus } from "./protocol";
 
-export const FIRST_DELAY = 30;
-export const LONGEST_DELAY = 300;
+const FIRST_DELAY = 30;
+const LONGEST_DELAY = 300;
 /** Of each delay over the one before: a job is seen to have finished after at most a fifth more of its time. */
 const GROWTH = 1.2;
 
@@ -18,7 +18,7 @@ export interface Listener<J extends JobStatus> {
   onError(error: Error): void;
 }
 
-export function asError(reason: unknown): Error {
+function asError(reason: unknown): Error {
   return reason instanceof Error ? reason : new Error(String(reason));
 }
 

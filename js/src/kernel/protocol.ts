@@ -38,7 +38,7 @@ export const NEXT = -2;
 
 /** [label, shape, dtype, what]: `["[1, 8, 64] f32", [1, 8, 64], "float32", "tensor"]`, `["int(5)", null, null, "number"]`. */
 export type Spec = [label: string, shape: number[] | null, dtype: string | null, what: SpecWhat, placement?: string];
-export type SpecWhat = "tensor" | "number" | "container" | "object";
+type SpecWhat = "tensor" | "number" | "container" | "object";
 
 /**
  * The skeleton: all rows of the tree, in order (each row before its children), as columns. Deflated JSON (zlib) in the
@@ -184,7 +184,7 @@ export interface Lens {
   remarks: string[];
 }
 
-export interface LensRow {
+interface LensRow {
   /** The component. */
   name: string;
   /** The layer that computes it; `null` for the embeddings. */
@@ -221,7 +221,7 @@ export interface Generation {
   remarks: string[];
 }
 
-export interface GenerationLine {
+interface GenerationLine {
   name: string;
   steps: number;
   /** The number of the branch; `null` for the lines that are none. */
@@ -262,7 +262,7 @@ export interface CircuitPicture {
 }
 
 /** The area behind the rows of a layer. */
-export interface CircuitBand {
+interface CircuitBand {
   label: string;
   y: number;
   height: number;
@@ -313,7 +313,7 @@ export interface HeatmapTraits {
 }
 
 /** What each row and column selects; `null`: nothing. A cell is both. */
-export interface CellItems {
+interface CellItems {
   rows: Item[] | null;
   columns: Item[] | null;
   /** Whether a layer and a head together are the output of that head. */
@@ -354,7 +354,7 @@ export interface ResultSide {
   tokens: string[] | null;
 }
 
-export interface AboutView {
+interface AboutView {
   /** Which view it is. */
   view: "tree" | "attention" | "lens" | "generation";
   /** The variable that holds the graph: `pg`. */
@@ -545,7 +545,7 @@ export interface ActivationView {
   column_labels: string[] | null;
 }
 
-export type RunState = "running" | "done" | "failed" | "interrupted";
+type RunState = "running" | "done" | "failed" | "interrupted";
 export type Token = [text: string, probability: number];
 
 /** One tensor or number of the model's output, without and with the patches. */

@@ -2,7 +2,7 @@
 
 /** A string, number or boolean becomes an attribute (`true`: an empty one), a function a listener; `null`, `false`: left out. */
 export type AttributeValue = string | number | boolean | null | undefined | ((event: never) => void);
-export type Child = Node | string | null | undefined | false;
+type Child = Node | string | null | undefined | false;
 
 const SVG = "http://www.w3.org/2000/svg";
 

@@ -13,7 +13,7 @@ export function followTheme(root: HTMLElement): () => void {
 }
 
 /** `null`: the page does not say, what the system prefers counts. */
-export function themeOf({ body, documentElement: html }: Document): "light" | "dark" | null {
+function themeOf({ body, documentElement: html }: Document): "light" | "dark" | null {
   const jupyter = body.dataset.jpThemeLight;
   if (jupyter !== undefined) return jupyter === "false" ? "dark" : "light";
   const classes = [...html.classList, ...body.classList];

@@ -8,7 +8,7 @@ import { type Draft, fields, mistake } from "./draft";
 /** The pause before the kernel is asked. */
 export const DEBOUNCE_MS = 150;
 
-export type Said = { state: "asked" } | { state: "fine"; checked: Checked } | { state: "wrong"; error: RequestError };
+type Said = { state: "asked" } | { state: "fine"; checked: Checked } | { state: "wrong"; error: RequestError };
 
 export class Checker {
   said: Said = { state: "asked" };

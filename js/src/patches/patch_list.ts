@@ -269,8 +269,8 @@ function enable(button: HTMLButtonElement, isEnabled: boolean): void {
   setAttribute(button, "aria-disabled", isEnabled ? null : "true");
 }
 
-export type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove" | "trust";
-export type PatchAction = (action: Action, patch: PatchState, anchor: Element) => void;
+type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove" | "trust";
+type PatchAction = (action: Action, patch: PatchState, anchor: Element) => void;
 
 interface Context {
   readonly count: number;
@@ -278,7 +278,7 @@ interface Context {
 }
 
 /** Returns the line; each thing that can have the keyboard's focus has `data-action`. */
-export function patchItem(patch: PatchState, position: number, { count, act }: Context): HTMLLIElement {
+function patchItem(patch: PatchState, position: number, { count, act }: Context): HTMLLIElement {
   const what = `#${patch.number} ${patch.kind} ${place(patch)}`;
   const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") =>
     element(

@@ -2,7 +2,7 @@
 import { FLAG } from "../kernel/protocol";
 import type { Skeleton } from "../tree/skeleton";
 
-export interface Unpatchable {
+interface Unpatchable {
   /** In words. */
   why: string;
   /** The row to patch instead, if any. */

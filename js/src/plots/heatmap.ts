@@ -106,7 +106,7 @@ function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, ce
 }
 
 /** Each value as a block of exactly `cell` device pixels. */
-export function drawPlane(
+function drawPlane(
   canvas: HTMLCanvasElement,
   plane: Plane,
   colorAt: (value: number, index: number) => Rgb | null,
@@ -139,7 +139,7 @@ export function drawPlane(
 }
 
 /** What one knows of a heatmap without seeing it. */
-export function describeHeatmap(heatmap: Heatmap, summary: Summary, title: string): string {
+function describeHeatmap(heatmap: Heatmap, summary: Summary, title: string): string {
   const size = `${formatCount(heatmap.rows, "row")} by ${formatCount(heatmap.columns, "column")}`;
   const parts = [`${title}: heatmap of ${size}`];
   if (heatmap.reduced !== null) parts.push(heatmap.reduced);

@@ -17,7 +17,7 @@ const [LETTER, SQUARE] = [6.1, 10];
 const FIRST_SQUARE = 0x1100;
 
 /** About how many CSS pixels a label is wide. */
-export function labelWidth(text: string): number {
+function labelWidth(text: string): number {
   let width = 0;
   for (const character of text) width += (character.codePointAt(0) ?? 0) < FIRST_SQUARE ? LETTER : SQUARE;
   return width;

@@ -101,7 +101,7 @@ export function readPlane(heatmap: Heatmap, buffers: readonly DataView[]): Plane
 }
 
 /** Whether a value has a place on the scale of colors. */
-export function isAmount(value: number): boolean {
+function isAmount(value: number): boolean {
   return Math.abs(value) < LARGEST_AMOUNT;
 }
 

@@ -21,7 +21,7 @@ function describeBin(histogram: Histogram, bin: number): string {
   return `${formatNumber(from)} to ${formatNumber(to)}: ${formatCount(histogram.counts[bin] ?? 0, "value")}`;
 }
 
-export function describeHistogram(histogram: Histogram, title: string): string {
+function describeHistogram(histogram: Histogram, title: string): string {
   const { counts, edges } = histogram;
   const total = counts.reduce((sum, count) => sum + count, 0);
   const fullest = counts.indexOf(Math.max(...counts));
@@ -84,7 +84,7 @@ function listen(svg: SVGElement, histogram: Histogram, readout: HTMLElement, res
   });
 }
 
-export function makeHistogram(histogram: Histogram, options: PlotOptions): HTMLElement {
+function makeHistogram(histogram: Histogram, options: PlotOptions): HTMLElement {
   const width = options.isSmall ? SMALL_WIDTH : WIDTH;
   const height = options.isSmall ? SMALL_HEIGHT : HEIGHT;
   const svg = shape("svg", {

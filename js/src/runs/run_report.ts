@@ -6,7 +6,7 @@ import { visible, visibleLines, visibleToken } from "../page/visible";
 import { makePlot } from "../plots/plots";
 import { makeStatistics } from "../plots/statistics";
 
-export interface ReportContext {
+interface ReportContext {
   buffers: readonly DataView[];
   /** Shows the node of a chosen patch in the tree; `null` if it is not chosen any more. */
   revealPatch(number: number): (() => void) | null;
@@ -39,7 +39,7 @@ function warnings(texts: readonly string[]): HTMLElement | null {
   );
 }
 
-export function relativeChange({ norm_before, norm_difference }: Change): string {
+function relativeChange({ norm_before, norm_difference }: Change): string {
   if (norm_difference === 0) return "none";
   return norm_before === 0 ? "from zero" : formatPercent(norm_difference / norm_before);
 }
@@ -165,7 +165,7 @@ export function makeRunReport(report: RunReport, context: ReportContext): HTMLEl
 type Tokens = NonNullable<RunReport["tokens"]>;
 
 /** How many places a token went up; `null`: it was not among the first ones. */
-export function rise(token: Token, rank: number, before: readonly Token[]): number | null {
+function rise(token: Token, rank: number, before: readonly Token[]): number | null {
   const old = before.findIndex(([text]) => text === token[0]);
   return old < 0 ? null : old - rank;
 }
@@ -207,7 +207,7 @@ function table(caption: string, tokens: readonly Token[], before: readonly Token
 }
 
 /** `isPatched`: whether any patch was applied; without one there is nothing to compare. */
-export function makeNextTokens({ position, before, after }: Tokens, isPatched: boolean): HTMLElement {
+function makeNextTokens({ position, before, after }: Tokens, isPatched: boolean): HTMLElement {
   const most = Math.max(...[...before, ...after].map(([, probability]) => probability), 0);
   const tables = isPatched
     ? [table("Without patches", before, null, most), table("With patches", after, before, most)]
@@ -221,7 +221,7 @@ export function makeNextTokens({ position, before, after }: Tokens, isPatched: b
 }
 
 /** `norm 3.2 → 2.9, changed by 0.7 (22%)`; empty where no norm is known. */
-export function changeText({ norm_before, norm_after, norm_difference }: ProbeChange): string {
+function changeText({ norm_before, norm_after, norm_difference }: ProbeChange): string {
   if (norm_before === null || norm_after === null) return "";
   const norms = `norm ${formatNumber(norm_before)} → ${formatNumber(norm_after)}`;
   if (norm_difference === null) return norms;
@@ -230,7 +230,7 @@ export function changeText({ norm_before, norm_after, norm_difference }: ProbeCh
   return `${norms}, changed by ${formatNumber(norm_difference)}${part}`;
 }
 
-export function makeProbeChange(change: ProbeChange): HTMLElement {
+function makeProbeChange(change: ProbeChange): HTMLElement {
   const text = changeText(change);
   const { note } = change;
   return element(

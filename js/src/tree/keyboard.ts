@@ -35,7 +35,7 @@ export interface TreeActions {
 }
 
 /** What the keys ask of the tree as it is drawn. */
-export interface DrawnTree {
+interface DrawnTree {
   show(id: number): void;
   elementOf(id: number): HTMLElement;
 }
@@ -245,7 +245,7 @@ function isInTree(event: Event): boolean {
 }
 
 /** Ctrl, on macOS Cmd. */
-export function hasCommandKey(event: KeyboardEvent): boolean {
+function hasCommandKey(event: KeyboardEvent): boolean {
   const isMac = /mac|iphone|ipad/i.test(navigator.userAgent);
   return isMac ? event.metaKey : event.ctrlKey || event.metaKey;
 }

@@ -10,13 +10,13 @@ export class QueryError extends Error {}
 type Sizes = readonly (number | null)[];
 
 /** `size`: among the dimensions (`first` is null); `first`: the whole shape; `last`: behind `...`. */
-export interface ShapeTerm {
+interface ShapeTerm {
   size: number | null;
   first: Sizes | null;
   last: Sizes | null;
 }
 
-export type Meaning =
+type Meaning =
   | { kind: "text" | "exact" | "op" | "dtype" | "is" | "module"; value: string }
   | { kind: "shape"; value: ShapeTerm };
 export type Term = Meaning & { isExcluded: boolean };

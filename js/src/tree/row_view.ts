@@ -6,7 +6,7 @@ import { element, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount } from "../page/numbers";
 import { visible } from "../page/visible";
 import { sortOf } from "./component_names";
-import { CLOSED, type FoldedRun, LEAF, PLUMBING } from "./rows";
+import { CLOSED, type Folded, LEAF, PLUMBING } from "./rows";
 import { insideText, scoreText } from "./scores";
 import type { Skeleton } from "./skeleton";
 import type { TreeState } from "./tree_state";
@@ -49,12 +49,12 @@ export class RowView {
     prefix: string,
     rootName: string,
   ) {
-    const run = tree.lines.runs.get(id);
-    const shown = run ? shownOfRun(skeleton, run) : shownOfRow(skeleton, id, rootName);
+    const folded = tree.lines.folded.get(id);
+    const shown = folded ? shownOfFolded(skeleton, folded) : shownOfRow(skeleton, id, rootName);
     this.shown = tree.isByComponent && id !== 0 ? { ...shown, name: visible(tree.nameOf(id)) } : shown;
     this.path = skeleton.path(id < 0 ? ~id : id);
     const { name, op, label, kind, isPatchable, mark, note } = this.shown;
-    const path = run ? name : visible(this.path);
+    const path = folded ? name : visible(this.path);
     this.op = element("span", { class: "gp-op", title: note ?? op }, mark ?? op);
     this.element = element(
       "div",
@@ -64,11 +64,11 @@ export class RowView {
       this.op,
       " ",
       label && valueLabel(label, skeleton.specOf(id)),
-      !run && element("button", rowButton("info", `Details of ${name}`, "Details (Enter)")),
+      !folded && element("button", rowButton("info", `Details of ${name}`, "Details (Enter)")),
       isPatchable && element("button", rowButton("add", `Patch ${name}`, "Patch (+)")),
     );
-    if (mark) this.element.dataset.mark = kind === "run" ? "run" : mark.split(" ")[0];
-    if (run?.name === PLUMBING) this.element.dataset.mark = PLUMBING;
+    if (mark) this.element.dataset.mark = kind === "folded" ? "folded" : mark.split(" ")[0];
+    if (folded?.name === PLUMBING) this.element.dataset.mark = PLUMBING;
   }
 
   fill(line: number, isActive: boolean): void {
@@ -197,7 +197,7 @@ function mark(text: string): HTMLElement {
 
 /** The id of the element of a line. */
 export function rowId(prefix: string, id: number): string {
-  return `${prefix}-${id < 0 ? `run-${~id}` : id}`;
+  return `${prefix}-${id < 0 ? `folded-${~id}` : id}`;
 }
 
 /** The shape and dtype; of a model that several processes share, before it, how they hold the value. */
@@ -245,30 +245,30 @@ function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {
 
 const ABOUT_PLUMBING = "Masks, indices and positions: integers, booleans, and what is made of them alone";
 
-function shownOfRun(skeleton: Skeleton, run: FoldedRun): Shown {
-  if (run.name === PLUMBING) {
-    const op = formatCount(run.rows.length, "row");
-    return { name: PLUMBING, op, label: "", kind: "run", isPatchable: false, note: ABOUT_PLUMBING, mark: op };
+function shownOfFolded(skeleton: Skeleton, folded: Folded): Shown {
+  if (folded.name === PLUMBING) {
+    const op = formatCount(folded.rows.length, "row");
+    return { name: PLUMBING, op, label: "", kind: "folded", isPatchable: false, note: ABOUT_PLUMBING, mark: op };
   }
-  if (run.name !== undefined) {
-    const op = formatCount(run.rows.length, "component");
-    return { name: visible(run.name), op, label: "", kind: "graph", isPatchable: false, note: null, mark: null };
+  if (folded.name !== undefined) {
+    const op = formatCount(folded.rows.length, "component");
+    return { name: visible(folded.name), op, label: "", kind: "graph", isPatchable: false, note: null, mark: null };
   }
-  const [first = 0, last = 0] = [run.rows[0], run.rows.at(-1)];
-  const op = run.period === 1 ? visible(skeleton.opOf(first)) : formatCount(run.period, "row");
+  const [first = 0, last = 0] = [folded.rows[0], folded.rows.at(-1)];
+  const op = folded.period === 1 ? visible(skeleton.opOf(first)) : formatCount(folded.period, "row");
   return {
     name: visible(`${skeleton.nameOf(first)} … ${skeleton.nameOf(last)}`),
-    op: `×${run.times} ${op}`,
-    label: run.period === 1 ? visible(skeleton.labelOf(first)) : "",
-    kind: "run",
+    op: `×${folded.times} ${op}`,
+    label: folded.period === 1 ? visible(skeleton.labelOf(first)) : "",
+    kind: "folded",
     isPatchable: false,
     note: null,
-    mark: `×${run.times} ${op}`,
+    mark: `×${folded.times} ${op}`,
   };
 }
 
 function patchesIn(tree: TreeState, id: number): number {
   if (id >= 0) return tree.patched.countBelow(id);
-  const rows = tree.lines.runs.get(id)?.rows ?? [];
+  const rows = tree.lines.folded.get(id)?.rows ?? [];
   return rows.reduce((sum, row) => sum + tree.patched.countBelow(row) + tree.patched.at(row).length, 0);
 }

@@ -1,13 +1,13 @@
 /**
  * Which rows are seen, and in which order: a line each.
  *
- * A line is known by a number: that of its row, or `~first` for the marker of a folded run whose first row is `first`.
+ * A line is known by a number: that of its row, or `~first` for the marker of folded rows whose first row is `first`.
  */
 import { type Component, FLAG, KINDS } from "../kernel/protocol";
 import type { Skeleton } from "./skeleton";
 
 /** `count` siblings from the position `from` on: a group of `period` of them, `times` times. */
-export interface Run {
+interface Repetition {
   from: number;
   count: number;
   period: number;
@@ -27,7 +27,7 @@ export class Folding {
   private readonly stems: Int32Array;
   private readonly patterns: Float64Array;
   /** By parent: the siblings that were asked for last. */
-  private readonly known = new Map<number, { siblings: readonly number[]; runs: Run[] }>();
+  private readonly known = new Map<number, { siblings: readonly number[]; repetitions: Repetition[] }>();
 
   constructor(
     private readonly skeleton: Skeleton,
@@ -37,36 +37,36 @@ export class Folding {
     this.patterns = patternsOf(skeleton, isShown);
   }
 
-  /** The runs among siblings, in order; rows that are in none are left out. */
-  runs(siblings: readonly number[]): Run[] {
+  /** The repetitions among siblings, in order; rows that are in none are left out. */
+  repetitions(siblings: readonly number[]): Repetition[] {
     if (siblings.length < FEWEST_ROWS) return [];
     const parent = this.skeleton.parent[siblings[0] ?? 0] ?? 0;
     const known = this.known.get(parent);
     // Patched rows are shown among the others: then the siblings are not those of before.
     if (known && known.siblings.length === siblings.length) {
-      if (siblings.every((row, at) => row === known.siblings[at])) return known.runs;
+      if (siblings.every((row, at) => row === known.siblings[at])) return known.repetitions;
     }
-    const runs = this.search(siblings);
-    this.known.set(parent, { siblings, runs });
-    return runs;
+    const repetitions = this.search(siblings);
+    this.known.set(parent, { siblings, repetitions });
+    return repetitions;
   }
 
-  private search(siblings: readonly number[]): Run[] {
+  private search(siblings: readonly number[]): Repetition[] {
     const keys = siblings.map((row) => this.key(row));
     const isGraph = siblings.map((row) => this.skeleton.kind[row] === GRAPH);
-    const runs: Run[] = [];
+    const repetitions: Repetition[] = [];
     for (let from = 0; from < keys.length; ) {
-      const run = repetition(keys, isGraph, from);
-      if (run) runs.push(run);
-      from += run?.count ?? 1;
+      const repetition = repetitionAt(keys, isGraph, from);
+      if (repetition) repetitions.push(repetition);
+      from += repetition?.count ?? 1;
     }
-    return runs;
+    return repetitions;
   }
 
   /**
-   * The rows that are to a repetition of a run what `row` is to its own, itself included: `h_0.attn`, `h_1.attn`, ...
+   * The rows that are to each time of a repetition what `row` is to its own, itself included: `h_0.attn`, `h_1.attn`, ...
    *
-   * @param isEach Whether the row itself stands for all repetitions, if it is in a run.
+   * @param isEach Whether the row itself stands for all repetitions, if it is repeated.
    */
   alike(row: number, isEach = true): number[] {
     const parent = this.skeleton.parent[row] ?? -1;
@@ -74,9 +74,14 @@ export class Folding {
     const siblings = this.siblings(parent);
     const own = siblings.indexOf(row);
     if (own < 0) return [row];
-    const run = isEach ? this.runs(siblings).find(({ from, count }) => from <= own && own < from + count) : undefined;
-    const first = run ? run.from + ((own - run.from) % run.period) : own;
-    const places = Array.from({ length: run?.times ?? 1 }, (_, time) => first + time * (run?.period ?? 0));
+    const repetition = isEach
+      ? this.repetitions(siblings).find(({ from, count }) => from <= own && own < from + count)
+      : undefined;
+    const first = repetition ? repetition.from + ((own - repetition.from) % repetition.period) : own;
+    const places = Array.from(
+      { length: repetition?.times ?? 1 },
+      (_, time) => first + time * (repetition?.period ?? 0),
+    );
     return this.alike(parent).flatMap((other) => {
       const there = other === parent ? siblings : this.siblings(other);
       return places.flatMap((place) => there[place] ?? []);
@@ -94,7 +99,7 @@ export class Folding {
   }
 }
 
-function repetition(keys: readonly number[], isGraph: readonly boolean[], from: number): Run | null {
+function repetitionAt(keys: readonly number[], isGraph: readonly boolean[], from: number): Repetition | null {
   const longest = Math.min(LONGEST_PERIOD, Math.floor((keys.length - from) / 2));
   for (let period = 1; period <= longest; period++) {
     let end = from + period;
@@ -145,8 +150,8 @@ export const LEAF = 0;
 export const CLOSED = 1;
 export const OPEN = 2;
 
-/** What the line of a marker stands for: a folded run; or, with a `name`, the plumbing of a graph or the components of a layer. */
-export interface FoldedRun extends Run {
+/** What the line of a marker stands for: a repetition; or, with a `name`, the plumbing of a graph or the components of a layer. */
+export interface Folded extends Repetition {
   rows: number[];
   name?: string;
 }
@@ -154,7 +159,7 @@ export interface FoldedRun extends Run {
 export const PLUMBING = "plumbing";
 
 /** What decides about the lines. */
-export interface Choice {
+interface Choice {
   isOpen(row: number): boolean;
   /** Without sizes and clutter, unless these are shown. */
   isShown(row: number): boolean;
@@ -162,7 +167,7 @@ export interface Choice {
   kept: Uint8Array | null;
   /** `null`: nothing is folded, plumbing neither. */
   folding: Folding | null;
-  isRunOpen(first: number): boolean;
+  isFoldedOpen(first: number): boolean;
   /** `null`: as they came up. */
   order: ((a: number, b: number) => number) | null;
 }
@@ -179,7 +184,7 @@ export class Lines {
   readonly states: Uint8Array;
   /** The line that each is in; -1 for the first. */
   readonly parents: Int32Array;
-  readonly runs = new Map<number, FoldedRun>();
+  readonly folded = new Map<number, Folded>();
   length = 0;
   /** By row: its line, plus one. */
   private readonly lineByRow: Int32Array;
@@ -235,10 +240,10 @@ export class Lines {
     return line;
   }
 
-  addRun(run: FoldedRun): void {
-    const marker = ~(run.rows[0] ?? 0);
-    this.runs.set(marker, run);
-    for (const row of run.rows) this.markerByRow.set(row, marker);
+  addFolded(folded: Folded): void {
+    const marker = ~(folded.rows[0] ?? 0);
+    this.folded.set(marker, folded);
+    for (const row of folded.rows) this.markerByRow.set(row, marker);
   }
 }
 
@@ -257,15 +262,15 @@ export function layOut(skeleton: Skeleton, choice: Choice): Lines {
 
   function addRows(all: number[], parent: number, level: number): void {
     const [aside, rows] = choice.folding ? apart(skeleton, all) : [[], all];
-    const runs = choice.folding?.runs(rows) ?? [];
+    const repetitions = choice.folding?.repetitions(rows) ?? [];
     let position = Math.min(aside.length, 1);
-    const size = position + rows.length - runs.reduce((sum, run) => sum + run.count - 1, 0);
-    if (position) addRun(group(PLUMBING, aside), parent, level, position, size);
+    const size = position + rows.length - repetitions.reduce((sum, repetition) => sum + repetition.count - 1, 0);
+    if (position) addFolded(group(PLUMBING, aside), parent, level, position, size);
     for (let at = 0, next = 0; at < rows.length; position += 1) {
-      const run = runs[next];
-      if (run?.from === at) {
-        addRun({ ...run, rows: rows.slice(at, at + run.count) }, parent, level, position + 1, size);
-        at += run.count;
+      const repetition = repetitions[next];
+      if (repetition?.from === at) {
+        addFolded({ ...repetition, rows: rows.slice(at, at + repetition.count) }, parent, level, position + 1, size);
+        at += repetition.count;
         next += 1;
       } else {
         addRow(rows[at] ?? 0, parent, level, position + 1, size);
@@ -274,12 +279,12 @@ export function layOut(skeleton: Skeleton, choice: Choice): Lines {
     }
   }
 
-  function addRun(run: FoldedRun, parent: number, level: number, position: number, size: number): void {
-    const first = run.rows[0] ?? 0;
-    const isOpen = choice.isRunOpen(first);
-    lines.addRun(run);
+  function addFolded(folded: Folded, parent: number, level: number, position: number, size: number): void {
+    const first = folded.rows[0] ?? 0;
+    const isOpen = choice.isFoldedOpen(first);
+    lines.addFolded(folded);
     const line = lines.add(~first, parent, level, position, size, isOpen ? OPEN : CLOSED);
-    if (isOpen) for (const [at, row] of run.rows.entries()) addRow(row, line, level + 1, at + 1, run.count);
+    if (isOpen) for (const [at, row] of folded.rows.entries()) addRow(row, line, level + 1, at + 1, folded.count);
   }
 
   addRow(0, -1, 1, 1, 1);
@@ -288,7 +293,7 @@ export function layOut(skeleton: Skeleton, choice: Choice): Lines {
 }
 
 /** A marker for rows that need not follow one another. */
-function group(name: string, rows: number[]): FoldedRun {
+function group(name: string, rows: number[]): Folded {
   return { name, rows, from: 0, count: rows.length, period: rows.length, times: 1 };
 }
 
@@ -311,8 +316,8 @@ export function layOutComponents(skeleton: Skeleton, components: readonly Compon
       lines.add(first, 0, 2, at + 1, groups.length, LEAF);
       continue;
     }
-    const isGroupOpen = choice.isRunOpen(first);
-    lines.addRun(group(name, rows));
+    const isGroupOpen = choice.isFoldedOpen(first);
+    lines.addFolded(group(name, rows));
     const line = lines.add(~first, 0, 2, at + 1, groups.length, isGroupOpen ? OPEN : CLOSED);
     if (isGroupOpen) for (const [below, row] of rows.entries()) lines.add(row, line, 3, below + 1, rows.length, LEAF);
   }
@@ -379,7 +384,7 @@ export function withAncestors(skeleton: Skeleton, rows: readonly number[]): Uint
 const BALANCED = 24;
 
 /**
- * Which rows are open at first: breadth first, as many as make some 20 to 25 lines, plumbing and a run of equal layers
+ * Which rows are open at first: breadth first, as many as make some 20 to 25 lines, plumbing and equal layers
  * counted as one. A graph that holds nearly everything is opened in any case: the layers are to be seen. Graphs of ops only are
  * opened if there is room for all of them.
  */
@@ -391,14 +396,19 @@ export function firstOpen(skeleton: Skeleton, folding: Folding, isShown: (row: n
   for (const row of queue) {
     const [aside, children] = apart(skeleton, [...skeleton.children(row)].filter(isShown));
     const graphs = children.filter((child) => skeleton.kind[child] === GRAPH);
-    const runs = folding.runs(children);
-    const lines = Math.min(aside.length, 1) + children.length - runs.reduce((sum, run) => sum + run.count - 1, 0);
+    const repetitions = folding.repetitions(children);
+    const lines =
+      Math.min(aside.length, 1) +
+      children.length -
+      repetitions.reduce((sum, repetition) => sum + repetition.count - 1, 0);
     const holdsMost = (skeleton.end[row] ?? 0) - row > 0.5 * skeleton.length;
     if (graphs.length === 0 && row > 0) ends.push({ row, lines });
     if (lines === 0 || (graphs.length === 0 && row > 0) || (lines > left && !holdsMost)) continue;
     open.push(row);
     left -= lines;
-    const repeated = new Set(runs.flatMap((run) => children.slice(run.from, run.from + run.count)));
+    const repeated = new Set(
+      repetitions.flatMap((repetition) => children.slice(repetition.from, repetition.from + repetition.count)),
+    );
     queue.push(...graphs.filter((child) => !repeated.has(child)));
   }
   const all = ends.reduce((sum, end) => sum + end.lines, 0);

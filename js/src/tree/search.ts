@@ -253,7 +253,7 @@ function hasParts(text: string, parts: readonly string[]): boolean {
 }
 
 /** Whether `path` contains `wanted`, one or several names with dots, as whole names. */
-export function hasNames(path: string, wanted: string): boolean {
+function hasNames(path: string, wanted: string): boolean {
   if (!path.includes('"')) {
     return path.includes(wanted) && `.${path.replaceAll("|", ".")}.`.includes(`.${wanted.replaceAll("|", ".")}.`);
   }

@@ -11,7 +11,7 @@ import { Found, nextPosition } from "./search";
 import type { Skeleton } from "./skeleton";
 
 /** Which rows the chosen patches are on, and in. */
-export class PatchedRows {
+class PatchedRows {
   private readonly byRow = new Map<number, PatchState[]>();
   private readonly below = new Map<number, number>();
 
@@ -48,7 +48,7 @@ export type Change = "lines" | "selected" | "followed";
 
 export class TreeState {
   lines: Lines;
-  /** The line that has the focus: a row, or `~first` for the marker of a folded run. */
+  /** The line that has the focus: a row, or `~first` for the marker of folded rows. */
   active: number;
   readonly found: Found;
   isFolded = true;
@@ -67,7 +67,7 @@ export class TreeState {
   private readonly skeleton: Skeleton;
   private readonly traits: SharedTraits;
   private open: Set<number>;
-  private readonly openRuns = new Set<number>();
+  private readonly openFolded = new Set<number>();
   /** What was closed by hand among the rows found. */
   private readonly closedFound = new Set<number>();
   /** By whether sizes are shown. */
@@ -129,7 +129,7 @@ export class TreeState {
     return this.lines.lineOf(this.active);
   }
 
-  /** The row that is selected; for the marker of a run its first one. */
+  /** The row that is selected; for a marker its first one. */
   get activeRow(): number {
     const id = this.lines.ids[this.activeLine] ?? 0;
     return id < 0 ? ~id : id;
@@ -162,18 +162,18 @@ export class TreeState {
       }
       if (!this.isFiltered) this.saveOpen();
       if (this.isByComponent) this.closedFound.clear();
-      this.openRunsAbove(row);
+      this.openFoldedAbove(row);
     });
     this.select(row);
   }
 
-  private openRunsAbove(row: number): void {
+  private openFoldedAbove(row: number): void {
     if (!this.folding && !this.isByComponent) return;
     for (let tries = 0; tries < 50; tries++) {
       this.lines = this.layOut();
       const seen = this.lines.ids[this.lines.lineOf(row)] ?? 0;
       if (seen >= 0 || this.lines.has(row)) return;
-      this.openRuns.add(~seen);
+      this.openFolded.add(~seen);
     }
   }
 
@@ -188,7 +188,7 @@ export class TreeState {
     const ids = this.folding ? rows.flatMap((id) => this.alike(id)) : rows;
     this.changed(() => {
       for (const id of ids) {
-        const [set, at] = id < 0 ? [this.openRuns, ~id] : [this.open, id];
+        const [set, at] = id < 0 ? [this.openFolded, ~id] : [this.open, id];
         if (this.isFiltered) setMember(this.closedFound, id, !isOpen);
         else setMember(set, at, isOpen);
       }
@@ -199,23 +199,23 @@ export class TreeState {
   /** Opens a row and all that is in it; in the view by components, all layers. */
   expandBelow(row: number): void {
     if (this.isByComponent) {
-      this.setAllOpen([0, ...this.lines.runs.keys()], true);
+      this.setAllOpen([0, ...this.lines.folded.keys()], true);
       return;
     }
     this.changed(() => {
       const rows = this.folding?.alike(row) ?? [row];
       for (const each of rows) this.openBelow(each);
       if (!this.isFiltered) this.saveOpen();
-      this.openRunsBelow(rows);
+      this.openFoldedBelow(rows);
     });
   }
 
-  private openRunsBelow(rows: readonly number[]): void {
+  private openFoldedBelow(rows: readonly number[]): void {
     const isBelow = (id: number) => rows.some((row) => row < ~id && ~id < (this.skeleton.end[row] ?? 0));
-    for (let before = -1; this.folding && before < this.openRuns.size; ) {
-      before = this.openRuns.size;
+    for (let before = -1; this.folding && before < this.openFolded.size; ) {
+      before = this.openFolded.size;
       this.lines = this.layOut();
-      for (const id of this.lines.runs.keys()) if (isBelow(id)) this.openRuns.add(~id);
+      for (const id of this.lines.folded.keys()) if (isBelow(id)) this.openFolded.add(~id);
     }
   }
 
@@ -241,7 +241,7 @@ export class TreeState {
         for (const id of this.lines.ids) if (id !== 0) this.closedFound.add(id);
         return;
       }
-      this.openRuns.clear();
+      this.openFolded.clear();
       if (this.isByComponent) return;
       this.open = new Set([0]);
       this.saveOpen();
@@ -251,7 +251,7 @@ export class TreeState {
   setFolded(isFolded: boolean): void {
     this.changed(() => {
       this.isFolded = isFolded;
-      this.openRuns.clear();
+      this.openFolded.clear();
     });
   }
 
@@ -259,7 +259,7 @@ export class TreeState {
     this.changed(() => {
       this.isByComponent = isByComponent;
       this.closedFound.clear();
-      if (isByComponent) this.openRunsAbove(this.activeRow);
+      if (isByComponent) this.openFoldedAbove(this.activeRow);
     });
     this.tell("followed");
   }
@@ -267,7 +267,7 @@ export class TreeState {
   /** The name that a line shows: that of its row; in the view by components that of the layer, or of what is in it. */
   nameOf(id: number): string {
     const row = id < 0 ? ~id : id;
-    const group = this.lines.runs.get(id)?.name;
+    const group = this.lines.folded.get(id)?.name;
     const name = this.components.get(row)?.[0]?.name;
     if (group !== undefined) return group;
     if (!this.isByComponent || name === undefined) return this.skeleton.nameOf(row);
@@ -373,7 +373,7 @@ export class TreeState {
       isShown: (row: number) => showsSizes || this.isShown(row),
       kept: this.kept(),
       folding: this.folding,
-      isRunOpen: (first: number) => (isFiltered ? !this.closedFound.has(~first) : this.openRuns.has(first)),
+      isFoldedOpen: (first: number) => (isFiltered ? !this.closedFound.has(~first) : this.openFolded.has(first)),
       order: this.isSorted && this.scores ? this.scores.order : null,
     };
     return this.isByComponent ? layOutComponents(skeleton, this.inOrder, choice) : layOut(skeleton, choice);
@@ -429,7 +429,7 @@ export class TreeState {
   /** Opens what folds the selected row away; what is closed above it stays closed. */
   private showActive(): void {
     if ([...this.skeleton.ancestors(this.active)].every((above) => this.open.has(above)))
-      this.openRunsAbove(this.active);
+      this.openFoldedAbove(this.active);
   }
 
   private readQuery(): void {

@@ -10,7 +10,7 @@ import type { TreeState } from "./tree_state";
 const MORE = 5;
 const HIGHEST = 420;
 
-export interface Tree extends Part {
+interface Tree extends Part {
   focus(): void;
   /** Scrolls a row into sight; one far away into the middle. */
   show(id: number): void;

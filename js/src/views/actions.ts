@@ -4,7 +4,7 @@ import { copyText, element, type ICONS, icon, replaceChildren } from "../page/do
 import { tryEdit } from "../patches/edits";
 import type { Linked, Part } from "../view";
 
-export interface ActionOptions {
+interface ActionOptions {
   /** What is patched, as a path with its slice: what *Copy path* copies. `null`: the item has nothing to patch. */
   pathOf(item: Item): string | null;
 }

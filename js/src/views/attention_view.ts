@@ -541,7 +541,7 @@ function describeCell(
 }
 
 /** The path of an item with its slice: of a value of heads the batch comes first, then positions. */
-export function pathOf({ name, position, key }: Item): string | null {
+function pathOf({ name, position, key }: Item): string | null {
   if (name === null) return null;
   if (position === null) return name;
   return `${name}[:, ${position}${key === null ? "" : `, ${key}`}]`;

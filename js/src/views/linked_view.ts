@@ -29,7 +29,7 @@ export function link<T extends LinkedTraits>(
 }
 
 /** Adds a part to the page; how large its figures are depends on the room there. */
-export type PlacePart = (part: Part) => void;
+type PlacePart = (part: Part) => void;
 
 /** Puts a view into the page; resolves when it is drawn. */
 export type MakeView<T extends LinkedTraits> = (

@@ -9,7 +9,7 @@ import type { Model } from "../view";
 const [CHANGED, ASKED] = ["graphpatch:filter", "graphpatch:filter-asked"];
 
 /** What a filter leaves, and what it is in words. */
-export interface Left {
+interface Left {
   items: readonly Item[];
   words: string;
 }

@@ -3,7 +3,7 @@ import { element, replaceChildren, setAttribute } from "../page/dom";
 import { type ColorMap, color, fade, type Rgb } from "../plots/plane";
 import type { Pattern, Patterns, Place } from "./attention_data";
 
-export interface ThumbnailOptions {
+interface ThumbnailOptions {
   /** The head under the pointer or the keyboard's cursor; `null`: none any more. */
   preview(place: Place | null): void;
   choose(place: Place, isMore: boolean): void;
@@ -14,7 +14,7 @@ export interface ThumbnailOptions {
 }
 
 /** How heads are drawn. */
-export interface Drawing {
+interface Drawing {
   patternOf(place: Place): Pattern;
   map: ColorMap;
   /** Which number has the last color; `null`: about the largest of each head. */

@@ -4,13 +4,13 @@ import { formatNumber } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import type { Pattern } from "./attention_data";
 
-export interface StripOptions {
+interface StripOptions {
   preview(position: number | null): void;
   choose(position: number, isMore: boolean): void;
 }
 
 /** What is shown of a head; `query` and `key`: the tokens that the strips are about. */
-export interface StripContent {
+interface StripContent {
   pattern: Pattern;
   queries: readonly string[];
   keys: readonly string[];

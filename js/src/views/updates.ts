@@ -8,7 +8,7 @@ import type { Linked, Part } from "../view";
 /** At least so long is between two questions: a burst of edits is two runs. */
 const WAIT = 80;
 
-export interface Updates extends Part {
+interface Updates extends Part {
   /** Shows how far a request is that computes something. */
   follow(asked: Promise<Reported<JobStatus>>): void;
 }

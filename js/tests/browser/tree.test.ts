@@ -225,7 +225,7 @@ test("rows say their place, and what marks them", () => {
   expect(unused.getAttribute("aria-label")).toMatch(/^extra_head unused Linear, never called/);
   expect(unused.hasAttribute("aria-expanded")).toBe(false);
   state.setOpen(~rowOf(view.skeleton, "transformer.h_0"), false);
-  expect(tree.element.querySelector("[data-kind=run]")?.getAttribute("aria-label")).toBe("h_0 … h_3 ×4 Block");
+  expect(tree.element.querySelector("[data-kind=folded]")?.getAttribute("aria-label")).toBe("h_0 … h_3 ×4 Block");
 });
 
 function rowOf(skeleton: Skeleton, path: string): number {

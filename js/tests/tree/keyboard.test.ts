@@ -244,7 +244,7 @@ test.each([
   expect(event.defaultPrevented).toBe(false);
 });
 
-test("Enter opens a folded run", () => {
+test("Enter opens a folded rows", () => {
   widget.state.setFolded(true);
   widget.state.select(~widget.row("transformer.h_0"));
   widget.press("Enter");

@@ -212,7 +212,7 @@ test("equal layers fold into one line, which opens again", () => {
   const marker = ~row("transformer.h_0");
   expect(seen()).toContain("~transformer.h_0");
   expect(seen()).not.toContain("transformer.h_0");
-  expect(tree.lines.runs.get(marker)).toMatchObject({ times: 6, period: 1 });
+  expect(tree.lines.folded.get(marker)).toMatchObject({ times: 6, period: 1 });
   expect(tree.lines.lineOf(row("transformer.h_4.mlp"))).toBe(tree.lines.lineOf(marker));
   tree.setOpen(marker, true);
   const line = tree.lines.lineOf(row("transformer.h_5"));
@@ -235,8 +235,13 @@ test("groups that repeat fold, too: layers with the ops between them", () => {
   const own = new Skeleton(tree.columns);
   const { tree: state } = opened({ expanded: [0] }, own);
   state.setFolded(true);
-  expect([...state.lines.ids].map((id) => (id < 0 ? "run" : own.nameOf(id)))).toEqual(["<root>", "x", "run", "other"]);
-  expect([...state.lines.runs.values()][0]).toMatchObject({ period: 2, times: 10 });
+  expect([...state.lines.ids].map((id) => (id < 0 ? "folded" : own.nameOf(id)))).toEqual([
+    "<root>",
+    "x",
+    "folded",
+    "other",
+  ]);
+  expect([...state.lines.folded.values()][0]).toMatchObject({ period: 2, times: 10 });
 });
 
 test("what differs inside is not folded", () => {
@@ -249,10 +254,10 @@ test("what differs inside is not folded", () => {
   });
   const { tree: state } = opened({ expanded: [0] }, new Skeleton(tree.columns));
   state.setFolded(true);
-  expect(state.lines.runs.size).toBe(0);
+  expect(state.lines.folded.size).toBe(0);
 });
 
-test("revealing a row opens what hides it: graphs, folded runs, a search, the toggle of sizes", () => {
+test("revealing a row opens what hides it: graphs, folded rows, a search, the toggle of sizes", () => {
   const { tree, view } = opened({ expanded: [0] });
   tree.setFolded(true);
   tree.search("lm_head");

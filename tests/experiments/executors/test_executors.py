@@ -774,7 +774,7 @@ def test_ray(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A cell that kills two workers is NaN, all others are right; so it is if no node is left; no Ray is an error."""
+    """A cell that kills two workers is NaN, all others are right; so it is if no node, or no head, is left."""
     import ray
 
     monkeypatch.setattr(clusters, "_LONG_PATIENCE", 1.0)
@@ -822,6 +822,12 @@ def test_ray(
             time.sleep(1.1)
             with pytest.warns(ExperimentWarning, match="the cluster has no node with 1 CPU, 8 GPU yet"):
                 never.check()
+            cluster.head_node.kill_gcs_server()
+            executor.check()  # the head may be restarted
+            monkeypatch.setattr(clusters, "_HEAD_PATIENCE", 0.0)
+            with pytest.raises(clusters.WorkersLostError, match="the head of the Ray cluster does not answer"):
+                executor.check()
+            assert not ray.is_initialized()  # it would end this process
         finally:
             ray.shutdown()
             cluster.shutdown()
