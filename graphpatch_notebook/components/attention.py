@@ -202,6 +202,7 @@ class Parts:
 
 _PLAIN = ("Tensor", "Parameter")
 _FUSED_REASON = "attention is one fused call that cannot be opened"
+_FUSED_CLOSED = "attention is one fused call: leave decompose out of the ExtractionOptions to see the values inside"
 _FUSED_GRAPH = (
     "attention is one fused call in this graph; it is opened in a PatchableGraph of the model, and apart in the graphs "
     'of a model with attn_implementation="eager"'
@@ -233,8 +234,11 @@ def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> P
 
 def _why_fused(flow: Flow, attention: Attention) -> str:
     """Returns why there are no values inside a call of attention."""
-    if flow.frame_of[attention.z.node].has_own_graph:
+    frame = flow.frame_of[attention.z.node]
+    if frame.has_own_graph:
         return _FUSED_GRAPH
+    if (options := frame.capture.options) is not None and options.decompose is not None:
+        return _FUSED_CLOSED
     specs = [read.spec for read in flow.reads(attention.z.node)]
     kind = next((s.type_name for s in specs if isinstance(s, TensorSpec) and s.type_name not in _PLAIN), None)
     because = "" if kind is None else f": its arguments are {kind}s, and only plain tensors can be"

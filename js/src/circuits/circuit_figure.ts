@@ -69,8 +69,12 @@ export class CircuitFigure {
       "div",
       { class: "gp-line" },
       element("label", { class: "gp-line gp-circuit-threshold" }, "Edges", this.slider, this.shownText),
-      this.copyButton("Copy as Python", circuit.python),
-      this.copyButton("Copy as JSON", circuit.json),
+      element(
+        "div",
+        { class: "gp-line" },
+        this.copyButton("Copy as Python", circuit.python),
+        this.copyButton("Copy as JSON", circuit.json),
+      ),
     );
     const summary = element("p", { class: "gp-note" }, circuit.summary);
     this.element = element("section", { class: "gp-stack gp-circuit", role: "region", "aria-label": "Circuit" });
