@@ -10,6 +10,10 @@ FUNCTIONS: list[FunctionType] = []
 
 
 def freeze() -> None:
-    """Takes all that is there out of the sight of the garbage collector, whose full collections take a second less."""
+    """Takes all that is there out of the sight of the garbage collector, whose full collections take a second less.
+
+    And it collects less often: at its own pace, it took a twelfth of the time of the law tests.
+    """
     FUNCTIONS[:] = [found for found in gc.get_objects() if type(found) is FunctionType]
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)

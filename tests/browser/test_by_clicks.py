@@ -39,7 +39,7 @@ def test_the_notebook_finds_the_head_by_clicks(notebook: NotebookPage, take_pict
     tree = TreePage(notebook, attention_cell)
 
     needed = {}
-    for layer, head in ((layer, head) for layer in range(2) for head in range(4)):
+    for layer, head in ((layer, head) for layer in range(2) for head in (0, 3)):
         name = f"layers[{layer}].attn.heads[{head}].z"
         click_head(attention, layer, head, heads=4)
         expect(attention).to_contain_text(name)

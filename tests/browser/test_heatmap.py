@@ -67,7 +67,7 @@ def heatmap(notebook: NotebookPage, write: Callable[..., str]) -> Locator:
     return shown(notebook, 1)
 
 
-def test_a_heatmap_is_drawn_read_and_clicked(
+def test_a_heatmap_is_drawn_read_clicked_made_larger_and_scrolls(
     heatmap: Locator, notebook: NotebookPage, page: Page, take_picture: Callable[[str], Path]
 ) -> None:
     canvas = heatmap.get_by_role("img")
@@ -92,10 +92,6 @@ def test_a_heatmap_is_drawn_read_and_clicked(
     take_picture("dark")
     notebook.use_theme("light")
 
-
-def test_a_large_heatmap_is_made_larger_and_scrolls(
-    heatmap: Locator, notebook: NotebookPage, take_picture: Callable[[str], Path]
-) -> None:
     notebook.run(2)
     large = shown(notebook, 2)
     canvas = large.get_by_role("img")

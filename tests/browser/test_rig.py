@@ -34,8 +34,12 @@ counter
 '''
 
 
-def test_click_reaches_the_kernel(notebook: NotebookPage, write: Callable[..., str]) -> None:
-    notebook.open(write(COUNTER, "seen = counter.value"))
+def test_a_notebook_runs_a_click_reaches_its_kernel_and_pictures_show_it(
+    notebook: NotebookPage, write: Callable[..., str], take_picture: Callable[[str], Path]
+) -> None:
+    import graphpatch_notebook
+
+    notebook.open(write(COUNTER, "seen = counter.value", "import graphpatch_notebook"))
     notebook.run(0)
     button = notebook.cell(0).get_by_role("button", name="count is")
     button.click()
@@ -45,14 +49,12 @@ def test_click_reaches_the_kernel(notebook: NotebookPage, write: Callable[..., s
     notebook.run(1)
     assert notebook.value("seen") == notebook.value("counter.value") == 2
     assert notebook.sources()[1] == "seen = counter.value"
-
-
-def test_package_in_the_kernel_is_that_of_the_checkout(notebook: NotebookPage, write: Callable[..., str]) -> None:
-    import graphpatch_notebook
-
-    notebook.open(write("import graphpatch_notebook"))
-    notebook.run(0)
-    assert notebook.value("graphpatch_notebook.__file__") == graphpatch_notebook.__file__
+    notebook.run(2)
+    assert notebook.value("graphpatch_notebook.__file__") == graphpatch_notebook.__file__  # that of the checkout
+    notebook.use_theme("dark")
+    dark = take_picture("dark").read_bytes()
+    notebook.use_theme("light")
+    assert len({dark, take_picture("light").read_bytes()}) == 2
 
 
 def test_kernel_restarts_and_can_be_interrupted(notebook: NotebookPage, write: Callable[..., str]) -> None:
@@ -68,16 +70,6 @@ def test_kernel_restarts_and_can_be_interrupted(notebook: NotebookPage, write: C
     notebook.restart_kernel()
     with pytest.raises(RuntimeError, match="name 'x' is not defined"):
         notebook.value("x")
-
-
-def test_theme_changes_and_pictures_are_taken(
-    notebook: NotebookPage, write: Callable[..., str], take_picture: Callable[[str], Path]
-) -> None:
-    notebook.open(write("1 + 1"))
-    notebook.use_theme("dark")
-    dark = take_picture("dark").read_bytes()
-    notebook.use_theme("light")
-    assert len({dark, take_picture("light").read_bytes()}) == 2
 
 
 def test_other_machines_are_out_of_reach_and_watched(context: BrowserContext, server: Server) -> None:

@@ -127,7 +127,13 @@ def test_what_comes_out_of_vmap_follows_the_inputs() -> None:
         assert pg(torch.ones(8, 3)).shape == (2, 8, 8)
 
 
-@pytest.mark.parametrize(("hidden", "heads", "shared"), [(64, 4, 2), (64, 8, 2), (96, 6, 3), (64, 8, 4), (16, 4, 2)])
+@pytest.mark.parametrize(
+    ("hidden", "heads", "shared"),
+    [
+        *[(64, 4, 2), (64, 8, 4), (16, 4, 2)],
+        *(pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in [(64, 8, 2), (96, 6, 3)]),
+    ],
+)
 @pytest.mark.parametrize("has_mask", [True, False])
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 def test_packed_heads_of_a_padded_decoding_step(hidden: int, heads: int, shared: int, has_mask: bool) -> None:

@@ -115,7 +115,7 @@ def test_what_selects_nothing_is_refused_before_anything_runs(case: Case) -> Non
     rng = capture.random("patches")
     for meta in some_nodes(capture, 3, *VALUES, *HELD):
         assert meta.shape is not None
-        for fields in rng.sample(empty_selections(tuple(meta.shape)), 6):
+        for fields in rng.sample(empty_selections(tuple(meta.shape)), 4):
             with (
                 nothing_runs(capture.model),
                 pytest.raises(PatchMapError, match=r"selects nothing.*allow_empty=True|positions"),

@@ -623,12 +623,19 @@ class _Mixture:
         inputs = {
             key: format_path((*frame.path, key)) for key, node in used.items() if isinstance(node.spec, TensorSpec)
         }
-        count = component(pg, f"{start}router").shape[-1]
+        count, components = component(pg, f"{start}router").shape[-1], pg.components
         experts: dict[int, tuple[Tensor, int | None]] = {}
-        for number in range(count):
-            if (expert := pg.components.get(f"{start}experts[{number}].out")) is not None:
-                for parameter in resolve(root, expert.name).frame.module.parameters():
-                    experts[parameter.data_ptr()] = parameter, number
+        names = [f"{start}experts[{number}].out" for number in range(count)]
+        if (
+            one := next(filter(components.__contains__, names), None)
+        ) is not None:  # the others may run on these inputs
+            expert = resolve(root, one).frame
+            assert expert.call is not None
+            assert expert.parent is not None
+            container = expert.parent.module.get_submodule(str(expert.call.target).rpartition(".")[0])
+            alike = (module for module in container.children() if type(module) is type(expert.module))
+            for number, module in enumerate(alike):
+                experts |= {each.data_ptr(): (each, number) for each in module.parameters()}
         if not experts:
             whole = (each for each in frame.module.parameters() if each.ndim == 3 and len(each) == count)
             experts = {each.untyped_storage().data_ptr(): (each, None) for each in whole}

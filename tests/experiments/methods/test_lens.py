@@ -230,7 +230,8 @@ class Mixing(nn.Module):
         out = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             rows, column = torch.where(chosen == number)
-            out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, column, None])
+            if len(rows):
+                out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, column, None])
         return out.view_as(x)
 
 
@@ -249,7 +250,15 @@ def test_neurons_of_experts_that_are_modules(norms: bool) -> None:
     layers = [Layer(norms=norms), Layer(norms=norms)]
     model = nn.Sequential(nn.Embedding(20, 8), nn.Sequential(*layers), nn.LayerNorm(8), nn.Linear(8, 20)).eval()
     ids = torch.randint(20, (2, 9))
-    pg = PatchableGraph(model, ids)
+    routers = [layer.mixing.router for layer in layers]
+    biases = [router.bias.clone() for router in routers]
+    with torch.no_grad():
+        for router in routers:
+            router.bias[0] = -99.0
+        pg = PatchableGraph(model, ids)  # expert 0 runs on other inputs only
+        assert "layers[1].experts[0].out" not in pg.components
+        for router, bias in zip(routers, biases, strict=True):
+            router.bias.copy_(bias)
     if norms:
         with pytest.raises(ExperimentError, match="is not the sum over the neurons of its experts"):
             direct_logit_attribution(pg, ids, target=1, by="neuron")
