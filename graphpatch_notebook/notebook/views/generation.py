@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -342,6 +342,10 @@ class GenerationView(ComputedView):
     def _text(self, token: int) -> str:
         return str(token) if self._tokenizer is None else token_text(self._tokenizer, token)
 
+    def _joined(self, tokens: Iterable[int]) -> str:
+        """Returns the text of tokens. Numbers need spaces between them; the texts of tokens have their own."""
+        return (" " if self._tokenizer is None else "").join(map(self._text, tokens))
+
     def _state(self) -> dict[str, Any]:
         """Returns the `Generation` of the front end."""
         lines, vocabulary = self._shown_lines, self._vocabulary
@@ -380,7 +384,7 @@ class GenerationView(ComputedView):
 
     def __repr__(self) -> str:
         lines = self._shown_lines
-        texts = "".join(self._text(token) for token in lines.continuations[0].tokens)
+        texts = self._joined(lines.continuations[0].tokens)
         return f"<GenerationView of {self._session.origin.graph}: {texts!r:.80}, {len(lines.names)} lines>"
 
     def _static_html(self) -> str:
@@ -390,7 +394,7 @@ class GenerationView(ComputedView):
         yield f'<div class="gp-static gp-static-{html.escape(self._own_id)}">'
         name = escaped(f"Generation of {self._session.origin.graph}")
         yield f"<p><strong>{name}</strong> (log-probabilities in nats; for the live view, run the cell)</p>"
-        prompt = escaped("".join(map(self._text, self._generator.prompt)))
+        prompt = escaped(self._joined(self._generator.prompt))
         yield f"<p>Prompt: <code>{prompt}</code></p>"
         for title, one in zip(self._shown_lines.names, self._shown_lines.continuations, strict=True):
             tokens = (escaped(tick_text(self._text(token), is_token=True)) for token in one.tokens)

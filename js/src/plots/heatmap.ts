@@ -248,15 +248,24 @@ export class HeatmapFigure {
     return { width: width / this.ratio, height: height / this.ratio };
   }
 
+  /** Wide enough for all texts, rather scrolled than cut, where a canvas can be as large. */
+  private narrowestCell(cellText: NonNullable<ResultOptions["cellText"]>): number {
+    const { columns, values } = this.plane;
+    const texts = Array.from(values, (_, index) => cellText(Math.floor(index / columns), index % columns));
+    const wide = Math.min(Math.max(TEXT_CELL.narrow, Math.ceil(1.15 * widest(texts)) + 8), TEXT_CELL.wide);
+    return wide * columns * this.ratio <= LONGEST ? wide : TEXT_CELL.narrow;
+  }
+
   private fittingCell(): CellSize {
     const { isSmall, result } = this.options;
     const fitting = cellSize(this.plane, result?.box ?? (result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX), this.ratio);
     if (result?.cellText) {
-      const wide = Math.max(Math.min((result.room ?? 0) / this.plane.columns, TEXT_CELL.wide), TEXT_CELL.narrow);
+      const fitting = Math.min((result.room ?? 0) / this.plane.columns, TEXT_CELL.wide);
+      const wide = Math.max(fitting, this.narrowestCell(result.cellText));
       return { width: Math.floor(wide * this.ratio), height: Math.ceil(TEXT_CELL.height * this.ratio) };
     }
     if (!result?.columnLabels) return fitting;
-    const wide = widest(result.columnLabels) + LABEL_GAP;
+    const wide = widest(result.columnLabels.texts) + LABEL_GAP;
     const isRoom = wide <= WIDE_CELL && wide * this.plane.columns <= RESULT_BOX.width;
     return isRoom ? { ...fitting, width: Math.max(fitting.width, Math.ceil(wide * this.ratio)) } : fitting;
   }

@@ -23,8 +23,8 @@ function labelWidth(text: string): number {
   return width;
 }
 
-export function widest(labels: AxisLabels): number {
-  return Math.max(0, ...labels.texts.map(labelWidth));
+export function widest(texts: readonly string[]): number {
+  return texts.reduce((most, text) => Math.max(most, labelWidth(text)), 0);
 }
 
 function axis(name: string, { texts, whole }: AxisLabels, size: number): HTMLElement {
@@ -68,7 +68,7 @@ export class HeatmapFrame {
     const { frame, cells } = this;
     const place = this.middle();
     resize();
-    const fits = columns !== null && widest(columns) <= cell.width - 2;
+    const fits = columns !== null && widest(columns.texts) <= cell.width - 2;
     this.columns = columns && cell.width >= LEAST_SIZE ? axis("columns", columns, cell.width) : null;
     this.columns?.toggleAttribute("data-level", fits);
     const labels = rows && cell.height >= LEAST_SIZE ? axis("rows", rows, cell.height) : null;
