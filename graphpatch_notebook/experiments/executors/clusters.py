@@ -193,6 +193,8 @@ class RayExecutor(Executor):
         Raises:
             WorkersLostError: It has not answered for long.
         """
+        if self._ray.util.client.ray.is_connected():  # "ray://...", which loses its connection with the head
+            return True
         host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()

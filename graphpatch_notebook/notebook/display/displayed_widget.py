@@ -26,7 +26,7 @@ import anywidget
 import traitlets
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
-from ipywidgets.embed import embed_data
+from ipywidgets.embed import dependency_state, embed_data
 
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.notebook.display.labels import escaped
@@ -159,8 +159,8 @@ class DisplayedWidget(anywidget.AnyWidget):
         """
         if self.comm is None:
             raise ValueError("the widget is closed; show the view again, and save that one")
-        # With defaults: the front end does not have them.
-        saved = embed_data([self], drop_defaults=False)
+        # Of this widget only, not of all in the kernel. With defaults: the front end does not have them.
+        saved = embed_data([self], state=dependency_state([self], drop_defaults=False))
         page = _PAGE.format(
             title=escaped(Path(file).stem),
             state=_in_script(saved["manager_state"]),

@@ -39,6 +39,7 @@ class _Scripts(HTMLParser):
 
 def test_a_saved_page_holds_the_widget_and_nothing_of_the_model_that_runs(tmp_path: Path) -> None:
     browser: DisplayedWidget = hostile_graph().browse()
+    other: DisplayedWidget = hostile_graph().browse()
     browser.save_html(tmp_path / "a <page>.html")
     text = (tmp_path / "a <page>.html").read_text("utf8")
     assert len(text) < 200_000
@@ -48,11 +49,14 @@ def test_a_saved_page_holds_the_widget_and_nothing_of_the_model_that_runs(tmp_pa
     kind = "application/vnd.jupyter.widget-{}+json"
     assert page.scripts.keys() == {kind.format("state"), kind.format("view"), "module"}
     assert json.loads(page.scripts[kind.format("view")])["model_id"] == browser.model_id
-    saved = json.loads(page.scripts[kind.format("state")])["state"][browser.model_id]
+    states = json.loads(page.scripts[kind.format("state")])["state"]
+    assert states.keys() == {browser.model_id, browser.layout.model_id}
+    saved = states[browser.model_id]
     sent = browser.get_state()
     kept = {*saved["state"], *(buffer["path"][0] for buffer in saved["buffers"])}
     assert kept >= {name for name in sent if name.startswith(("_esm", "skeleton", "front_end", "about", "session"))}
     browser.close()
+    other.close()
 
 
 def test_a_closed_widget_is_not_saved(tmp_path: Path) -> None:
