@@ -18,13 +18,13 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.custom_graphs import run_custom
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import Frame, Node, refs_in
 from graphpatch_notebook.components.attention import Attention, Part, Parts
 from graphpatch_notebook.components.chain import Layer, Norm, Stack, Step, Trails
 from graphpatch_notebook.components.ends import End, Start
 from graphpatch_notebook.components.flow import Place, UnknownValueError, Value
 from graphpatch_notebook.components.mlp import Mlp
-from graphpatch_notebook.components.operations import CREATIONS
+from graphpatch_notebook.components.operations import CREATIONS, SHAPED_LIKE
 from graphpatch_notebook.components.regions import region
 from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch
@@ -191,7 +191,10 @@ class _Prover:
 
     def _values_of(self, node: Node) -> list[Value]:
         """Returns the values that `_computed` needs."""
-        return [*self._reads(node), Value(node)]
+        made = node.whole
+        shapes = refs_in((made.args, made.kwargs)) if node.op in SHAPED_LIKE else ()
+        given = [value for ref in shapes if (value := self._flow.resolve(ref.node, ref.dig)) is not None]
+        return [*self._reads(node), *given, Value(node)]
 
     def _attempt(self, names: str | Iterable[str], proof: str, check: Callable[[], str | None]) -> None:
         names = [names] if isinstance(names, str) else list(names)

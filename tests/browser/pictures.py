@@ -104,9 +104,8 @@ def film(notebook: NotebookPage, folder: Path) -> None:
     tree, made = TreePage(notebook, 1), Film(page)
     expect(tree.tree).to_be_visible()
 
-    tree.runs.scroll_into_view_if_needed()
-    made.take(1800)
     notebook.scroll_to(1)
+    made.take(1500)
     for head, milliseconds in ((1, 900), (3, 1500)):
         made.point(heads, (head + 0.5) / 4, 0.75)
         made.take(milliseconds)
