@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpatch_notebook import (
     AddPatch,
@@ -21,6 +22,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from tests.integrations.test_torch_compile import gpt2
 
 
 class Numbers(nn.Module):
@@ -194,3 +196,34 @@ def test_patches_on_in_place_operations_are_written_back() -> None:
     assert torch.equal(patched(pg, "setitem", AddPatch(1.0), X), torch.tensor([[12.0, 12.0], [6.0, 6.0]]))
     with pytest.raises(PatchValueError, match="writes in place into a tensor of shape"):
         patched(pg, "y_1", CustomPatch(lambda value: value[0]), X)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what reads values into Python: on a GPU, it would wait for them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_patched_runs_read_no_values_into_python() -> None:
+    model, ids = gpt2()
+    pg, value = PatchableGraph(model, ids), torch.ones(16)
+    everything = {path: ProbePatch() for path, node in pg.nodes.items() if node.shape is not None}
+    added = {"layers[0].resid_post": AddPatch(value=value, positions=[1]), "layers[1].attn.pattern": RecordPatch()}
+    head = {"layers[0].attn.heads[1].z": ZeroPatch(), "layers[1].mlp_out": ReplacePatch(value=value, slice=(0, 2))}
+    weight = {"transformer.h_0.mlp.c_fc.weight": AddPatch(value=1.0, slice=slice(0, 3))}
+    with Reads() as reads:
+        model(ids)
+    own = reads.count  # of a mask
+    for patches in (everything, head | added | weight):
+        with pg.patch(patches), Reads() as reads:
+            pg(ids)
+            pg(ids)
+        assert reads.count == 2 * own
+    with pg.patch({"layers[0].mlp_out": CustomPatch(lambda given: given * given.sum().item())}), Reads() as reads:
+        pg(ids)
+    assert reads.count == own + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,3 +85,25 @@ def test_a_value_on_another_device_says_so() -> None:
         pytest.raises(PatchValueError, match=r"value.to\('cuda:0'\)"),
     ):
         pg(x)
+
+
+@torch.no_grad()
+def test_patched_runs_do_not_wait_for_the_gpu() -> None:
+    """The same on the CPU, by the operations: tests/execution/test_values.py."""
+    model = llama().to(0)
+    ids, value = INPUT_IDS.to(0), torch.ones((), device=0)
+    pg, probe = PatchableGraph(model, ids), ProbePatch()
+    head = {"layers[1].attn.heads[0].z": ZeroPatch(), "layers[0].resid_post": AddPatch(value=value, positions=[1])}
+    waits = []
+    for patches in ({}, head | {"layers[1].mlp.post": probe}):
+        with pg.patch(patches), warnings.catch_warnings(record=True) as caught:
+            pg(ids)
+            torch.cuda.synchronize()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                pg(ids)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append([str(each.message) for each in caught if "synchroniz" in str(each.message)])
+    assert len(waits[1]) == len(waits[0]), waits[1]
