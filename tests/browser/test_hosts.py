@@ -1,7 +1,4 @@
-"""The same story in each host of notebooks: open, search, attention, click a head to zero it, run, copy the code.
-
-The tests beside these drive JupyterLab.
-"""
+"""The same story in each host of notebooks: open, search, attention, click a head to zero it, run, copy the code."""
 
 from __future__ import annotations
 
@@ -74,6 +71,16 @@ def looks_right(view: TreeView) -> None:
     root = view.place.locator(".gp-root").first
     assert root.evaluate("root => root.scrollWidth <= root.clientWidth")
     assert view.tree.evaluate("tree => tree.getBoundingClientRect().height") > 100
+
+
+def test_jupyterlab(notebook: NotebookPage, write: Callable[..., str], take_picture: Callable[[str], Path]) -> None:
+    notebook.open(write(MODEL))
+    notebook.run(0)
+    view = TreeView(notebook.page, notebook.cell(0))
+    has_the_story(view, "inserts")
+    assert "ZeroPatch()" in notebook.sources()[1]
+    looks_right(view)
+    take_picture("end")
 
 
 def test_notebook_7(
