@@ -17,7 +17,7 @@ OTHER = "tests/test_paths.py::test_two_paths_never_share_a_text"
 @pytest.mark.parametrize(
     ("options", "status", "expected"),
     [
-        (["-n1"], 0, "5 browser tests left out: no browser starts: install Chromium"),
+        (["-n1"], 0, "3 browser tests left out: no browser starts: install Chromium"),
         (["--all-browser-tests", "-x"], 1, "ERROR tests/browser/test_rig.py::"),
     ],
 )

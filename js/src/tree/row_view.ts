@@ -112,7 +112,9 @@ export class RowView {
     if (patches.length > MOST_BADGES) badges.push(mark(`+${patches.length - MOST_BADGES}`));
     if (below > 0) badges.push(mark(formatCount(below, "patch", "patches")));
     replaceChildren(this.badges, ...badges.flatMap((each) => [each, " "]));
-    this.put(this.badges, components.length + patches.length + below > 0, this.score.parentNode ? this.score : this.op);
+    const hasBadges = components.length + patches.length + below > 0;
+    this.element.classList.toggle("gp-badged", hasBadges);
+    this.put(this.badges, hasBadges, this.score.parentNode ? this.score : this.op);
   }
 
   private components(): readonly Component[] {
