@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from graphpatch_notebook.checks.model_state import ModuleState
@@ -27,16 +24,13 @@ Work: TypeAlias = "Callable[[], Callable[[], None]]"
 """Runs the model, and returns a function that keeps the results."""
 _WAIT = 0.05
 """For so many seconds an answer waits for runs that may end soon. Other messages wait as long."""
-_PAUSE = 0.2
-"""So many seconds after the runs of a view, it has the time to show their results before a slower view runs."""
 
 
 class ComputedView(LinkedView):
     """A view whose numbers are computed by runs of the model.
 
     A subclass defines `_work`, `COMPUTED`, and a request that calls `_follow`. Runs start at the first such request
-    after the patches have changed, in a thread of their own; traits are set in the thread of requests. Of several
-    views, the one with the shortest runs comes first: it interrupts those of the others, which start again afterwards.
+    after the patches have changed, in a thread of their own; traits are set in the thread of requests.
 
     Args:
         graph: The graph.
@@ -64,11 +58,8 @@ class ComputedView(LinkedView):
         self._job: Job[Callable[[], None]] | None = None
         self._number = 0
         self._computed_for = session.chosen.version
-        self._is_due = self._is_awaited = False
-        self._seconds = self._ended_at = 0.0
         self._compute_now(session)
         super().__init__(graph, session, workspace, model_id)
-        _views.add(self)
 
     def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
         """Returns what computes the numbers.
@@ -85,14 +76,14 @@ class ComputedView(LinkedView):
         Raises:
             SessionError: A value of a patch cannot be evaluated, or a run failed.
         """
-        self._start(is_awaited=True)
+        self._start()
         self._finish(wait=True)
         if self._job is not None and self._job.state == "failed":
             raise SessionError(self._job.error or "the run failed")
 
     def _compute_now(self, session: Session) -> None:
         """Computes the first numbers, in the thread of the caller, who gets its errors."""
-        with alone(), self._timed():
+        with alone():
             self._made(session)()()
 
     def _made(self, session: Session) -> Work:
@@ -115,48 +106,18 @@ class ComputedView(LinkedView):
 
         return restoring
 
-    def _start(self, *, is_awaited: bool = False) -> None:
+    def _start(self) -> None:
         if self._job is not None:
             self._job.interrupt()
             self._job.wait()
-        for view in self._others():
-            if view._job is not None and view._seconds > self._seconds and not view._is_awaited:
-                view._job.interrupt()
         work, settings = self._made(self._session), self._settings
-        self._is_due, self._is_awaited = False, is_awaited
 
         def run(job: Job[Callable[[], None]]) -> Callable[[], None]:
-            with alone(job), settings.applied(), self._timed():
+            with alone(job), settings.applied():
                 return job.interruptibly(work)
 
         self._number = next(self._numbers)
         self._job = Job(run, in_words)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Keeps how long the block takes, if it succeeds, and when it ends.
-
-        Runs without patches are known already, and take no time: they count as half of those before.
-        """
-        started = time.monotonic()
-        try:
-            yield
-            self._seconds = max(time.monotonic() - started, self._seconds / 2)
-        finally:
-            self._ended_at = time.monotonic()
-
-    def _others(self) -> list[ComputedView]:
-        """Returns the other views of the same patches."""
-        return [view for view in [*_views] if view is not self and view.shows(self._session)]
-
-    def _gives_way(self) -> bool:
-        """Whether a view with shorter runs is running, or has just finished."""
-        return any(
-            view._seconds < self._seconds
-            and view._job is not None
-            and (view._job.state == "running" or time.monotonic() < view._ended_at + _PAUSE)
-            for view in self._others()
-        )
 
     def _finish(self, *, wait: bool = False) -> None:
         """Shows the results of a job that has finished."""
@@ -176,18 +137,13 @@ class ComputedView(LinkedView):
         Args:
             is_changed: Whether to compute something else for the same patches.
         """
-        is_interrupted = self._job is not None and self._job.state == "interrupted"
-        self._is_due |= is_changed or is_interrupted or self._computed_for != self._session.chosen.version
-        if self._is_due and not self._gives_way():
+        if is_changed or self._computed_for != self._session.chosen.version:
             self._start()
-        if self._job is not None and not self._is_due:
-            # The next message may be that of a view which comes first.
-            self._job.wait(0 if any(view._seconds < self._seconds for view in self._others()) else _WAIT)
+        if self._job is not None:
+            self._job.wait(_WAIT)
         job = self._job
         # Read before `_finish`: the answer "done" is the last one, and the results are shown by then.
-        state = "running" if self._is_due else "done" if job is None else job.state
-        if state == "interrupted":  # it starts again when it is asked for again
-            state = "running"
+        state = "done" if job is None else job.state
         self._finish()
         return {
             "id": self._number,
@@ -196,6 +152,3 @@ class ComputedView(LinkedView):
             "fraction": None,
             "error": job.error if job is not None and state == "failed" else None,
         }, []
-
-
-_views: weakref.WeakSet[ComputedView] = weakref.WeakSet()

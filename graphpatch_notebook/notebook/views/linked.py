@@ -96,10 +96,6 @@ class LinkedView(DisplayedWidget):
         """
         return self._session.graph
 
-    def shows(self, session: Session) -> bool:
-        """Returns whether the view has the patches of this session."""
-        return self._session is session
-
     def close(self) -> None:
         """Closes the widget, which cannot be shown again. The chosen patches stay."""
         stop: Callable[[], None] | None = self.__dict__.pop("_stop_listening", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.experiments import show_attention, show_lens
+from graphpatch_notebook.experiments import show_lens
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
-from graphpatch_notebook.notebook.views.attention import AttentionView
 from graphpatch_notebook.notebook.views.lens import LensView
 from tests.components.families import captured_model
 
@@ -114,48 +112,6 @@ def test_what_is_sent_is_what_the_models_last_modules_say(view: LensView, gpt2: 
     html = view._static_html() or ""
     assert "&lt;5&gt;" in html or "&lt;" in html
     assert "<5>" not in html
-
-
-_HELD: list[str] = []
-
-
-def hold_first(value: Tensor) -> Tensor:
-    """Never returns in the first run: it can only be interrupted."""
-    _HELD.append(threading.current_thread().name)
-    while len(_HELD) == 1:
-        time.sleep(0.01)
-    return torch.zeros_like(value)
-
-
-def test_the_view_with_the_shorter_runs_comes_first(view: LensView, gpt2: tuple[PatchableGraph, Tensor]) -> None:
-    pg, ids = gpt2
-    session = session_of(pg)
-    with contextlib.closing(show_attention(pg, ids)) as slow:
-        view._seconds, slow._seconds = 0.1, 100.0
-        answers: dict[str, Any] = {}
-        for one, request in ((view, "lens"), (slow, "attend")):
-            one.send = lambda content, buffers=None, request=request: answers.update({request: content})
-
-        def ask(one: LensView | AttentionView, request: str) -> str:
-            one._answer({"id": 1, "request": request, "payload": {"stream": None}})
-            return answers[request]["result"]["state"]
-
-        module = f"__import__('sys').modules[{__name__!r}]"
-        session.add(ChosenPatch("layers[0].mlp_out", "custom", value=f"{module}.hold_first"))
-        assert ask(slow, "attend") == "running"
-        while not _HELD:
-            time.sleep(0.01)
-        # Interrupts the other run, which would never end.
-        until = time.monotonic() + 60
-        while ask(view, "lens") == "running":
-            assert time.monotonic() < until
-        assert answers["lens"]["result"]["state"] == "done", answers
-        assert view.lens["runs"] == 2
-        assert slow.attention["runs"] == ["clean"]
-        while ask(slow, "attend") == "running":
-            assert time.monotonic() < until
-        assert answers["attend"]["result"]["state"] == "done"
-        assert slow.attention["runs"] == ["clean", "patched"]
 
 
 def test_the_view_follows_the_patches(view: LensView, gpt2: tuple[PatchableGraph, Tensor]) -> None:
