@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
+from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components.chain import Layer, Trails
@@ -159,7 +160,7 @@ def _experts(trails: Trails, write: Write, layer: Layer, choice: Node, router: V
     while waiting:
         frame = waiting.popleft()
         for call in frame.calls():
-            number, member = _number(frame, str(call.target), router.shape[-1]), call.frame
+            number, member = _number(call.frame, router.shape[-1]), call.frame
             if number is None or flow.start(member) < flow.order[choice]:
                 waiting.append(member)
             elif any(place.value.node in write.inside for place in flow.outputs(member)):
@@ -167,12 +168,23 @@ def _experts(trails: Trails, write: Write, layer: Layer, choice: Node, router: V
     return dict(sorted(found.items()))
 
 
-def _number(frame: Frame, target: str, experts: int) -> int | None:
-    """Returns the number of a module among the experts in the list, or in the dict, that it is called from."""
-    above, _, name = target.rpartition(".")
-    container = frame.module.get_submodule(above)
+def members_like(member: Frame) -> dict[str, Module]:
+    """Returns the modules of one class in the list, or in the dict, that a module is called from, by their names there.
+
+    Empty if it is called from elsewhere. Those that did not run on the example inputs are among them.
+    """
+    assert member.call is not None
+    assert member.parent is not None
+    above, _, name = str(member.call.target).rpartition(".")
+    container = member.parent.module.get_submodule(above)
     members = dict(container.named_children())
     if not isinstance(container, (torch.nn.ModuleList, torch.nn.ModuleDict)) or name not in members:
-        return None
-    alike = [key for key, module in members.items() if type(module) is type(members[name])]
-    return alike.index(name) if len(alike) == experts else None
+        return {}
+    return {key: module for key, module in members.items() if type(module) is type(members[name])}
+
+
+def _number(member: Frame, experts: int) -> int | None:
+    """Returns the number of a module among the experts in the list, or in the dict, that it is called from."""
+    assert member.call is not None
+    alike = list(members_like(member))
+    return alike.index(str(member.call.target).rpartition(".")[2]) if len(alike) == experts else None

@@ -15,6 +15,7 @@ from graphpatch_notebook.capture.functions import raw_name
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import Component
 from graphpatch_notebook.components.chain import Norm
+from graphpatch_notebook.components.mlp import members_like
 from graphpatch_notebook.components.operations import SAME_VALUES
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -626,15 +627,9 @@ class _Mixture:
         count, components = component(pg, f"{start}router").shape[-1], pg.components
         experts: dict[int, tuple[Tensor, int | None]] = {}
         names = [f"{start}experts[{number}].out" for number in range(count)]
-        if (
-            one := next(filter(components.__contains__, names), None)
-        ) is not None:  # the others may run on these inputs
-            expert = resolve(root, one).frame
-            assert expert.call is not None
-            assert expert.parent is not None
-            container = expert.parent.module.get_submodule(str(expert.call.target).rpartition(".")[0])
-            alike = (module for module in container.children() if type(module) is type(expert.module))
-            for number, module in enumerate(alike):
+        ran = next((name for name in names if name in components), None)
+        if ran is not None:  # the others may run on these inputs
+            for number, module in enumerate(members_like(resolve(root, ran).frame).values()):
                 experts |= {each.data_ptr(): (each, number) for each in module.parameters()}
         if not experts:
             whole = (each for each in frame.module.parameters() if each.ndim == 3 and len(each) == count)
