@@ -13,20 +13,22 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import lru_cache, partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from inspect import getattr_static
 from itertools import islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.held_values import MANY, is_own_generator, slots_of
+from graphpatch_notebook.capture.held_values import MANY, is_own_generator, memory_of, slots_of
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, comparable_state
+from graphpatch_notebook.checks.outer_values import names_in, outer_values_of
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.torch_compat import version_of
@@ -36,8 +38,11 @@ _DEEPEST = 6
 _MOST = 5000
 _FEW_BYTES = 4096
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
+_NUMBERS = (float, complex)  # which may be NaN
 _LIBRARIES = ("torch.", "graphpatch_notebook.")
-_CLOSED = (PatchableGraph, BuiltinFunctionType, ModuleType, type)
+_CLOSED = (PatchableGraph, BuiltinFunctionType, ModuleType, type, PurePath)  # a path caches its text
+_IMMUTABLE = (tuple, frozenset, range, slice, torch.dtype, torch.device, ModuleType, PurePath)
+_BUILTIN = ("builtins", "numpy")  # functions, methods and classes
 
 
 class ReferredValues:
@@ -72,6 +77,28 @@ class ReferredValues:
 
     __hash__ = None  # type: ignore[assignment]  # it is only compared
 
+    def may_change_with(self, other: ReferredValues, model: ModuleState) -> bool:
+        """Whether a run of the model, or a call of what `other` is of, may change what these values refer to.
+
+        Args:
+            other: A snapshot of other values.
+            model: A snapshot of the model.
+        """
+        modules = (part for held in self._held if isinstance(held, Module) for part in held.modules())
+        return any(
+            isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held, *modules)
+        ) or not self._places().isdisjoint(other._places())
+
+    def _places(self) -> set[Hashable]:
+        """Returns what identifies the objects that may change, and the variables that may be assigned to."""
+        found: set[Hashable] = set()
+        for value in self._held:
+            if isinstance(value, FunctionType):
+                found |= {place for place, content in _variables(value) if type(content) in (*_PLAIN, *_NUMBERS)}
+            elif not isinstance(value, _IMMUTABLE) and not (callable(value) and type(value).__module__ in _BUILTIN):
+                found |= {id(value), *_memory(value)}
+        return found
+
     def _marks_of(self, values: Iterable[Any]) -> Iterator[Any]:
         seen: set[int] = set()
         for _ in range(_DEEPEST):
@@ -80,9 +107,10 @@ class ReferredValues:
                 kind = type(value)
                 if kind in _PLAIN:
                     yield value
-                elif kind in (float, complex):
-                    yield repr(value)  # it may be NaN
+                elif kind in _NUMBERS:
+                    yield repr(value)
                 elif kind is MethodType:  # each access makes a new one
+                    self._held += (value.__self__, value.__func__)
                     inner += _parts(value)
                 elif id(value) not in seen:
                     seen.add(id(value))
@@ -117,8 +145,7 @@ def _parts(value: Any) -> Iterable[Any]:
         if (value.__module__ or "").startswith(_LIBRARIES):
             return []
         return [
-            *(part for _, part in referred(value)),
-            *_named_outside(value),
+            *(part for _, part in _variables(value)),
             *(value.__defaults__ or ()),
             *(value.__kwdefaults__ or {}).values(),
             *value.__dict__.values(),
@@ -126,7 +153,7 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return [*_parts(value.__func__), *_named(value.__self__, value.__func__)]
     if callable(value) and isinstance(type(value).__call__, FunctionType):
-        return _parts(value.__call__)
+        return [value.__call__]
     if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
         if len(value) > MANY:  # data
             return [len(value)]
@@ -134,34 +161,35 @@ def _parts(value: Any) -> Iterable[Any]:
     return [*slots_of(value).values(), *getattr(value, "__dict__", {}).values()]
 
 
-def _named_outside(function: FunctionType) -> Iterator[Any]:
-    """Yields the attributes that a function names of the classes and Python modules that it refers to."""
-    for _, owner in referred(function):
+def _memory(value: Any) -> Iterator[Hashable]:
+    """Yields the address of the memory of a tensor or an array, which others may share."""
+    if isinstance(value, Tensor):
+        yield "memory", memory_of(value)
+    elif isinstance(value, np.ndarray):
+        while isinstance(value.base, np.ndarray):
+            value = value.base
+        yield "memory", value.__array_interface__["data"][0]
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[Hashable, Any]]:
+    """Yields the variables outside of a function that it may read: what identifies each, and its value.
+
+    The attributes that it names of classes and Python modules are among them.
+    """
+    for outer in outer_values_of(function):
+        owner = outer.value()
+        yield (id(outer.holder), outer.key), owner
         if isinstance(owner, (type, ModuleType)):
-            yield from (vars(owner)[name] for name in _names(function.__code__) if name in vars(owner))
-
-
-def referred(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of the variables outside of a function that it may read."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # the variable has no value yet
-            yield name, cell.cell_contents
-    for name in _names(function.__code__):
-        yield name, function.__globals__.get(name)
+            named = names_in(function.__code__)
+            yield from (((id(owner), name), vars(owner)[name]) for name in named if name in vars(owner))
 
 
 def _named(owner: Any, function: Any) -> Iterator[Any]:
     """Yields the attributes and methods of an object, and of its class, that one of its methods names."""
-    for name in _names(function.__code__) if isinstance(function, FunctionType) else ():
+    for name in names_in(function.__code__) if isinstance(function, FunctionType) else ():
         found = getattr_static(owner, name, None)
         found = found.fget if isinstance(found, property) else found
         yield MethodType(found, owner) if isinstance(found, FunctionType) else found
-
-
-@lru_cache(maxsize=256)
-def _names(code: CodeType) -> tuple[str, ...]:
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
-    return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
