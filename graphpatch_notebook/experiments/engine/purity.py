@@ -233,7 +233,7 @@ def made_cells(
             is_metric_same = is_metric_same and referred == ReferredValues(metric)
             is_given_same = is_given_same and given == ReferredValues(inputs.args, inputs.kwargs)
         if cell.number == 0 and reason is None and count > 1:
-            may_depend = ReferredValues(cells.make_patches).may_change_with(referred, look)
+            may_depend = ReferredValues(cells.make_patches, has_contents=False).may_change_with(referred, look)
             draws = bool(random_state.differing(SharedRandomState()))
             if not is_metric_same:
                 reason = None if is_all else "make_patches changes what the metric refers to, or that holds an iterator"

@@ -55,6 +55,7 @@ class ReferredValues:
 
     Args:
         *values: The values.
+        has_contents: Whether contents of tensors, arrays and modules are compared; they are not for `may_change_with`.
 
     Example:
         >>> from functools import partial
@@ -68,7 +69,8 @@ class ReferredValues:
         False
     """
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: Any, has_contents: bool = True) -> None:
+        self._has_contents = has_contents
         self._held: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self._marks = list(islice(self._marks_of(values), _MOST))
 
@@ -116,14 +118,15 @@ class ReferredValues:
                     seen.add(id(value))
                     self._held.append(value)
                     yield id(value)
-                    mark = _contents(value)
-                    yield mark
-                    inner += () if mark is not None else _parts(value)
+                    if not (isinstance(value, (Tensor, np.ndarray, Module)) or is_own_generator(value)):
+                        inner += _parts(value)
+                    elif self._has_contents:
+                        yield _contents(value)
             values = inner
 
 
 def _contents(value: Any) -> Any:
-    """Returns the contents of a value in a comparable form; `None` if it is compared by its parts."""
+    """Returns the contents of a tensor, an array, a module or a generator in a comparable form."""
     if isinstance(value, Tensor):
         is_read = type(value) is Tensor and value.device.type == "cpu" and value.nbytes <= _FEW_BYTES
         # The version counter misses writes through `numpy` and `data`.
@@ -132,7 +135,7 @@ def _contents(value: Any) -> Any:
         return value.tobytes() if value.nbytes <= _FEW_BYTES else ABSENT
     if isinstance(value, Module):
         return Fingerprint(value)
-    return comparable_state(value) if is_own_generator(value) else None
+    return comparable_state(value)
 
 
 def _parts(value: Any) -> Iterable[Any]:
