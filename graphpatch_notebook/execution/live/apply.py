@@ -317,7 +317,7 @@ def _packed(entry: Entry, value: Tensor, apart: Tensor, patched: Any) -> Any:
     if not isinstance(patched, Tensor) or patched.shape != apart.shape:
         raise PatchShapeError(
             f"{entry.target.text!r}: the model packs heads that share keys at this step, and takes a value "
-            f"{_shown(apart)}; the patch made one {_shown(patched)}"
+            f"{_value_text(apart)}; the patch made one {_value_text(patched)}"
         )
     return patched.reshape(value.shape)
 
@@ -488,8 +488,8 @@ def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor, whe
     if isinstance(patched, Tensor) and patched.shape == value.shape and patched.dtype == value.dtype:
         return patched
     raise PatchValueError(
-        f"{target.text!r}: {type(patch).__name__} {where} was given a value {_shown(value)} and returned one "
-        f"{_shown(patched)}; a patch on a part of a value must keep its shape and dtype"
+        f"{target.text!r}: {type(patch).__name__} {where} was given a value {_value_text(value)} and returned one "
+        f"{_value_text(patched)}; a patch on a part of a value must keep its shape and dtype"
     )
 
 
@@ -514,7 +514,7 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
             # The message has all of the error's text, and its traceback is inside this package.
             raise PatchValueError(_explain(patch, target, value, error)) from None
         shown = f"{type(patch).__name__} on {target.text!r} ({target.node.op})"
-        add_note(error, f"raised by {shown}: the value here is {_shown(value)}")
+        add_note(error, f"raised by {shown}: the value here is {_value_text(value)}")
         raise
 
 
@@ -562,8 +562,8 @@ def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) ->
     hint = "writing in place keeps dtype and device: give a value that fits, or make another one with CustomPatch"
     if isinstance(new, Tensor) and new.device != value.device:
         hint = f"move the patch's value there: value.to({str(value.device)!r})"
-    given = "" if new is None else f", the patch's value is {_shown(new)}"
-    return f"{who}: the value here is {_shown(value)}{given}: {error} ({hint})"
+    given = "" if new is None else f", the patch's value is {_value_text(new)}"
+    return f"{who}: the value here is {_value_text(value)}{given}: {error} ({hint})"
 
 
 def _broadcasts(new: Tensor, part: Tensor) -> bool:
@@ -575,7 +575,7 @@ def _broadcasts(new: Tensor, part: Tensor) -> bool:
     return bool(shape.numel() == part.numel() and shape[len(shape) - part.dim() :] == part.shape)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"of shape {tuple(value.shape)} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
     return f"{value!r}"
