@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +39,7 @@ from graphpatch_notebook.components.regions import Region, region
 from graphpatch_notebook.values import TensorSpec
 
 _FARTHEST = 60
+_TILINGS = frozenset("repeat tile cat concat concatenate".split())
 _WHOLE = "multi_head_attention_forward"
 _OUTPUT_STEPS = VIEWS | SAME_VALUES | SCALINGS | ADDITIONS | NORMS | PRODUCTS
 _PATTERN_STEPS = SAME_VALUES | VIEWS | SCALINGS | frozenset(["sub"])
@@ -243,6 +244,10 @@ class Part:
     value: Value
     axes: Axes
 
+    def size_of(self, axis: str) -> int:
+        """Returns the size of a dimension; 0 if there is none of this name."""
+        return self.value.shape[self.axes.index(axis)] if axis in self.axes else 0
+
 
 @dataclass(slots=True, eq=False)
 class Parts:
@@ -253,12 +258,14 @@ class Parts:
         missing: Why the others were not.
         operands: What the products read and return, as `q`, `k`, `v`, ...; `dot` is the product of queries and keys.
         output: What the linear map of `z` returns, if there is one.
+        tiled: Which of `k` and `v` have heads that the heads of queries read by turns: `0, 1, 0, 1`, not `0, 0, 1, 1`.
     """
 
     found: dict[str, Part]
     missing: dict[str, str]
     operands: dict[str, Part]
     output: Value | None
+    tiled: set[str] = field(default_factory=set)
 
 
 _PLAIN = ("Tensor", "Parameter")
@@ -274,11 +281,13 @@ _FUSED_GRAPH = (
 def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> Parts:
     """Returns the parts of an attention that is computed by the nodes `inside`."""
     flow = trails.flow
-    found, missing = dict[str, Part](), dict[str, str]()
+    found, missing, tiled = dict[str, Part](), dict[str, str](), set[str]()
     operands = _operands(trails, attention, inside)
     for name, part in operands.items():
         if name in "qkv":
             _trace(trails, name, part, inside, found, missing)
+            if name in found and _is_tiled(trails, part, inside, found[name].size_of("head")):
+                tiled.add(name)
         else:
             found[name] = part
     for name in [name for name, part in found.items() if part.value.op in CREATIONS]:
@@ -291,7 +300,20 @@ def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> P
     for name in ("q", "k", "v", "z"):
         if name not in found:
             missing.setdefault(name, _UNKNOWN_DIMENSIONS)
-    return Parts(found, missing, operands, _output_map(flow, attention))
+    return Parts(found, missing, operands, _output_map(flow, attention), tiled)
+
+
+def _is_tiled(trails: Trails, operand: Part, inside: frozenset[Node], heads: int) -> bool:
+    """Whether an operand has all heads again and again, and not each of them several times."""
+    between = region(trails, operand.value, inside)
+    known = _known_axes(between, operand)
+    for before, waist in pairwise(between.waists):
+        part, old = known.get(waist), known.get(before)
+        if part is None or old is None or not 1 < heads == old.size_of("head") < part.size_of("head"):
+            continue
+        if waist.op in _TILINGS:
+            return True
+    return False
 
 
 def _why_fused(flow: Flow, attention: Attention) -> str:

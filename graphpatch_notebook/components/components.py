@@ -38,6 +38,8 @@ class Component:
         index: The part of the value at `path` that is meant; `()` for all of it.
         proof: How it was proved that the value is what the name says; empty if it was not yet.
         doubt: Why it may not be; empty if there is no reason to doubt it.
+        is_tiled: Whether the heads of queries read the heads of these keys or values by turns (`0, 1, 0, 1`). Else
+            neighbors share one (`0, 0, 1, 1`).
     """
 
     name: str
@@ -47,6 +49,12 @@ class Component:
     index: Index = ()
     proof: str = ""
     doubt: str = ""
+    is_tiled: bool = False
+
+    def head_of(self, number: int, queries: int) -> int:
+        """Returns which of the heads of keys or values a head of queries reads, of the number of these."""
+        heads = self.shape[self.axes.index("head")] if "head" in self.axes else 1
+        return number % heads if self.is_tiled else number * heads // queries
 
     @property
     def kept_dims(self) -> list[int]:
@@ -386,6 +394,9 @@ class _Finder:
         for name in _ATTENTION:
             if (part := parts.found.get(name)) is not None:
                 self._add_value(f"{start}{kind}.{name}", part.value, layer.frame, part.axes)
+        for name in parts.tiled & set(parts.found):
+            own = f"{start}{kind}.{name}"
+            self.found.by_name[own] = replace(self.found.by_name[own], is_tiled=True)
         for name, reason in parts.missing.items():
             self.found.missing[f"{start}{kind}.{name}"] = reason
         return parts

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.experiments import attribute_edges, composition_scores
 
 WIDTH, HEADS, SIZE, NEURONS, LENGTH = 12, 3, 4, 20, 5
 _kept: list[dict[str, Tensor]] = []
@@ -230,6 +231,49 @@ def test_several_attentions_in_one_are_not_taken_for_one_of_them() -> None:
     assert not components["layers[0].attn_out"].doubt
     for part in ("q", "pattern", "z"):
         assert "it consists of 3 attentions" in str(components.why_missing(f"layers[1].attn.{part}"))
+
+
+class Tiled(nn.Module):
+    """Attention of four heads of queries, and two of keys and values, which are repeated one by one or all at once."""
+
+    def __init__(self, is_tiled: bool) -> None:
+        super().__init__()
+        self.is_tiled, self.is_sequence_first = is_tiled, False
+        self.q, self.o = nn.Linear(WIDTH, 4 * SIZE), nn.Linear(4 * SIZE, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 2 * SIZE), nn.Linear(WIDTH, 2 * SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        k, v = (each.repeat(1, 2, 1, 1) if self.is_tiled else each.repeat_interleave(2, 1) for each in (k, v))
+        return self.o(attended(q, k, v, "")[1].transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("is_tiled", [True, False])
+def test_heads_of_keys_are_those_that_a_head_of_queries_reads(is_tiled: bool) -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
+    for block in blocks:
+        block.attn = Tiled(is_tiled)
+    x = torch.randn(2, LENGTH, WIDTH)
+    pg = PatchableGraph(blocks.eval(), x)
+    read = [head % 2 if is_tiled else head // 2 for head in range(4)]
+    for head in range(4):
+        names = {component.name for component in pg.components.lookup(f"layers[1].attn.heads[{head}].*")}
+        assert {f"layers[1].attn.heads[{read[head]}].{part}" for part in "kv"} <= names
+    scores = composition_scores(pg, "K")
+    for head in range(4):
+        first, second = (block.attn for block in blocks)
+        of_head, shared = (slice(number * SIZE, (number + 1) * SIZE) for number in (head, read[head]))
+        writes = first.v.weight[shared].T @ first.o.weight[:, of_head].T
+        reads = second.k.weight[shared].T @ second.q.weight[of_head]
+        expected = (writes @ reads).norm() / (writes.norm() * reads.norm())
+        assert scores.sel(layer=0, head=head, to_layer=1, to_head=head).item() == pytest.approx(
+            expected.item(), rel=1e-4
+        )
+    edges = attribute_edges(pg, lambda output: output[:, -1].sum(), x, x.flip(0))
+    for head in range(4):
+        feeding = [name for name, fed in edges.attrs["feeds"].items() if f"layers[0].attn.heads[{head}].z" in fed]
+        assert f"layers[0].attn.heads[{read[head]}].k" in feeding
 
 
 class Experts(nn.Module):
