@@ -9,7 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 from graphpatch_notebook.capture.records import Node, Ref
-from graphpatch_notebook.components.axes import Axes, axes_before, axes_of_split_heads, batch_axes, product_axes
+from graphpatch_notebook.components.axes import (
+    PAIR,
+    Axes,
+    axes_before,
+    axes_before_map,
+    axes_of_split_heads,
+    batch_axes,
+    product_axes,
+)
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import (
@@ -201,6 +209,7 @@ class Parts:
 
 
 _PLAIN = ("Tensor", "Parameter")
+_UNKNOWN_DIMENSIONS = "the dimensions of the products of attention are not known"
 _FUSED_REASON = "attention is one fused call that cannot be opened"
 _FUSED_CLOSED = "attention is one fused call: leave decompose out of the ExtractionOptions to see the values inside"
 _FUSED_GRAPH = (
@@ -228,12 +237,14 @@ def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> P
             missing[name] = _why_fused(flow, attention)
     for name in ("q", "k", "v", "z"):
         if name not in found:
-            missing.setdefault(name, "the dimensions of the products of attention are not known")
+            missing.setdefault(name, _UNKNOWN_DIMENSIONS)
     return Parts(found, missing, operands, _output_map(flow, attention))
 
 
 def _why_fused(flow: Flow, attention: Attention) -> str:
-    """Returns why there are no values inside a call of attention."""
+    """Returns why there are no scores and no pattern: mostly, since they are values inside a call of attention."""
+    if attention.dot is not None:
+        return _UNKNOWN_DIMENSIONS
     frame = flow.frame_of[attention.z.node]
     if frame.has_own_graph:
         return _FUSED_GRAPH
@@ -250,11 +261,36 @@ def is_sequence_first(trails: Trails, inside: frozenset[Node], own: tuple[Attent
     queries = _queries(trails.flow, inside, own)
     if queries is None:
         return False
+    sizes = dict(zip(queries.axes, queries.value.shape, strict=True))
+    if "batch" in sizes and sizes["batch"] != sizes["query"]:
+        return len(stream.shape) == 3 and stream.shape[:2] == (sizes["query"], sizes["batch"])
     between = region(trails, queries.value, inside)
     known = _known_axes(between, queries)
     first = next(known[waist] for waist in between.waists if waist in known)
+    first = _at_stream(trails, first, inside)
     has_batch = bool({"batch", "batch_head"} & set(first.axes))
     return first.axes[0] == "query" and has_batch and first.value.shape[0] == stream.shape[0]
+
+
+def _at_stream(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
+    """Returns what a part is computed from, through linear maps and norms, as near to the stream as axes are known."""
+    flow = trails.flow
+    while part.value.node in inside:
+        value = part.value
+        if (norm := trails.norms.get(value)) is not None:
+            part = Part(norm.given.value, part.axes)
+            continue
+        before = [read for read in flow.moving(value.node) if read.is_float]
+        if len(before) != 1:
+            break
+        of_step = axes_before_map if flow.is_linear_map(value) else axes_before
+        axes = of_step(value.node, part.axes, before[0])
+        if axes is None and value.op in VIEWS and before[0].shape[:-1] == value.shape[: len(before[0].shape) - 1]:
+            axes = (*part.axes[: len(before[0].shape) - 1], "channel")  # of all heads
+        if axes is None:
+            break
+        part = Part(before[0], axes)
+    return part
 
 
 def _queries(flow: Flow, inside: frozenset[Node], own: tuple[Attention, ...]) -> Part | None:
@@ -327,17 +363,18 @@ def _trace(
     rotated = [waist for waist in between.waists if _is_rotation(between, waist)]
     # What a cache, or other heads, add: `k` and `v` are those of the positions and heads of the call.
     stop_at = [w for before, w in pairwise(between.waists) if w.size > before.size or between.ops[w] == ("cat",)]
+    # Queries and keys are often scaled before the product; values are what the pattern is multiplied with.
+    scaled = [w for w in between.waists if between.ops[w] and set(between.ops[w]) <= SCALINGS and name != "v"]
     if rotated:
         stop_at = [waist for waist in stop_at if place_of(waist) > place_of(rotated[-1])]
         after = {waist: part for waist, part in known.items() if place_of(waist) >= place_of(rotated[-1])}
         stop_at += [w for w in between.waists if place_of(w) > place_of(rotated[-1]) and between.is_norm(w)]
+        stop_at += [w for w in scaled if place_of(w) > place_of(rotated[-1])]
         last = next(_before(after, between, stop_at), None)
         found[f"{name}_rot"] = last if last is not None else operand
         stop_at = [rotated[0]]
     elif name != "v":
         missing[f"{name}_rot"] = "nothing rotates it (as rotary embeddings do) before the product of queries and keys"
-    # Queries and keys are often scaled before the product; values are what the pattern is multiplied with.
-    scaled = [w for w in between.waists if between.ops[w] and set(between.ops[w]) <= SCALINGS and name != "v"]
     part = next(_before(known, between, [*stop_at, *scaled]), None) or next(_before(known, between, stop_at), None)
     if part is not None:
         found[name] = part
@@ -352,7 +389,7 @@ def _known_axes(between: Region, operand: Part) -> dict[Value, Part]:
     found = {operand.value: operand}
     axes: Axes | None = operand.axes
     for source, waist in reversed(list(pairwise(between.waists))):
-        is_part = source.size > waist.size
+        is_part = source.size > waist.size and waist.op != "view_as_complex"  # a complex number is two of the source
         axes = axes_before(waist.node, axes, source) if axes is not None and not is_part else None
         if axes is None:
             break
@@ -365,7 +402,7 @@ def _before(known: dict[Value, Part], between: Region, stops: list[Value]) -> It
     waists = list(between.waists)
     end = min((waists.index(stop) for stop in stops), default=len(waists))
     parts = [known[waist] for waist in reversed(waists[:end]) if waist in known]
-    parts = [part for part in parts if not {"one", "part", "repeat"} & set(part.axes)]
+    parts = [part for part in parts if not {"one", "part", "repeat", PAIR} & set(part.axes)]
     yield from sorted(parts, key=lambda part: ("head" not in part.axes, part.axes[-1] != "channel"))
 
 

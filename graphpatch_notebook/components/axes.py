@@ -7,11 +7,14 @@ from typing import Any, TypeAlias
 
 from graphpatch_notebook.capture.records import Node, Ref
 from graphpatch_notebook.components.flow import Flow, Value
-from graphpatch_notebook.components.operations import CONVOLUTIONS
+from graphpatch_notebook.components.operations import CONVOLUTIONS, ROTATIONS
 
 Axes: TypeAlias = "tuple[str, ...]"
 
-_SPLITS = {"head": ("head", "repeat"), "batch_head": ("batch", "head")}
+PAIR = "pair"
+"""The axis of two numbers that rotary embeddings rotate as one: channels are divided into pairs, and joined again."""
+
+_SPLITS = {"head": ("head", "repeat"), "batch_head": ("batch", "head"), "channel": ("channel", PAIR)}
 _SWAPS = frozenset("transpose swapaxes swapdims".split())
 
 
@@ -139,7 +142,29 @@ def axes_before(node: Node, axes: Axes, source: Value) -> Axes | None:
         result = Value(node).shape
         is_same = rank == len(axes) and (source.shape == result or node.op == "expand")
         return axes if is_same else _before_view(result, axes, source.shape, is_repeated=source.op == "expand")
-    return axes if rank == len(axes) else None
+    return axes if rank == len(axes) else _before_pairs(node, axes, source)
+
+
+def axes_before_map(node: Node, axes: Axes, source: Value) -> Axes | None:
+    """Returns the axes of what a linear map of the model reads, from those of its result; `None` if not known."""
+    shape = Value(node).shape
+    if node.op == "einsum":
+        equation = next((given for given in node.args if isinstance(given, str)), "").replace(" ", "")
+        factors, _, result = equation.partition("->")
+        read = next((factor for factor in factors.split(",") if len(factor) == len(source.shape)), "")
+        names = dict(zip(result, axes, strict=False))
+        return tuple(names.get(letter, "channel") for letter in read) if read and len(result) == len(axes) else None
+    is_alike = len(shape) == len(source.shape) and shape[-2] == source.shape[-2] and node.op not in CONVOLUTIONS
+    return (*axes[:-1], "channel") if is_alike and axes[-1] not in ("query", "batch") else None
+
+
+def _before_pairs(node: Node, axes: Axes, source: Value) -> Axes | None:
+    """Returns the axes of channels that became pairs, or of pairs that became complex numbers, and the reverse."""
+    result, shape = Value(node).shape, source.shape
+    if axes[-1:] == (PAIR,) and shape[:-1] == result[:-2] and shape[-1] in (result[-2], result[-2] * 2):
+        return axes[:-1]
+    is_joined = node.op in ROTATIONS and axes[-1:] == ("channel",) and shape == (*result, 2)
+    return (*axes, PAIR) if is_joined else None
 
 
 def _dims(node: Node, names: tuple[str, ...]) -> list[Any]:
@@ -183,7 +208,8 @@ def _before_view(
     """Returns the axes of what was reshaped.
 
     Each of its dimensions is one of the result, or has one element, or is one of two that became one: batch and heads,
-    or the heads and how often each is repeated. A batch of one and a single head that is repeated are dimensions, too.
+    the heads and how often each is repeated, or pairs of channels; or it is channels that became pairs. A batch of one
+    and a single head that is repeated are dimensions, too.
     """
     sized = [(size, name) for size, name in zip(result, axes, strict=True) if size != 1]
     found = []
@@ -200,6 +226,9 @@ def _before_view(
             first, second = _SPLITS[sized[0][1]]
             found.append(first)
             sized[0] = (next_size, second)
+        elif [name for _, name in sized[:2]] == ["channel", PAIR] and size == sized[0][0] * sized[1][0]:
+            found.append("channel")
+            del sized[:2]
         else:
             return None
     return tuple(found) if not sized else None

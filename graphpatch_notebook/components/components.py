@@ -13,7 +13,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.attention import Parts, attentions, is_sequence_first, parts_of
 from graphpatch_notebook.components.axes import Axes, feature_axes, stream_axes
 from graphpatch_notebook.components.chain import Layer, Stack, Stacks, Trails
-from graphpatch_notebook.components.ends import end_of, ends_alone, start_of
+from graphpatch_notebook.components.ends import end_of, ends_alone, is_sequence_first_after, start_of
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.mlp import Mlp, mlp_of
 from graphpatch_notebook.components.names import find_one, look_up, why_missing
@@ -195,6 +195,7 @@ class Components(Mapping[str, Component]):
         return table(self)
 
 
+_NO_STACK = "no module of a list adds to its input, nor do modules of a dict, or with numbered names, in turn"
 _ATTENTION = ("q", "k", "v", "q_rot", "k_rot", "scores", "pattern", "z")
 _lock = threading.RLock()
 
@@ -248,7 +249,7 @@ class _Finder:
         self._add_end(stacks)
         if not stacks:
             opaque = self._flow.opaque
-            why = _unrecorded(opaque[0]) if opaque else "no module of a list adds to its input"
+            why = _unrecorded(opaque[0]) if opaque else _NO_STACK
             self.found.missing |= dict.fromkeys(("layers[*]", "@logits", "@embed")[: 3 if opaque else 1], why)
         if len(stacks) < 2 and "@logits" in self.found.missing:
             self._add_ends_alone()
@@ -421,16 +422,18 @@ class _Finder:
             prefix = f"{stack.name}." if stack.name else ""
             self.found.evidence.ends.append((prefix, end))
             if end.norm is not None:
-                axes = stream_axes(end.norm.shape, is_sequence_first=stack.layers[-1].is_sequence_first)
+                is_first = is_sequence_first_after(self._trails, end.norm, stack)
+                axes = stream_axes(end.norm.shape, is_sequence_first=is_first)
                 self._add_value(f"{prefix}@final_norm", end.norm, self._flow.root, axes)
             else:
                 self.found.missing[f"{prefix}@final_norm"] = "no norm reads what the last layer returns"
-        last = next((end for _, end in ends if end.logits is not None), None)
-        if last is None or last.logits is None:
+        last = next(((stack, end.logits) for stack, end in ends if end.logits is not None), None)
+        if last is None:
             self.found.missing["@logits"] = "no result of the model is a linear map of the last layer's output"
         else:
-            logits = last.logits
-            axes = stream_axes(logits.value.shape, "vocab", is_sequence_first=last.is_sequence_first)
+            of_stack, logits = last
+            is_first = is_sequence_first_after(self._trails, logits.value, of_stack)
+            axes = stream_axes(logits.value.shape, "vocab", is_sequence_first=is_first)
             self._add("@logits", logits.path, logits.value, ("batch", "vocab") if len(axes) == 2 else axes)
 
     def _add(self, name: str, path: str, value: Value, axes: Axes, doubt: str = "") -> None:
