@@ -107,7 +107,7 @@ class AttentionContext(RequestContext):
 
     Attributes:
         follow: Shows the patterns for the patches as they are now, and returns the status of that.
-        head: Returns the pattern of a head, and its scale; of the mean over a batch, also those of the weighted pattern.
+        head: Returns the pattern of a head, and its scale; of the mean over a batch, also the weighted one.
     """
 
     follow: Callable[[], Answer]
