@@ -282,7 +282,7 @@ class WritingPatch(_SlicedPatch):
         return super().problem(shape)
 
     def _check_has_numbers(self, target: Tensor) -> None:
-        """Rejects a value on the meta device, of which `+=` of torch adds nothing (seen in torch 2.6 to 2.13)."""
+        """Rejects a value on the meta device, of which `+=` of torch adds nothing (seen in torch 2.13)."""
         value = getattr(self, "value", None)
         if isinstance(value, Tensor) and value.device.type == "meta" != target.device.type:
             raise PatchValueError(
