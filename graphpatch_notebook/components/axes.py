@@ -83,11 +83,10 @@ def batch_axes(count: int) -> Axes:
 
 
 def _einsum_axes(product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes, Axes] | None:
-    equation = next((given for given in product.args if isinstance(given, str)), "").replace(" ", "")
-    factors, _, result = equation.partition("->")
-    one, _, other = factors.partition(",")
-    if not one or not other or not result or "." in equation:
+    factors, result = einsum_letters(product)
+    if len(factors) != 2:
         return None
+    one, other = factors
     shared = [letter for letter in one if letter in other and letter in result]
     leading = batch_axes(len(shared))
     row = [letter for letter in one if letter in result and letter not in other]
@@ -97,6 +96,13 @@ def _einsum_axes(product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes
         return None
     names = dict(zip([*shared, *row, *inner, *column], [*leading, *roles], strict=True))
     return _named(one, names), _named(other, names), _named(result, names)
+
+
+def einsum_letters(node: Node) -> tuple[list[str], str]:
+    """Returns the letters of the factors and of the result of an einsum; empty if they are not written out."""
+    equation = next((given for given in node.args if isinstance(given, str)), "").replace(" ", "")
+    factors, _, result = equation.partition("->")
+    return (factors.split(","), result) if result and "." not in equation else ([], "")
 
 
 def _named(letters: str, names: dict[str, str]) -> Axes:
@@ -149,9 +155,8 @@ def axes_before_map(node: Node, axes: Axes, source: Value) -> Axes | None:
     """Returns the axes of what a linear map of the model reads, from those of its result; `None` if not known."""
     shape = Value(node).shape
     if node.op == "einsum":
-        equation = next((given for given in node.args if isinstance(given, str)), "").replace(" ", "")
-        factors, _, result = equation.partition("->")
-        read = next((factor for factor in factors.split(",") if len(factor) == len(source.shape)), "")
+        factors, result = einsum_letters(node)
+        read = next((factor for factor in factors if len(factor) == len(source.shape)), "")
         names = dict(zip(result, axes, strict=False))
         return tuple(names.get(letter, "channel") for letter in read) if read and len(result) == len(axes) else None
     is_alike = len(shape) == len(source.shape) and shape[-2] == source.shape[-2] and node.op not in CONVOLUTIONS

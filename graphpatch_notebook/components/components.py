@@ -38,6 +38,8 @@ class Component:
         index: The part of the value at `path` that is meant; `()` for all of it.
         proof: How it was proved that the value is what the name says; empty if it was not yet.
         doubt: Why it may not be; empty if there is no reason to doubt it.
+        is_tiled: Whether the heads of queries read the heads of these keys or values by turns (`0, 1, 0, 1`). Else
+            neighbors share one (`0, 0, 1, 1`).
     """
 
     name: str
@@ -47,6 +49,12 @@ class Component:
     index: Index = ()
     proof: str = ""
     doubt: str = ""
+    is_tiled: bool = False
+
+    def head_of(self, number: int, queries: int) -> int:
+        """Returns which of the heads of keys or values a head of queries reads, of the number of these."""
+        heads = self.shape[self.axes.index("head")] if "head" in self.axes else 1
+        return number % heads if self.is_tiled else number * heads // queries
 
     @property
     def kept_dims(self) -> list[int]:
@@ -357,7 +365,12 @@ class _Finder:
             self._add_value(f"{start}{norm_name(kind)}", norm, layer.frame, layer.axes(norm))
         else:
             self.found.missing[f"{start}{norm_name(kind)}"] = "no norm reads the stream for it"
-        if write.attentions:
+        if len(write.attentions) > 1:
+            paths = list(dict.fromkeys(repr(self._path(each.z, layer.frame)) for each in write.attentions))
+            returned = ", ".join([*paths[:3], *["..."][: len(paths) - 3]])
+            why = f"it consists of {len(write.attentions)} attentions; what they return is {returned}"
+            self.found.missing[f"{start}{kind}.*"] = why
+        elif write.attentions:
             named.parts = self._add_attention(start, kind, write, layer)
         elif write.kind == "attn":
             self.found.missing[f"{start}{kind}.*"] = (
@@ -378,10 +391,12 @@ class _Finder:
 
     def _add_attention(self, start: str, kind: str, write: Write, layer: Layer) -> Parts:
         parts = parts_of(self._trails, write.attentions[-1], write.inside)
-        doubt = f"the layer has {len(write.attentions)} attentions in one" if len(write.attentions) > 1 else ""
         for name in _ATTENTION:
             if (part := parts.found.get(name)) is not None:
-                self._add_value(f"{start}{kind}.{name}", part.value, layer.frame, part.axes, doubt)
+                self._add_value(f"{start}{kind}.{name}", part.value, layer.frame, part.axes)
+        for name in parts.tiled & set(parts.found):
+            own = f"{start}{kind}.{name}"
+            self.found.by_name[own] = replace(self.found.by_name[own], is_tiled=True)
         for name, reason in parts.missing.items():
             self.found.missing[f"{start}{kind}.{name}"] = reason
         return parts
@@ -436,12 +451,12 @@ class _Finder:
             axes = stream_axes(logits.value.shape, "vocab", is_sequence_first=is_first)
             self._add("@logits", logits.path, logits.value, ("batch", "vocab") if len(axes) == 2 else axes)
 
-    def _add(self, name: str, path: str, value: Value, axes: Axes, doubt: str = "") -> None:
-        self.found.by_name[name] = Component(name, path, value.shape, axes, doubt=doubt)
+    def _add(self, name: str, path: str, value: Value, axes: Axes) -> None:
+        self.found.by_name[name] = Component(name, path, value.shape, axes)
         self.found.evidence.values[name] = value
 
-    def _add_value(self, name: str, value: Value, inside: Frame, axes: Axes, doubt: str = "") -> None:
-        self._add(name, self._path(value, inside), value, axes, doubt)
+    def _add_value(self, name: str, value: Value, inside: Frame, axes: Axes) -> None:
+        self._add(name, self._path(value, inside), value, axes)
 
     def _path(self, value: Value, inside: Frame) -> str:
         """Returns the path of a value: the output of the outermost frame in `inside` that returns it, if one does.

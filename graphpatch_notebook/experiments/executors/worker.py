@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution.replay import tensors_in
 from graphpatch_notebook.experiments.engine.cells import CellResult, PatchMap
@@ -28,7 +29,8 @@ from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import declares
 from graphpatch_notebook.warning_places import collected_warnings, warn_each_time
 
@@ -60,9 +62,9 @@ class Reference:
 
     @classmethod
     def of(cls, pg: PatchableGraph, inputs: Inputs, baseline: Measurement) -> Reference:
-        """Returns the reference of a graph."""
-        fresh = inputs.fresh()
-        with torch.no_grad():
+        """Returns the reference of a graph. Restores the state of the model."""
+        fresh, state = inputs.fresh(), ModuleState(captured(pg).module)
+        with torch.no_grad(), afterwards(state.restore):
             tensors = [t for t in tensors_in(pg(*fresh.args, **fresh.kwargs)) if t.is_floating_point()]
         samples = [_some(tensor) for tensor in tensors]
         is_low = any(tensor.dtype.itemsize < 4 for tensor in (*tensors, *pg.parameters()))
