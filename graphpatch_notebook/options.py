@@ -104,8 +104,8 @@ class ExtractionOptions:
             _check_class(name, cls)
             if not callable(function):
                 raise OptionError(
-                    f"{name}: what it has for {cls.__name__} is {_option_text(function)}, which cannot be called; give a "
-                    "function from the module to a torch.fx.Graph"
+                    f"{name}: what it has for {cls.__name__} is {_option_text(function)}, which cannot be called; give "
+                    "a function from the module to a torch.fx.Graph"
                 )
         name = "classes_to_skip_compiling"
         if isinstance(classes, str) or not isinstance(classes, Collection):
@@ -115,8 +115,8 @@ class ExtractionOptions:
             _check_class(name, cls)
         if postprocessing is not None and not callable(postprocessing):
             raise OptionError(
-                f"postprocessing_function: {_option_text(postprocessing)} cannot be called; give a function of the graph "
-                "module and the module, or None"
+                f"postprocessing_function: {_option_text(postprocessing)} cannot be called; give a function of the "
+                "graph module and the module, or None"
             )
 
     def extraction_function(self, module: Module) -> Callable[[Module], Graph] | None:

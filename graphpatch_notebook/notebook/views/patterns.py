@@ -143,8 +143,8 @@ class QuantizingPatch(Patch[Tensor]):
         self.kept_bytes[0] += numbers.numel()
         if self.kept_bytes[0] > _MOST_BYTES:
             raise GraphError(
-                f"the attention patterns of these inputs take more than {_MOST_BYTES // 2**30} GB: give fewer or shorter "
-                "inputs, or layers=[...]"
+                f"the attention patterns of these inputs take more than {_MOST_BYTES // 2**30} GB: give fewer or "
+                "shorter inputs, or layers=[...]"
             )
         self.kept = Quantized.of(numbers)
         return original_output
