@@ -839,8 +839,9 @@ class PatchableGraph(ModuleDelegate):
         Args:
             axes: The dimensions of the result: a dict from names to values.
             make_patches: Maps a value of each axis to the patch map of a cell. It is called once for each cell, in
-                order. Cells that share work are made before any of them runs: they cannot use state that the metric
-                changes, and it is an error if they change the model or its inputs.
+                order. Cells that share work are made before any of them runs, and it is an error if they change the
+                model or its inputs. If a run of the model, or the metric, changes what `make_patches` may read, each
+                cell is made just before it runs.
             *inputs: Positional inputs of the model, which may write into them: each run gets a copy.
             metric: Maps the output of the model to a number, an array of numbers, or a dict from names to numbers. It
                 is first called on the run without patches (more than once, if parts of the output may be skipped), then
@@ -855,7 +856,8 @@ class PatchableGraph(ModuleDelegate):
                 sweep (with other axes, patches, metric, inputs, weights, metric without patches, or `checkpoint_key`)
                 is refused and left unchanged. In the same environment, the result has the same bits as that of an
                 uninterrupted sweep. As with `executor`, all patch maps are made before any cell runs, so functions
-                cannot use state that earlier cells changed.
+                cannot use state that earlier cells changed; it is an error if what the patches of a cell refer to
+                changes before the last map is made.
             checkpoint_key: A text that identifies the version of your functions; change it when you change them. The
                 code of functions is not compared, so `checkpoint` requires a key unless patches are `ZeroPatch`,
                 `AddPatch` and `ReplacePatch`, the metric belongs to this package or to torch (such as `torch.sum`), and
@@ -864,7 +866,8 @@ class PatchableGraph(ModuleDelegate):
                 future. Threads share the graph of this process. Other executors (processes, `joblib`'s, a Dask `Client`
                 or its `get_executor()`) need a `recipe`; weights are not sent to workers. If a worker is lost, its
                 chunk is submitted again. If the executor breaks or loses all workers, the remaining chunks run in this
-                process, with an `ExperimentWarning`, except those that may have caused the loss.
+                process, with an `ExperimentWarning`, except those that may have caused the loss. Another one says if
+                functions in patches change what they refer to: cells run in any order.
             recipe: How another process gets the graph: a function without arguments that returns it, with the same
                 mode, dtype and weights as here, or the name of a file written by `pg.save`. Each process calls it once.
                 The metric without patches must be the same there up to rounding; otherwise its cells fail.

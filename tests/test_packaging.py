@@ -21,7 +21,7 @@ import graphpatch_notebook
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-HEAVY = ["IPython", "accelerate", "anywidget", "bitsandbytes", "ipywidgets", "safetensors", "traitlets", "transformers"]
+HEAVY = "IPython accelerate anywidget bitsandbytes ipywidgets rich safetensors traitlets transformers".split()
 
 
 def test_all_is_sorted_and_unique() -> None:

@@ -12,6 +12,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.values import ContainerSpec
 
+_FIELDS_OF_PATCHES = {"slice", "steps", "positions", "position_dim", "any_shape", "allow_empty"}
 # Inputs that transformers models may take in `**kwargs`, and whose names are similar to those of options.
 _OF_MODELS = {"position_ids", "head_mask", "cache_position"}
 
@@ -28,16 +29,21 @@ def check_input_names(
         like: A function whose options are meant, if the one that was called has none.
 
     Raises:
-        ExperimentError: A name is similar to that of an option, and no module of the model has a parameter of that
-            name.
+        ExperimentError: A name is similar to that of an option, or it is that of a field of patches, and no module of
+            the model has a parameter of that name.
     """
     close = _similar_options(tuple(names), like or function)
-    if not close:
+    of_patches = _FIELDS_OF_PATCHES.intersection(names).difference(option_names(function))
+    if not close and not of_patches:
         return
     known = {parameter.name for frame in root.walk() for parameter in frame.parameters}
     for node in root.inputs():
         if isinstance(node.spec, ContainerSpec):  # **kwargs of the example inputs
             known |= {str(name) for name, *_ in node.spec.children}
+    for name in sorted(of_patches - known):
+        raise ExperimentError(
+            f"{function.__name__} has no {name}=; patches have: pg.patch({{path: ZeroPatch({name}=...)}})"
+        )
     for name, option in close.items():
         if name not in known:
             repair = f"did you mean {option}=?" if like is None else f"{like.__name__} has {option}="

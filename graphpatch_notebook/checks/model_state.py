@@ -115,6 +115,9 @@ def copied_output(value: Any) -> Any:
 
 # -- random generators -------------------------------------------------------------------------------------------------
 
+SHARED = ("torch", "Python", "numpy")
+"""The owners of the random generators that all code shares."""
+
 
 class SharedRandomState:
     """The state of the random generators that all code shares: those of torch, Python and numpy."""
@@ -283,6 +286,10 @@ class ModuleState:
         ]
         self._random = SharedRandomState()
         return self
+
+    def holds(self, value: Any) -> bool:
+        """Whether the model holds this very object: a module, a tensor, a container, a plain object."""
+        return id(value) in self._walk.seen
 
     # -- compare
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -61,11 +62,21 @@ def plain_outer_values(
 def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple[OuterValue, Any]]:
     """Yields the variables that the module's own functions use, with their values."""
     for function in _functions(module, forward):
-        variables = function.__globals__
-        for name in function.__code__.co_names:
-            yield OuterValue(name, variables, name), variables.get(name)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            yield OuterValue(name, cell), _content(cell)
+        yield from ((outer, outer.value()) for outer in outer_values_of(function))
+
+
+def outer_values_of(function: types.FunctionType) -> Iterator[OuterValue]:
+    """Yields the globals and the closure variables that a function may read, or one that is defined inside it."""
+    code, variables = function.__code__, function.__globals__
+    yield from (OuterValue(name, variables, name) for name in names_in(code))
+    yield from map(OuterValue, code.co_freevars, function.__closure__ or ())
+
+
+@functools.lru_cache(maxsize=256)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names of globals and attributes in a code object, and in those of the functions inside it."""
+    inner = (name for part in code.co_consts if isinstance(part, types.CodeType) for name in names_in(part))
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from graphpatch_notebook.capture.records import Node, Ref
-from graphpatch_notebook.components.axes import Axes, axes_before, axes_of_split_heads, batch_axes, product_axes
+from graphpatch_notebook.components.axes import (
+    PAIR,
+    Axes,
+    axes_before,
+    axes_before_map,
+    axes_of_split_heads,
+    batch_axes,
+    einsum_letters,
+    product_axes,
+)
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import (
@@ -30,6 +39,7 @@ from graphpatch_notebook.components.regions import Region, region
 from graphpatch_notebook.values import TensorSpec
 
 _FARTHEST = 60
+_TILINGS = frozenset("repeat tile cat concat concatenate".split())
 _WHOLE = "multi_head_attention_forward"
 _OUTPUT_STEPS = VIEWS | SAME_VALUES | SCALINGS | ADDITIONS | NORMS | PRODUCTS
 _PATTERN_STEPS = SAME_VALUES | VIEWS | SCALINGS | frozenset(["sub"])
@@ -47,6 +57,9 @@ class Attention:
         dot: The product of queries and keys; `None` in a fused call.
         products: How many products of queries and keys its scores are made of.
         softmax: The softmax; `None` in a fused call.
+        has_keys_first: Whether the product of queries and keys has the keys in its rows.
+        has_values_first: Whether the product with the pattern has the values as its first factor.
+        scores_order: The dimensions of that product, in the order in which the softmax has them; empty for the same.
     """
 
     q: Value
@@ -58,6 +71,9 @@ class Attention:
     dot: Value | None = None
     products: int = 1
     softmax: Node | None = None
+    has_keys_first: bool = False
+    has_values_first: bool = False
+    scores_order: tuple[int, ...] = ()
 
 
 def attentions(flow: Flow) -> list[Attention]:
@@ -102,7 +118,53 @@ def _opened(flow: Flow, softmax: Node) -> Attention | None:
     if len(pattern.shape) < 4 <= len(own.shape):
         pattern = own
     dot, (q, k) = next((found for found in products if found[0].size == own.size), products[0])
-    return Attention(q, k, v, z, _scores(flow, softmax, pattern), pattern, dot, len(products), softmax)
+    order = _order_before(flow, softmax, dot)
+    has_keys_first = _has_keys_first(softmax, dot, order)
+    if has_keys_first:
+        q, k = k, q
+    has_values_first = flow.reads(z.node)[-2:][0].node is v.node
+    order = () if order == tuple(range(len(order))) else order
+    scores = _scores(flow, softmax, pattern)
+    return Attention(
+        *(q, k, v, z, scores, pattern, dot, len(products), softmax), has_keys_first, has_values_first, order
+    )
+
+
+def _softmax_dim(softmax: Node) -> int:
+    """Returns the dimension along which a softmax sums to one: that of the keys."""
+    given = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else -1)
+    return given % len(Value(softmax).shape) if isinstance(given, int) else len(Value(softmax).shape) - 1
+
+
+def _order_before(flow: Flow, softmax: Node, dot: Value) -> tuple[int, ...]:
+    """Returns the dimensions of a product in the order in which a softmax of it has them; empty if it is not known."""
+    first = flow.reads(softmax)[0]
+    waiting = deque([(first, tuple(map(str, range(len(first.shape)))))])
+    seen: set[Value] = set()
+    while waiting and len(seen) < _FARTHEST:
+        value, axes = waiting.popleft()
+        if value == dot:
+            names = list(map(str, range(len(first.shape))))
+            return tuple(map(axes.index, names)) if sorted(axes) == sorted(names) else ()
+        if value in seen or value.node.kind != "op" or value.op in PRODUCTS:
+            continue
+        seen.add(value)
+        for read in flow.moving(value.node) or flow.reads(value.node):
+            if read.size == value.size and (before := axes_before(value.node, axes, read)) is not None:
+                waiting.append((read, before))
+    return ()
+
+
+def _has_keys_first(softmax: Node, dot: Value, order: tuple[int, ...]) -> bool:
+    """Whether the first factor of a product has the keys: the dimension along which its softmax sums to one."""
+    dim = _softmax_dim(softmax)
+    rank = len(dot.shape)
+    from_end = dim - len(Value(softmax).shape)  # batch and heads may be one dimension of the product
+    keys = order[dim] if order else rank + from_end
+    if dot.op == "einsum":
+        factors, result = einsum_letters(dot.node)
+        return len(factors) == 2 and len(result) == rank and result[keys] in factors[0]
+    return keys == rank - 2
 
 
 def _scores(flow: Flow, softmax: Node, pattern: Value) -> Value:
@@ -182,6 +244,10 @@ class Part:
     value: Value
     axes: Axes
 
+    def size_of(self, axis: str) -> int:
+        """Returns the size of a dimension; 0 if there is none of this name."""
+        return self.value.shape[self.axes.index(axis)] if axis in self.axes else 0
+
 
 @dataclass(slots=True, eq=False)
 class Parts:
@@ -192,15 +258,18 @@ class Parts:
         missing: Why the others were not.
         operands: What the products read and return, as `q`, `k`, `v`, ...; `dot` is the product of queries and keys.
         output: What the linear map of `z` returns, if there is one.
+        tiled: Which of `k` and `v` have heads that the heads of queries read by turns: `0, 1, 0, 1`, not `0, 0, 1, 1`.
     """
 
     found: dict[str, Part]
     missing: dict[str, str]
     operands: dict[str, Part]
     output: Value | None
+    tiled: set[str] = field(default_factory=set)
 
 
 _PLAIN = ("Tensor", "Parameter")
+_UNKNOWN_DIMENSIONS = "the dimensions of the products of attention are not known"
 _FUSED_REASON = "attention is one fused call that cannot be opened"
 _FUSED_CLOSED = "attention is one fused call: leave decompose out of the ExtractionOptions to see the values inside"
 _FUSED_GRAPH = (
@@ -212,11 +281,13 @@ _FUSED_GRAPH = (
 def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> Parts:
     """Returns the parts of an attention that is computed by the nodes `inside`."""
     flow = trails.flow
-    found, missing = dict[str, Part](), dict[str, str]()
-    operands = _operands(flow, attention)
+    found, missing, tiled = dict[str, Part](), dict[str, str](), set[str]()
+    operands = _operands(trails, attention, inside)
     for name, part in operands.items():
         if name in "qkv":
             _trace(trails, name, part, inside, found, missing)
+            if name in found and _is_tiled(trails, part, inside, found[name].size_of("head")):
+                tiled.add(name)
         else:
             found[name] = part
     for name in [name for name, part in found.items() if part.value.op in CREATIONS]:
@@ -228,12 +299,27 @@ def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> P
             missing[name] = _why_fused(flow, attention)
     for name in ("q", "k", "v", "z"):
         if name not in found:
-            missing.setdefault(name, "the dimensions of the products of attention are not known")
-    return Parts(found, missing, operands, _output_map(flow, attention))
+            missing.setdefault(name, _UNKNOWN_DIMENSIONS)
+    return Parts(found, missing, operands, _output_map(flow, attention), tiled)
+
+
+def _is_tiled(trails: Trails, operand: Part, inside: frozenset[Node], heads: int) -> bool:
+    """Whether an operand has all heads again and again, and not each of them several times."""
+    between = region(trails, operand.value, inside)
+    known = _known_axes(between, operand)
+    for before, waist in pairwise(between.waists):
+        part, old = known.get(waist), known.get(before)
+        if part is None or old is None or not 1 < heads == old.size_of("head") < part.size_of("head"):
+            continue
+        if waist.op in _TILINGS:
+            return True
+    return False
 
 
 def _why_fused(flow: Flow, attention: Attention) -> str:
-    """Returns why there are no values inside a call of attention."""
+    """Returns why there are no scores and no pattern: mostly, since they are values inside a call of attention."""
+    if attention.dot is not None:
+        return _UNKNOWN_DIMENSIONS
     frame = flow.frame_of[attention.z.node]
     if frame.has_own_graph:
         return _FUSED_GRAPH
@@ -247,39 +333,86 @@ def _why_fused(flow: Flow, attention: Attention) -> str:
 
 def is_sequence_first(trails: Trails, inside: frozenset[Node], own: tuple[Attention, ...], stream: Value) -> bool:
     """Whether attention, computed by the nodes `inside`, reads a stream with its positions before the batch."""
-    queries = _queries(trails.flow, inside, own)
+    queries = _queries(trails, inside, own)
     if queries is None:
         return False
-    between = region(trails, queries.value, inside)
-    known = _known_axes(between, queries)
-    first = next(known[waist] for waist in between.waists if waist in known)
+    sizes = dict(zip(queries.axes, queries.value.shape, strict=True))
+    if "batch" in sizes and sizes["batch"] != sizes["query"]:
+        return len(stream.shape) == 3 and stream.shape[:2] == (sizes["query"], sizes["batch"])
+    first = _at_stream(trails, _earliest(trails, queries, inside), inside)
     has_batch = bool({"batch", "batch_head"} & set(first.axes))
     return first.axes[0] == "query" and has_batch and first.value.shape[0] == stream.shape[0]
 
 
-def _queries(flow: Flow, inside: frozenset[Node], own: tuple[Attention, ...]) -> Part | None:
+def _earliest(trails: Trails, operand: Part, inside: frozenset[Node]) -> Part:
+    """Returns the first value behind the linear maps that an operand comes from whose axes are known."""
+    between = region(trails, operand.value, inside)
+    known = _known_axes(between, operand)
+    return next(known[waist] for waist in between.waists if waist in known)
+
+
+def _at_stream(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
+    """Returns what a part is computed from, through linear maps and norms, as near to the stream as axes are known."""
+    flow = trails.flow
+    while part.value.node in inside:
+        value = part.value
+        if (norm := trails.norms.get(value)) is not None:
+            part = Part(norm.given.value, part.axes)
+            continue
+        before = [read for read in flow.moving(value.node) if read.is_float]
+        if len(before) != 1:
+            break
+        of_step = axes_before_map if flow.is_linear_map(value) else axes_before
+        axes = of_step(value.node, part.axes, before[0])
+        if axes is None and value.op in VIEWS and before[0].shape[:-1] == value.shape[: len(before[0].shape) - 1]:
+            axes = (*part.axes[: len(before[0].shape) - 1], "channel")  # of all heads
+        if axes is None:
+            break
+        part = Part(before[0], axes)
+    return part
+
+
+def _queries(trails: Trails, inside: frozenset[Node], own: tuple[Attention, ...]) -> Part | None:
     """Returns what an attention makes scores of, or its queries before their linear map, if it is one function."""
     if own:
-        return _operands(flow, own[-1]).get("q")
+        return _operands(trails, own[-1], inside).get("q")
     for node in inside:
-        if node.whole.op == _WHOLE and (given := flow.reads(node.whole)) and len(given[0].shape) == 3:
+        if node.whole.op == _WHOLE and (given := trails.flow.reads(node.whole)) and len(given[0].shape) == 3:
             return Part(given[0], ("query", "batch", "channel"))
     return None
 
 
-def _operands(flow: Flow, attention: Attention) -> dict[str, Part]:
+def _operands(trails: Trails, attention: Attention, inside: frozenset[Node]) -> dict[str, Part]:
     """Returns what the products of attention read and return."""
+    found = _operands_by_place(trails.flow, attention)
+    if "q" in found and _has_heads_first(trails, found["q"], inside):
+        swap = {"batch": "head", "head": "batch"}
+        found = {
+            name: Part(part.value, tuple(swap.get(axis, axis) for axis in part.axes)) for name, part in found.items()
+        }
+    return found
+
+
+def _operands_by_place(flow: Flow, attention: Attention) -> dict[str, Part]:
+    """Returns what the products of attention read and return, if the batch comes before the heads."""
     if attention.dot is None or attention.pattern is None or attention.scores is None:
         return _operands_of_fused(attention)
-    dot = product_axes(flow, attention.dot.node, ("query", "channel", "key"))
-    out = product_axes(flow, attention.z.node, ("query", "key", "channel"))
+    has_keys_first, has_values_first = attention.has_keys_first, attention.has_values_first
+    rows = ("key", "channel", "query") if has_keys_first else ("query", "channel", "key")
+    dot = product_axes(flow, attention.dot.node, rows)
+    columns = ("channel", "key", "query") if has_values_first else ("query", "key", "channel")
+    out = product_axes(flow, attention.z.node, columns)
     if dot is None or out is None:
         return {}
-    found = {"q": Part(attention.q, dot[0]), "k": Part(attention.k, dot[1]), "v": Part(attention.v, out[1])}
+    q, k = dot[1::-1] if has_keys_first else dot[:2]
+    v, pattern = out[:2] if has_values_first else out[1::-1]
+    found = {"q": Part(attention.q, q), "k": Part(attention.k, k), "v": Part(attention.v, v)}
+    order = attention.scores_order
+    scores = tuple(dot[2][dim] for dim in order) if len(order) == len(dot[2]) else dot[2]
     for name, value, axes in (
         ("dot", attention.dot, dot[2]),
-        ("scores", attention.scores, dot[2]),
-        ("pattern", attention.pattern, out[0]),
+        ("scores", attention.scores, scores),
+        ("pattern", attention.pattern, pattern),
         ("z", attention.z, out[2]),
     ):
         is_apart = len(axes) == 3 and len(value.shape) == 4  # batch and heads are merged for the product only
@@ -287,6 +420,40 @@ def _operands(flow: Flow, attention: Attention) -> dict[str, Part]:
         if len(value.shape) == len(known):
             found[name] = _with_heads_split(flow, Part(value, known))
     return found
+
+
+def _has_heads_first(trails: Trails, queries: Part, inside: frozenset[Node]) -> bool:
+    """Whether the dimension that seems to be the batch has heads: it is made of the features of a linear map."""
+    if not {"batch", "head"} <= set(queries.axes):
+        return False
+    flow, part = trails.flow, _earliest(trails, queries, inside)
+    while part.value.node in inside:
+        value = part.value
+        if (norm := trails.norms.get(value)) is not None:
+            part = Part(norm.given.value, part.axes)
+            continue
+        before = [read for read in flow.moving(value.node) if read.is_float]
+        if flow.is_linear_map(value):
+            return value.op == "einsum" and "batch" in _axes_of_weights(flow, part)
+        if len(before) != 1:
+            return False
+        axes = axes_before(value.node, part.axes, before[0])
+        if axes is None:
+            is_split = value.op in VIEWS and before[0].shape[:-1] == value.shape[:-2]
+            return is_split and "batch" in part.axes[-2:]
+        part = Part(before[0], axes)
+    return False
+
+
+def _axes_of_weights(flow: Flow, part: Part) -> set[str]:
+    """Returns the axes of the result of a linear map that only its weight has."""
+    factors, result = einsum_letters(part.value.node)
+    weights = flow.weights(part.value.node)
+    given = [read for read in flow.reads(part.value.node) if read not in weights]
+    if len(factors) != 2 or len(given) != 1 or len(result) != len(part.axes):
+        return set()
+    own = factors[flow.reads(part.value.node).index(given[0])]
+    return {axis for letter, axis in zip(result, part.axes, strict=True) if letter not in own}
 
 
 def _operands_of_fused(attention: Attention) -> dict[str, Part]:
@@ -327,17 +494,18 @@ def _trace(
     rotated = [waist for waist in between.waists if _is_rotation(between, waist)]
     # What a cache, or other heads, add: `k` and `v` are those of the positions and heads of the call.
     stop_at = [w for before, w in pairwise(between.waists) if w.size > before.size or between.ops[w] == ("cat",)]
+    # Queries and keys are often scaled before the product; values are what the pattern is multiplied with.
+    scaled = [w for w in between.waists if between.ops[w] and set(between.ops[w]) <= SCALINGS and name != "v"]
     if rotated:
         stop_at = [waist for waist in stop_at if place_of(waist) > place_of(rotated[-1])]
         after = {waist: part for waist, part in known.items() if place_of(waist) >= place_of(rotated[-1])}
         stop_at += [w for w in between.waists if place_of(w) > place_of(rotated[-1]) and between.is_norm(w)]
+        stop_at += [w for w in scaled if place_of(w) > place_of(rotated[-1])]
         last = next(_before(after, between, stop_at), None)
         found[f"{name}_rot"] = last if last is not None else operand
         stop_at = [rotated[0]]
     elif name != "v":
         missing[f"{name}_rot"] = "nothing rotates it (as rotary embeddings do) before the product of queries and keys"
-    # Queries and keys are often scaled before the product; values are what the pattern is multiplied with.
-    scaled = [w for w in between.waists if between.ops[w] and set(between.ops[w]) <= SCALINGS and name != "v"]
     part = next(_before(known, between, [*stop_at, *scaled]), None) or next(_before(known, between, stop_at), None)
     if part is not None:
         found[name] = part
@@ -352,7 +520,7 @@ def _known_axes(between: Region, operand: Part) -> dict[Value, Part]:
     found = {operand.value: operand}
     axes: Axes | None = operand.axes
     for source, waist in reversed(list(pairwise(between.waists))):
-        is_part = source.size > waist.size
+        is_part = source.size > waist.size and waist.op != "view_as_complex"  # a complex number is two of the source
         axes = axes_before(waist.node, axes, source) if axes is not None and not is_part else None
         if axes is None:
             break
@@ -365,7 +533,7 @@ def _before(known: dict[Value, Part], between: Region, stops: list[Value]) -> It
     waists = list(between.waists)
     end = min((waists.index(stop) for stop in stops), default=len(waists))
     parts = [known[waist] for waist in reversed(waists[:end]) if waist in known]
-    parts = [part for part in parts if not {"one", "part", "repeat"} & set(part.axes)]
+    parts = [part for part in parts if not {"one", "part", "repeat", PAIR} & set(part.axes)]
     yield from sorted(parts, key=lambda part: ("head" not in part.axes, part.axes[-1] != "channel"))
 
 

@@ -7,11 +7,14 @@ from typing import Any, TypeAlias
 
 from graphpatch_notebook.capture.records import Node, Ref
 from graphpatch_notebook.components.flow import Flow, Value
-from graphpatch_notebook.components.operations import CONVOLUTIONS
+from graphpatch_notebook.components.operations import CONVOLUTIONS, ROTATIONS
 
 Axes: TypeAlias = "tuple[str, ...]"
 
-_SPLITS = {"head": ("head", "repeat"), "batch_head": ("batch", "head")}
+PAIR = "pair"
+"""The axis of two numbers that rotary embeddings rotate as one: channels are divided into pairs, and joined again."""
+
+_SPLITS = {"head": ("head", "repeat"), "batch_head": ("batch", "head"), "channel": ("channel", PAIR)}
 _SWAPS = frozenset("transpose swapaxes swapdims".split())
 
 
@@ -80,11 +83,10 @@ def batch_axes(count: int) -> Axes:
 
 
 def _einsum_axes(product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes, Axes] | None:
-    equation = next((given for given in product.args if isinstance(given, str)), "").replace(" ", "")
-    factors, _, result = equation.partition("->")
-    one, _, other = factors.partition(",")
-    if not one or not other or not result or "." in equation:
+    factors, result = einsum_letters(product)
+    if len(factors) != 2:
         return None
+    one, other = factors
     shared = [letter for letter in one if letter in other and letter in result]
     leading = batch_axes(len(shared))
     row = [letter for letter in one if letter in result and letter not in other]
@@ -94,6 +96,13 @@ def _einsum_axes(product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes
         return None
     names = dict(zip([*shared, *row, *inner, *column], [*leading, *roles], strict=True))
     return _named(one, names), _named(other, names), _named(result, names)
+
+
+def einsum_letters(node: Node) -> tuple[list[str], str]:
+    """Returns the letters of the factors and of the result of an einsum; empty if they are not written out."""
+    equation = next((given for given in node.args if isinstance(given, str)), "").replace(" ", "")
+    factors, _, result = equation.partition("->")
+    return (factors.split(","), result) if result and "." not in equation else ([], "")
 
 
 def _named(letters: str, names: dict[str, str]) -> Axes:
@@ -139,7 +148,28 @@ def axes_before(node: Node, axes: Axes, source: Value) -> Axes | None:
         result = Value(node).shape
         is_same = rank == len(axes) and (source.shape == result or node.op == "expand")
         return axes if is_same else _before_view(result, axes, source.shape, is_repeated=source.op == "expand")
-    return axes if rank == len(axes) else None
+    return axes if rank == len(axes) else _before_pairs(node, axes, source)
+
+
+def axes_before_map(node: Node, axes: Axes, source: Value) -> Axes | None:
+    """Returns the axes of what a linear map of the model reads, from those of its result; `None` if not known."""
+    shape = Value(node).shape
+    if node.op == "einsum":
+        factors, result = einsum_letters(node)
+        read = next((factor for factor in factors if len(factor) == len(source.shape)), "")
+        names = dict(zip(result, axes, strict=False))
+        return tuple(names.get(letter, "channel") for letter in read) if read and len(result) == len(axes) else None
+    is_alike = len(shape) == len(source.shape) and shape[-2] == source.shape[-2] and node.op not in CONVOLUTIONS
+    return (*axes[:-1], "channel") if is_alike and axes[-1] not in ("query", "batch") else None
+
+
+def _before_pairs(node: Node, axes: Axes, source: Value) -> Axes | None:
+    """Returns the axes of channels that became pairs, or of pairs that became complex numbers, and the reverse."""
+    result, shape = Value(node).shape, source.shape
+    if axes[-1:] == (PAIR,) and shape[:-1] == result[:-2] and shape[-1] in (result[-2], result[-2] * 2):
+        return axes[:-1]
+    is_joined = node.op in ROTATIONS and axes[-1:] == ("channel",) and shape == (*result, 2)
+    return (*axes, PAIR) if is_joined else None
 
 
 def _dims(node: Node, names: tuple[str, ...]) -> list[Any]:
@@ -183,7 +213,8 @@ def _before_view(
     """Returns the axes of what was reshaped.
 
     Each of its dimensions is one of the result, or has one element, or is one of two that became one: batch and heads,
-    or the heads and how often each is repeated. A batch of one and a single head that is repeated are dimensions, too.
+    the heads and how often each is repeated, or pairs of channels; or it is channels that became pairs. A batch of one
+    and a single head that is repeated are dimensions, too.
     """
     sized = [(size, name) for size, name in zip(result, axes, strict=True) if size != 1]
     found = []
@@ -200,6 +231,9 @@ def _before_view(
             first, second = _SPLITS[sized[0][1]]
             found.append(first)
             sized[0] = (next_size, second)
+        elif [name for _, name in sized[:2]] == ["channel", PAIR] and size == sized[0][0] * sized[1][0]:
+            found.append("channel")
+            del sized[:2]
         else:
             return None
     return tuple(found) if not sized else None

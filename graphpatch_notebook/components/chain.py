@@ -11,7 +11,11 @@ import functools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
+from string import digits
 from typing import Literal, TypeAlias
+
+from torch.nn import Module, ModuleDict
 
 from graphpatch_notebook.capture.records import CallNode, Frame
 from graphpatch_notebook.components.axes import Axes, stream_axes
@@ -246,7 +250,7 @@ class Stacks:
 
     def _search(self, frame: Frame) -> None:
         taken: set[int] = set()
-        for container, members in lists(frame):
+        for container, members in (*lists(frame), *filter(self._is_chain, numbered(frame))):
             if not any(map(_has_matrix, members)):
                 continue
             layers = [self.layer(member) for member in members]
@@ -260,6 +264,15 @@ class Stacks:
             if id(call.frame) not in taken:
                 self._search(call.frame)
 
+    def _is_chain(self, container: tuple[str, list[Frame]]) -> bool:
+        """Whether each of some modules is a layer that reads what the one before returns."""
+        _, members = container
+        layers = [layer for layer in map(self.layer, members) if layer is not None]
+        return len(layers) == len(members) > 1 and all(
+            self._trails.find(after.start.value, before.end.value, adds=False) is not None
+            for before, after in pairwise(layers)
+        )
+
     def _holds_stack(self, frame: Frame) -> bool:
         """Whether a frame holds layers itself: members of one class that pass the stream on, one after the other.
 
@@ -270,10 +283,7 @@ class Stacks:
                 if len(members) < 2 or len({type(member.module) for member in members}) > 1:
                     continue
                 layers = [self.layer(member) for member in members]
-                first, second = layers[:2]
-                if first is None or second is None or None in layers:
-                    continue
-                if self._trails.find(second.start.value, first.end.value, adds=False) is None:
+                if None in layers or not self._is_chain(("", members[:2])):
                     continue
                 if _has_attention(inner) <= any(map(_has_attention, members)):
                     return True
@@ -287,6 +297,34 @@ def lists(frame: Frame) -> list[tuple[str, list[Frame]]]:
         if (container := _container(call)) is not None:
             found.setdefault(container, []).append(call.frame)
     return list(found.items())
+
+
+def numbered(frame: Frame) -> list[tuple[str, list[Frame]]]:
+    """Returns the modules of one class that a frame calls from a dict, or from attributes like `block0` and `block1`.
+
+    They are by the attribute path of the dict, or by the attributes' names without numbers.
+    """
+    found: dict[tuple[str, type], list[Frame]] = {}
+    for call in frame.calls():
+        if _container(call) is None:
+            above, _, name = str(call.target).rpartition(".")
+            is_in_dict = isinstance(container_of(call.frame), ModuleDict)
+            stem = above if is_in_dict else str(call.target).rstrip(digits)
+            if is_in_dict or not stem.endswith(name):
+                found.setdefault((stem, type(call.frame.module)), []).append(call.frame)
+    return [(stem, members) for (stem, _), members in found.items()]
+
+
+def container_of(member: Frame) -> Module | None:
+    """Returns the module that holds a called module as a child; `None` if it is held by a plain list or dict."""
+    assert member.call is not None
+    assert member.parent is not None
+    above, _, name = str(member.call.target).rpartition(".")
+    try:
+        container = member.parent.module.get_submodule(above)
+    except AttributeError:
+        return None
+    return container if name in dict(container.named_children()) else None
 
 
 def _container(call: CallNode) -> str | None:

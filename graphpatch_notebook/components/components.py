@@ -13,7 +13,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components.attention import Parts, attentions, is_sequence_first, parts_of
 from graphpatch_notebook.components.axes import Axes, feature_axes, stream_axes
 from graphpatch_notebook.components.chain import Layer, Stack, Stacks, Trails
-from graphpatch_notebook.components.ends import end_of, ends_alone, start_of
+from graphpatch_notebook.components.ends import end_of, ends_alone, is_sequence_first_after, start_of
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.mlp import Mlp, mlp_of
 from graphpatch_notebook.components.names import find_one, look_up, why_missing
@@ -38,6 +38,8 @@ class Component:
         index: The part of the value at `path` that is meant; `()` for all of it.
         proof: How it was proved that the value is what the name says; empty if it was not yet.
         doubt: Why it may not be; empty if there is no reason to doubt it.
+        is_tiled: Whether the heads of queries read the heads of these keys or values by turns (`0, 1, 0, 1`). Else
+            neighbors share one (`0, 0, 1, 1`).
     """
 
     name: str
@@ -47,6 +49,12 @@ class Component:
     index: Index = ()
     proof: str = ""
     doubt: str = ""
+    is_tiled: bool = False
+
+    def head_of(self, number: int, queries: int) -> int:
+        """Returns which of the heads of keys or values a head of queries reads, of the number of these."""
+        heads = self.shape[self.axes.index("head")] if "head" in self.axes else 1
+        return number % heads if self.is_tiled else number * heads // queries
 
     @property
     def kept_dims(self) -> list[int]:
@@ -195,6 +203,7 @@ class Components(Mapping[str, Component]):
         return table(self)
 
 
+_NO_STACK = "no module of a list adds to its input, nor do modules of a dict, or with numbered names, in turn"
 _ATTENTION = ("q", "k", "v", "q_rot", "k_rot", "scores", "pattern", "z")
 _lock = threading.RLock()
 
@@ -248,7 +257,7 @@ class _Finder:
         self._add_end(stacks)
         if not stacks:
             opaque = self._flow.opaque
-            why = _unrecorded(opaque[0]) if opaque else "no module of a list adds to its input"
+            why = _unrecorded(opaque[0]) if opaque else _NO_STACK
             self.found.missing |= dict.fromkeys(("layers[*]", "@logits", "@embed")[: 3 if opaque else 1], why)
         if len(stacks) < 2 and "@logits" in self.found.missing:
             self._add_ends_alone()
@@ -356,7 +365,12 @@ class _Finder:
             self._add_value(f"{start}{norm_name(kind)}", norm, layer.frame, layer.axes(norm))
         else:
             self.found.missing[f"{start}{norm_name(kind)}"] = "no norm reads the stream for it"
-        if write.attentions:
+        if len(write.attentions) > 1:
+            paths = list(dict.fromkeys(repr(self._path(each.z, layer.frame)) for each in write.attentions))
+            returned = ", ".join([*paths[:3], *["..."][: len(paths) - 3]])
+            why = f"it consists of {len(write.attentions)} attentions; what they return is {returned}"
+            self.found.missing[f"{start}{kind}.*"] = why
+        elif write.attentions:
             named.parts = self._add_attention(start, kind, write, layer)
         elif write.kind == "attn":
             self.found.missing[f"{start}{kind}.*"] = (
@@ -377,10 +391,12 @@ class _Finder:
 
     def _add_attention(self, start: str, kind: str, write: Write, layer: Layer) -> Parts:
         parts = parts_of(self._trails, write.attentions[-1], write.inside)
-        doubt = f"the layer has {len(write.attentions)} attentions in one" if len(write.attentions) > 1 else ""
         for name in _ATTENTION:
             if (part := parts.found.get(name)) is not None:
-                self._add_value(f"{start}{kind}.{name}", part.value, layer.frame, part.axes, doubt)
+                self._add_value(f"{start}{kind}.{name}", part.value, layer.frame, part.axes)
+        for name in parts.tiled & set(parts.found):
+            own = f"{start}{kind}.{name}"
+            self.found.by_name[own] = replace(self.found.by_name[own], is_tiled=True)
         for name, reason in parts.missing.items():
             self.found.missing[f"{start}{kind}.{name}"] = reason
         return parts
@@ -421,24 +437,26 @@ class _Finder:
             prefix = f"{stack.name}." if stack.name else ""
             self.found.evidence.ends.append((prefix, end))
             if end.norm is not None:
-                axes = stream_axes(end.norm.shape, is_sequence_first=stack.layers[-1].is_sequence_first)
+                is_first = is_sequence_first_after(self._trails, end.norm, stack)
+                axes = stream_axes(end.norm.shape, is_sequence_first=is_first)
                 self._add_value(f"{prefix}@final_norm", end.norm, self._flow.root, axes)
             else:
                 self.found.missing[f"{prefix}@final_norm"] = "no norm reads what the last layer returns"
-        last = next((end for _, end in ends if end.logits is not None), None)
-        if last is None or last.logits is None:
+        last = next(((stack, end.logits) for stack, end in ends if end.logits is not None), None)
+        if last is None:
             self.found.missing["@logits"] = "no result of the model is a linear map of the last layer's output"
         else:
-            logits = last.logits
-            axes = stream_axes(logits.value.shape, "vocab", is_sequence_first=last.is_sequence_first)
+            of_stack, logits = last
+            is_first = is_sequence_first_after(self._trails, logits.value, of_stack)
+            axes = stream_axes(logits.value.shape, "vocab", is_sequence_first=is_first)
             self._add("@logits", logits.path, logits.value, ("batch", "vocab") if len(axes) == 2 else axes)
 
-    def _add(self, name: str, path: str, value: Value, axes: Axes, doubt: str = "") -> None:
-        self.found.by_name[name] = Component(name, path, value.shape, axes, doubt=doubt)
+    def _add(self, name: str, path: str, value: Value, axes: Axes) -> None:
+        self.found.by_name[name] = Component(name, path, value.shape, axes)
         self.found.evidence.values[name] = value
 
-    def _add_value(self, name: str, value: Value, inside: Frame, axes: Axes, doubt: str = "") -> None:
-        self._add(name, self._path(value, inside), value, axes, doubt)
+    def _add_value(self, name: str, value: Value, inside: Frame, axes: Axes) -> None:
+        self._add(name, self._path(value, inside), value, axes)
 
     def _path(self, value: Value, inside: Frame) -> str:
         """Returns the path of a value: the output of the outermost frame in `inside` that returns it, if one does.

@@ -128,13 +128,11 @@ class End:
         norm: The norm after the last layer.
         logits: What the model returns: the result of a linear map of the stream.
         unembedding: That linear map's result.
-        is_sequence_first: Whether the logits have their positions before the batch.
     """
 
     norm: Value | None
     logits: Place | None
     unembedding: Value | None
-    is_sequence_first: bool = False
 
 
 def end_of(trails: Trails, stack: Stack) -> End:
@@ -144,12 +142,15 @@ def end_of(trails: Trails, stack: Stack) -> End:
     norm = next((value for value, found in trails.norms.items() if trails.is_same(found.given.value, last)), None)
     for place in flow.outputs(flow.root):
         if place.value.is_float and (unembedding := _unembedding(trails, place.value, last, norm)) is not None:
-            return End(norm, place, unembedding, _is_sequence_first(trails, place.value, stack))
+            return End(norm, place, unembedding)
     return End(norm, None, None)
 
 
-def _is_sequence_first(trails: Trails, result: Value, stack: Stack) -> bool:
-    """Whether the logits have their positions before the batch, as the stream has and nothing swaps them after."""
+def is_sequence_first_after(trails: Trails, result: Value, stack: Stack) -> bool:
+    """Whether a norm after the last layer, or the logits, have positions before the batch, as the stream has.
+
+    Nothing may swap them after the last layer.
+    """
     layer, value = stack.layers[-1], result
     axes: Axes | None = stream_axes(value.shape, is_sequence_first=True)
     while value != layer.end.value and axes is not None and layer.is_sequence_first:

@@ -9,8 +9,8 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.components.chain import Layer, Trails
-from graphpatch_notebook.components.flow import Value
+from graphpatch_notebook.components.chain import Layer, Trails, container_of
+from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
     CHOICES,
@@ -110,7 +110,7 @@ def _pre(trails: Trails, post: Value, write: Write) -> Value | None:
     """Returns what the nonlinearity reads: the result of a linear map, or the part of it that is the gate."""
     found = region(trails, post, write.inside)
     if len(found.sources) == 1:
-        pre = _before_activation(found)
+        pre = _before_activation(trails.flow, found)
         if pre is not None and pre.size == post.size:
             return pre
     product: Value | None = post
@@ -125,19 +125,25 @@ def _pre(trails: Trails, post: Value, write: Write) -> Value | None:
     for branch in trails.flow.moving(product.node):
         side = region(trails, branch, write.inside)
         has_nonlinearity = any(op in NONLINEARITIES for ops in side.ops.values() for op in ops)
-        if has_nonlinearity and len(side.sources) == 1 and (pre := _before_activation(side)) is not None:
+        if has_nonlinearity and len(side.sources) == 1 and (pre := _before_activation(trails.flow, side)) is not None:
             gates.append(pre)
     return gates[0] if len(gates) == 1 else None
 
 
-def _before_activation(found: Region) -> Value | None:
-    """Returns the last value that is the result of the linear map, or a part of it, as it is."""
+def _before_activation(flow: Flow, found: Region) -> Value | None:
+    """Returns the last value that is the result of the linear map with its bias, or a part of it, as it is."""
     pre = None
     for waist in found.waists:
-        if pre is not None and not found.is_view(waist):
+        if pre is not None and not found.is_view(waist) and not _adds_bias(flow, found, waist):
             return pre
         pre = waist
     return None
+
+
+def _adds_bias(flow: Flow, found: Region, waist: Value) -> bool:
+    """Whether a waist is the one before plus a tensor of the model: `x @ W + b` is one map."""
+    is_sum = len(found.ops[waist]) == 1 and waist.op in ADDITIONS
+    return is_sum and len(flow.moving(waist.node)) == 1 < len(flow.reads(waist.node))
 
 
 def _router(trails: Trails, write: Write) -> tuple[Value | None, Node | None]:
@@ -173,14 +179,11 @@ def members_like(member: Frame) -> dict[str, Module]:
 
     Empty if it is called from elsewhere. Those that did not run on the example inputs are among them.
     """
-    assert member.call is not None
-    assert member.parent is not None
-    above, _, name = str(member.call.target).rpartition(".")
-    container = member.parent.module.get_submodule(above)
-    members = dict(container.named_children())
-    if not isinstance(container, (torch.nn.ModuleList, torch.nn.ModuleDict)) or name not in members:
+    container = container_of(member)
+    if not isinstance(container, (torch.nn.ModuleList, torch.nn.ModuleDict)):
         return {}
-    return {key: module for key, module in members.items() if type(module) is type(members[name])}
+    members = dict(container.named_children())
+    return {key: module for key, module in members.items() if type(module) is type(member.module)}
 
 
 def _number(member: Frame, experts: int) -> int | None:

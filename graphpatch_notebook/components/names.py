@@ -367,9 +367,10 @@ def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: 
     numbers, count = slice(None) if name.members is None else name.members, whole.shape[dim]
     queries = _query_heads(found, bare) if word == "heads" else count
     if is_pattern and count < queries:
-        numbers = tuple(dict.fromkeys(each * count // queries for each in _counted(numbers, queries, word, text)))
+        read = (whole.head_of(each, queries) for each in _counted(numbers, queries, word, text))
+        numbers = tuple(dict.fromkeys(read))
     elif isinstance(numbers, int) and count <= numbers < queries:
-        own = str(replace(name, members=numbers * count // queries))
+        own = str(replace(name, members=whole.head_of(numbers, queries)))
         raise UnknownPathError(
             f"{text!r}: {numbers} is out of range: {queries} heads share {count}: head {numbers} reads {own!r}"
         )

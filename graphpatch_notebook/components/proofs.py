@@ -680,7 +680,10 @@ class NoiseRuns:
             for each in named.writes:
                 key = type(named.layer.frame.module), each.kind
                 if key not in seen:
-                    seen[key] = self._position_problem(named.layer, each.write)
+                    try:
+                        seen[key] = self._position_problem(named.layer, each.write)
+                    except UnknownValueError:  # the model takes another way with noise, as experts do
+                        seen[key] = None
                 if seen[key] is not None:
                     for part in ("_out", ".pre", ".post"):
                         yield f"{named.name}{each.kind}{part}", "", seen[key]
@@ -692,6 +695,11 @@ class NoiseRuns:
         if len(given) == 1:  # else noise at the input would leave the others as they are
             path = given[0]
         own = self._flow.path(write.value)
+        for frame in self._flow.frames_around(write.value):  # with noise, other experts may write the result
+            place = next((place for place in self._flow.outputs(frame) if place.value == write.value), None)
+            if frame is layer.frame or place is None:
+                break
+            own = place.path
         axes = layer.axes(state)
         if (
             sorted(axes) != ["batch", "channel", "position"]
@@ -723,6 +731,8 @@ class NoiseRuns:
         stream, before = values[path], values[own]
         kept: dict[str, Tensor] = {}
         self._run({path: AddPatch(value=noise(stream[at]), slice=at), own: keeping(kept, own)})
+        if own not in kept:
+            raise UnknownValueError(f"the value at {own!r} cannot be recorded")
         change = (kept[own] - before).abs().reshape(stream.shape)
         change[at] = 0
         return bool(change.max() <= 1e-5 * (1 + before.abs().max()))

@@ -140,7 +140,7 @@ def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -
                 problems.append(f"{entry.target.text!r}: {type(entry.patches[0]).__name__}: {error.message}")
                 continue
             (source, *more), own = targets, entry.target
-            if (source.node, source.dig, source.index) == (own.node, own.dig, own.index):
+            if not more and (source.node, source.dig, source.index) == (own.node, own.dig, own.index):
                 continue  # it reads the value that it is given
             problem = None
             if more:

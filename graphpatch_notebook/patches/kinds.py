@@ -559,7 +559,7 @@ class FromPatch(_SlicedPatch):
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
-        source: The path of the other node; a node may read its own value.
+        source: The path of the other node; a node may read its own value, with `transform` or `rows`.
         transform: Takes the value of the source and returns what is put into the node; `None` for the value itself.
         rows: For each row of the node, which row of the source (in its first dimension) it reads; a number for all of
             them; `None` for the same row.
@@ -596,6 +596,8 @@ class FromPatch(_SlicedPatch):
     def op(self, original_output: Any) -> Any:
         read = self._read
         if read is _OWN:
+            if self.rows is None and self.transform is None and not self.allow_empty:
+                raise PatchValueError("it replaces the value by itself: give another source, or rows= or transform=")
             read = original_output
         if self.rows is not None:
             read = self._rows_of(read)

@@ -18,10 +18,11 @@ def as_index(given: TensorIndex) -> TensorIndex:
     """Returns an index as torch takes it: a list that holds more than indices is a tuple.
 
     Example:
-        >>> as_index([(0, 2), slice(1, 3)]), as_index([0, 2])
-        (((0, 2), slice(1, 3, None)), [0, 2])
+        >>> as_index([(0, 2), slice(1, 3)]), as_index([0, 2]), as_index([[0, 1], [1, 2]])
+        (((0, 2), slice(1, 3, None)), [0, 2], ([0, 1], [1, 2]))
     """
-    is_tuple = isinstance(given, list) and any(p is None or p is Ellipsis or isinstance(p, slice) for p in given)
+    kinds = (slice, list, tuple, Tensor)  # of these torch takes a tuple, too, but says that it will not go on to
+    is_tuple = isinstance(given, list) and any(p is None or p is Ellipsis or isinstance(p, kinds) for p in given)
     return tuple(given) if is_tuple else given
 
 

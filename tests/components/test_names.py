@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphpatch_notebook.components import Component
 from graphpatch_notebook.components.names import ComponentName, is_component_name, look_up, parse_name
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.patches.slices import composed
@@ -79,18 +79,9 @@ def test_composed_index_takes_a_part_of_a_part(data):
     assert torch.equal(tensor[composed(outer, with_ellipsis, tensor.shape)], part[with_ellipsis])
 
 
-@dataclass(frozen=True)
-class Part:
-    name: str
-    path: str
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    index: tuple[Any, ...] = ()
-
-
 @dataclass
 class Model:
-    parts: dict[str, Part]
+    parts: dict[str, Component]
     layers: dict[str, int]
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -111,10 +102,14 @@ def model():
     for layer in range(2):
         stream = ("batch", "position", "channel")
         parts += [
-            Part(f"layers[{layer}].resid_pre", f"h_{layer}.x", (2, 5, 12), stream),
-            Part(f"layers[{layer}].attn.z", f"h_{layer}.z", (2, 4, 5, 3), ("batch", "head", "position", "channel")),
-            Part(f"layers[{layer}].attn.k", f"h_{layer}.k", (2, 2, 5, 3), ("batch", "head", "position", "channel")),
-            Part(
+            Component(f"layers[{layer}].resid_pre", f"h_{layer}.x", (2, 5, 12), stream),
+            Component(
+                f"layers[{layer}].attn.z", f"h_{layer}.z", (2, 4, 5, 3), ("batch", "head", "position", "channel")
+            ),
+            Component(
+                f"layers[{layer}].attn.k", f"h_{layer}.k", (2, 2, 5, 3), ("batch", "head", "position", "channel")
+            ),
+            Component(
                 f"layers[{layer}].attn_out",
                 f"h_{layer}.qkv",
                 (2, 5, 36),
@@ -123,10 +118,10 @@ def model():
             ),
         ]
     parts += [
-        Part(f"layers[1].experts[{number}].out", f"h_1.e_{number}", (7, 12), ("token", "channel"))
+        Component(f"layers[1].experts[{number}].out", f"h_1.e_{number}", (7, 12), ("token", "channel"))
         for number in range(3)
     ]
-    parts.append(Part("@logits", "output", (2, 5, 50), ("batch", "position", "vocab")))
+    parts.append(Component("@logits", "output", (2, 5, 50), ("batch", "position", "vocab")))
     return Model(
         {part.name: part for part in parts},
         {"": 2},
@@ -223,7 +218,7 @@ def test_look_up_of_what_is_not_there(model, text, message):
 
 def test_patterns_of_stacks():
     parts = [
-        Part(f"{stack}.layers[{i}].{part}", f"{stack}.{part}_{i}", (2, 5, 12), ("batch", "position", "channel"))
+        Component(f"{stack}.layers[{i}].{part}", f"{stack}.{part}_{i}", (2, 5, 12), ("batch", "position", "channel"))
         for stack, count in (("model.encoder", 1), ("model.decoder", 2))
         for i in range(count)
         for part in ("mlp_out", *["cross_attn_out"] * (stack == "model.decoder"))

@@ -128,7 +128,7 @@ def test_nodes_are_recorded_under_their_names() -> None:
     module = Scaled()
     frame, graph = frame_of(module, extract)
     value = custom_frame_nodes(graph, frame, {"input": X})
-    assert torch.allclose(value, module.inner.weight.matmul(X.T).T * 3 + 1)
+    torch.testing.assert_close(value, module.inner.weight.matmul(X.T).T * 3 + 1)
     assert frame.custom_graph is graph
     assert [(node.name, node.kind, str(node.spec)) for node in frame.nodes] == [
         ("input", "input", "Tensor(3, 2)"),
@@ -185,7 +185,7 @@ def test_graph_module_is_the_graph(copied: Any) -> None:
     assert root.has_own_graph
     assert "my_custom_name = input_1 @ t" in root.code
     assert torch.equal(root(X), expected)
-    assert torch.allclose(root(input=X, shift=2.0), expected + 1)
+    torch.testing.assert_close(root(input=X, shift=2.0), expected + 1)
     assert root.frame.custom_graph is root.graph
 
 

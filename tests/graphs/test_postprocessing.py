@@ -268,7 +268,7 @@ def test_hooks_run_once_and_count_once(model: Model) -> None:
     hidden = torch.relu(nn.functional.linear(x, model.second.up.weight, model.second.up.bias))
     hidden = hidden + torch.linspace(-3, 3, 8) + 1
     down = nn.functional.linear(hidden, model.second.down.weight, model.second.down.bias)
-    assert torch.allclose(found, (x + down * 3 * 7) * 2 * 5, rtol=1e-6)
+    torch.testing.assert_close(found, (x + down * 3 * 7) * 2 * 5)
 
 
 def test_hooks_that_write_in_place_are_an_error(model: Model) -> None:

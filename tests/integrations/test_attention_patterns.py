@@ -288,7 +288,7 @@ def test_a_model_with_flex_attention_is_patched_as_with_eager_attention() -> Non
                 logits = pg(inputs, attention_mask=mask).logits
             whole = PatchableGraph.from_config(config, input_ids=inputs)
             assert whole.nodes["layers[1].attn.pattern"].shape == (2, 4, 6, 6)
-        assert all(component.proof for name, component in pg.components.verify().items() if ".attn." in name)
+            assert all(component.proof for name, component in pg.components.verify().items() if ".attn." in name)
         seen = mask[:, None, :, None].bool()  # rows of padding attend to anything
         results.append([logits * mask[..., None], *(value * seen for value in recorded.values())])
     torch.testing.assert_close(*results)

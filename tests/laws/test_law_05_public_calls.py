@@ -11,6 +11,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
-from graphpatch_notebook.errors import GraphPatchError
-from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
+from graphpatch_notebook.errors import ExperimentError, GraphPatchError
+from graphpatch_notebook.experiments import (
+    ablate,
+    attribute,
+    causal_trace,
+    map_batches,
+    mean_values,
+    path_patch,
+    record_to,
+    ridge_probes,
+)
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
@@ -200,6 +210,60 @@ def attributed(subject: Subject, _: Path) -> int:
     return 0
 
 
+def recorded(subject: Subject, _: Path) -> int:
+    with torch.no_grad():
+        subject.pg.record(["output"], *subject.call().args)
+    return 1
+
+
+def edited(subject: Subject, _: Path) -> int:
+    with torch.no_grad():
+        subject.call().run(subject.pg.edit({"output": ZeroPatch()}))
+    return 1
+
+
+def averaged(subject: Subject, _: Path) -> int:
+    mean_values(subject.pg, ["output"], [subject.call().args] * 2)
+    return 2
+
+
+def stored(subject: Subject, path: Path) -> int:
+    record_to(subject.pg, path / "store", ["output"], [subject.call().args] * 2)
+    return 2
+
+
+def probed(subject: Subject, _: Path) -> int:
+    examples = [subject.call().args] * 8
+    labels = torch.arange(8.0 * len(examples[0][0]))
+    try:
+        ridge_probes(subject.pg, ["output"], examples, labels, baselines=["random_weights"])
+    except ExperimentError as error:
+        assert "held out" in str(error)  # noqa: PT017
+    except RuntimeError as error:
+        assert "graph leaves" in str(error)  # noqa: PT017  # torch does not copy models that keep results
+        return 0
+    return 8
+
+
+def swept_in_a_thread(subject: Subject, _: Path) -> int:
+    with ThreadPoolExecutor(1) as executor:
+        subject.pg.sweep(
+            {"cell": range(3)}, lambda _: {"output": ZeroPatch()}, *subject.call().args, metric=number,
+            progress=False, executor=executor,
+        )  # fmt: skip
+    return 3
+
+
+def mapped_in_a_thread(subject: Subject, _: Path) -> int:
+    def one(pg: PatchableGraph, args: Any) -> Tensor:
+        with torch.no_grad():
+            return pg(*args)
+
+    with ThreadPoolExecutor(1) as executor:
+        list(map_batches(subject.pg, one, [subject.call().args] * 2, executor=executor))
+    return 2
+
+
 def run(subject: Subject, _: Path) -> int:
     session = Session(subject.pg)
     session.add(ChosenPatch("output", "zero"))
@@ -219,6 +283,7 @@ def shown(subject: Subject, _: Path) -> int:
 
 
 ACTIONS = [save, verify, proofs, interpret, to_fx, sweep, ablated, traced, attributed, run, shown]
+ACTIONS += [recorded, edited, averaged, stored, probed, swept_in_a_thread, mapped_in_a_thread]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

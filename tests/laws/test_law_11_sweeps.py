@@ -7,7 +7,11 @@ reuses what it can. Each is made twice, for the loop and for the sweep; what the
 from __future__ import annotations
 
 import random
+import re
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.errors import ExperimentError
 from tests.experiments.engine.loops import TOLERANCE, differing, numbers
 from tests.laws.captures import capture_of
 from tests.zoo import Call, case_by_name, seed_all
@@ -273,6 +278,126 @@ def test_random_sweeps_equal_loops(model: str, batch: Any) -> None:
             assert problem is None, f"{seed=}, {kinds}, cell {number}: {problem}; {found.attrs}"
         for one, two in zip(left, other.state(), strict=True):
             assert torch.equal(one, two), f"{seed=}, {kinds}: {one} is not {two}; {found.attrs}"
+
+
+class Remembers(Chain):
+    """Changes itself while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.runs, self.generator = 0, torch.Generator().manual_seed(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += 1
+        self.runs += 1
+        return super().forward(x) + torch.rand(4, generator=self.generator)
+
+
+class Last:
+    """A metric that keeps its last result, in its own attribute and in all that it is told to keep it in."""
+
+    shared = 0.0
+
+    def __init__(self, *kept: Any) -> None:
+        self.kept = kept
+        self.value = 0.0
+
+    def __call__(self, output: Tensor) -> Tensor:
+        self.value = Last.shared = output.mean().item()
+        for each in self.kept:
+            each[...] = self.value
+        return output.sum().double()
+
+
+def drawn(output: Tensor) -> Tensor:
+    return output.sum() + torch.rand(()) + random.random()
+
+
+def readers(pg: PatchableGraph) -> dict[str, tuple[Callable[[int], Any], Callable[[Tensor], Tensor]]]:
+    """Returns makers of values that read what runs change, and the metrics next to them."""
+    model, last = pg._module, Last()
+    Last.shared = 0.0
+    value, array = torch.zeros(4), np.zeros(4, dtype=np.float32)
+    kept: dict[Any, Any] = {...: 0.0}
+    return {
+        "a buffer": (lambda _: model.total.clone(), torch.sum),
+        "a buffer, as it is when the patch is applied": (lambda _: model.total, torch.sum),
+        "an attribute of the captured model": (lambda _: float(pg.runs), torch.sum),
+        "the model's generator": (lambda _: torch.rand(4, generator=model.generator), torch.sum),
+        "an attribute of the metric": (lambda _: last.value, last),
+        "an attribute of a class": (lambda _: Last.shared, Last()),
+        "a dict": (lambda number: kept[...] + number, Last(kept)),
+        "a tensor": (lambda _: value.clone(), Last(value)),
+        "an array whose memory a tensor has": (lambda _: torch.from_numpy(array.copy()), Last(torch.from_numpy(array))),
+        "random numbers": (lambda _: torch.rand(4) * random.random(), drawn),
+    }
+
+
+@pytest.mark.parametrize("batch", ["auto", None])
+@pytest.mark.parametrize("name", readers(PatchableGraph(seeded(Remembers), floats(1, 3, 4))))
+def test_patch_maps_that_read_what_runs_change_equal_loops(name: str, batch: Any, tmp_path: Path) -> None:
+    x, found = floats(1, 3, 4), []
+    for is_swept in (False, True):
+        pg = PatchableGraph(seeded(Remembers), x)
+        read, metric = readers(pg)[name]
+
+        def make(number: int, read: Callable[[int], Any] = read) -> dict[str, Any]:
+            return {"a.output": AddPatch(value=read(number))}
+
+        seed_all(0)
+        if is_swept:
+            result = pg.sweep({"number": range(5)}, make, x, metric=metric, batch=batch, progress=False)
+            assert "may depend on what runs change" in result.attrs["remarks"][0]
+            found.append(result.values.tolist())
+            with pytest.raises(ExperimentError, match="with checkpoint= or executor= all patch maps are made before"):
+                pg.sweep({"number": range(5)}, make, x, metric=metric, checkpoint=tmp_path / "cells", checkpoint_key="")
+        else:
+            with torch.no_grad():
+                found.append([])
+                for number in range(5):
+                    with pg.patch(make(number)):
+                        found[-1].append(metric(pg(x)).item())
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert len(set(found[0])) == 5
+
+
+@pytest.mark.parametrize("kind", ["late", "reused"])
+@pytest.mark.parametrize("how", ["checkpoint", "executor"])
+def test_patches_that_change_before_they_run_are_refused(kind: str, how: str, tmp_path: Path) -> None:
+    now, reused = {"number": 0}, Adding(value=0.0, calls=[])
+
+    def make(number: int) -> dict[str, Any]:
+        now["number"] = reused.value = number
+        return {"a.output": reused if kind == "reused" else CustomPatch(custom_op=lambda value: value + now["number"])}
+
+    pg, _, call = chain()
+    options: dict[str, Any] = {"checkpoint": tmp_path / "cells", "checkpoint_key": "1"}
+    if how == "executor":
+        options = {"executor": ThreadPoolExecutor(2)}
+    with pytest.raises(ExperimentError, match=r"changes what the patches of an earlier cell \(cell=0\) refer to"):
+        pg.sweep({"cell": range(3)}, make, *call.args, metric=torch.sum, **options)
+
+
+@pytest.mark.filterwarnings("default::graphpatch_notebook.GraphPatchWarning")
+@pytest.mark.parametrize("is_stateful", [True, False])
+def test_patches_with_a_state_warn_where_cells_run_in_any_order(is_stateful: bool) -> None:
+    pg, _, call = chain()
+    calls, factors = [0], {"factor": 2.0}
+
+    def count(value: Tensor) -> Tensor:
+        calls[0] += 1
+        return value + calls[0]
+
+    def make(number: int) -> dict[str, Any]:
+        function = count if is_stateful else lambda value: value * factors["factor"] + number
+        return {"a.output": [CustomPatch(custom_op=function), ProbePatch()]}
+
+    with ThreadPoolExecutor(2) as executor, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = pg.sweep({"cell": range(6)}, make, *call.args, metric=torch.sum, executor=executor, progress=False)
+    assert found.shape == (6,)
+    assert [bool(re.search("may not be those of a loop", str(each.message))) for each in caught] == [True] * is_stateful
 
 
 def swept(pg: PatchableGraph, cells: Cells, call: Call, batch: Any) -> Any:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    ExperimentError,
     ExtractionOptions,
+    FromPatch,
     GraphPatchError,
     Patch,
     PatchableGraph,
@@ -296,6 +298,27 @@ def test_a_head_that_does_not_exist_fails_a_sweep_before_its_cells_run() -> None
             progress=False,
         )
     assert len(measured) <= 1  # the run without patches
+
+
+def test_a_value_is_not_replaced_by_itself() -> None:
+    pg = PatchableGraph(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3))
+    with pytest.raises(PatchMapError, match=r"the source 'sub_\*.output' means 2 values: name one"):
+        pg.patch({"sub_0.output": FromPatch("sub_*.output")}).__enter__()
+    with pg.patch({"sub_0.output": FromPatch("sub_0.output")}), pytest.raises(PatchValueError, match="give another"):
+        pg(torch.ones(2, 3))
+    with pg.patch({"sub_0.output": FromPatch("sub_0.output", allow_empty=True)}):
+        assert torch.equal(pg(torch.ones(2, 3)), pg._module(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("name", ["steps", "slice", "position_dim", "allow_empty"])
+def test_fields_of_patches_are_not_swallowed(name: str) -> None:
+    model, x = Attention(), torch.ones(2, 3, 5)
+    pg = PatchableGraph(model, x)
+    with nothing_runs(model):
+        with pytest.raises(ExperimentError, match=f"record has no {name}=; patches have"):
+            pg.record("up.output", x, **{name: 1})
+        with pytest.raises(ExperimentError, match=f"sweep has no {name}="):
+            pg.sweep({"c": [0]}, lambda c: {"output": ZeroPatch()}, x, metric=torch.sum, **{name: 1})
 
 
 def test_options_are_not_swallowed() -> None:

@@ -73,6 +73,7 @@ def test_slices_are_written_like_torch_writes_them(make, edit, index):
         ([1, ...], (1, ...)),
         ([..., 2], (..., 2)),
         ([(0, 2), slice(1, 3)], ([0, 2], slice(1, 3))),
+        ([[0, 1], [1, 2]], ([0, 1], [1, 2])),
         ([slice(1, 3)], slice(1, 3)),
         ([None, 1], (None, 1)),
     ],

@@ -62,7 +62,6 @@ from graphpatch_notebook.experiments.attribution.secants import (
     quotient,
     softmax,
 )
-from graphpatch_notebook.torch_compat import base_of
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 Method: TypeAlias = Literal["gradient", "integrated", "relp", "secant"]
@@ -595,17 +594,20 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replaced: _ReplacedCall, run: Callable[[], Any], *inputs: Tensor) -> Any:
-        result = run()
         ctx.replaced = replaced
         ctx.set_materialize_grads(False)
         if replaced.call.is_in_place:
             ctx.mark_dirty(inputs[0])
+            return run()
+        # With gradients, as the model itself: without, some kernels (such as that of an LSTM) round differently.
+        with torch.enable_grad():
+            result = run()
         if isinstance(result, Tensor):
-            # A product may be a view of a fresh tensor. Torch refuses to write into views that a function returns.
-            return result if replaced.call.is_in_place or base_of(result) is None else result.detach()
+            return result.detach()
         replaced.kind = type(result)
-        ctx.mark_non_differentiable(*(part for part in result if not part.is_floating_point()))
-        return tuple(result)
+        parts = tuple(part.detach() for part in result)
+        ctx.mark_non_differentiable(*(part for part in parts if not part.is_floating_point()))
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

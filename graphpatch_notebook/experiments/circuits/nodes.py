@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.components import Components, NoWeightError, Projection, find, projection
+from graphpatch_notebook.components import Component, Components, NoWeightError, Projection, find, projection
 from graphpatch_notebook.components.chain import Layer, Stack, Trails
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import ADDITIONS
@@ -319,16 +319,15 @@ class _Finder:
             number = self._flow.order[made.linear.node]
             own = Projection(made.linear, heads, made.are_separate, made.matrix)
             self.found.readers.append(Reader(tuple(names), (path,), sources[letter], number, own))
-            self._note_fed(name, names)
+            self._note_fed(name, names, self._components[f"{name}.{letter}"])
         return ""
 
-    def _note_fed(self, name: str, receivers: Sequence[str]) -> None:
+    def _note_fed(self, name: str, receivers: Sequence[str], read: Component) -> None:
         senders = self._written[name]
-        share = len(senders) // len(receivers)
-        is_by_head = share * len(receivers) == len(senders) and len(senders) > 1
+        is_by_head = len(senders) % len(receivers) == 0 and len(senders) > 1
         for number, receiver in enumerate(receivers):
-            own = senders[number * share : (number + 1) * share] if is_by_head else senders
-            self.found.feeds[receiver] = own
+            own = (each for head, each in enumerate(senders) if read.head_of(head, len(senders)) == number)
+            self.found.feeds[receiver] = tuple(own) if is_by_head and len(receivers) > 1 else senders
 
     def _check_outputs(self, found: Sequence[Projection]) -> None:
         """Checks that all outputs of the linear maps belong to queries, keys or values."""

@@ -325,7 +325,7 @@ class ReadPatch(Patch[Any]):
             read = rows_of(value)  # a copy, if the channels are not the last in memory
             for reader in self.readers:
                 for rows, columns in self._changes(reader):
-                    read[:, columns] += rows
+                    read[:, columns] = read[:, columns] + rows  # `+=` of all columns fails with gradients
             value.copy_(read.view(value.shape))
             if self.stream.last in self.readers:
                 self.stream.forget()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import Dataset as Examples
 from graphpatch_notebook.experiments.datasets.batches import ExampleRows, RowReader, batches_of, numbered, read_batch
 from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 
 if TYPE_CHECKING:
@@ -107,7 +110,9 @@ def ridge_probes(
     count = 0
     for first, batch in numbered(batches_of(dataset, batch_size)):
         for name, model in models.items():
-            rows, values = read_batch(reader, None, model, (first, batch))
+            # The copy draws from the same generators.
+            with nullcontext() if model is pg else afterwards(SharedRandomState().restore):
+                rows, values = read_batch(reader, None, model, (first, batch))
             for path, value in values.items():
                 sums.add((name, path), value, rows if reader.has_positions(path) else _whole_examples(value, first))
             if bag is not None and name == "r2":

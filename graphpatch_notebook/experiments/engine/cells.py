@@ -86,11 +86,12 @@ class Cells:
         make_patches: Maps one value of each axis to a patch map.
 
     Attributes:
+        make_patches: What makes their patch maps.
         unmade: The cells without their patch maps.
     """
 
     def __init__(self, axes: Mapping[str, Sequence[Any]], make_patches: Callable[..., PatchMap]) -> None:
-        self._make_patches = make_patches
+        self.make_patches = make_patches
         combinations = enumerate(itertools.product(*axes.values()))
         self.unmade = [Cell(number, dict(zip(axes, values, strict=True)), {}) for number, values in combinations]
 
@@ -103,7 +104,7 @@ class Cells:
         """
         cell = self.unmade[number]
         try:
-            patches = self._make_patches(*cell.labels.values())
+            patches = self.make_patches(*cell.labels.values())
         except Exception as error:
             add_note(error, f"raised by make_patches for {cell}")
             raise

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState, SharedRandomState
+from graphpatch_notebook.checks.model_state import SHARED, Change, ChangeKind, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution import Entry
 from graphpatch_notebook.experiments.engine.cells import Cell, Cells
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
-from graphpatch_notebook.experiments.engine.sweep_setup import why_plain
+from graphpatch_notebook.experiments.engine.sweep_setup import MEMORY, SweepRequest, why_plain
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, declares
@@ -156,6 +157,10 @@ def is_pure(patch_map: Any) -> bool:
 # -- the cells that may share work -------------------------------------------------------------------------------------
 
 _MOST_SHOWN = 10
+_ALL_FIRST = (
+    "with checkpoint= or executor= all patch maps are made before any cell runs: leave these out, or write the loop: "
+    "with pg.patch(make_patches(...)): ..."
+)
 _EACH = 8
 """After this many cells, referred values are checked less often: a check takes as long as making a patch map."""
 
@@ -170,6 +175,7 @@ class MadeCells:
         why: Why some cells do not share work, as a message; `None` if all may.
         entries: The entries of the cells in `made`, by number.
         look: A look at the model, in which nothing has changed since; `None` if something has, or prevents sharing.
+        baseline: The metric without patches, if it is known.
     """
 
     made: Sequence[Cell]
@@ -177,6 +183,7 @@ class MadeCells:
     why: str | None
     entries: Mapping[int, list[Entry]]
     look: ModuleState | None
+    baseline: Measurement | None = None
 
     @property
     def shared(self) -> list[Cell]:
@@ -208,7 +215,8 @@ def made_cells(
 
     Raises:
         UnknownPathError, PatchMapError: Patch maps are invalid; one error lists all problems.
-        ExperimentError: `make_patches` changes the model, its inputs, or values that the metric refers to.
+        ExperimentError: `make_patches` changes the model, its inputs, or values that the metric refers to; or patch
+            maps must all be made in advance, and depend on what runs change.
     """
     count = len(cells.unmade)
     copies = PrivateCopies(keeps_gradients=backward)
@@ -216,25 +224,37 @@ def made_cells(
     look, random_state = ModuleState(captured(pg).module, is_look=True), SharedRandomState()
     referred, given = ReferredValues(metric), ReferredValues(inputs.args, inputs.kwargs)
     made: list[Cell] = []
+    impure: list[tuple[Cell, ReferredValues]] = []
+    baseline: Measurement | None = None
     is_metric_same = is_given_same = True
     while len(made) < count and (is_all or why is None):
         cell = cells.made(len(made))
         if _is_looked_at(len(made), count):  # a change may be undone before the end
             is_metric_same = is_metric_same and referred == ReferredValues(metric)
             is_given_same = is_given_same and given == ReferredValues(inputs.args, inputs.kwargs)
-        if cell.number == 0 and reason is None and not is_all:
+        if cell.number == 0 and reason is None and count > 1:
+            may_depend = ReferredValues(cells.make_patches, has_contents=False).may_change_with(referred, look)
+            draws = bool(random_state.differing(SharedRandomState()))
             if not is_metric_same:
-                reason = "make_patches changes what the metric refers to, or that holds an iterator"
-            elif random_state.differing(SharedRandomState()) and _draws(pg, inputs):
-                reason = "make_patches and the model draw random numbers in turn"
+                reason = None if is_all else "make_patches changes what the metric refers to, or that holds an iterator"
+            elif may_depend or draws:
+                baseline, change = _run_without_patches(pg, inputs, metric, referred, draws=draws, backward=backward)
+                is_random = isinstance(change, Change) and change.kind is ChangeKind.RANDOM
+                if is_random or (may_depend and change is not None):
+                    reason = f"make_patches may depend on what runs change: {change}"
+            if reason is not None and is_all:
+                raise ExperimentError(f"{reason}; but {_ALL_FIRST}")
         try:
             if reason is not None:
                 raise ImpureError(reason)
             cell = Cell(cell.number, cell.labels, copies.of(cell.patches))
         except ImpureError as impurity:
             why = why or str(impurity)
+            if is_all and (refers := ReferredValues(cell.patches)) == ReferredValues(cell.patches):  # no iterators
+                impure.append((cell, refers))
         made.append(cell)
     copies.check_given()
+    _check_unchanged(impure)
     # Patches of other threads do not count as changes.
     is_changed = look.change_in(None) is not None or why_plain(pg) is not None
     what = [
@@ -247,20 +267,47 @@ def made_cells(
             f"make_patches changes {' and '.join(what)}, and is called for some cells before earlier ones run: leave "
             "that to the patches, or write the loop: with pg.patch(make_patches(...)): ..."
         )
-    return MadeCells(made, range(len(made), count), why, _entries(pg, made), None if is_changed else look)
+    return MadeCells(made, range(len(made), count), why, _entries(pg, made), None if is_changed else look, baseline)
+
+
+def _check_unchanged(impure: Sequence[tuple[Cell, ReferredValues]]) -> None:
+    """Checks that patches refer to what they referred to when they were made.
+
+    Raises:
+        ExperimentError: They do not.
+    """
+    for cell, refers in impure:
+        if refers != ReferredValues(cell.patches):
+            raise ExperimentError(
+                f"make_patches changes what the patches of an earlier cell ({cell}) refer to; but {_ALL_FIRST}"
+            )
 
 
 def _is_looked_at(number: int, count: int) -> bool:
     return number < _EACH or number & (number + 1) == 0 or number == count - 1
 
 
-def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:
-    """Whether the model draws random numbers. Restores the state of the model."""
+def _run_without_patches(
+    pg: PatchableGraph,
+    inputs: Inputs,
+    metric: Callable[[Any], Any],
+    referred: ReferredValues,
+    *,
+    draws: bool,
+    backward: bool,
+) -> tuple[Measurement, Change | str | None]:
+    """Runs the model and the metric; returns the metric, and what both change. Restores the state of the model.
+
+    Random numbers count if `make_patches` draws some, too.
+    """
+    request = SweepRequest(inputs, metric, (), None, backward)
     state = ModuleState(captured(pg).module)
-    with afterwards(state.restore), torch.no_grad():
-        inputs.run(pg)
-        change = change_by(lambda: inputs.run(pg), captured(pg).module, state)
-    return change is not None and change.kind is ChangeKind.RANDOM
+    with torch.inference_mode(False), torch.set_grad_enabled(backward), afterwards(state.restore):
+        baseline = request.baseline(pg)
+        model = captured(pg).module
+        change = change_by(lambda: request.baseline(pg), model, state) if draws else state.change(besides=SHARED)
+    has_memory = change is None and referred != ReferredValues(metric)
+    return baseline, MEMORY if has_memory else change
 
 
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:

@@ -66,16 +66,24 @@ class CellRunner:
         pg: The graph.
         request: What is asked of the pure cells.
         look: A look at the model, if nothing has changed since.
+        baseline: The metric without patches, if it is known.
 
     Raises:
         UnknownPathError: Some paths do not exist.
         ExperimentError: The metric does not return numbers.
     """
 
-    def __init__(self, pg: PatchableGraph, request: SweepRequest, *, look: ModuleState | None = None) -> None:
+    def __init__(
+        self,
+        pg: PatchableGraph,
+        request: SweepRequest,
+        *,
+        look: ModuleState | None = None,
+        baseline: Measurement | None = None,
+    ) -> None:
         self._known_entries: dict[int, tuple[PatchMap, list[Entry]]] = {}
         with torch.inference_mode(False), torch.set_grad_enabled(request.backward):
-            self._follow(sweep_setup(pg, request, look))
+            self._follow(sweep_setup(pg, request, look, baseline))
 
     def _follow(self, setup: SweepSetup) -> None:
         """Switches to this setup."""

@@ -13,20 +13,22 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import lru_cache, partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from inspect import getattr_static
 from itertools import islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.held_values import MANY, is_own_generator, slots_of
+from graphpatch_notebook.capture.held_values import MANY, is_own_generator, memory_of, slots_of
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, comparable_state
+from graphpatch_notebook.checks.outer_values import names_in, outer_values_of
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.torch_compat import version_of
@@ -36,8 +38,11 @@ _DEEPEST = 6
 _MOST = 5000
 _FEW_BYTES = 4096
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
+_NUMBERS = (float, complex)  # which may be NaN
 _LIBRARIES = ("torch.", "graphpatch_notebook.")
-_CLOSED = (PatchableGraph, BuiltinFunctionType, ModuleType, type)
+_CLOSED = (PatchableGraph, BuiltinFunctionType, ModuleType, type, PurePath)  # a path caches its text
+_IMMUTABLE = (tuple, frozenset, range, slice, torch.dtype, torch.device, ModuleType, PurePath)
+_BUILTIN = ("builtins", "numpy")  # functions, methods and classes
 
 
 class ReferredValues:
@@ -50,6 +55,7 @@ class ReferredValues:
 
     Args:
         *values: The values.
+        has_contents: Whether contents of tensors, arrays and modules are compared; they are not for `may_change_with`.
 
     Example:
         >>> from functools import partial
@@ -63,7 +69,8 @@ class ReferredValues:
         False
     """
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: Any, has_contents: bool = True) -> None:
+        self._has_contents = has_contents
         self._held: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self._marks = list(islice(self._marks_of(values), _MOST))
 
@@ -71,6 +78,28 @@ class ReferredValues:
         return isinstance(other, ReferredValues) and self._marks == other._marks
 
     __hash__ = None  # type: ignore[assignment]  # it is only compared
+
+    def may_change_with(self, other: ReferredValues, model: ModuleState) -> bool:
+        """Whether a run of the model, or a call of what `other` is of, may change what these values refer to.
+
+        Args:
+            other: A snapshot of other values.
+            model: A snapshot of the model.
+        """
+        modules = (part for held in self._held if isinstance(held, Module) for part in held.modules())
+        return any(
+            isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held, *modules)
+        ) or not self._places().isdisjoint(other._places())
+
+    def _places(self) -> set[Hashable]:
+        """Returns what identifies the objects that may change, and the variables that may be assigned to."""
+        found: set[Hashable] = set()
+        for value in self._held:
+            if isinstance(value, FunctionType):
+                found |= {place for place, content in _variables(value) if type(content) in (*_PLAIN, *_NUMBERS)}
+            elif not isinstance(value, _IMMUTABLE) and not (callable(value) and type(value).__module__ in _BUILTIN):
+                found |= {id(value), *_memory(value)}
+        return found
 
     def _marks_of(self, values: Iterable[Any]) -> Iterator[Any]:
         seen: set[int] = set()
@@ -80,22 +109,24 @@ class ReferredValues:
                 kind = type(value)
                 if kind in _PLAIN:
                     yield value
-                elif kind in (float, complex):
-                    yield repr(value)  # it may be NaN
+                elif kind in _NUMBERS:
+                    yield repr(value)
                 elif kind is MethodType:  # each access makes a new one
+                    self._held += (value.__self__, value.__func__)
                     inner += _parts(value)
                 elif id(value) not in seen:
                     seen.add(id(value))
                     self._held.append(value)
                     yield id(value)
-                    mark = _contents(value)
-                    yield mark
-                    inner += () if mark is not None else _parts(value)
+                    if not (isinstance(value, (Tensor, np.ndarray, Module)) or is_own_generator(value)):
+                        inner += _parts(value)
+                    elif self._has_contents:
+                        yield _contents(value)
             values = inner
 
 
 def _contents(value: Any) -> Any:
-    """Returns the contents of a value in a comparable form; `None` if it is compared by its parts."""
+    """Returns the contents of a tensor, an array, a module or a generator in a comparable form."""
     if isinstance(value, Tensor):
         is_read = type(value) is Tensor and value.device.type == "cpu" and value.nbytes <= _FEW_BYTES
         # The version counter misses writes through `numpy` and `data`.
@@ -104,7 +135,7 @@ def _contents(value: Any) -> Any:
         return value.tobytes() if value.nbytes <= _FEW_BYTES else ABSENT
     if isinstance(value, Module):
         return Fingerprint(value)
-    return comparable_state(value) if is_own_generator(value) else None
+    return comparable_state(value)
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -117,8 +148,7 @@ def _parts(value: Any) -> Iterable[Any]:
         if (value.__module__ or "").startswith(_LIBRARIES):
             return []
         return [
-            *(part for _, part in referred(value)),
-            *_named_outside(value),
+            *(part for _, part in _variables(value)),
             *(value.__defaults__ or ()),
             *(value.__kwdefaults__ or {}).values(),
             *value.__dict__.values(),
@@ -126,7 +156,7 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return [*_parts(value.__func__), *_named(value.__self__, value.__func__)]
     if callable(value) and isinstance(type(value).__call__, FunctionType):
-        return _parts(value.__call__)
+        return [value.__call__]
     if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
         if len(value) > MANY:  # data
             return [len(value)]
@@ -134,34 +164,35 @@ def _parts(value: Any) -> Iterable[Any]:
     return [*slots_of(value).values(), *getattr(value, "__dict__", {}).values()]
 
 
-def _named_outside(function: FunctionType) -> Iterator[Any]:
-    """Yields the attributes that a function names of the classes and Python modules that it refers to."""
-    for _, owner in referred(function):
+def _memory(value: Any) -> Iterator[Hashable]:
+    """Yields the address of the memory of a tensor or an array, which others may share."""
+    if isinstance(value, Tensor):
+        yield "memory", memory_of(value)
+    elif isinstance(value, np.ndarray):
+        while isinstance(value.base, np.ndarray):
+            value = value.base
+        yield "memory", value.__array_interface__["data"][0]
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[Hashable, Any]]:
+    """Yields the variables outside of a function that it may read: what identifies each, and its value.
+
+    The attributes that it names of classes and Python modules are among them.
+    """
+    for outer in outer_values_of(function):
+        owner = outer.value()
+        yield (id(outer.holder), outer.key), owner
         if isinstance(owner, (type, ModuleType)):
-            yield from (vars(owner)[name] for name in _names(function.__code__) if name in vars(owner))
-
-
-def referred(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of the variables outside of a function that it may read."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # the variable has no value yet
-            yield name, cell.cell_contents
-    for name in _names(function.__code__):
-        yield name, function.__globals__.get(name)
+            named = names_in(function.__code__)
+            yield from (((id(owner), name), vars(owner)[name]) for name in named if name in vars(owner))
 
 
 def _named(owner: Any, function: Any) -> Iterator[Any]:
     """Yields the attributes and methods of an object, and of its class, that one of its methods names."""
-    for name in _names(function.__code__) if isinstance(function, FunctionType) else ():
+    for name in names_in(function.__code__) if isinstance(function, FunctionType) else ():
         found = getattr_static(owner, name, None)
         found = found.fget if isinstance(found, property) else found
         yield MethodType(found, owner) if isinstance(found, FunctionType) else found
-
-
-@lru_cache(maxsize=256)
-def _names(code: CodeType) -> tuple[str, ...]:
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
-    return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

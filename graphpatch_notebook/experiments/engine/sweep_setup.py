@@ -26,7 +26,7 @@ from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
 
 _ONE_BY_ONE = "cells ran one by one, each as a whole"
-_MEMORY = "the metric, or the model, changes what the metric refers to when it is called"
+MEMORY = "the metric, or the model, changes what the metric refers to when it is called"
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,22 @@ class SweepSetup:
         return replace(self, batching=batching)
 
 
-def sweep_setup(pg: PatchableGraph, request: SweepRequest, look: ModuleState | None = None) -> SweepSetup:
+def sweep_setup(
+    pg: PatchableGraph, request: SweepRequest, look: ModuleState | None = None, known: Measurement | None = None
+) -> SweepSetup:
     """Runs the model a few times without patches, restores its state, and returns the setup.
 
     Args:
         pg: The graph.
         request: What is asked of the cells.
         look: A look at the model, if nothing has changed since, and `why_plain` gave no reason.
+        known: The metric without patches, if it is known.
     """
     targets = _targets(pg, request.paths)
     state = ModuleState(captured(pg).module) if look is None else look.complete()
     with on_error(state.restore):
         why = why_plain(pg) if look is None else None
-        setup = _looked_at(pg, request, targets, state, why)
+        setup = _looked_at(pg, request, targets, state, why, known)
         if setup.clean is None or setup.clean.last_read:  # else the model ran once, and has changed nothing
             state.restore()
     if request.backward and setup.baseline.values.size != 1:
@@ -151,18 +154,23 @@ def _targets(pg: PatchableGraph, paths: Sequence[str]) -> list[Target]:
 
 
 def _looked_at(
-    pg: PatchableGraph, request: SweepRequest, targets: Sequence[Target], state: ModuleState, why: str | None
+    pg: PatchableGraph,
+    request: SweepRequest,
+    targets: Sequence[Target],
+    state: ModuleState,
+    why: str | None,
+    known: Measurement | None,
 ) -> SweepSetup:
     def plain(baseline: Measurement) -> SweepSetup:
         return SweepSetup(pg, request, request.inputs, baseline)
 
     if not targets:
-        return plain(request.baseline(pg))
+        return plain(known or request.baseline(pg))
     referred = ReferredValues(request.metric)
     if why is not None:
         state.restore()
         return plain(request.baseline(pg)).remarked(f"{_ONE_BY_ONE}: {why}")
-    setup = _trimmed(pg, request, targets, state)
+    setup = _trimmed(pg, request, targets, state, known)
     assert setup.clean is not None
     reason: object = setup.clean.state_change or change_by(lambda: request.baseline(pg), captured(pg).module, state)
     has_memory = reason is None and referred != ReferredValues(request.metric)
@@ -170,7 +178,7 @@ def _looked_at(
         state.restore()
         is_asked_again = not has_memory or setup.is_trimmed
         baseline = request.baseline(pg) if is_asked_again else setup.baseline
-        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or _MEMORY}")
+        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or MEMORY}")
     if request.batch is None:
         return setup
     try:
@@ -206,13 +214,19 @@ def why_plain(pg: PatchableGraph) -> str | None:
     return None
 
 
-def _trimmed(pg: PatchableGraph, request: SweepRequest, targets: Sequence[Target], state: ModuleState) -> SweepSetup:
+def _trimmed(
+    pg: PatchableGraph,
+    request: SweepRequest,
+    targets: Sequence[Target],
+    state: ModuleState,
+    known: Measurement | None,
+) -> SweepSetup:
     """Returns the setup, without batches, for the run that skips the most outputs."""
     inputs, metric, batch = request.inputs, request.metric, request.batch
     holds_fused = any(isinstance(module, FUSED_MODULES) for module in all_modules(captured(pg).module))
     # Torch's fused kernels may have run in the clean run and not in patched ones, or the reverse.
     is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
-    full = request.baseline(pg) if is_fused else None
+    full = known or (request.baseline(pg) if is_fused else None)
     # Under a mode, torch does not use its fused kernels, so the numbers would differ.
     notes_reads = batch is not None and not holds_fused
 

@@ -18,15 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution.replay import tensors_in
+from graphpatch_notebook.experiments.engine.cells import CellResult, PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
+from graphpatch_notebook.experiments.engine.purity import is_pure
 from graphpatch_notebook.experiments.engine.runner import CellRunner
+from graphpatch_notebook.experiments.engine.side_effects import ReferredValues
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
-from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.warning_places import collected_warnings
+from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import declares
+from graphpatch_notebook.warning_places import collected_warnings, warn_each_time
 
 # -- whether a worker has the same model -------------------------------------------------------------------------------
 
@@ -56,9 +62,9 @@ class Reference:
 
     @classmethod
     def of(cls, pg: PatchableGraph, inputs: Inputs, baseline: Measurement) -> Reference:
-        """Returns the reference of a graph."""
-        fresh = inputs.fresh()
-        with torch.no_grad():
+        """Returns the reference of a graph. Restores the state of the model."""
+        fresh, state = inputs.fresh(), ModuleState(captured(pg).module)
+        with torch.no_grad(), afterwards(state.restore):
             tensors = [t for t in tensors_in(pg(*fresh.args, **fresh.kwargs)) if t.is_floating_point()]
         samples = [_some(tensor) for tensor in tensors]
         is_low = any(tensor.dtype.itemsize < 4 for tensor in (*tensors, *pg.parameters()))
@@ -156,6 +162,30 @@ def _outcome(runner: Runner, pieces: Sequence[tuple[int, Any]], messages: list[s
     return Outcome(results, messages, list(runner.remarks), worker, seconds)
 
 
+class _WorkersRunner(CellRunner):
+    """Runs cells in a worker, and warns of patches that change what they refer to: cells in other workers miss that."""
+
+    def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
+        refers = self._impure(cells)
+        results = super().run(cells)
+        if refers is not None and refers != self._impure(cells):
+            warn_each_time(_STATEFUL, ExperimentWarning)
+        return results
+
+    def _impure(self, cells: Sequence[tuple[int, PatchMap]]) -> ReferredValues | None:
+        values = [value for _, patches in cells if not is_pure(patches) for value in patches.values()]
+        several: list[Sequence[Any]] = [value if isinstance(value, (list, tuple)) else [value] for value in values]
+        # What a probe has seen is for the user, or for functions, which refer to it.
+        found = [patch for patches in several for patch in patches if not declares(patch, "only_keeps")]
+        return ReferredValues(*found) if found else None
+
+
+_STATEFUL = (
+    "patches of some cells change what they refer to when they run, or use an iterator; with executor=, cells run in "
+    "any order and in several workers, so their numbers may not be those of a loop: leave out executor= to get these"
+)
+
+
 @dataclass(frozen=True)
 class SweepWork:
     """The data that the cells of a sweep share, except for the graph.
@@ -170,7 +200,7 @@ class SweepWork:
 
     def runner(self, pg: PatchableGraph) -> CellRunner:
         """Returns a runner of the cells on a graph."""
-        return CellRunner(pg, self.request)
+        return _WorkersRunner(pg, self.request)
 
     def problem(self, pg: PatchableGraph, runner: CellRunner) -> str | None:
         """Returns how the model of a graph differs from that of the sweep, as a message; `None` if it does not."""

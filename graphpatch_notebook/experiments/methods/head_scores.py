@@ -178,7 +178,7 @@ def composition_scores(pg: PatchableGraph, kind: Literal["Q", "K", "V"], *, stac
     layers, weights = layer_count(pg, stack), pg.weights[stack]
     with torch.no_grad():
         circuits = [
-            [_Circuits(weights, layer, head) for head in range(weights.W_O.heads(layer))] for layer in range(layers)
+            [_Circuits(pg, stack, layer, head) for head in range(weights.W_O.heads(layer))] for layer in range(layers)
         ]
         heads = max(map(len, circuits))
         array = np.full((layers, heads, layers, heads), np.nan)
@@ -195,10 +195,12 @@ def composition_scores(pg: PatchableGraph, kind: Literal["Q", "K", "V"], *, stac
 class _Circuits:
     """The two matrices of a head, each as a product of narrow ones: `x W_V W_O`, and `x W_Q W_K^T y`."""
 
-    def __init__(self, weights: Weights, layer: int, head: int) -> None:
-        group = weights.W_O.heads(layer) // weights.W_K.heads(layer)
+    def __init__(self, pg: PatchableGraph, stack: str, layer: int, head: int) -> None:
+        weights, start = pg.weights[stack], f"{stack}." if stack else ""
+        heads = weights.W_O.heads(layer)
+        k, v = (pg.components[f"{start}layers[{layer}].attn.{part}"].head_of(head, heads) for part in "kv")
         self.q, self.o = weights.W_Q[layer, head].double(), weights.W_O[layer, head].double()
-        self.k, self.v = weights.W_K[layer, head // group].double(), weights.W_V[layer, head // group].double()
+        self.k, self.v = weights.W_K[layer, k].double(), weights.W_V[layer, v].double()
 
 
 def _composition(writer: _Circuits, reader: _Circuits, kind: str) -> float:

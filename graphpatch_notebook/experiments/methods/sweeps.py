@@ -71,7 +71,7 @@ def run_sweep(
     made = made_cells(pg, making, inputs, metric, is_all=is_all, backward=backward)
     is_few = len(made.shared) < _FEW
     request = SweepRequest(inputs, metric, () if is_few else made.paths, None if batch == 1 else batch, backward)
-    runner = CellRunner(pg, request, look=made.look)
+    runner = CellRunner(pg, request, look=made.look, baseline=made.baseline)
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
     file: Checkpoint | None = None
     results: dict[int, CellResult] = {}

@@ -16,7 +16,7 @@ from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.experiments.attribution.calls import is_weight
 from graphpatch_notebook.experiments.attribution.rules import register_rule, rules_of
-from graphpatch_notebook.experiments.attribution.secants import by_steps
+from graphpatch_notebook.experiments.attribution.secants import by_steps, path_average
 from tests.laws.captures import leaves_its_state_alone, some_cases
 from tests.zoo import Case, case_by_name, seed_all
 from tests.zoo.case import floats, tokens
@@ -485,6 +485,27 @@ def test_rules_of_ones_own() -> None:
     assert "special_ndtr" in rules.fallbacks
     register_rule(torch.special.ndtr, by_steps(lambda x: (1 + torch.erf(x / 2**0.5)) / 2))
     explains(normal, [clean], [corrupted.detach()])
+
+
+def doubled(x: Tensor) -> Tensor:
+    """Rounds in another way without gradients, as kernels of torch do on some processors (that of an LSTM)."""
+    if torch.overrides.has_torch_function_unary(x):
+        return torch.overrides.handle_torch_function(doubled, (x,), x)
+    return 2 * x if torch.is_grad_enabled() else x / 0.5001
+
+
+def test_values_are_those_of_a_run_with_gradients() -> None:
+    register_rule(doubled, path_average)
+    x, rules = numbers(4, seed=1), rules_of("secant")
+    with torch.no_grad(), rules.recording():
+        doubled(x)
+    x = (x + 1).requires_grad_()
+    with rules.applied():
+        found = doubled(x)
+        twice = found.mul_(1.0) * 1
+    assert torch.equal(found, 2 * x)
+    twice.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
 
 
 def test_weights_are_the_same_in_both_runs() -> None:

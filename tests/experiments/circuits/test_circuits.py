@@ -747,8 +747,9 @@ def test_experts_are_senders_of_their_own(shared: bool) -> None:
         torch.testing.assert_close(found, effects, atol=1e-5, rtol=0)
 
     circuit_of_all = circuit(pg, apart, edges=apart.attrs["edges"])
-    with torch.no_grad(), pg.patch(circuit_patches(pg, circuit_of_all, corrupted)):
-        torch.testing.assert_close(pg(clean), model(clean), atol=1e-4, rtol=0)
+    for has_gradients in (False, True):
+        with torch.set_grad_enabled(has_gradients), pg.patch(circuit_patches(pg, circuit_of_all, corrupted)):
+            torch.testing.assert_close(pg(clean), model(clean), atol=1e-4, rtol=0)
 
     # Each restored alone, with the choices of the clean run in the layer behind.
     one_sided = attribute_edges(

@@ -186,7 +186,7 @@ def test_threads_share_the_graph_and_not_the_patches(pg: PatchableGraph, here: A
         threads.add(threading.get_ident())
         time.sleep(0.005)
 
-    with ThreadPoolExecutor(4) as executor:
+    with ThreadPoolExecutor(4) as executor, pytest.warns(ExperimentWarning, match="run in any order"):  # `threads`
         result = swept(pg, acting(act), executor=executor)
     assert result.values.tobytes() == here.values.tobytes()
     assert result.identical(here)
@@ -256,7 +256,10 @@ def test_an_interrupt_cancels_what_has_not_begun(pg: PatchableGraph, here: Any, 
 
     file = tmp_path / "sweep.jsonl"
     with ThreadPoolExecutor(1) as executor:
-        with pytest.raises(SweepInterrupted, match="stopped after 4 of 18 cells") as caught:
+        with (
+            pytest.warns(ExperimentWarning, match="run in any order"),  # as those of `runs` do
+            pytest.raises(SweepInterrupted, match="stopped after 4 of 18 cells") as caught,
+        ):
             swept(pg, acting(act), executor=executor, checkpoint=file)
         go_on.set()
     assert len(runs) == 5

@@ -25,8 +25,6 @@ from graphpatch_notebook.patchable_graph import captured
 from tests.notebook.hosts import environment
 from tests.zoo import case_by_name
 
-pytestmark = pytest.mark.hosts
-
 SLOW_MODEL = """
 import contextlib, sys, time
 import torch
@@ -191,6 +189,7 @@ def outputs(notebook: nbformat.NotebookNode, cell: int) -> list[tuple[str, str]]
     ]
 
 
+@pytest.mark.hosts
 def test_one_line_is_left_in_the_cell_it_belongs_to(notebook: nbformat.NotebookNode) -> None:
     (_, before), (kind, line), (_, after) = outputs(notebook, 1)
     assert (before, kind, after) == ("before\n", "display_data", "after\n")
@@ -202,6 +201,7 @@ def test_one_line_is_left_in_the_cell_it_belongs_to(notebook: nbformat.NotebookN
     assert not notebook.metadata.get("widgets")
 
 
+@pytest.mark.hosts
 def test_a_capture_that_fails_says_where_it_stopped(notebook: nbformat.NotebookNode) -> None:
     (_, line), (kind, _) = outputs(notebook, 4)
     assert re.fullmatch(r"Capturing Slow: stopped, 20 module calls, \d\.\d s", line)

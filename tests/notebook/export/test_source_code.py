@@ -60,15 +60,13 @@ def test_it_is_plain_in_a_pipe() -> None:
     assert ipython(SHOW).stdout == TEXT
 
 
-TERMINALS = [({}, True), ({"NO_COLOR": "1"}, False)]
-
-
-@pytest.mark.parametrize(("settings", "has_colors"), TERMINALS)
-def test_it_is_colored_in_a_terminal(settings: dict[str, str], has_colors: bool) -> None:
+def test_it_is_colored_in_a_terminal() -> None:
+    """And no longer, once NO_COLOR is set."""
     master, slave = pty.openpty()
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-    environment |= {"TERM": "xterm-256color", **settings}
-    command = [sys.executable, "-m", "IPython", "--no-banner", "-c", SHOW]
+    environment |= {"TERM": "xterm-256color"}
+    twice = f"import os; {SHOW}; print('---'); os.environ['NO_COLOR'] = '1'; display(S({TEXT!r}))"
+    command = [sys.executable, "-m", "IPython", "--no-banner", "-c", twice]
     with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
         os.close(slave)
         shown = b""
@@ -79,10 +77,11 @@ def test_it_is_colored_in_a_terminal(settings: dict[str, str], has_colors: bool)
             pass
         process.wait(30)
     os.close(master)
-    text = shown.decode()
-    assert bool(re.search(r"\x1b\[[0-9;]+m", text)) == has_colors
     escapes = r"\x1b(\][^\x07]*\x07|\[[?0-9;]*[a-zA-Z])"
-    assert re.sub(escapes, "", text).replace("\r\n", "\n").rstrip("\n") == TEXT.rstrip("\n")
+    colored, plain = shown.decode().split("---\r\n")
+    for text, has_colors in ((colored, True), (plain, False)):
+        assert bool(re.search(r"\x1b\[[0-9;]+m", text)) == has_colors
+        assert re.sub(escapes, "", text).replace("\r\n", "\n").rstrip("\n") == TEXT.rstrip("\n")
 
 
 def test_rich_shows_it() -> None:
