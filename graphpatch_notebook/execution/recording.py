@@ -175,8 +175,8 @@ class Recording(Mapping[str, Any]):
         other = next((path for path, shape in shapes.items() if shape is None or shape != shapes[first]), None)
         if other is not None:
             raise ExperimentError(
-                f"only tensors of one shape make one array, but {first!r} is {_tensor_text(values[first])} and {other!r} "
-                f"is {_tensor_text(values[other])}: record them separately"
+                f"only tensors of one shape make one array, but {first!r} is {_tensor_text(values[first])} "
+                f"and {other!r} is {_tensor_text(values[other])}: record them separately"
             )
         stacked = torch.stack([value.detach().cpu() for value in values.values()])
         if stacked.dtype == torch.bfloat16:  # which numpy does not have
