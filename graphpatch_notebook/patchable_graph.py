@@ -169,6 +169,11 @@ class PatchableGraph(ModuleDelegate):
         """
         import transformers
 
+        if isinstance(config, Module):
+            raise TypeError(
+                f"from_config takes a config, or its name, not a {type(config).__name__}: give model.config, or wrap "
+                "the model itself: PatchableGraph(model, *inputs)"
+            )
         if not isinstance(config, transformers.PretrainedConfig):
             config = transformers.AutoConfig.from_pretrained(config)
         kind = model_class or getattr(transformers, (config.architectures or [""])[0], None)

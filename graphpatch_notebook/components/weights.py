@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import is_offloaded
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, map_leaves
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components.chain import Trails
@@ -206,7 +207,8 @@ class Weights:
     - `W_in` and `W_out` of the MLP by layer (channels x neurons, and the reverse), and `W_gate` if it is gated.
     - `W_E` (tokens x channels) and `W_U` (channels x tokens) of the model.
 
-    They are the model's own numbers: norms are not folded in, and biases not included. If a model has several stacks of
+    They are the model's own numbers: norms are not folded in, and biases not included. Of a module that accelerate
+    offloads they are copies, which each access loads. If a model has several stacks of
     layers, ``pg.weights["decoder"]`` has those of one.
 
     Example:
@@ -553,6 +555,24 @@ def _by_axes(numbers: Tensor, axes: tuple[str, ...], wanted: tuple[str, ...]) ->
     return found if found.ndim == len(wanted) else found[None]
 
 
+def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
+    """Returns what a module holds; of a module whose weights accelerate keeps elsewhere, a copy that its hook loads."""
+    module = functools.reduce(getattr, attributes[:-1], frame.module)
+    held: Any = getattr(module, attributes[-1])
+    if not isinstance(held, Tensor) or not held.is_meta:
+        return held
+    modules = (module, *(each.module for each in frame.frames_above()))
+    hooked = next(filter(is_offloaded, modules), None)
+    if hooked is None:
+        return held
+    hook: Any = hooked.__dict__["_hf_hook"]
+    hook.pre_forward(hooked)
+    try:
+        return getattr(module, attributes[-1])
+    finally:
+        hook.post_forward(hooked, None)
+
+
 def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAME_VALUES) -> Tensor:
     """Returns a tensor that the model holds, or what some operations make of such tensors.
 
@@ -566,7 +586,7 @@ def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAM
     """
     node = value.node
     if node.kind in HELD_KINDS:
-        held: Any = functools.reduce(getattr, str(node.target).split("."), flow.frame_of[node].module)
+        held = _loaded(flow.frame_of[node], str(node.target).split("."))
         if is_distributed(held):
             held = held.full_tensor()
         if not isinstance(held, Tensor) or not held.is_floating_point():

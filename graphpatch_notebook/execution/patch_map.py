@@ -20,7 +20,7 @@ from graphpatch_notebook.errors import ComponentWarning, PatchMapError, UnknownP
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
 from graphpatch_notebook.execution.skipped_calls import are_for_calls, call_problem, call_target
-from graphpatch_notebook.execution.splices import inside_splice
+from graphpatch_notebook.execution.splices import inside_splice, no_such_part
 from graphpatch_notebook.inspection.aliases import answer_to_alias
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, fixed_sizes_of, resolve, resolve_all
@@ -61,7 +61,7 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
             except Unresolvable as error:
                 inside = inside_splice(root, text, patches, error.message)
                 if inside is None:
-                    problems.append(error.message + other_stage(root, text))
+                    problems.append(error.message + no_such_part(root, text) + other_stage(root, text))
                     has_all_paths = False
                     continue
                 problems += _problems_inside(text, inside[1].patches)

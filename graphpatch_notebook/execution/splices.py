@@ -13,7 +13,8 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import PatchMapError, PatchValueError, UnknownPathError
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.patches.splices import SplicePatch, inside_of
+from graphpatch_notebook.patches.splices import PARTS, SplicePatch, inside_of, may_be_inside
+from graphpatch_notebook.values import TensorSpec
 
 if TYPE_CHECKING:
     from graphpatch_notebook.execution.plan import Entry
@@ -59,6 +60,19 @@ def inside_splice(root: Frame, text: str, given: Any, problem: str) -> tuple[Tar
     hint = f"{problem}; a SplicePatch(sae, name={name!r}) on {path!r} would have it, and there is none"
     patches = [given] if isinstance(given, Patch) else given
     return target, InsidePatch(name=name, part=part, patches=patches, problem_without=hint)
+
+
+def no_such_part(root: Frame, text: str) -> str:
+    """Returns what to add to the problem of a path that may have been meant for a part of a splice."""
+    found = may_be_inside(text)
+    if found is None:
+        return ""
+    try:
+        spec = resolve(root, found[0]).spec
+    except Unresolvable:
+        return ""
+    parts = ", ".join(f"{text.removesuffix(found[2])}{part}" for part in PARTS)
+    return f"; the parts of a splice there are {parts}" if isinstance(spec, TensorSpec) else ""
 
 
 def is_part_of_splice(root: Frame, text: str) -> bool:

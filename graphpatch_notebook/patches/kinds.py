@@ -255,6 +255,7 @@ class WritingPatch(_SlicedPatch):
         if isinstance(original_output, Tensor):
             if index is not None:
                 self._check_taken(index, original_output)
+            self._check_has_numbers(original_output)
             self._write(original_output, ... if index is None else index)
             return original_output
         if isinstance(original_output, NUMBERS):
@@ -279,6 +280,16 @@ class WritingPatch(_SlicedPatch):
         if not isinstance(value, (Tensor, bool, int, float, complex)):
             return f"value must be a tensor or a number, not {type(value).__name__}; use value=torch.as_tensor(...)"
         return super().problem(shape)
+
+    def _check_has_numbers(self, target: Tensor) -> None:
+        """Rejects a value on the meta device, of which `+=` of torch adds nothing (seen in torch 2.13)."""
+        value = getattr(self, "value", None)
+        if isinstance(value, Tensor) and value.device.type == "meta" != target.device.type:
+            raise PatchValueError(
+                f"the value of {type(self).__name__}, of shape {tuple(value.shape)}, is on the meta device and has no "
+                "numbers; if it is a weight of an offloaded model, record it with a ProbePatch, or take it from "
+                "pg.weights"
+            )
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
         raise NotImplementedError

@@ -20,7 +20,7 @@ import { tryEdit } from "./patches/edits";
 import { makePatchList } from "./patches/patch_list";
 import { makeResultHeatmap } from "./plots/result_heatmap";
 import { makeRunPanel } from "./runs/run_panel";
-import { type TreeActions, watchKeys } from "./tree/keyboard";
+import { keepKeys, type TreeActions, watchKeys } from "./tree/keyboard";
 import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
 import { makeToolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
@@ -168,6 +168,7 @@ async function fillLinked(
   onRemove: (undo: Undo) => void,
 ): Promise<void> {
   const linked = link(root, model, onRemove);
+  keepKeys(root, onRemove);
   onRemove(watchErrors(import.meta.url, (message) => linked.notices.error(message)));
   onRemove(hideStaticHtml(model.get("about").model_id, root));
   await make(

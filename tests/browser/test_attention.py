@@ -57,6 +57,13 @@ def test_a_head_is_pointed_at_selected_and_zeroed(
     assert [one["id"] for one in found] == []
     view.get_by_role("button", name="Undo").click()
     expect(view.get_by_text("Patched", exact=True)).to_be_hidden()
+    # JupyterLab keeps Enter from text fields whose keys reach it.
+    view.get_by_role("button", name="Steer …").click()
+    view.get_by_label("What to add, as Python").fill("2.5")
+    notebook.page.keyboard.press("Enter")
+    expect(tree.chosen).to_contain_text("2.5")
+    expect(view.get_by_text("Patched", exact=True)).to_be_visible()
+    assert notebook.sources()[1:] == ['browser = pg.browse(views=("attention",))\nbrowser']
     notebook.use_theme("dark")
     take_picture("dark")
     notebook.use_theme("light")

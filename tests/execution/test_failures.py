@@ -18,6 +18,7 @@ from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
     ExtractionOptions,
+    Patch,
     PatchableGraph,
     PatchValueError,
     ProbePatch,
@@ -341,6 +342,24 @@ def extract(module: nn.Module) -> fx.Graph:
     product.name = "product"
     graph.output((product,))
     return graph
+
+
+class Forgetful(Patch[Tensor]):
+    def op(self, original_output: Tensor) -> Tensor:
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("patch", [CustomPatch(lambda value: None), Forgetful()])
+def test_a_function_that_returns_nothing(patch: Patch[Tensor]) -> None:
+    """As hooks of torch may, which then keep the value."""
+    pg = PatchableGraph(Inner(), X)
+    for path in ("hidden", "linear.output", "output"):
+        message = rf"'{path}': {type(patch).__name__} returned None for a value of shape \(2, 3\) .* lack a return\?"
+        with pytest.raises(PatchValueError, match=message), pg.patch({path: patch}):
+            pg(X)
+    meant = CustomPatch(lambda value: None, any_shape=True)
+    with pg.patch({"output": meant}):
+        assert pg(X) is None
 
 
 def test_nodes_of_custom_graphs_are_named() -> None:

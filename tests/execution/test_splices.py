@@ -172,6 +172,12 @@ def test_what_is_wrong_is_said_before_anything_runs(pg: PatchableGraph, sae: Sae
             PatchMapError,
             "2 splices named 'sae': give one name=",
         ),
+        (
+            pg.edit({PATH: SplicePatch(sae)}),
+            {f"{PATH}|sae.latent": ZeroPatch(), "layers[1].resid_post|sae.features": ZeroPatch()},
+            UnknownPathError,
+            rf"(?s)are {PATH}\|sae.latents, .*sae.error.* are layers\[1\].resid_post\|sae.latents, ",
+        ),
         (pg, {PATH: SplicePatch(nn.Linear(2, 2))}, PatchMapError, "a Linear has no encode"),
         (pg, {PATH: SplicePatch(sae, error=1)}, PatchMapError, "error must be True or False"),
         (pg, {PATH: SplicePatch(sae, name="a.b")}, PatchMapError, "name must be an identifier"),

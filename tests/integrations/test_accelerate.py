@@ -20,11 +20,13 @@ from graphpatch_notebook import (
     CustomPatch,
     ExtractionOptions,
     PatchableGraph,
+    PatchValueError,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
     ZeroPatch,
 )
+from graphpatch_notebook.experiments import direct_logit_attribution
 from graphpatch_notebook.patchable_graph import captured
 from tests.integrations.offloaded import INPUT_IDS, MODELS, SPREAD, attribute_path, counted, gpt2, llama
 from tests.laws.captures import identity, outside_fused_calls
@@ -122,6 +124,35 @@ def test_probes_keep_real_values_of_all_that_modules_hold(case: Case) -> None:
     for path, attribute in paths.items():
         assert probes[path].activation.device.type == "cpu", path
         assert torch.equal(probes[path].activation, held[attribute]), path
+
+
+@torch.no_grad()
+def test_weights_of_components_are_loaded_where_they_are_read(case: Case) -> None:
+    before, plain = devices(case.model), PatchableGraph(case.original(), INPUT_IDS)
+    pg = PatchableGraph(case.model, INPUT_IDS)
+    for name in dir(pg.weights):
+        of_model, expected = getattr(pg.weights, name), getattr(plain.weights, name)
+        if isinstance(expected, Tensor):
+            assert torch.equal(of_model, expected), name
+        else:
+            assert all(torch.equal(of_model[n], expected[n]) for n in range(2) if n not in expected.missing), name
+    steered = {"layers[0].resid_post": AddPatch(value=pg.weights.W_U[:, 7])}
+    with pg.patch(steered), plain.patch(steered):
+        assert torch.equal(pg(INPUT_IDS).logits, plain(INPUT_IDS).logits)
+    parts, of_plain = (direct_logit_attribution(graph, INPUT_IDS, target=7, by="head") for graph in (pg, plain))
+    assert parts.equals(of_plain)
+    assert devices(case.model) == before
+
+
+@torch.no_grad()
+def test_tensors_without_numbers_are_no_values_of_patches(case: Case) -> None:
+    """Adding a tensor on the meta device in place, torch does nothing and says nothing."""
+    pg = PatchableGraph(case.model, INPUT_IDS)
+    for kind in (AddPatch, ReplacePatch):
+        patch = kind(value=torch.ones(32, device="meta"), slice=(slice(None), -1))
+        message = rf"'layers\[0\].resid_post': the value of {kind.__name__}, of shape \(32,\), is on the meta device"
+        with pytest.raises(PatchValueError, match=message), pg.patch({"layers[0].resid_post": patch}):
+            pg(INPUT_IDS)
 
 
 @pytest.mark.parametrize("is_opaque", [False, True], ids=["compiled", "opaque"])

@@ -28,6 +28,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.inspection.node_map import NodeMeta
 from tests.laws.captures import (
     Capture,
@@ -319,6 +320,13 @@ def test_fields_of_patches_are_not_swallowed(name: str) -> None:
             pg.record("up.output", x, **{name: 1})
         with pytest.raises(ExperimentError, match=f"sweep has no {name}="):
             pg.sweep({"c": [0]}, lambda c: {"output": ZeroPatch()}, x, metric=torch.sum, **{name: 1})
+
+
+def test_scores_of_no_paths_are_refused() -> None:
+    model, x = Attention(), torch.ones(2, 3, 5)
+    pg = PatchableGraph(model, x)
+    with nothing_runs(model), pytest.raises(ExperimentError, match="paths is empty"):
+        attribute(pg, torch.sum, x, -x, paths=[])
 
 
 def test_options_are_not_swallowed() -> None:

@@ -82,6 +82,11 @@ def test_a_config_is_enough_and_weights_that_are_loaded_later_give_the_same_bits
         assert torch.equal(browsed(input_ids=IDS).logits, real(input_ids=IDS).logits)
 
 
+def test_a_model_is_not_a_config() -> None:
+    with pytest.raises(TypeError, match=r"not a Linear: give model.config, or wrap the model itself: PatchableGraph"):
+        PatchableGraph.from_config(nn.Linear(2, 2), input_ids=IDS)
+
+
 def _with_weights(config: PretrainedConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM
 

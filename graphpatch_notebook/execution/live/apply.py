@@ -504,7 +504,13 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         _check_kind(patch, target, value)
     given = value.clone() if patch.requires_clone and not is_own and isinstance(value, Tensor) else value
     try:
-        return patch.op(given)
+        patched = patch.op(given)
+        if patched is None and isinstance(value, Tensor) and target.node.kind != "input" and not patch.any_shape:
+            raise PatchValueError(
+                f"{type(patch).__name__} returned None for a value {_shown(value)}: does its function lack a return? "
+                "If None is to be in place of the value, give any_shape=True"
+            )
+        return patched
     except GraphPatchError as error:
         raise type(error)(f"{target.text!r}: {error}") from (None if isinstance(patch, WritingPatch) else error)
     except (StopIteration, StopAsyncIteration):  # which mean something to the interpreter

@@ -154,8 +154,11 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
 
     Raises:
         UnknownPathError: A path does not exist, or is not a single value.
+        ExperimentError: There are no paths.
     """
     places = {} if paths is None else dict(_places(nodes, paths))
+    if paths is not None and not places:
+        raise ExperimentError("paths is empty: give at least one path, or leave it out for all nodes")
     wanted = None if paths is None else list(dict.fromkeys(place.path for place in places.values()))
     of_interest = set(wanted or ())
     found: list[ScoredNode] = []

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import active_patches
 from graphpatch_notebook.experiments.datasets.batches import (
     Dataset,
@@ -43,6 +43,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.sharded import digest, processes_of
+from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
 
 _FORMAT = "graphpatch-activations"
@@ -130,7 +131,10 @@ def record_to(
             f"the folder {str(folder)!r} has the batches of the first process, and others have others: give the same "
             "on all processes, or, under FSDP, each a folder of its own"
         )
-    return ActivationStore(folder)
+    store = ActivationStore(folder)
+    if positions is not None and store.examples and not len(store.example):
+        warn_each_time("no example of the dataset has these positions: the store has no rows", ExperimentWarning)
+    return store
 
 
 class _Writer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,25 @@ def axes_of(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
     return found
 
 
+def _check_order(axes: Mapping[str, Any], make_patches: Callable[..., PatchMap]) -> None:
+    """Checks that no axis has the name of another argument than the one that it is given as.
+
+    Raises:
+        ExperimentError: The axes are in another order than the arguments.
+    """
+    try:
+        parameters = inspect.signature(make_patches).parameters.values()
+    except (TypeError, ValueError):  # not a Python function
+        return
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    for axis, name in zip(axes, names, strict=False):
+        if axis != name and axis in names:
+            raise ExperimentError(
+                f"make_patches is given the values of the axes in order, so its argument {name!r} would be a value of "
+                f"{axis!r}: the axes are {', '.join(axes)}, and the arguments {', '.join(names)}; put both in one order"
+            )
+
+
 class Cells:
     """The cells of a sweep. Their patch maps are made in order, each once.
 
@@ -91,6 +111,7 @@ class Cells:
     """
 
     def __init__(self, axes: Mapping[str, Sequence[Any]], make_patches: Callable[..., PatchMap]) -> None:
+        _check_order(axes, make_patches)
         self.make_patches = make_patches
         combinations = enumerate(itertools.product(*axes.values()))
         self.unmade = [Cell(number, dict(zip(axes, values, strict=True)), {}) for number, values in combinations]

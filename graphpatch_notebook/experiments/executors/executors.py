@@ -90,7 +90,8 @@ def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
         )
     if not callable(getattr(executor, "submit", None)):
         raise ExperimentError(
-            f"executor= takes an executor, with a method submit that returns a future, not {type(executor).__name__}"
+            f"executor= takes an executor, with a method submit that returns a future, not {type(executor).__name__}; "
+            "such as concurrent.futures.ThreadPoolExecutor(2)"
         )
     if sharding_of(captured(pg).root) is not None:
         raise ExperimentError(

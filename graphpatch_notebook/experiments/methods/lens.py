@@ -20,7 +20,7 @@ from graphpatch_notebook.components.operations import SAME_VALUES
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names
+from graphpatch_notebook.experiments.methods.arguments import Paths, check_graph, check_input_names, several_paths
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.metrics import Tokens
@@ -77,7 +77,7 @@ def arranged(value: Tensor, axes: Sequence[str], wanted: Sequence[str]) -> Tenso
 def logit_lens(
     pg: PatchableGraph,
     *inputs: Any,
-    streams: Sequence[str] | None = None,
+    streams: Paths | None = None,
     target: Tokens | None = None,
     stack: str = "",
     **input_kwargs: Any,
@@ -90,8 +90,8 @@ def logit_lens(
     Args:
         pg: The graph.
         *inputs: Inputs of the model, positional.
-        streams: Names or paths of values of the shape of the stream; by default, the input of each layer and the output
-            of the last one.
+        streams: Names, patterns or paths of values of the shape of the stream; by default, the input of each layer and
+            the output of the last one.
         target: The tokens: a number, a list (the dimension `token`), or a tensor with one for each row; `None` for the
             whole vocabulary, which may be large.
         stack: The stack of layers, if the model has several.
@@ -120,7 +120,10 @@ def logit_lens(
     start, count = f"{stack}." if stack else "", layer_count(pg, stack)
     last = component(pg, f"{start}layers[{count - 1}].resid_post")
     logits = component(pg, "@logits")
-    names = list(streams) if streams is not None else [component(pg, n).name for n in stream_states(start, count)]
+    if streams is None:
+        names = [component(pg, name).name for name in stream_states(start, count)]
+    else:
+        names = several_paths(pg, streams, "streams")
     given = Inputs(inputs, input_kwargs)
     values = record(pg, given, [*names, last.name]).values
     for name in names:
@@ -167,9 +170,14 @@ def _checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:
         return None
     if isinstance(target, Tensor) and target.ndim and logits.axes[0] != "batch":
         raise ExperimentError(f"tokens for each row need logits with the batch first, not {', '.join(logits.axes)}")
-    numbers = torch.as_tensor(target)
+    try:
+        numbers = torch.as_tensor(target)
+    except (TypeError, ValueError, RuntimeError):  # such as a text
+        numbers = torch.empty(0)
     if numbers.is_floating_point() or numbers.dtype == torch.bool or not numbers.numel():
-        raise ExperimentError(f"tokens are numbers from 0 to {size - 1}, not {target!r}")
+        raise ExperimentError(
+            f"tokens are numbers from 0 to {size - 1}, as tokenizer.encode(...) gives them, not {target!r}"
+        )
     wrong = numbers[(numbers < 0) | (numbers >= size)].tolist()
     if wrong:
         raise ExperimentError(f"token {wrong[0]} is not one of the {size} tokens of the vocabulary")

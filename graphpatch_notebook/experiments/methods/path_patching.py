@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.components import find
+from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
@@ -66,7 +68,8 @@ def path_patch(
     1. The sender's value is recorded on the clean inputs, the outputs of all components on the corrupted ones.
     2. The model runs on the corrupted inputs with the clean value at the sender and all components held at their
        corrupted values; the value of the receiver is recorded. What is not a component (the residual stream, norms) is
-       recomputed. A component that contains the sender is not held: it passes on the change of the sender.
+       recomputed. A component that the sender is a part of is not held, as attention is for its heads, also where a
+       norm or a scale lies in between: it passes on the change of the sender.
     3. The model runs on the corrupted inputs with only the receiver replaced, by that value. Everything after it is
        recomputed. The metric is that of this run; for the receiver `None`, that of the run in step 2.
 
@@ -185,7 +188,7 @@ class _Edges:
         pg: The graph.
         senders: The senders, by label.
         receivers: The receivers, by label.
-        components: The paths that are held, except those that contain the sender.
+        components: The paths that are held, except those that the sender is a part of.
 
     Attributes:
         held: The paths of the components, in the package's spelling.
@@ -218,6 +221,7 @@ class _Edges:
                 f"receiver {end!r} does not run after sender {start!r}, so there is no edge between them; {hint}"
             )
         self._components = list(targets(pg, components).values())
+        self._insides = _insides(pg)
         if parts := [target.text for target in self._components if target.index]:
             raise ExperimentError(f"components are held as a whole, but {parts[0]!r} is a part of a value")
         self.held = [target.path for target in self._components]
@@ -240,7 +244,7 @@ class _Edges:
             patches: dict[str, list[Patch[Any]]] = {
                 target.path: [ReplacePatch(value=corrupted[target.path])]
                 for target in self._components
-                if not _lies_in(sender, target)
+                if not self._lies_in(sender, target)
             }
             value = sender.part(clean[sender.path])
             patches[sender.path] = [sender.replaced(value)]
@@ -268,6 +272,19 @@ class _Edges:
                 component = self._blocking_component(inputs, patches, corrupted)
                 why = "" if component is None else _BLOCKED
             self._unreached.setdefault(why, []).append((start, component))
+
+    def _lies_in(self, sender: EdgeEnd, component: Target) -> bool:
+        """Whether a sender is a component, a value in its module, or one that the component is computed from."""
+        start = sender.target
+        if start is None or sender.path == component.path:
+            return start is not None
+        inside = component.frame.path
+        if component.node.kind == "output" and start.frame.path[: len(inside)] == inside:
+            return True
+        flow, insides = self._insides
+        nodes = insides.get(component.path, frozenset())
+        value = flow.resolve(start.node, start.dig)
+        return value is not None and value.node in nodes
 
     def _blocking_component(
         self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], corrupted: Mapping[str, Tensor]
@@ -368,12 +385,23 @@ def _is_same(value: Any, other: Any, *, but_overflow: bool = False) -> bool:
     return len(parts) == len(others) and all(_is_same(a, b, but_overflow=but_overflow) for (_, a), (_, b) in pairs)
 
 
-def _lies_in(sender: EdgeEnd, component: Target) -> bool:
-    """Whether a sender is the output of a component, or a value inside its module."""
-    if sender.target is None or component.node.kind != "output":
-        return sender.path == component.path
-    inside = component.frame.path
-    return sender.target.frame.path[: len(inside)] == inside
+def _insides(pg: PatchableGraph) -> tuple[Flow, dict[str, frozenset[Node]]]:
+    """Returns the operations that compute what layers add to the stream from what their norms return, by its path.
+
+    A module that returns it may be a part of them only: the norm behind attention in Gemma 2, for one.
+    """
+    found = find(pg.nodes.root)
+    flow = found.evidence.trails.flow
+    insides = {}
+    for _, layers in found.evidence.stacks:
+        for layer in layers:
+            for named in layer.writes:
+                norm = named.write.norm
+                begin = -1 if norm is None else flow.order[norm.returned.value.node]
+                path = found[f"{layer.name}{named.kind}_out"].path
+                nodes = [node for node in named.write.inside if flow.order[node] > begin]
+                insides[path] = frozenset(step for node in nodes for step in (node, *node.inner))
+    return flow, insides
 
 
 Endpoint: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"

@@ -149,6 +149,7 @@ class Readouts:
             raise ExperimentError(f"row {row} is not one of the {inputs.rows} rows of the batch")
         self._metric = partial(_logits_of_row, keys_of_logits(pg, logits), logits.axes, row)
         self._top, self._wanted = top, target
+        self.row, self.rows = row, inputs.rows or 1
         self._forget()
 
     def _forget(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -246,7 +246,8 @@ def _plain(value: Any) -> Any:
 
 def _token_texts(array: DataArray, tokens: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Returns the dimension of tokens, and the text of each of its coordinates."""
-    if isinstance(tokens, str) or not all(isinstance(token, str) for token in tokens):
+    is_list = isinstance(tokens, Iterable) and not isinstance(tokens, str)
+    if not is_list or not all(isinstance(token, str) for token in tokens):
         raise ExperimentError("tokens must be a list of texts, one for each position; decode token ids first")
     texts = tuple(tokens)
     known = [str(name) for name in array.dims if name in _POSITIONS]

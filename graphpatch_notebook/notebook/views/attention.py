@@ -107,17 +107,17 @@ class AttentionContext(RequestContext):
 
     Attributes:
         follow: Shows the patterns for the patches as they are now, and returns the status of that.
-        head: Returns the pattern of a head, and its scale.
+        head: Returns the pattern of a head, and its scale; of the mean over a batch, also the weighted one.
     """
 
     follow: Callable[[], Answer]
-    head: Callable[[int, str, int, int], tuple[bytes, float]]
+    head: Callable[[int, str, int, int], list[tuple[bytes, float]]]
 
 
 def _head(context: AttentionContext, payload: Payload) -> Answer:
     place = payload.number("version"), payload.text("run"), payload.number("layer"), payload.number("head")
-    cells, scale = context.head(*place)
-    return {"scale": scale}, [cells]
+    found = context.head(*place)
+    return {"scales": [scale for _, scale in found]}, [cells for cells, _ in found]
 
 
 class AttentionView(ComputedView):
@@ -214,14 +214,17 @@ class AttentionView(ComputedView):
             return found
         return patterns_of_run(graph, self._layers, patches, args, kwargs)
 
-    def _head(self, version: int, run: str, layer: int, head: int) -> tuple[bytes, float]:
+    def _head(self, version: int, run: str, layer: int, head: int) -> list[tuple[bytes, float]]:
         found = {"clean": self._clean, "patched": self._patched}.get(run)
         if version != self._version or found is None:
             raise SessionError("the patterns have changed meanwhile; look again")
         if not 0 <= layer < len(found) or not 0 <= head < found[layer].cells.cells.shape[1]:
             raise SessionError(f"there is no head {head} in layer {layer} of this view")
-        cells, place = found[layer].cells, self._place
-        return cells.cells[place, head].contiguous().numpy().tobytes(), float(cells.scales[place, head])
+        place, weighted = self._place, found[layer].weighted(self._place)
+        parts = [(found[layer].cells, place), *([] if weighted is None else [(weighted, 0)])]
+        return [
+            (part.cells[row, head].contiguous().numpy().tobytes(), float(part.scales[row, head])) for part, row in parts
+        ]
 
     # -- traits --------------------------------------------------------------------------------------------------------
 
@@ -279,6 +282,7 @@ class AttentionView(ComputedView):
                     "name": layer.name,
                     "title": layer.title,
                     "layer": layer.layer,
+                    "is_cross": layer.is_cross,
                     "heads": heads,
                     "value_heads": 0 if patterns.lengths is None else patterns.lengths.cells.shape[1],
                     "full": [queries, keys],
@@ -292,6 +296,7 @@ class AttentionView(ComputedView):
             "patches": self._computed_for,
             "runs": ["clean"] if self._patched is None else ["clean", "patched"],
             "rows": self._count,
+            "is_mean": self._count > 1 and row == MEAN,
             "call": f"{self._session.origin.graph}({self._inputs.text})",
             "is_whole": is_whole,
             "layers": layers,

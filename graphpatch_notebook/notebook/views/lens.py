@@ -273,6 +273,8 @@ class LensView(ComputedView):
                 {"name": stream, "rows": [*map(_row, read.names, read.layers)]} for stream, read in self._clean.items()
             ],
             "available": self._available,
+            "row": self._readouts.row,
+            "rows": self._readouts.rows,
             "positions": None if self._positions is None else [*self._positions],
             "vocabulary": [self._text(token) for token in place],
             "tokens": [*place],

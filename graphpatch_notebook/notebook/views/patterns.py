@@ -175,6 +175,21 @@ class LayerPatterns:
     cells: Quantized
     lengths: Quantized | None
 
+    def weighted(self, row: int) -> Quantized | None:
+        """Returns the patterns times the lengths, of shape (1, head, query, key), if `row` is the mean; else `None`.
+
+        Each row of the batch has lengths of its own, so the mean of the products is not the product of the means.
+        """
+        rows = self.cells.cells.shape[0]
+        if self.lengths is None or row > 0 or rows == 1:
+            return None
+        shared = self.cells.cells.shape[1] // self.lengths.cells.shape[1]
+        products = (
+            self.cells.numbers(one) * self.lengths.numbers(one).repeat_interleave(shared, 0)[:, None]
+            for one in range(1, rows)
+        )
+        return Quantized.of((sum(products, torch.zeros(())) / (rows - 1))[None])
+
 
 class RecordedPatterns:
     """The patches that keep the patterns of a run, and what they have kept.
@@ -260,7 +275,8 @@ class Packed:
 
     Attributes:
         data: Compressed. For each run, for each layer: the scales of the heads; if there are lengths, their scales and
-            bytes; the cells of the heads. Scales are float32, little-endian.
+            bytes, or, of the mean over a batch, the scales and cells of the patterns times the lengths; the cells of
+            the heads. Scales are float32, little-endian.
         shapes: For each layer, the rows and columns of the pictures of its heads.
         is_whole: Whether the pictures are the patterns themselves.
     """
@@ -277,6 +293,7 @@ def packed(runs: Sequence[Sequence[LayerPatterns]], row: int) -> Packed:
         runs: The patterns of each run.
         row: The row, as `Quantized` counts them.
     """
+    weighted = [[one.weighted(row) for one in run] for run in runs]
     count = sum(one.cells.cells[row].numel() for run in runs for one in run)
     longest = max(max(one.cells.cells.shape[2:]) for one in runs[0])
     sides = [*([longest] if count <= _MOST_WHOLE else []), *(side for side in _SMALLER if side < longest)]
@@ -284,9 +301,9 @@ def packed(runs: Sequence[Sequence[LayerPatterns]], row: int) -> Packed:
         pictures = [[pooled(one.cells.cells[row], side) for one in run] for run in runs]
         parts = [
             part
-            for run, drawn in zip(runs, pictures, strict=True)
-            for one, cells in zip(run, drawn, strict=True)
-            for part in _parts(one, cells, row)
+            for run, drawn, products in zip(runs, pictures, weighted, strict=True)
+            for one, cells, product in zip(run, drawn, products, strict=True)
+            for part in _parts(one, cells, row, product, side)
         ]
         data = zlib.compress(b"".join(parts), 6)
         if len(data) <= _ENOUGH:
@@ -294,9 +311,12 @@ def packed(runs: Sequence[Sequence[LayerPatterns]], row: int) -> Packed:
     return Packed(data, [[*cells.shape[1:]] for cells in pictures[0]], side >= longest)
 
 
-def _parts(one: LayerPatterns, cells: Tensor, row: int) -> Iterable[bytes]:
+def _parts(one: LayerPatterns, cells: Tensor, row: int, product: Quantized | None, side: int) -> Iterable[bytes]:
     yield _floats(one.cells.scales[row])
-    if one.lengths is not None:
+    if product is not None:
+        yield _floats(product.scales[0])
+        yield pooled(product.cells[0], side).contiguous().numpy().tobytes()
+    elif one.lengths is not None:
         yield _floats(one.lengths.scales[row])
         yield one.lengths.cells[row].numpy().tobytes()
     yield cells.contiguous().numpy().tobytes()

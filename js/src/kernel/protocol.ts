@@ -126,6 +126,8 @@ export interface Attention {
   runs: AttentionRun[];
   /** How many rows the batch has. */
   rows: number;
+  /** Whether the mean over the rows is shown: then patterns times lengths are sent in place of lengths. */
+  is_mean: boolean;
   /** What ran, as Python: `pg(ids)`. */
   call: string;
   /** Whether all patterns were sent as they are; else as smaller pictures. */
@@ -140,6 +142,8 @@ export interface AttentionLayer {
   name: string;
   title: string;
   layer: number;
+  /** Whether the keys are those of another sequence. */
+  is_cross: boolean;
   heads: number;
   /** How many heads the values have, which several heads may share; 0 if the lengths of values are not known. */
   value_heads: number;
@@ -167,6 +171,9 @@ export interface Lens {
   streams: { name: string; rows: LensRow[] }[];
   /** Those that the model has. */
   available: string[];
+  /** The row of the batch that the numbers are of, and how many rows the batch has. */
+  row: number;
+  rows: number;
   /** The text of each position; `null`: they are numbers. */
   positions: string[] | null;
   /** The texts of all tokens that are shown. */
@@ -647,10 +654,13 @@ export interface Requests {
   activation_close: { payload: { id: number }; result: Record<string, never> };
   /** Patterns of an attention view for the patches as they are now; asked again until they are there. */
   attend: { payload: Record<string, never>; result: JobStatus };
-  /** The whole pattern of a head, as bytes: the first buffer. 255 is `scale`. `layer`: its place in `Attention.layers`. */
+  /**
+   * The whole pattern of a head, as bytes: the first buffer. 255 is the first of `scales`. Of the mean over a batch, the
+   * second is the pattern times the lengths. `layer`: its place in `Attention.layers`.
+   */
   head: {
     payload: { version: number; run: AttentionRun; layer: number; head: number };
-    result: { scale: number };
+    result: { scales: number[] };
   };
   /** `inputs`: as for `run`. */
   export: { payload: { form: "graphpatch" | "hooks"; inputs: string | null }; result: { code: string } };

@@ -209,16 +209,29 @@ export interface SearchBox {
   leave(): void;
 }
 
-/** Keys that mean the same everywhere in the widget; and those that the notebook around it must not see. */
+/** Keys that mean the same everywhere in the tree's widget. */
 export function watchKeys(view: View, box: SearchBox): void {
   const { root } = view;
   const onKey = (event: KeyboardEvent) => {
     const isTyping = isEditable(event.composedPath()[0]);
     if (!event.defaultPrevented && !event.isComposing && widgetKey(view, box, event, isTyping)) event.preventDefault();
-    if (event.defaultPrevented || isTyping || isPrintable(event) || OWN.has(event.key)) event.stopPropagation();
   };
   root.addEventListener("keydown", onKey);
   view.onRemove(() => root.removeEventListener("keydown", onKey));
+  keepKeys(root, (undo) => view.onRemove(undo));
+}
+
+/**
+ * Keeps keys from the notebook around a widget. JupyterLab also takes Enter from text fields of its cells (by
+ * `beforeinput`): their forms would not be submitted.
+ */
+export function keepKeys(root: HTMLElement, onRemove: (undo: () => void) => void): void {
+  const onKey = (event: KeyboardEvent) => {
+    const isTyping = isEditable(event.composedPath()[0]);
+    if (event.defaultPrevented || isTyping || isPrintable(event) || OWN.has(event.key)) event.stopPropagation();
+  };
+  root.addEventListener("keydown", onKey);
+  onRemove(() => root.removeEventListener("keydown", onKey));
 }
 
 /** Keys that do something in the widget, though perhaps not just now: with them the notebook would change cells. */

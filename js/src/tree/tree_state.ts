@@ -51,6 +51,8 @@ export class TreeState {
   /** The line that has the focus: a row, or `~first` for the marker of folded rows. */
   active: number;
   readonly found: Found;
+  /** Whether the row that is selected is added to what is selected in all views. */
+  isMore = false;
   isFolded = true;
   /** Whether the lines are layers and their components, instead of graphs and their nodes. */
   isByComponent = false;
@@ -136,6 +138,14 @@ export class TreeState {
   }
 
   // -- what is selected ------------------------------------------------------------------------------------------------
+
+  /** What a click does: selects a row, also again, so that all views follow; `isMore`: besides what is selected there. */
+  click(id: number, isMore: boolean): void {
+    this.isMore = isMore;
+    if (id === this.active) this.tell("selected");
+    else this.select(id);
+    this.isMore = false;
+  }
 
   select(id: number): void {
     if (id === this.active) return;

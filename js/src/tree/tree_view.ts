@@ -139,7 +139,9 @@ class TreeView implements Tree {
     if (id === null || event.button !== 0) return;
     event.preventDefault(); // the focus stays on the tree, also where a button is pressed
     this.focus();
-    this.tree.select(id);
+    const isOnControl = (event.target as Element).closest("button, .gp-chevron, [data-action], [data-number]");
+    if (isOnControl) this.tree.select(id);
+    else this.tree.click(id, event.shiftKey);
   }
 
   private click(event: MouseEvent): void {

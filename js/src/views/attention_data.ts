@@ -22,8 +22,10 @@ interface Head {
 
 interface LayerData {
   heads: Head[];
-  /** Of each head of the values. */
+  /** Of each head of the values; of the mean over a batch, none. */
   lengths: Head[];
+  /** Of the mean over a batch: the means of the patterns times the lengths. */
+  products: Head[];
 }
 
 const LEVELS = 255;
@@ -36,7 +38,7 @@ export interface Place {
 
 export class Patterns {
   /** The whole patterns of heads that were asked for. */
-  private readonly whole = new Map<string, Promise<Head> | Head>();
+  private readonly whole = new Map<string, Promise<Head[]> | Head[]>();
 
   private constructor(
     readonly about: Attention,
@@ -49,8 +51,10 @@ export class Patterns {
       Array.from(scales, (scale) => ({ scale, cells: packed.bytes(size) }));
     const read = ({ heads: count, value_heads, full, shape }: AttentionLayer): LayerData => {
       const scales = packed.floats(count);
-      const lengths = value_heads > 0 ? heads(packed.floats(value_heads), full[1]) : [];
-      return { heads: heads(scales, shape[0] * shape[1]), lengths };
+      const [isOfRow, isOfMean] = [value_heads > 0 && !about.is_mean, value_heads > 0 && about.is_mean];
+      const lengths = isOfRow ? heads(packed.floats(value_heads), full[1]) : [];
+      const products = isOfMean ? heads(packed.floats(count), shape[0] * shape[1]) : [];
+      return { heads: heads(scales, shape[0] * shape[1]), lengths, products };
     };
     const runs = new Map(about.runs.map((run) => [run, about.layers.map(read)]));
     packed.end();
@@ -73,8 +77,11 @@ export class Patterns {
 
   /** The weights of a head as they are known now; in a mode that is not `difference`, those of a run. */
   pattern(place: Place, run: AttentionRun, mode: Mode): Pattern {
+    const isProduct = mode === "values" && this.about.is_mean;
     const heads =
-      mode === "difference" ? [this.head(place, "patched"), this.head(place, "clean")] : [this.head(place, run)];
+      mode === "difference"
+        ? [this.head(place, "patched"), this.head(place, "clean")]
+        : [this.head(place, run, isProduct)];
     const layer = this.layer(place);
     const size = Math.min(...heads.map(({ cells }) => cells.length));
     const isWhole = size === layer.full[0] * layer.full[1];
@@ -87,7 +94,7 @@ export class Patterns {
     for (let index = 0; index < values.length; index++) {
       values[index] = (first.cells[index] ?? 0) * up - (second?.cells[index] ?? 0) * down;
     }
-    if (mode === "values") this.weigh(values, place, run, rows, columns);
+    if (mode === "values" && !isProduct) this.weigh(values, place, run, rows, columns);
     return { rows, columns, values, isWhole };
   }
 
@@ -111,9 +118,11 @@ export class Patterns {
     const asked = kernel
       .ask("head", { version: this.about.version, run, layer, head }, true)
       .then(({ result, buffers }) => {
-        const [sent] = buffers;
-        if (sent === undefined) throw new Error("the kernel sent no pattern");
-        return { scale: result.scale, cells: new Uint8Array(sent.buffer, sent.byteOffset, sent.byteLength) };
+        if (buffers.length === 0) throw new Error("the kernel sent no pattern");
+        return buffers.map(({ buffer, byteOffset, byteLength }, at) => ({
+          scale: result.scales[at] ?? 0,
+          cells: new Uint8Array(buffer, byteOffset, byteLength),
+        }));
       });
     this.whole.set(key, asked);
     try {
@@ -124,13 +133,14 @@ export class Patterns {
     }
   }
 
-  private head(place: Place, run: AttentionRun): Head {
+  private head(place: Place, run: AttentionRun, isProduct = false): Head {
     const known = this.whole.get(`${run} ${place.layer} ${place.head}`);
-    return known !== undefined && "cells" in known ? known : this.sent(place, run);
+    const own = Array.isArray(known) ? known[isProduct ? 1 : 0] : undefined;
+    return own ?? this.sent(place, run, isProduct);
   }
 
-  private sent({ layer, head }: Place, run: AttentionRun): Head {
-    const found = this.runs.get(run)?.[layer]?.heads[head];
+  private sent({ layer, head }: Place, run: AttentionRun, isProduct = false): Head {
+    const found = this.runs.get(run)?.[layer]?.[isProduct ? "products" : "heads"][head];
     if (found === undefined) throw new RangeError(`no head ${head} in layer ${layer}`);
     return found;
   }

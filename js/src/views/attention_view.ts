@@ -12,10 +12,10 @@ import type { Linked, Part } from "../view";
 import { makeActions } from "./actions";
 import { type Mode, type Pattern, Patterns, type Place } from "./attention_data";
 import { type MakeView, makePatchStrip, showSent } from "./linked_view";
-import { itemOf } from "./selection";
+import { isOfOneStack, itemOf } from "./selection";
 import { makeFilterNote } from "./shared_filter";
 import { Thumbnails } from "./thumbnails";
-import { TokenStrips } from "./token_strips";
+import { type Side, TokenStrips } from "./token_strips";
 import { makeUpdates } from "./updates";
 
 const MODES: readonly { mode: Mode; name: string; title: string }[] = [
@@ -32,8 +32,11 @@ const HUES: readonly Rgb[] = [
   [230, 159, 0],
   [86, 180, 233],
 ];
+const ROW_NEEDS_KERNEL = "Another row of the batch needs the kernel.";
 const NEEDS_KERNEL = "Only a smaller picture of this head is here; its weights need the kernel.";
 const WIDE = 900;
+/** In CSS pixels: between two patterns, beside one; how large one of two gets. */
+const [GAP, LABELS, LEAST, MOST] = [20, 70, 180, 330];
 
 export const makeAttentionView: MakeView<AttentionTraits> = async (view, place, onError) => {
   const shown = new AttentionView(view);
@@ -75,11 +78,11 @@ class AttentionView implements Part {
       describe: (place) => this.nameOf(place),
     });
     this.strips = new TokenStrips({
-      preview: (position) => {
-        this.pointed = position === null ? null : { query: position, key: position };
+      preview: (position, side) => {
+        this.pointed = position === null ? null : this.tokenAt(position, side);
         this.showTokens();
       },
-      choose: (position) => this.chooseToken(position),
+      choose: (position, side, isMore) => this.chooseToken(position, side, isMore),
     });
     const updates = makeUpdates(
       view,
@@ -129,11 +132,17 @@ class AttentionView implements Part {
     const observer = new ResizeObserver(() => {
       if (view.root.clientWidth === width) return;
       width = view.root.clientWidth;
-      this.drawThumbnails();
+      this.draw();
     });
     observer.observe(view.root);
     view.onRemove(() => observer.disconnect());
+    // The colors of heads that are overlaid begin at the background.
+    const themes = new MutationObserver(() => this.drawLarge());
+    themes.observe(view.root, { attributeFilter: ["data-gp-theme"] });
+    view.onRemove(() => themes.disconnect());
     view.onRemove(view.filter.onChange(() => this.drawThumbnails()));
+    view.onRemove(view.kernel.onState(() => this.showRowChoice()));
+    this.showRowChoice();
     view.onRemove(
       view.selection.onChange(() => {
         this.drawLarge();
@@ -162,8 +171,15 @@ class AttentionView implements Part {
     try {
       this.view.model.save_changes();
     } catch {
-      this.say("Another row needs the kernel.");
+      this.say(ROW_NEEDS_KERNEL);
     }
+  }
+
+  /** Without a kernel there is one row only: that of the numbers that were sent. */
+  private showRowChoice(): void {
+    const isLost = this.view.kernel.state === "lost";
+    this.rowChoice.disabled = isLost;
+    this.rowChoice.title = isLost ? ROW_NEEDS_KERNEL : "";
   }
 
   // -- what is selected ------------------------------------------------------------------------------------------------
@@ -197,8 +213,8 @@ class AttentionView implements Part {
   }
 
   private chooseHead(place: Place, isMore: boolean): void {
-    const [position] = this.pinned();
-    this.view.selection.click(this.headItem(place, { position: isMore ? (position ?? null) : null }), isMore);
+    const { query: position } = this.pinned();
+    this.view.selection.click(this.headItem(place, { position: isMore ? position : null }), isMore);
   }
 
   private chooseLayer(layer: number): void {
@@ -206,16 +222,40 @@ class AttentionView implements Part {
     this.view.selection.set(Array.from({ length: heads }, (_, head) => this.headItem({ layer, head })));
   }
 
-  private pinned(): (number | null)[] {
-    const last = this.view.selection.items.findLast(({ position }) => position !== null);
-    return [last?.position ?? null, last?.key ?? last?.position ?? null];
+  /** Whether the keys of the heads that are large are the tokens of another sequence. */
+  private get isCross(): boolean {
+    const [first] = this.shown();
+    return first !== undefined && this.layer(first).is_cross;
   }
 
-  /** Pins a token: the heads that are large at this position; a second click takes it away. */
-  private chooseToken(position: number): void {
-    const isPinned = this.pinned()[0] === position && this.view.selection.items.every(({ key }) => key === null);
-    const heads = this.shown().map((place) => this.headItem(place, { position: isPinned ? null : position }));
-    this.view.selection.set(heads);
+  /** A token as a query and as a key: the same one, unless keys are those of another sequence. */
+  private tokenAt(position: number, side: Side): { query: number | null; key: number | null } {
+    const isOf = (other: Side) => (this.isCross && side !== other ? null : position);
+    return { query: isOf("query"), key: isOf("key") };
+  }
+
+  private pinned(): { query: number | null; key: number | null } {
+    const last = this.view.selection.items.findLast(({ position, key }) => position !== null || key !== null);
+    const query = last?.position ?? null;
+    return { query, key: last?.key ?? (this.isCross ? null : query) };
+  }
+
+  /**
+   * Pins a token: the heads that are large at this position, or their weights for a key of another sequence; a second
+   * click takes it away. `isMore`: besides the tokens that are pinned.
+   */
+  private chooseToken(position: number, side: Side, isMore: boolean): void {
+    const { query, key } = this.tokenAt(position, side);
+    const at = (place: Place) =>
+      query === null ? this.headItem(place, { key }, "pattern") : this.headItem(place, { position });
+    const places = this.shown();
+    const items = places.map(at);
+    const { selection } = this.view;
+    const isPinned = items.every((item) => selection.has(item));
+    const others = selection.items.filter((one) => (one.position ?? one.key) !== null && !isAmong(one, items));
+    if (isMore && !isPinned) selection.set([...others, ...items]);
+    else if (isMore && others.length > 0) selection.set(others);
+    else selection.set(isPinned ? places.map((place) => this.headItem(place)) : items);
   }
 
   private chooseCell(position: number, key: number, isMore: boolean): void {
@@ -308,9 +348,9 @@ class AttentionView implements Part {
     const chosen = this.chosen();
     const many = chosen.length > 1;
     const marks = chosen.map((place, at) => (many ? { ...place, color: cssColor(hue(at)) } : place));
-    const names = this.view.selection.items.map(({ layer }) => layer);
+    const { items } = this.view.selection;
     const layers = this.patterns?.about.layers ?? [];
-    const marked = [...layers.keys()].filter((at) => names.includes(layers[at]?.layer ?? null));
+    const marked = [...layers.keys()].filter((at) => items.some((item) => isIn(item, layers[at])));
     this.thumbnails.mark(marks, new Set(marked));
   }
 
@@ -327,6 +367,7 @@ class AttentionView implements Part {
         runs.length > 1 ? element("p", { class: "gp-run-title" }, run === "clean" ? "Clean" : "Patched") : null;
       return element("div", { class: "gp-large-head" }, caption, this.figureOf(places, run, runs.length));
     });
+    setAttribute(this.large, "data-beside", runs.length > 1 && this.sideOfTwo !== null);
     replaceChildren(this.large, ...boxes);
     this.showTokens();
     this.showCell();
@@ -381,7 +422,8 @@ class AttentionView implements Part {
       return { texts: pattern.isWhole ? texts : [], whole: (at: number) => `${noun} ${at} ${texts[at] ?? ""}` };
     };
     const [rowLabels, columnLabels] = [label("queries"), label("keys")];
-    const box = count > 1 ? { width: 330, height: 330 } : { width: 460, height: 460 };
+    const side = count > 1 ? (this.sideOfTwo ?? MOST) : 460;
+    const box = { width: side, height: side };
     const options: ResultOptions = {
       scale: { map: this.map, low: this.mode === "difference" ? -most : 0, high: most },
       name: { pattern: "weight", values: "weight × length of the value", difference: "patched − clean" }[this.mode],
@@ -408,7 +450,7 @@ class AttentionView implements Part {
       rows: pattern.rows,
       columns: pattern.columns,
       full: [queries, keys] as [number, number],
-      reduced: pattern.isWhole ? null : "each cell is the largest of a block",
+      reduced: pattern.isWhole ? null : this.reducedText,
       slice: "",
       minimum: 0,
       maximum: 0,
@@ -420,6 +462,22 @@ class AttentionView implements Part {
     });
     this.figures.push(figure);
     return figure.element;
+  }
+
+  /** What the cells of smaller pictures are. */
+  private get reducedText(): string {
+    if (this.mode === "difference")
+      return "each cell is the largest patched weight of a block minus the largest clean one";
+    const isBound = this.mode === "values" && !this.patterns?.about.is_mean;
+    return isBound
+      ? "each cell is the largest weight of a block times the longest value"
+      : "each cell is the largest of a block";
+  }
+
+  /** How large one of two patterns gets, so that they are side by side; `null`: there is no room for that. */
+  private get sideOfTwo(): number | null {
+    const room = (this.side.clientWidth - GAP) / 2 - LABELS;
+    return room < LEAST ? null : Math.min(MOST, room);
   }
 
   /** One pattern of several: their mean, or where they are overlaid the strongest of each weight. */
@@ -454,7 +512,8 @@ class AttentionView implements Part {
       return [mix(0), mix(1), mix(2)];
     };
     const names = this.titleParts(places);
-    return { color, legend: element("span", { class: "gp-legend" }, ...names, `strongest: ${most.toPrecision(3)}`) };
+    const strongest = `${this.mode === "difference" ? "strongest, up or down" : "strongest"}: ${most.toPrecision(3)}`;
+    return { color, legend: element("span", { class: "gp-legend" }, ...names, strongest) };
   }
 
   private showTokens(): void {
@@ -466,7 +525,7 @@ class AttentionView implements Part {
     const [pattern] = found;
     if (pattern === undefined || found.some(({ values }) => values.length !== pattern.values.length)) return;
     const layer = this.layer(first);
-    const [query = null, key = null] = this.pinned();
+    const { query, key } = this.pinned();
     const [rows, columns] = layer.full;
     const { pointed } = this;
     this.strips.show({
@@ -474,8 +533,8 @@ class AttentionView implements Part {
       queries: patterns.about.tokens[layer.queries] ?? [],
       keys: patterns.about.tokens[layer.keys] ?? [],
       run: this.mode === "pattern" && patterns.has("patched") ? "patched: " : "",
-      query: within(pointed ? pointed.query : query, rows),
-      key: within(pointed ? pointed.key : key, columns),
+      query: within(pointed?.query ?? query, rows),
+      key: within(pointed?.key ?? key, columns),
     });
   }
 
@@ -484,9 +543,11 @@ class AttentionView implements Part {
     const last = this.view.selection.items.at(-1);
     const [place] = this.shown().slice(-1);
     const isWhole = place && this.patterns?.pattern(place, this.lastRun, this.mode).isWhole;
-    const row = place && isWhole ? within(last?.position ?? null, this.layer(place).full[0]) : null;
+    const [queries, keys] = place ? this.layer(place).full : [0, 0];
     const isWeight = place && last?.name === this.headItem(place, {}, "pattern").name;
-    for (const figure of this.figures) figure.show(row === null ? [] : [[row, isWeight ? (last?.key ?? null) : null]]);
+    const row = isWhole ? within(last?.position ?? null, queries) : null;
+    const column = isWhole && isWeight ? within(last?.key ?? null, keys) : null;
+    for (const figure of this.figures) figure.show(row === null && column === null ? [] : [[row, column]]);
   }
 }
 
@@ -540,9 +601,17 @@ function describeCell(
   return `${range("queries", row, rows, full[0])}, ${range("keys", column, columns, full[1])}`;
 }
 
+function isIn({ name, layer }: Item, attention: AttentionLayer | undefined): boolean {
+  return attention !== undefined && layer === attention.layer && isOfOneStack(name, attention.name);
+}
+
+function isAmong(item: Item, items: readonly Item[]): boolean {
+  return items.some(({ name, position, key }) => item.name === name && item.position === position && item.key === key);
+}
+
 /** The path of an item with its slice: of a value of heads the batch comes first, then positions. */
 function pathOf({ name, position, key }: Item): string | null {
   if (name === null) return null;
-  if (position === null) return name;
-  return `${name}[:, ${position}${key === null ? "" : `, ${key}`}]`;
+  if (position === null && key === null) return name;
+  return `${name}[:, ${position ?? ":"}${key === null ? "" : `, ${key}`}]`;
 }

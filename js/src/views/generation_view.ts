@@ -290,6 +290,8 @@ class StepForm implements Part {
   private readonly act = element("select", { class: "gp-field", "aria-label": "What the patch does" });
   private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Patch these steps");
   private steps: number[] = [];
+  /** The path of the selection in the field, which follows the selection until another one is typed. */
+  private followed = "";
 
   constructor(private readonly view: Linked<GenerationTraits>) {
     this.act.append(...ACTS.map(([value, text]) => element("option", { value }, text)));
@@ -315,7 +317,7 @@ class StepForm implements Part {
   show(steps: number[]): void {
     this.steps = steps;
     const named = this.view.selection.items.findLast(({ name }) => name !== null)?.name;
-    if (named && this.path.value === "") this.path.value = named;
+    if (named && this.path.value === this.followed) this.path.value = this.followed = named;
     this.apply.disabled = steps.length === 0 || this.view.kernel.state === "lost";
     const chosen = `${steps.length === 1 ? "Step" : "Steps"} ${steps.join(", ")}:`;
     this.words.textContent = steps.length === 0 ? "Select tokens to patch their steps." : chosen;

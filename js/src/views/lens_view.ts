@@ -9,7 +9,7 @@ import type { Linked, Part } from "../view";
 import { makeActions } from "./actions";
 import { type LensRuns, type Readouts, readLens } from "./lens_data";
 import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
-import { itemOf } from "./selection";
+import { isOfOneStack, itemOf } from "./selection";
 import { makeFilterNote } from "./shared_filter";
 import { makeUpdates } from "./updates";
 
@@ -54,6 +54,7 @@ class LensView implements Part {
   private readonly details = element("div", { class: "gp-lens-details" });
   private readonly streams = element("select", { class: "gp-field" });
   private readonly colors = element("select", { class: "gp-field" });
+  private readonly batch = element("span", { class: "gp-muted" });
   private readonly remarks = new Remarks();
   private readonly updates;
   private lens!: Lens;
@@ -74,6 +75,7 @@ class LensView implements Part {
       "div",
       { class: "gp-line" },
       element("h3", { class: "gp-heading" }, "Logit lens"),
+      this.batch,
       labeled("Stream", this.streams),
       labeled("Color", this.colors),
       this.updates.element,
@@ -115,6 +117,8 @@ class LensView implements Part {
     const colors = Object.entries(COLORS).map(([value, text]) => element("option", { value }, this.named(text)));
     this.colors.replaceChildren(...colors);
     this.colors.value = before || "target";
+    this.batch.textContent = lens.rows > 1 ? `row ${lens.row} of the batch (${lens.rows} rows)` : "";
+    this.batch.hidden = !(lens.rows > 1);
     this.remarks.show(lens.remarks);
     this.offerStreams();
     this.draw();
@@ -333,7 +337,9 @@ class LensView implements Part {
   /** The cells that an item means here: those of its layer, at its position. */
   private placeOf({ name, layer, position }: Item): Place[] {
     const own = this.rows.findIndex((row) => row.name === name);
-    const found = own >= 0 ? own : this.rows.findIndex((row) => layer !== null && row.layer === layer);
+    const isOfLayer = (row: Lens["streams"][number]["rows"][number]) =>
+      layer !== null && row.layer === layer && isOfOneStack(name, row.name);
+    const found = own >= 0 ? own : this.rows.findIndex(isOfLayer);
     const row = found >= 0 ? this.rows.length - 1 - found : null;
     const column = position !== null && position < this.lens.target.length ? position : null;
     return row === null && column === null ? [] : [[row, column]];

@@ -93,12 +93,19 @@ export function makePatchStrip(view: Linked): Part {
   const strip = element("div", { class: "gp-line gp-patch-strip", role: "group", "aria-label": "Patches" });
   const show = () => {
     const { patches, can_undo } = view.model.get("session");
+    const isLost = view.kernel.state === "lost";
     strip.hidden = patches.length === 0 && !can_undo;
     const labels = patches.map((patch) => {
       const text = `#${patch.number} ${describe(patch)}`;
       const remove = element(
         "button",
-        { type: "button", class: "gp-button gp-quiet", "aria-label": `Remove ${text}`, title: "Remove" },
+        {
+          type: "button",
+          class: "gp-button gp-quiet",
+          "aria-label": `Remove ${text}`,
+          title: "Remove",
+          hidden: isLost,
+        },
         icon("close"),
       );
       remove.addEventListener("click", () => {
@@ -106,12 +113,14 @@ export function makePatchStrip(view: Linked): Part {
       });
       return element("span", { class: patch.is_enabled ? "gp-chip" : "gp-chip gp-patch-off" }, text, remove);
     });
-    const undo = element("button", { type: "button", class: "gp-button", disabled: !can_undo }, icon("undo"), "Undo");
+    const isOff = { disabled: !can_undo, hidden: isLost };
+    const undo = element("button", { type: "button", class: "gp-button", ...isOff }, icon("undo"), "Undo");
     undo.addEventListener("click", () => void tryEdit(view, () => ({ action: "undo" }), "undone"));
     replaceChildren(strip, element("span", { class: "gp-muted" }, "Patches"), ...labels, undo);
   };
   view.model.on("change:session", show);
   view.onRemove(() => view.model.off("change:session", show));
+  view.onRemove(view.kernel.onState(show));
   show();
   return { element: strip };
 }

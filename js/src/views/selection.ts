@@ -28,6 +28,12 @@ export function itemOf(name: string | null, more: Partial<Item> = {}): Item {
   };
 }
 
+/** Whether two names are of the same stack of layers: `encoder` and `decoder` are two; `null` may be of any. */
+export function isOfOneStack(one: string | null, other: string | null): boolean {
+  const [first, second] = [one, other].map((name) => (name?.includes("layers[") ? name.split("layers[", 1)[0] : null));
+  return first === null || second === null || first === second;
+}
+
 export class Selection {
   private readonly listeners = new Set<() => void>();
   private saving: ReturnType<typeof setTimeout> | undefined;

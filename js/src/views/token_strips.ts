@@ -4,9 +4,12 @@ import { formatNumber } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import type { Pattern } from "./attention_data";
 
+/** What the tokens of a strip are. */
+export type Side = "query" | "key";
+
 interface StripOptions {
-  preview(position: number | null): void;
-  choose(position: number, isMore: boolean): void;
+  preview(position: number | null, side: Side): void;
+  choose(position: number, side: Side, isMore: boolean): void;
 }
 
 /** What is shown of a head; `query` and `key`: the tokens that the strips are about. */
@@ -34,8 +37,8 @@ export class TokenStrips {
   );
 
   constructor(options: StripOptions) {
-    const looksAt = new Strip("looks at", options);
-    const lookedAt = new Strip("is looked at by", options);
+    const looksAt = new Strip("looks at", "key", options);
+    const lookedAt = new Strip("is looked at by", "query", options);
     this.strips = [looksAt, lookedAt];
     this.element = element("div", { class: "gp-stack" }, looksAt.element, lookedAt.element, this.note);
   }
@@ -71,6 +74,7 @@ class Strip {
 
   constructor(
     private readonly verb: string,
+    side: Side,
     options: StripOptions,
   ) {
     this.line = element("div", {
@@ -85,13 +89,13 @@ class Strip {
     };
     this.line.addEventListener("pointerover", (event) => {
       const at = numberOf(event);
-      if (at !== null) options.preview(at);
+      if (at !== null) options.preview(at, side);
     });
-    this.line.addEventListener("pointerleave", () => options.preview(null));
-    this.line.addEventListener("blur", () => options.preview(null));
+    this.line.addEventListener("pointerleave", () => options.preview(null, side));
+    this.line.addEventListener("blur", () => options.preview(null, side));
     this.line.addEventListener("click", (event) => {
       const at = numberOf(event);
-      if (at !== null) options.choose(at, event.shiftKey);
+      if (at !== null) options.choose(at, side, event.shiftKey);
     });
     this.line.addEventListener("keydown", (event) => {
       const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
@@ -101,11 +105,11 @@ class Strip {
       event.stopPropagation();
       this.title.setAttribute("aria-live", "polite");
       if (chooses) {
-        options.choose(this.at, event.shiftKey);
+        options.choose(this.at, side, event.shiftKey);
         return;
       }
       this.at = Math.max(0, Math.min(this.texts.length - 1, this.at + (step ?? 0)));
-      options.preview(this.at);
+      options.preview(this.at, side);
     });
     this.element = element("div", { class: "gp-strip" }, this.title, this.line);
   }

@@ -63,7 +63,8 @@ export function joinSelection(view: View, state: TreeState): void {
     const row = state.active;
     // The row of what is folded stands for several: none of them is selected.
     const name = row < 0 ? "" : (state.components.get(row)?.[0]?.name ?? view.skeleton.path(row));
-    view.selection.set(name ? [itemOf(name)] : []);
+    if (!state.isMore) view.selection.set(name ? [itemOf(name)] : []);
+    else if (name) view.selection.click(itemOf(name), true);
   };
   view.onRemove(view.selection.onChange(follow));
   view.onRemove(

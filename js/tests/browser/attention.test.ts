@@ -44,6 +44,7 @@ async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
       patches: 0,
       runs: runs === 2 ? ["clean", "patched"] : ["clean"],
       rows: 1,
+      is_mean: false,
       call: "pg(ids)",
       is_whole: true,
       tokens: [TOKENS],
@@ -51,6 +52,7 @@ async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
         name: `layers[${layer}].attn`,
         title: `${layer}`,
         layer,
+        is_cross: false,
         heads: HEADS,
         value_heads: HEADS,
         full: [SIZE, SIZE],
@@ -62,8 +64,8 @@ async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
   };
 }
 
-async function shown(runs = 1) {
-  const model = new FakeModel<AttentionTraits>(await traits(runs));
+async function shown(runs = 1, changes: Partial<AttentionTraits> = {}) {
+  const model = new FakeModel<AttentionTraits>({ ...(await traits(runs)), ...changes });
   const { el } = await rendered(model, "1000px");
   await vi.waitFor(() => expect(el.querySelector(".gp-large-head canvas")).not.toBeNull());
   const query = <E extends Element = HTMLElement>(selector: string) => el.querySelector(selector) as E;
@@ -127,6 +129,79 @@ test("a token shows what it looks at and what looks at it", async () => {
   expect(titles()[0]).toBe("␣down (3) looks at: ␣sat (2) 1");
 });
 
+test("Shift adds a token to those that are pinned, and takes it out", async () => {
+  const { click, model, query } = await shown();
+  click(1, 1);
+  const choose = (at: number, shiftKey: boolean) =>
+    query(`.gp-token[data-at='${at}']`).dispatchEvent(new MouseEvent("click", { bubbles: true, shiftKey }));
+  const positions = () => model.get("selection").map(({ name, position }) => [name, position]);
+  const name = "layers[1].attn.heads[1].z";
+  choose(3, true);
+  choose(1, true);
+  expect(positions()).toEqual([
+    [name, 3],
+    [name, 1],
+  ]);
+  choose(3, true);
+  expect(positions()).toEqual([[name, 1]]);
+  choose(1, true);
+  expect(positions()).toEqual([[name, null]]);
+});
+
+/** Of a layer of cross attention: two queries, four keys. */
+async function shownCross() {
+  const { attention } = await traits(1);
+  const weights = Uint8Array.of(0, 255, 0, 0, 0, 0, 0, 255);
+  const cells = await packedNumbers([new Uint8Array(Float32Array.of(1).buffer), weights] as BlobPart[]);
+  const [first] = attention.layers;
+  if (first === undefined) throw new Error("no layer");
+  const sizes = { full: [2, SIZE] as [number, number], shape: [2, SIZE] as [number, number], queries: 1, keys: 0 };
+  const cross = { ...first, ...sizes, name: "decoder.layers[0].cross_attn", is_cross: true, heads: 1, value_heads: 0 };
+  const encoder = { ...first, ...sizes, name: "encoder.layers[0].attn", heads: 0, value_heads: 0 };
+  const found = { ...attention, layers: [cross, encoder], tokens: [TOKENS, ["Le", " chat"]] };
+  return shown(1, { attention: found, cells });
+}
+
+test("a key of cross attention is a token of the other sequence: it is no query, and is patched as a key", async () => {
+  const { el, model, query, text } = await shownCross();
+  const titles = () => [...el.querySelectorAll(".gp-strip-title")].map((title) => title.textContent);
+  const key = query(".gp-token[data-at='3']");
+  key.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+  expect(titles()).toEqual(["… looks at", "␣down (3) is looked at by: ␣chat (1) 1"]);
+  key.click();
+  const name = "decoder.layers[0].cross_attn.heads[0].pattern";
+  expect(model.get("selection")).toEqual([itemOf(name, { key: 3 })]);
+  expect(text(".gp-selected-text")).toBe(`${name}[:, :, 3]`);
+  expect(el.querySelectorAll(".gp-heatmap-mark").length).toBe(1);
+  query(".gp-token-strip").dispatchEvent(new PointerEvent("pointerleave"));
+  expect(titles()[1]).toBe("␣down (3) is looked at by: ␣chat (1) 1");
+  const queries = el.querySelectorAll(".gp-token-strip")[1] as HTMLElement;
+  queries.querySelector<HTMLElement>("[data-at='0']")?.click();
+  expect(model.get("selection")).toEqual([itemOf("decoder.layers[0].cross_attn.heads[0].z", { position: 0 })]);
+  queries.dispatchEvent(new PointerEvent("pointerleave"));
+  expect(titles()).toEqual(["Le (0) looks at: ␣cat (1) 1", "… is looked at by"]);
+  // The encoder has a layer 0 of its own.
+  const marked = [...el.querySelectorAll(".gp-layer-labels [data-selected]")];
+  expect(marked).toEqual([query(".gp-layer-labels span")]);
+});
+
+test("a mean over the batch has the products that were sent as its value-weighted patterns", async () => {
+  const { attention } = await traits(1);
+  const [first] = attention.layers;
+  if (first === undefined) throw new Error("no layer");
+  const [patterns, products] = [255, 51].map((most) => Uint8Array.from({ length: SIZE * SIZE }, () => most));
+  const scales = [1, 2].map((scale) => new Uint8Array(Float32Array.of(scale).buffer));
+  const cells = await packedNumbers([...scales, products, patterns] as BlobPart[]);
+  const layers = [{ ...first, heads: 1, value_heads: 1 }];
+  const { button, query, text } = await shown(1, {
+    attention: { ...attention, layers, is_mean: true, rows: 2 },
+    cells,
+  });
+  button("Value-weighted").click();
+  query(".gp-token[data-at='3']").dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+  expect(text(".gp-strip-title")).toContain("(0) 0.4");
+});
+
 test("a click on a weight selects it, with the lengths of values as its weight in that mode", async () => {
   const { button, click, model, query, text } = await shown();
   click(1, 1);
@@ -148,7 +223,43 @@ test("with patches, both runs are side by side, and their difference", async () 
   click(1, 1);
   button("Difference").click();
   expect(el.querySelectorAll(".gp-large-head canvas").length).toBe(1);
+  click(0, 0, true);
+  expect(text(".gp-large-head .gp-legend")).toContain("strongest, up or down: 1.00");
+  click(1, 1);
   expect(text(".gp-large-head .gp-range")).toBe("-11");
+});
+
+test("with patches, both runs are beside each other where there is room", async () => {
+  const { el } = await shown(2);
+  const [clean, patched] = [...el.querySelectorAll(".gp-large-head")].map((one) => one.getBoundingClientRect());
+  expect(patched?.top).toBe(clean?.top);
+  expect(patched?.left).toBeGreaterThanOrEqual(clean?.right ?? Number.NaN);
+});
+
+test("heads that are overlaid begin at the background, also after the theme changes", async () => {
+  setTheme(true);
+  const { click, el } = await shown();
+  click(1, 1);
+  click(0, 0, true);
+  const corner = () => {
+    const canvas = el.querySelector(".gp-large-head canvas") as HTMLCanvasElement;
+    return [...(canvas.getContext("2d")?.getImageData(canvas.width - 2, 1, 1, 1).data ?? [])].slice(0, 3);
+  };
+  expect(corner()).toEqual([255, 255, 255]);
+  setTheme(false);
+  await vi.waitFor(() => expect(corner()).toEqual([24, 26, 30]));
+});
+
+test("keys that are typed do not reach the notebook around the view", async () => {
+  const { button, click, el, field, query } = await shown();
+  click(1, 1);
+  button("Steer …").click();
+  const reached: string[] = [];
+  el.addEventListener("keydown", ({ key }) => reached.push(key));
+  const input = query<HTMLInputElement>(".gp-action-form input");
+  for (const target of [input, field])
+    for (const key of ["Enter", "d", "Tab"]) target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  expect(reached).toEqual(["Tab"]); // of the heads; a text field has its own
 });
 
 test("actions are edits of the patches; other patches make the kernel run again", async () => {
@@ -173,9 +284,20 @@ test("actions are edits of the patches; other patches make the kernel run again"
   await vi.waitFor(() => expect(model.sent.at(-1)).toMatchObject({ request: "attend" }));
 });
 
-test("without a kernel, heads can be chosen, and patches say why not", async () => {
-  const { button, click, model, text } = await shown();
+test("without a kernel, heads can be chosen, and patches and rows say why not", async () => {
+  const { attention } = await traits(1);
+  const { session } = linkedTraits("attention");
+  const chosen = { ...session, can_undo: true };
+  const { button, click, el, model, query, text } = await shown(1, {
+    attention: { ...attention, rows: 2 },
+    session: chosen,
+  });
+  const row = query<HTMLSelectElement>("select[aria-label='Row of the batch']");
+  const remaining = () => [...el.querySelectorAll<HTMLElement>(".gp-patch-strip button")].filter((one) => !one.hidden);
+  expect([row.hidden, row.disabled, remaining().length]).toEqual([false, false, 1]);
   model.trigger("comm:close");
+  expect([row.disabled, row.title]).toEqual([true, "Another row of the batch needs the kernel."]);
+  expect(remaining()).toEqual([]);
   click(1, 0);
   expect(text(".gp-attention-title")).toBe("Layer 1, head 0");
   expect(button("Zero").disabled).toBe(true);

@@ -87,6 +87,20 @@ test("selected tokens are positions, also those that are selected elsewhere, and
   expect(violations).toEqual([]);
 });
 
+test("the value to patch follows the selection until another one is typed", async () => {
+  const { model, el } = await shown();
+  const path = el.querySelector("[aria-label='Value to patch']") as HTMLInputElement;
+  for (const name of ["layers[1].mlp_out", "layers[0].attn.heads[1].z"]) {
+    model.set("selection", [itemOf(name)]);
+    expect(path.value).toBe(name);
+  }
+  model.set("selection", [itemOf(null, { position: 3 })]);
+  expect(path.value).toBe("layers[0].attn.heads[1].z");
+  path.value = "layers[0].mlp_out";
+  model.set("selection", [itemOf("layers[1].mlp_out")]);
+  expect(path.value).toBe("layers[0].mlp_out");
+});
+
 test("branches stand below, and are removed; given scores are those of the first line", async () => {
   const branch = { name: "Branch at step 1", steps: 3, branch: 0, start: 1 };
   const given = new Float32Array([-1, 0, 3]).buffer;

@@ -18,6 +18,8 @@ function lens(changes: Partial<Lens> = {}): Lens {
   return {
     streams: [{ name: "residual", rows }],
     available: ["residual", "mlp"],
+    row: 0,
+    rows: 1,
     positions: ["The", " cat", "\n", HOSTILE],
     vocabulary: [" a", " b", HOSTILE],
     target: [0, 0, 0, 1],
@@ -57,6 +59,17 @@ function at(canvas: HTMLCanvasElement, row: number, column: number) {
   const { width, height } = canvas.getBoundingClientRect();
   return { position: { x: ((column + 0.5) * width) / COLUMNS, y: ((row + 0.5) * height) / ROWS } };
 }
+
+test("of a batch, the row is named; a layer of another stack is not one of the lens", async () => {
+  const rows = [0, 1].map((layer) => ({ name: `decoder.layers[${layer}].resid_post`, layer, label: `${layer}` }));
+  const lens = { row: 1, rows: 3, streams: [{ name: "residual", rows: [rows[0], ...rows] as typeof rows }] };
+  const { el, model } = await shown(lens);
+  expect(el.querySelector(".gp-line .gp-muted")?.textContent).toBe("row 1 of the batch (3 rows)");
+  model.set("selection", [itemOf("encoder.layers[1].attn.heads[0].z")]);
+  expect(el.querySelectorAll(".gp-heatmap-mark").length).toBe(0);
+  model.set("selection", [itemOf("decoder.layers[1].attn.heads[0].z")]);
+  expect(el.querySelectorAll(".gp-heatmap-mark").length).toBe(1);
+});
 
 test("a cell shows its tokens when it is pointed at, and a click selects its component and position", async () => {
   const { model, el, text, canvases } = await shown();

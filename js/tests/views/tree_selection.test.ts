@@ -72,6 +72,16 @@ test("the row of a component selects it by its name", () => {
   expect(view.selection.items).toEqual([itemOf("layers[1].attn.z")]);
 });
 
+test("a click with Shift adds a row; a click on the row that is active selects it again", () => {
+  const { state, view, row } = joined();
+  state.click(row("input_ids"), false);
+  state.click(row("lm_head"), true);
+  expect(view.selection.items).toEqual([itemOf("input_ids"), itemOf("lm_head")]);
+  view.selection.set([itemOf(null, { position: 3 })]); // a token of another view
+  state.click(row("lm_head"), false);
+  expect(view.selection.items).toEqual([itemOf("lm_head")]);
+});
+
 test("the filter of the tree's scores is that of all views, and the filter of another view leaves its rows", () => {
   const view = new FakeView();
   const rows = view.skeleton.length;

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from xarray import DataArray
 
 from graphpatch_notebook import PatchableGraph, ReplacePatch, ZeroPatch
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
 from graphpatch_notebook.experiments import (
     ActivationStore,
     LogitDifference,
@@ -218,6 +218,11 @@ def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) ->
         (ExperimentError, "5 labels", lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 5, held_out=0.5)),
         (ExperimentError, "too few", lambda pg, _: ridge_probes(pg, STREAMS, [examples(4)], [0.0] * 4)),
         (ExperimentError, "no examples", lambda pg, _: mean_values(pg, STREAMS, [])),
+        (
+            ExperimentWarning,
+            "no example of the dataset has these positions",
+            lambda pg, folder: record_to(pg, folder, STREAMS, examples(4), batch_size=2, positions=[500]),
+        ),
         (ExperimentError, "no results", lambda pg, _: average([])),
     ],
 )  # fmt: skip

@@ -62,6 +62,9 @@ def test_the_lens_is_the_model_with_a_state_as_the_last_one(captured: tuple[str,
     some = logit_lens(pg, given, target=[1, 0], streams=["layers[1].resid_pre"])
     assert (some.dims, some.coords["token"].values.tolist()) == (("stream", *axis, "token"), [1, 0])
     assert np.array_equal(some[0], whole[1, ..., [1, 0]])
+    named = logit_lens(pg, given, target=[1, 0], streams="layers[*].resid_pre")
+    assert named.coords["stream"].values.tolist() == ["layers[0].resid_pre", "layers[1].resid_pre"]
+    assert np.array_equal(named, whole[:2, ..., [1, 0]])
 
 
 @pytest.mark.parametrize(
@@ -279,6 +282,7 @@ def test_neurons_of_experts_that_are_modules(norms: bool) -> None:
     [
         ({"target": 60}, "token 60 is not one of the 60 tokens"),
         ({"target": 1.5}, "tokens are numbers from 0 to 59"),
+        ({"target": " Mary"}, r"tokens are numbers from 0 to 59, as tokenizer.encode\(...\) gives them, not ' Mary'"),
         ({"target": [1, 2]}, "give one token, or a tensor with one for each row"),
         ({"target": torch.tensor([1, 2, 3])}, r"there are 2 rows, and tokens of shape \(3,\)"),
         ({"target": 1, "by": "token"}, "by must be 'layer', 'head' or 'neuron'"),

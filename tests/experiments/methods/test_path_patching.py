@@ -8,12 +8,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph, ReplacePatch, UnknownPathError
 from graphpatch_notebook.experiments import LogitDifference, path_patch
 from graphpatch_notebook.experiments.methods.path_patching import default_components
-from tests.experiments.hooked import Edit, edited, gpt2, llama, outputs, putting
+from tests.experiments.hooked import edited, gpt2, llama, outputs, putting
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
@@ -153,34 +162,104 @@ def test_heads_of_gpt2_equal_hooks(receiver: str) -> None:
     assert found.dims == ("sender",)
     assert found.coords["sender"].values[1] == "transformer.h_0.attn.c_proj.x[..., 4:8]"
 
-    z = ["transformer.h.0.attn.c_proj"]
     held = [f"transformer.h.{layer}.{part}" for layer in range(3) for part in ("attn", "mlp")]
-    (clean_z,) = outputs(model, z, lambda: model(CLEAN), of_inputs=True)
-    frozen = {n: putting(v) for n, v in zip(held, outputs(model, held, lambda: model(CORRUPTED)), strict=True)}
-    del frozen["transformer.h.0.attn"]
+    where, of_inputs = ("transformer.h.2.attn", True) if receiver == "input" else ("transformer.h.2.attn.c_attn", False)
+    direct, through = by_hooks(model, "transformer.h.0.attn.c_proj", held, where, of_inputs=of_inputs)
+    assert found.values.tolist() == (direct if receiver == "output" else through)
+    assert np.ptp(found.values) > 1e-3
+
+
+def by_hooks(
+    model: nn.Module, z: str, held: list[str], where: str, *, of_inputs: bool = False, part: Any = ...
+) -> tuple[list[float], list[float]]:
+    """Returns the metric with each head of a layer sent, to the logits and to what a module is given or returns.
+
+    Args:
+        model: The model.
+        z: The name of the module that reads the heads of layer 0.
+        held: The names of the modules that are held, first of all the one that has these heads.
+        where: The name of the module that receives.
+        of_inputs: Whether it receives by its input.
+        part: The part that it receives.
+    """
+    (clean_z,) = outputs(model, [z], lambda: model(CLEAN), of_inputs=True)
+    values = outputs(model, held, lambda: model(CORRUPTED))
+    frozen = {name: putting(value) for name, value in zip(held[1:], values[1:], strict=True)}
     seen: list[Tensor] = []
 
     def see(value: Tensor) -> Tensor:
         seen.append(value.clone())
         return value
 
-    where, of_inputs = ("transformer.h.2.attn", True) if receiver == "input" else ("transformer.h.2.attn.c_attn", False)
-    expected = []
+    direct, through = [], []
     with torch.no_grad():
         for number in range(4):
-            send: dict[str, Edit] = {z[0]: putting(clean_z, head(number))}
-            watch: dict[str, Edit] = {where: see}
             with (
-                edited(model, send, of_inputs=True),
+                edited(model, {z: putting(clean_z, head(number))}, of_inputs=True),
                 edited(model, frozen),
-                edited(model, watch, of_inputs=of_inputs),
+                edited(model, {where: see}, of_inputs=of_inputs),
             ):
-                direct = METRIC(model(CORRUPTED)).item()
-            with edited(model, {where: putting(seen[-1])}, of_inputs=of_inputs):
-                through = METRIC(model(CORRUPTED)).item()
-            expected.append(direct if receiver == "output" else through)
-    assert found.values.tolist() == expected
-    assert np.ptp(expected) > 1e-3
+                direct.append(METRIC(model(CORRUPTED)).item())
+            with edited(model, {where: putting(seen[-1], part)}, of_inputs=of_inputs):
+                through.append(METRIC(model(CORRUPTED)).item())
+    return direct, through
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 23, "use_cache": False, "initializer_range": 0.3, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config(**SIZES, head_dim=4)),  # a norm behind attention
+        (GraniteForCausalLM, GraniteConfig(**SIZES, residual_multiplier=0.3)),  # a scale
+    ],
+)
+@pytest.mark.parametrize("sender", ["layers[0].attn.heads[*].z", "model.layers_0.self_attn.o_proj.input"])
+def test_what_lies_behind_the_module_of_a_sender_does_not_hold_it(kind: Any, config: Any, sender: str) -> None:
+    """What a layer adds to the stream is computed from its heads: it passes on their change."""
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    pg = PatchableGraph(model, CLEAN)
+    held = [f"model.layers.{layer}.{part}" for layer in range(3) for part in ("self_attn", "mlp")]
+    of_one_head = {} if sender.startswith("layers") else {"heads": 4}
+    receivers = [None, "layers[2].attn.heads[1].q"]
+    found = path_patch(pg, sender, receivers, CLEAN, CORRUPTED, METRIC, **of_one_head, **EXACT)
+    where = "model.layers.2.self_attn.q_proj"
+    direct, through = by_hooks(model, "model.layers.0.self_attn.o_proj", held, where, part=head(1))
+    assert found.squeeze().values.tolist() == [list(pair) for pair in zip(direct, through, strict=True)]
+    assert np.ptp(direct) > 1e-3
+    assert np.ptp(through) > 1e-4
+
+
+def test_heads_of_attention_that_is_not_a_module_are_not_held() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 6, 4).transpose(1, 2).chunk(3, 1)
+            z = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x + self.out(z.transpose(1, 2).reshape(x.shape))
+
+    torch.manual_seed(0)
+    model, clean, corrupted = nn.Sequential(Block(), Block()).double(), *torch.randn(2, 1, 5, 8).double()
+    pg = PatchableGraph(model, clean)
+    (z,) = outputs(model, ["0.out"], lambda: model(clean), of_inputs=True)
+    (held,) = outputs(model, ["1.out"], lambda: model(corrupted))
+    expected = []
+    for number in range(2):
+        send = edited(model, {"0.out": putting(z, head(number))}, of_inputs=True)
+        with torch.no_grad(), edited(model, {"1.out": putting(held)}), send:
+            expected.append(total(model(corrupted)).item())
+    found = path_patch(pg, "layers[0].attn.heads[*].z", None, clean, corrupted, total, **EXACT)
+    assert found.values.ravel().tolist() == expected
+    patterns = path_patch(pg, "layers[0].attn.heads[*].pattern", None, clean, corrupted, total, **EXACT)
+    assert (patterns != patterns.corrupted).all()
 
 
 def test_one_edge_is_one_number_and_parts_of_receivers_are_replaced() -> None:

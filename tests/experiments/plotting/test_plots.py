@@ -318,6 +318,7 @@ def test_paths_that_differ_in_several_places() -> None:
         (a_result() * 1j, {}, "not real numbers"),
         (a_result(), {"tokens": ["a", "b"]}, "2 tokens do not fit the result, which has 4 along 'position'"),
         (a_result(), {"tokens": [1, 2, 3, 4]}, "decode token ids first"),
+        (a_result(), {"tokens": object()}, "decode token ids first"),  # a tokenizer
         (a_result(), {"rows": "layer"}, "rows='layer' is not a dimension .* path: 3, position: 4"),
         (a_result(), {"origin": "top"}, "'lower' or 'upper'"),
         (a_result(), {"center": "mean"}, "'auto'"),

@@ -114,6 +114,10 @@ def test_what_is_sent_is_what_the_models_last_modules_say(view: LensView, gpt2: 
     assert "<5>" not in html
 
 
+def test_the_row_of_the_batch_is_sent(view: LensView) -> None:
+    assert (view.lens["row"], view.lens["rows"]) == (1, 2)
+
+
 def test_the_view_follows_the_patches(view: LensView, gpt2: tuple[PatchableGraph, Tensor]) -> None:
     pg, ids = gpt2
     model, session = pg._module, session_of(pg)
