@@ -17,11 +17,12 @@ from torch.nn import Module
 
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError
 from graphpatch_notebook.execution.captured_model import CapturedModel
+from graphpatch_notebook.execution.patch_map import problems_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.graphs.plain_fx import InputCheck
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patches.kinds import Patch, declares
-from graphpatch_notebook.values import NUMBERS, TensorSpec, is_same_plain
+from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, declares
+from graphpatch_notebook.values import TensorSpec, is_same_plain
 
 
 class CompiledModel:
@@ -58,7 +59,8 @@ class CompiledModel:
         # The graph refers to these, so writes into weights have their effect, and other parameters or modules do not.
         self._parts = {name: (module, _parts_of(module)) for name, module in model.named_modules()}
         modules = [module for module, _ in self._parts.values()]
-        self._places = [places for module in modules for places in (module._parameters, module._modules)]
+        self._places = [places for module in modules for places in _registries_of(module)]
+        self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         self._modes = [module.__dict__ for module in modules]
         self._all_parts = self._all_parts_now()
         check = graph.get_submodule("check_inputs")
@@ -70,26 +72,33 @@ class CompiledModel:
         """Runs the compiled model with the current values of the patches.
 
         Raises:
-            GraphError: The mode of the model (train or eval), a parameter or a module is another one than when it was
-                compiled; the inputs differ from those; or torch cannot compile the model.
+            GraphError: The mode of the model (train or eval), a parameter, a buffer, a module or a hook is another one
+                than when it was compiled; the inputs differ from those; torch cannot compile the model; or fields of
+                patches other than values had too many values.
+            PatchMapError: A patch is not valid any more.
             PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
         __tracebackhide__ = True
         if not _are_same(self._all_parts, self._all_parts_now()):
             changed = [name for name, (module, parts) in self._parts.items() if not _are_same(parts, _parts_of(module))]
             raise GraphError(
-                f"{(*changed, '')[0] or 'the model'!r} has another mode (train or eval), or other parameters or "
-                "modules, than when it was compiled: call pg.compile again"
+                f"{(*changed, '')[0] or 'the model'!r} has another mode (train or eval), or other parameters, buffers, "
+                "modules or hooks, than when it was compiled: call pg.compile again"
             )
         self._patches.read()
         try:
             return self._compiled(*args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
             # The compiler hides why the graph refused inputs or values behind an error of its own: without it, the
             # graph raises that error itself.
             self.graph(*args, **kwargs)
             if not type(error).__module__.startswith("torch._dynamo"):
                 raise
+            if type(error).__name__ in _TOO_MANY:
+                raise GraphError(
+                    "torch.compile keeps only so many graphs (torch._dynamo.config.recompile_limit), and there is one "
+                    "for each slice of a patch, and each shape and dtype of its value: call pg.compile again for others"
+                ) from error
             raise GraphError(
                 f"torch.compile cannot make one graph of this model, as of many mixtures of experts "
                 f"({str(error).splitlines()[0]}); run the patches without pg.compile"
@@ -98,7 +107,8 @@ class CompiledModel:
     def _all_parts_now(self) -> list[Any]:
         # Asked in each call, so all at once: next to a step of a small model, a look at each module takes a fifth.
         parts = itertools.chain.from_iterable([places.values() for places in self._places])
-        return [*parts, *[attributes.get("training") for attributes in self._modes]]
+        hooks = [hook for hooks in self._hooks if hooks for hook in hooks.values() if not _is_neutral(hook)]
+        return [*parts, *[attributes.get("training") for attributes in self._modes], *hooks]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates text as the model's own `generate` does, with the patches, at compiled speed.
@@ -135,12 +145,27 @@ class CompiledModel:
         return check.accepts(args, kwargs)
 
 
+_TOO_MANY = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+"""Errors of torch 2.6 and later, and before it."""
+
+
 def _are_same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 def _parts_of(module: Module) -> list[Any]:
-    return [module.training, *module._parameters.values(), *module._modules.values()]
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    parts = itertools.chain.from_iterable(places.values() for places in _registries_of(module))
+    return [module.training, *parts, *(hook for hook in hooks if not _is_neutral(hook))]
+
+
+def _registries_of(module: Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module._modules
+
+
+def _is_neutral(hook: Any) -> bool:
+    """Whether a hook changes nothing by itself: those of contexts, and with which transformers collects outputs."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in (__package__.partition(".")[0], "transformers")
 
 
 class CompiledPatches:
@@ -160,7 +185,7 @@ class CompiledPatches:
         self._copies: dict[int, _CopiedPatch] = {}
         for entry in entries:
             for patch in entry.patches:
-                self._copies.setdefault(id(patch), _CopiedPatch(patch)).specs.append(entry.target.spec)
+                self._copies.setdefault(id(patch), _CopiedPatch(patch)).targets.append(entry.target)
         self.patch_map = {
             path: self._copied(given) if isinstance(given, Patch) else [*map(self._copied, given)]
             for path, given in patch_map.items()
@@ -182,12 +207,12 @@ class _CopiedPatch:
 
     Attributes:
         copy: The copy.
-        specs: The values that it is for.
+        targets: The values that it is for.
     """
 
     def __init__(self, given: Patch[Any]) -> None:
         self.copy: Patch[Any] = object.__new__(type(given))
-        self.specs: list[Any] = []
+        self.targets: list[Target] = []
         self._given = given
         self._read: list[Any] = []
 
@@ -196,6 +221,9 @@ class _CopiedPatch:
         fields = vars(self._given)
         if _are_same(self._read, [*fields.values()]):
             return
+        problems = [problem for target in self.targets for problem in problems_of(target, [self._given])]
+        if problems:
+            raise PatchMapError("; ".join(problems))
         self._read = [*fields.values()]
         value = fields.get("value")
         if value is not None and not isinstance(value, Tensor):
@@ -203,15 +231,21 @@ class _CopiedPatch:
         vars(self.copy).update(fields)
 
     def _as_tensor(self, value: Any) -> Tensor:
-        if not isinstance(value, NUMBERS):
-            kind = type(self._given).__name__
-            raise PatchValueError(f"{kind}: value must be a tensor or a number, not {type(value).__name__}")
-        device = self.specs[0].device
+        specs: list[Any] = [target.spec for target in self.targets]
+        device, dtypes = specs[0].device, {spec.dtype for spec in specs}
         dtype = None
-        if not isinstance(value, complex) and all(spec.dtype.is_floating_point for spec in self.specs):
+        if type(self._given) is ReplacePatch and len(dtypes) == 1:
+            (dtype,) = dtypes  # writing at a list of indices takes no other
+        elif not isinstance(value, complex) and all(each.is_floating_point for each in dtypes):
             # A tensor without dimensions does not change the dtype of others, so it can be as exact as the number.
             dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.tensor(value, dtype=dtype, device=device)
+        try:
+            return torch.tensor(value, dtype=dtype, device=device)
+        except (RuntimeError, ValueError, OverflowError, TypeError) as error:
+            raise PatchValueError(
+                f"{type(self._given).__name__} on {self.targets[0].text!r}: the patch's value is {value!r}, and the "
+                f"value here has the dtype {dtype}: {error}"
+            ) from None
 
 
 class CompiledSteps:

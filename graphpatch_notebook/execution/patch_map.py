@@ -264,7 +264,7 @@ def _entries(root: Frame, target: Target, given: Any, problems: list[str]) -> li
     if isinstance(given, Patch) and declares(given, "only_keeps") and has_plain_fields(given):
         return [Entry(target, (given,))]
     patches = [given] if isinstance(given, Patch) else given
-    if found := _problems(target, patches):
+    if found := problems_of(target, patches):
         problems += found
         return []
     if not patches:
@@ -299,7 +299,8 @@ def _check_fields(kind: type[Patch[Any]]) -> None:
             raise ValueError(f"every patch has a field {name!r}, which this class redefines: rename that of the class")
 
 
-def _problems(target: Target, patches: Any) -> list[str]:
+def problems_of(target: Target, patches: Any) -> list[str]:
+    """Returns what is wrong with a list of patches on a value, in messages that name it."""
     spec = target.whole if target.component is None else target.spec
     shape = spec.shape if isinstance(spec, TensorSpec) else None
     return _problems_of(target.text, patches, lambda patch: _problem(target, patch, None if patch.any_shape else shape))

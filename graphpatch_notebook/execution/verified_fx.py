@@ -61,9 +61,9 @@ def verified_fx_module(
             raise GraphError(
                 f"{entry.target.text!r}: {type(control).__name__} changes the run, and a graph does not keep that"
             )
-        patched.setdefault(entry.target.node, []).append(
-            (entry.target.dig, PatchedPart(entry.target.index, entry.patches))
-        )
+        target = entry.target
+        part = PatchedPart(target.index, entry.patches, f"{target.text!r} ({target.node.op})")
+        patched.setdefault(target.node, []).append((target.dig, part))
     given = {} if examples is None else inputs_of_call(root.frame, examples.args, examples.kwargs)
     result, check = plain_fx_module(root, patched, given, any_size=any_size)
     doubts = listed_doubts(root)

@@ -30,12 +30,12 @@ from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.inputs import given_input, passed_on
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, at_keys
 from graphpatch_notebook.checks.call_signature import CONTIGUOUS, Aspect, CallSignature, Difference, has_child
-from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.errors import GraphError, GraphPatchError, PatchValueError
 from graphpatch_notebook.graphs.build import Container, printable
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.generated_code import written_value
 from graphpatch_notebook.graphs.modules import GraphModule
-from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patches.kinds import Patch, WritingPatch, problem_of_value
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.torch_compat import codegen_of
 from graphpatch_notebook.values import (
@@ -62,10 +62,12 @@ class PatchedPart:
     Attributes:
         index: The index of the part, of integers and slices; `()` for the whole value.
         patches: The patches, in order; their values are read in each run.
+        where: The path of the part and the operation, for messages.
     """
 
     index: tuple[Any, ...]
     patches: Sequence[Patch[Any]]
+    where: str
 
 
 Patched = Mapping[Node, Sequence[tuple[tuple[Key, ...], PatchedPart]]]
@@ -122,6 +124,7 @@ class PatchedValue(Module):
         super().__init__()
         self.index = part.index
         self.patches = list(part.patches)
+        self.where = part.where
         self.dig = dig
         self.is_written = is_written
         self.is_shown_copied = is_shown_copied
@@ -162,8 +165,18 @@ class PatchedValue(Module):
                     value = value.view_as(value)  # its gradient is that of this use of the tensor only
                 patch.op(value.clone() if self.is_shown_copied and is_tensor else value)
             else:
-                value = patch.op(value.clone() if patch.requires_clone and is_tensor else value)
+                value = self._after(patch, value.clone() if patch.requires_clone and is_tensor else value)
         return value
+
+    def _after(self, patch: Patch[Any], value: Any) -> Any:
+        if torch.compiler.is_compiling() or not isinstance(patch, WritingPatch):
+            return patch.op(value)
+        try:
+            return patch.op(value)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            if isinstance(error, GraphPatchError):
+                raise type(error)(f"{self.where}: {error}") from None
+            raise PatchValueError(problem_of_value(patch, self.where, value, error)) from None
 
 
 class _Writer:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.patches.selections import PositionSelection, StepSelection, selection
-from graphpatch_notebook.patches.slices import TensorIndex, as_index, index_problem, selection_problem, selects_nothing
+from graphpatch_notebook.patches.slices import (
+    TensorIndex,
+    as_index,
+    index_problem,
+    index_text,
+    selection_problem,
+    selects_nothing,
+)
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import NUMBERS
 
@@ -717,3 +724,50 @@ class CustomPatch(_SlicedPatch):
 
 def _as_number(value: Tensor | Scalar) -> Any:
     return value.item() if isinstance(value, Tensor) else value
+
+
+# -- messages
+
+
+def problem_of_value(patch: Patch[Any], where: str, value: Any, error: Exception) -> str:
+    """Returns why a built-in patch cannot be applied to a tensor.
+
+    Args:
+        patch: The patch.
+        where: The path of the value, and the operation.
+        value: The tensor.
+        error: What the patch raised.
+    """
+    who = f"{type(patch).__name__} on {where}"
+    index, new = getattr(patch, "slice", None), getattr(patch, "value", None)
+    part, there = value, f"the value here, of shape {tuple(value.shape)}"
+    if index is not None:
+        try:
+            part = value[index]
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return f"{who}: slice [{index_text(index)}] does not exist in {there}: {error}"
+        there = f"slice [{index_text(index)}] of {there}"
+    if isinstance(new, Tensor) and not _broadcasts(new, part):
+        wanted = there if index is None else f"the shape {tuple(part.shape)} of {there}"
+        return f"{who}: the patch's value, of shape {tuple(new.shape)}, must broadcast to {wanted}"
+    hint = "writing in place keeps dtype and device: give a value that fits, or make another one with CustomPatch"
+    if isinstance(new, Tensor) and new.device != value.device:
+        hint = f"move the patch's value there: value.to({str(value.device)!r})"
+    given = "" if new is None else f", the patch's value is {shown_value(new)}"
+    return f"{who}: the value here is {shown_value(value)}{given}: {error} ({hint})"
+
+
+def _broadcasts(new: Tensor, part: Tensor) -> bool:
+    """Whether torch writes `new` into `part`, where leading dimensions of size one are allowed."""
+    try:
+        shape = torch.broadcast_shapes(new.shape, part.shape)
+    except RuntimeError:
+        return False
+    return bool(shape.numel() == part.numel() and shape[len(shape) - part.dim() :] == part.shape)
+
+
+def shown_value(value: Any) -> str:
+    """Returns a description of a value in messages: of a tensor, its shape, dtype and device."""
+    if isinstance(value, Tensor):
+        return f"of shape {tuple(value.shape)} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
+    return f"{value!r}"

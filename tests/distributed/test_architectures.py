@@ -137,7 +137,7 @@ def checkpoint_problems(pg: PatchableGraph, file: Path) -> list[str]:
     try:
         sweep()
     except ExperimentError as error:
-        return problems if "its weights are others" in str(error) else [*problems, str(error)]
+        return problems if "its weights or modes (train or eval) are others" in str(error) else [*problems, str(error)]
     finally:
         with torch.no_grad():
             weight.to_local().view(-1)[0] -= get_rank()  # type: ignore[operator]

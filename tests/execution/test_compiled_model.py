@@ -38,6 +38,15 @@ class Mlp(nn.Module):
         return self.down(hidden)
 
 
+class Shifted(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        return super().forward(x, scale) + self.shift
+
+
 class WithDropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -89,8 +98,53 @@ def test_other_values_do_not_compile_again(model: Mlp, pg: PatchableGraph) -> No
         model.up.weight.mul_(2)  # weights are those of the model
         assert torch.equal(compiled(X), by_hand(model, X, 0, 7.0, bias.value))
     replace.value = "7"
-    with pytest.raises(PatchValueError, match="ReplacePatch: value must be a tensor or a number, not str"):
+    with pytest.raises(PatchMapError, match="ReplacePatch: value must be a tensor or a number, not str"):
         compiled(X)
+
+
+def test_numbers_at_lists_of_indices(model: Mlp, pg: PatchableGraph) -> None:
+    replace = ReplacePatch(value=0.1, slice=(slice(None), [0, 2]))
+    compiled = pg.compile({"output": replace}, X, backend="eager")
+    for replace.value in (0.1, 3, -1.5):
+        expected = by_hand(model, X)
+        expected[:, [0, 2]] = replace.value
+        assert torch.equal(compiled(X), expected)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "kind", "message"),
+    [
+        ("value", torch.ones(5), PatchValueError, r"AddPatch on 'hidden' \(mul\).* must broadcast to"),
+        ("value", 1j, PatchValueError, "AddPatch on 'hidden'"),
+        ("value", None, PatchMapError, "'hidden': AddPatch: value must be a tensor or a number"),
+        ("slice", (0, 9), PatchMapError, r"'hidden': AddPatch: slice \[0, 9\] is out of range"),
+        ("slice", torch.zeros(2, 4, dtype=torch.bool), PatchMapError, "selects nothing"),
+    ],
+)
+def test_fields_that_are_not_valid_any_more(
+    pg: PatchableGraph, field: str, given: Any, kind: type[Exception], message: str
+) -> None:
+    """They are refused as by `patch`: a mask without a True had no effect."""
+    add = AddPatch(value=1.0)
+    compiled = pg.compile({"hidden": add}, X, backend="eager")
+    compiled(X)
+    setattr(add, field, given)
+    with pytest.raises(kind, match=message):
+        compiled(X)
+    with pytest.raises(kind), pg.patch({"hidden": add}):
+        pg(X)
+
+
+def test_too_many_slices_are_named(model: Mlp, pg: PatchableGraph) -> None:
+    add = AddPatch(value=1.0)
+    compiled = pg.compile({"hidden": add}, X, backend="eager")
+
+    def call(number: int) -> None:
+        add.slice = (number // 4 % 2, number % 4) if number < 8 else slice(None, None, number)
+        compiled(X)
+
+    with pytest.raises(GraphError, match="one for each slice of a patch"):
+        list(map(call, range(64)))
 
 
 @pytest.mark.slow
@@ -172,14 +226,20 @@ def test_numbers_of_the_model_are_refused() -> None:
     "change",
     [
         lambda model: model.train(),
-        lambda model: model.load_state_dict(Mlp().state_dict(), assign=True),
+        lambda model: model.load_state_dict(Shifted().state_dict(), assign=True),
         lambda model: setattr(model, "up", nn.Linear(3, 4)),
+        lambda model: setattr(model, "shift", torch.ones(3)),
+        lambda model: model.up.register_forward_hook(lambda _module, _args, output: output * 2),
+        lambda model: model.register_forward_pre_hook(lambda _module, args: (args[0] * 2,)),
     ],
 )
 def test_other_weights_and_modes_are_refused(change: Any) -> None:
-    model = Mlp().eval()
-    compiled = PatchableGraph(model, X).compile({"hidden": ZeroPatch()}, X, backend="eager")
-    assert torch.equal(compiled(X), model.down(torch.zeros(2, 4)))
+    model = Shifted().eval()
+    pg = PatchableGraph(model, X)
+    with pg.patch({"output": ProbePatch(), "up.output": AddPatch(value=0.0)}):  # its hooks are not the user's
+        compiled = PatchableGraph(model, X).compile({"hidden": ZeroPatch()}, X, backend="eager")
+        assert torch.equal(compiled(X), model.down(torch.zeros(2, 4)) + model.shift)
+    assert torch.equal(compiled(X), model.down(torch.zeros(2, 4)) + model.shift)
     change(model)
     with pytest.raises(GraphError, match="compile again"):
         compiled(X)
@@ -371,11 +431,11 @@ def test_one_step_with_a_cache_given_by_hand() -> None:
         {"transformer.h_0.mlp.output": zero}, token, past_key_values=example, use_cache=True, backend="eager"
     )
     caches, before = (filled(ids), filled(ids)), example.layers[0].keys.clone()
-    handle = model.transformer.h[0].mlp.register_forward_hook(lambda _m, _a, output: zero.op(output.clone()))
     for _ in range(2):
+        handle = model.transformer.h[0].mlp.register_forward_hook(lambda _m, _a, output: zero.op(output.clone()))
         expected = model(token, past_key_values=caches[0], use_cache=True).logits
+        handle.remove()
         torch.testing.assert_close(compiled(token, past_key_values=caches[1], use_cache=True).logits, expected)
-    handle.remove()
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
         torch.testing.assert_close((one.keys, one.cumulative_length), (other.keys, other.cumulative_length))
     assert torch.equal(before, example.layers[0].keys)

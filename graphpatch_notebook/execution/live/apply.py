@@ -26,8 +26,8 @@ from graphpatch_notebook.execution.positions import Indices
 from graphpatch_notebook.execution.reports import FiredPatches
 from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patches.kinds import Patch, RunStopped, WritingPatch
-from graphpatch_notebook.patches.slices import index_problem, index_text, selection_problem
+from graphpatch_notebook.patches.kinds import Patch, RunStopped, WritingPatch, problem_of_value, shown_value
+from graphpatch_notebook.patches.slices import index_problem, selection_problem
 from graphpatch_notebook.sharded import Placement
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
@@ -317,7 +317,7 @@ def _packed(entry: Entry, value: Tensor, apart: Tensor, patched: Any) -> Any:
     if not isinstance(patched, Tensor) or patched.shape != apart.shape:
         raise PatchShapeError(
             f"{entry.target.text!r}: the model packs heads that share keys at this step, and takes a value "
-            f"{_shown(apart)}; the patch made one {_shown(patched)}"
+            f"{shown_value(apart)}; the patch made one {shown_value(patched)}"
         )
     return patched.reshape(value.shape)
 
@@ -488,8 +488,8 @@ def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor, whe
     if isinstance(patched, Tensor) and patched.shape == value.shape and patched.dtype == value.dtype:
         return patched
     raise PatchValueError(
-        f"{target.text!r}: {type(patch).__name__} {where} was given a value {_shown(value)} and returned one "
-        f"{_shown(patched)}; a patch on a part of a value must keep its shape and dtype"
+        f"{target.text!r}: {type(patch).__name__} {where} was given a value {shown_value(value)} and returned one "
+        f"{shown_value(patched)}; a patch on a part of a value must keep its shape and dtype"
     )
 
 
@@ -518,9 +518,10 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
     except Exception as error:
         if isinstance(patch, WritingPatch) and isinstance(error, (RuntimeError, IndexError, TypeError, ValueError)):
             # The message has all of the error's text, and its traceback is inside this package.
-            raise PatchValueError(_explain(patch, target, value, error)) from None
+            who = f"{target.text!r} ({target.node.op})"
+            raise PatchValueError(problem_of_value(patch, who, value, error)) from None
         shown = f"{type(patch).__name__} on {target.text!r} ({target.node.op})"
-        add_note(error, f"raised by {shown}: the value here is {_shown(value)}")
+        add_note(error, f"raised by {shown}: the value here is {shown_value(value)}")
         raise
 
 
@@ -549,42 +550,6 @@ def _check_shape(entry: Entry, value: Tensor, inputs: CallInputs | None) -> None
             f"of shape {tuple(value.shape)} now: {problem}, so the name may mean another value here; if this is "
             "intended, give the patch any_shape=True"
         )
-
-
-def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) -> str:
-    """Returns why a built-in patch cannot be applied to a tensor."""
-    who = f"{type(patch).__name__} on {target.text!r} ({target.node.op})"
-    index, new = getattr(patch, "slice", None), getattr(patch, "value", None)
-    part, there = value, f"the value here, of shape {tuple(value.shape)}"
-    if index is not None:
-        try:
-            part = value[index]
-        except (RuntimeError, IndexError, TypeError, ValueError):
-            return f"{who}: slice [{index_text(index)}] does not exist in {there}: {error}"
-        there = f"slice [{index_text(index)}] of {there}"
-    if isinstance(new, Tensor) and not _broadcasts(new, part):
-        wanted = there if index is None else f"the shape {tuple(part.shape)} of {there}"
-        return f"{who}: the patch's value, of shape {tuple(new.shape)}, must broadcast to {wanted}"
-    hint = "writing in place keeps dtype and device: give a value that fits, or make another one with CustomPatch"
-    if isinstance(new, Tensor) and new.device != value.device:
-        hint = f"move the patch's value there: value.to({str(value.device)!r})"
-    given = "" if new is None else f", the patch's value is {_shown(new)}"
-    return f"{who}: the value here is {_shown(value)}{given}: {error} ({hint})"
-
-
-def _broadcasts(new: Tensor, part: Tensor) -> bool:
-    """Whether torch writes `new` into `part`, where leading dimensions of size one are allowed."""
-    try:
-        shape = torch.broadcast_shapes(new.shape, part.shape)
-    except RuntimeError:
-        return False
-    return bool(shape.numel() == part.numel() and shape[len(shape) - part.dim() :] == part.shape)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"of shape {tuple(value.shape)} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
-    return f"{value!r}"
 
 
 def write_back(wrote: Tensor, patched: Any, target: Target) -> None:

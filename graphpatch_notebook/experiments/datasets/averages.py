@@ -47,7 +47,8 @@ def mean_values(
         recipe: As for `pg.sweep`.
 
     Returns:
-        By path, a tensor of the shape of one row of the value: (channels), say. Its dtype is that of the value.
+        By path, a tensor of the shape of one row of the value: (channels), say. Its dtype is that of the value, or
+        torch's default for values that are not floating-point: half of several booleans may be true.
 
     Raises:
         UnknownPathError: A path does not exist, or a pattern matches nothing; nothing ran.
@@ -83,9 +84,13 @@ def mean_values(
 def _sums(
     reader: RowReader, pg: PatchableGraph, batch: tuple[int, Inputs]
 ) -> dict[str, tuple[Tensor, int, torch.dtype]]:
-    """Returns the sum of the rows of each value on a batch, their number, and their dtype."""
-    values = read_batch(reader, None, pg, batch)[1]
-    return {path: (value.sum(0, dtype=torch.float64), len(value), value.dtype) for path, value in values.items()}
+    """Returns the sum of the rows of each value on a batch, their number, and the dtype of their mean."""
+    result = {}
+    for path, value in read_batch(reader, None, pg, batch)[1].items():
+        exact = torch.complex128 if value.is_complex() else torch.float64
+        dtype = value.dtype if value.is_floating_point() or value.is_complex() else torch.get_default_dtype()
+        result[path] = value.sum(0, dtype=exact), len(value), dtype
+    return result
 
 
 def average(results: Iterable[DataArray]) -> Dataset:

@@ -20,6 +20,7 @@ from graphpatch_notebook.execution import (
     token_inputs,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.executors.checkpoint import Digester
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -72,12 +73,16 @@ def _parts(whole: tuple[tuple[Any, ...], dict[str, Any]], part: slice, count: in
 
 
 def digest_of(batch: Inputs) -> str:
-    """Returns a digest of the tensors of a batch."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in batch.tensors():
-        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-        if not tensor.is_meta:
-            digest.update(tensor_bytes(tensor).data)
+    """Returns a digest of the arguments of a batch: of objects that are not plain data, the class."""
+    digest, digester = hashlib.blake2b(digest_size=16), Digester("a batch")
+    for name, value in (*enumerate(batch.args), *sorted(batch.kwargs.items())):
+        digest.update(f"{name!r}:".encode())
+        if not isinstance(value, Tensor):
+            digest.update(digester.digest(value, str(name)).encode())
+            continue
+        digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
+        if not value.is_meta:
+            digest.update(tensor_bytes(value).data)
     return digest.hexdigest()
 
 

@@ -37,10 +37,10 @@ from graphpatch_notebook.experiments.datasets.batches import (
     read_batch,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.executors.checkpoint import weights_digest
+from graphpatch_notebook.experiments.executors.checkpoint import Digester, weights_digest
 from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.selections import PositionSelection
+from graphpatch_notebook.patches.selections import PositionSelection, selection
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.sharded import digest, processes_of
 from graphpatch_notebook.warning_places import warn_each_time
@@ -72,8 +72,8 @@ def record_to(
     example. Active patches have their effect.
 
     If the folder has a store of the same values, the call continues after the batches that are stored, and compares
-    these with the dataset, and the weights and active patches with those of the first call (of functions in patches,
-    the names).
+    these with the dataset, and the weights, the modes (train or eval) and active patches with those of the first call
+    (of functions in patches, the names).
 
     Args:
         pg: The graph.
@@ -104,7 +104,7 @@ def record_to(
     """
     reader = RowReader(pg, patterns, positions)
     settings = {
-        "positions": repr(positions),
+        "positions": Digester("positions").digest(positions, "positions"),
         "dtype": str(dtype),
         "weights": weights_digest(pg),
         "patches": digest("", active_patches(captured(pg)))[1].item(),
@@ -158,8 +158,8 @@ class _Writer:
         if (folder / _SETTINGS).exists():
             if _read_settings(folder) != document:
                 raise ExperimentError(
-                    f"the folder {str(folder)!r} has a store of other values, positions, weights or patches, or of "
-                    "another dtype: choose another folder, or delete it"
+                    f"the folder {str(folder)!r} has a store of other values, positions, weights, modes (train or "
+                    "eval), patches or dtypes: choose another folder, or delete it"
                 )
         elif is_writing:
             if any(folder.iterdir()):
@@ -376,19 +376,19 @@ class StoredValues:
         """Returns the rows of some examples and positions.
 
         Args:
-            example: A number, or several; `None` for all.
-            position: A position, or several; `None` for all.
+            example: A number, or several (a list, range, slice or set); `None` for all.
+            position: A position, likewise.
 
         Raises:
-            ExperimentError: The value does not have positions.
+            ExperimentError: The value does not have positions, or none of the examples or positions is stored.
         """
         if position is not None and not self._has_positions:
             raise ExperimentError(f"{self.path!r} has one row for each example, not for each position")
         chosen = np.ones(len(self), bool)
         examples = self._store.example if self._has_positions else np.arange(len(self))
-        for index, wanted in ((examples, example), (self._store.position, position)):
+        for what, index, wanted in (("example", examples, example), ("position", self._store.position, position)):
             if wanted is not None:
-                chosen &= np.isin(index, np.atleast_1d(wanted))
+                chosen &= _is_among(index, wanted, what)
         return self[chosen]
 
     def chunks(self) -> Iterator[Tensor]:
@@ -409,3 +409,15 @@ class StoredValues:
             with safe_open(self._shards[number], "pt") as file:
                 result[mine] = file.get_tensor(self.path)[rows[mine] - self._starts[number]]
         return result
+
+
+def _is_among(index: np.ndarray[Any, Any], wanted: Any, what: str) -> np.ndarray[Any, Any]:
+    try:
+        numbers = selection(wanted, what).within(0, int(index.max(initial=-1)) + 1)
+    except ValueError:
+        message = f"{what}={wanted!r} is not a number, or several (a list, range, slice or set), counted from zero"
+        raise ExperimentError(message) from None
+    found = np.isin(index, numbers)
+    if not found.any():
+        raise ExperimentError(f"no row is stored for {what}={wanted!r}")
+    return found

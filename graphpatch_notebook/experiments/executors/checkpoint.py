@@ -103,7 +103,7 @@ class Digester:
 
 @runs_where_the_model_is
 def weights_digest(pg: PatchableGraph) -> str:
-    """Returns a digest of names, shapes, dtypes and some values of all parameters and buffers of a model.
+    """Returns a digest of the modes of a model, and of names, shapes, dtypes and some values of parameters and buffers.
 
     If the model is sharded, that is those of all processes, all of which must call this.
 
@@ -123,7 +123,8 @@ def weights_digest(pg: PatchableGraph) -> str:
         # A copy, as FSDP cannot free memory that was lent to NumPy.
         sample = None if plain is None else plain.reshape(-1)[:: max(1, -(-plain.numel() // _SAMPLED))].clone()
         found[name] = (str(tensor.dtype), tuple(tensor.shape), sample)
-    own, processes = Digester("").digest(found, "the weights"), processes_of(captured(pg).root)
+    modes = [each.training for each in module.modules()]
+    own, processes = Digester("").digest([found, modes], "the weights"), processes_of(captured(pg).root)
     return own if processes is None else Digester("").digest(processes.gathered(own), "the weights")
 
 
@@ -189,7 +190,8 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], cells: Sequ
     if mine["metric"] != theirs["metric"]:
         other = "another " if mine["metric"][0] == theirs["metric"][0] else ""
         yield f"its metric is {other}{theirs['metric'][0]}, not {mine['metric'][0]}"
-    yield from (f"its {what} are others" for what in ("inputs", "weights") if mine[what] != theirs[what])
+    texts = {"inputs": "inputs", "weights": "weights or modes (train or eval)"}
+    yield from (f"its {text} are others" for what, text in texts.items() if mine[what] != theirs[what])
     if mine["baseline"] != theirs["baseline"]:
         before, now = (_shown(one["baseline"]["values"]) for one in (theirs, mine))
         yield f"without patches its metric is {before}, not {now}: other weights, inputs or machine"

@@ -249,8 +249,66 @@ def test_a_folder_of_other_values_or_another_dataset_is_refused(pg: PatchableGra
         trained.transformer.h[0].mlp.c_fc.bias.add_(1)  # type: ignore[union-attr, operator]
     with pytest.raises(ExperimentError, match="weights"):
         record_to(PatchableGraph(trained, tokens(3)), tmp_path, STREAMS, examples(4), batch_size=2)
+    pg.train()
+    try:
+        with pytest.raises(ExperimentError, match="modes"):
+            record_to(pg, tmp_path, STREAMS, examples(4), batch_size=2)
+    finally:
+        pg.eval()
     assert len(ActivationStore(tmp_path)) == 2
     assert record_to(pg, tmp_path, STREAMS, examples(4), batch_size=2).examples == 4
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: Tensor, shift: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        whole = (x * 10).long()
+        return x * scale - shift, whole, torch.complex(x, shift)
+
+
+def test_batches_with_other_arguments_are_others(tmp_path: Path) -> None:
+    x, shift = torch.rand(3, 2), torch.rand(3, 2)
+    pg = PatchableGraph(Scaled().eval(), x, shift, scale=2.0)
+    record_to(pg, tmp_path, "output|sub_0", [{"x": x, "shift": shift, "scale": 2.0}])
+    for other in ({"x": x, "shift": shift, "scale": 3.0}, {"shift": x, "x": shift, "scale": 2.0}):
+        with pytest.raises(ExperimentError, match="another dataset"):
+            record_to(pg, tmp_path, "output|sub_0", [other, other])
+    again = record_to(pg, tmp_path, "output|sub_0", [{"scale": 2.0, "shift": shift, "x": x}] * 2)
+    assert torch.equal(again["output|sub_0"][:], torch.cat([x * 2 - shift] * 2))
+
+
+def test_long_lists_of_positions_are_compared_whole(tmp_path: Path) -> None:
+    """Their text leaves out the middle."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8, n_positions=1100)
+    ids = torch.zeros(1, 1100, dtype=torch.long)
+    pg, positions = PatchableGraph(GPT2LMHeadModel(config).eval(), ids[:, :3]), np.arange(1001)
+    record_to(pg, tmp_path, "layers[0].resid_post", [ids], positions=positions)
+    others = positions.copy()
+    others[500] = 1050
+    with pytest.raises(ExperimentError, match="other values, positions"):
+        record_to(pg, tmp_path, "layers[0].resid_post", [ids, ids], positions=others)
+
+
+def test_rows_are_asked_for_by_numbers_that_are_stored(pg: PatchableGraph, tmp_path: Path) -> None:
+    values = record_to(pg, tmp_path, STREAMS, examples(3), batch_size=2)["layers[0].resid_post"]
+    listed = values.where(example=[1, 2], position=[0, 1])
+    for example, position in ((slice(1, None), {0, 1}), (range(1, 3), slice(2))):
+        assert torch.equal(values.where(example=example, position=position), listed)
+    for asked in ({"example": 3}, {"position": 1000}):
+        with pytest.raises(ExperimentError, match="no row is stored for"):
+            values.where(**asked)
+    for asked in ({"example": -1}, {"position": -1}, {"position": "0"}, {"position": 1.5}):
+        with pytest.raises(ExperimentError, match="counted from zero"):
+            values.where(**asked)
+
+
+def test_means_of_whole_and_complex_numbers_are_exact() -> None:
+    x, shift = torch.rand(5, 2), torch.rand(5, 2)
+    pg = PatchableGraph(Scaled().eval(), x, shift)
+    means = mean_values(pg, ["output|sub_1", "output|sub_2"], {"x": x, "shift": shift}, batch_size=2)
+    assert torch.allclose(means["output|sub_1"], (x * 10).long().float().mean(0))
+    assert torch.allclose(means["output|sub_2"], torch.complex(x, shift).mean(0))
 
 
 def test_means_are_those_over_all_rows_and_ablate(pg: PatchableGraph) -> None:

@@ -210,7 +210,7 @@ def test_other_weights_are_refused(pg: PatchableGraph, tmp_path: Path) -> None:
     swept(pg, file)
     with torch.no_grad():
         pg.get_parameter("2.bias")[0] += 1e-6
-    message = "its weights are others; without patches its metric is .* other weights, inputs or machine"
+    message = r"its weights or modes \(.*\) are others; without patches its metric is .* other weights, inputs"
     with pytest.raises(ExperimentError, match=message):
         swept(pg, file)
 
@@ -356,5 +356,5 @@ def test_other_weights_are_seen_without_the_metric(pg: PatchableGraph, tmp_path:
     pg.sweep(axes, without, X, **settings)
     with torch.no_grad():
         pg.get_parameter("0.weight").mul_(2)
-    with pytest.raises(ExperimentError, match=r"holds another sweep: its weights are others\. Give"):
+    with pytest.raises(ExperimentError, match=r"holds another sweep: its weights or modes \(.*\) are others\. Give"):
         pg.sweep(axes, without, X, **settings)
