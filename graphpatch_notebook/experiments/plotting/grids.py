@@ -244,7 +244,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _token_texts(array: DataArray, tokens: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def _token_texts(array: DataArray, tokens: Any) -> tuple[str, tuple[str, ...]]:
     """Returns the dimension of tokens, and the text of each of its coordinates."""
     is_list = isinstance(tokens, Iterable) and not isinstance(tokens, str)
     if not is_list or not all(isinstance(token, str) for token in tokens):
