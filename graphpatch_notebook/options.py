@@ -93,30 +93,30 @@ class ExtractionOptions:
         for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "allow_unused_submodules"):
-                raise OptionError(f"{name} is True or False, not {_shown(value)}")
+                raise OptionError(f"{name} is True or False, not {_option_text(value)}")
         name = "custom_extraction_functions"
         if not isinstance(functions, Mapping):
             raise OptionError(
-                f"{name} takes a dict from classes of modules to functions, not {_shown(functions)}; "
+                f"{name} takes a dict from classes of modules to functions, not {_option_text(functions)}; "
                 "give {torch.nn.Linear: function}, say"
             )
         for cls, function in functions.items():
             _check_class(name, cls)
             if not callable(function):
                 raise OptionError(
-                    f"{name}: what it has for {cls.__name__} is {_shown(function)}, which cannot be called; give a "
-                    "function from the module to a torch.fx.Graph"
+                    f"{name}: what it has for {cls.__name__} is {_option_text(function)}, which cannot be called; give "
+                    "a function from the module to a torch.fx.Graph"
                 )
         name = "classes_to_skip_compiling"
         if isinstance(classes, str) or not isinstance(classes, Collection):
             what = classes.__name__ if isinstance(classes, type) else "torch.nn.Linear"
-            raise OptionError(f"{name} takes a set of classes, not {_shown(classes)}; give {{{what}}}, say")
+            raise OptionError(f"{name} takes a set of classes, not {_option_text(classes)}; give {{{what}}}, say")
         for cls in classes:
             _check_class(name, cls)
         if postprocessing is not None and not callable(postprocessing):
             raise OptionError(
-                f"postprocessing_function: {_shown(postprocessing)} cannot be called; give a function of the graph "
-                "module and the module, or None"
+                f"postprocessing_function: {_option_text(postprocessing)} cannot be called; give a function of the "
+                "graph module and the module, or None"
             )
 
     def extraction_function(self, module: Module) -> Callable[[Module], Graph] | None:
@@ -134,10 +134,10 @@ def _check_class(option: str, value: Any) -> None:
         repair = "give the class itself, not its name"
     else:
         repair = "give a subclass of torch.nn.Module"
-    raise OptionError(f"{option}: {_shown(value)} is not a class of modules; {repair}")
+    raise OptionError(f"{option}: {_option_text(value)} is not a class of modules; {repair}")
 
 
-def _shown(value: Any) -> str:
+def _option_text(value: Any) -> str:
     """Returns what a value is, in few words: modules and graphs print as many lines."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -174,7 +174,7 @@ def options_among(
         if isinstance(value, ExtractionOptions):
             raise TypeError(f"ExtractionOptions given as {name}= would go to the model; give them as {given}=")
     if parameters is not None and given in inputs and given not in parameters:
-        raise TypeError(f"{given} takes ExtractionOptions(...), not {_shown(inputs[given])}")
+        raise TypeError(f"{given} takes ExtractionOptions(...), not {_option_text(inputs[given])}")
     options = {option.name for option in fields(ExtractionOptions)}
     if parameters is not None and (lost := [name for name in inputs if name in options and name not in parameters]):
         rest = [*(["*inputs"] if args else []), *(f"{name}=..." for name in inputs if name not in lost)]

@@ -47,6 +47,7 @@ from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, Gr
 from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.graphs.plain_fx import plain_values_in
 from graphpatch_notebook.graphs.verification import VerificationReport, verify
+from graphpatch_notebook.inspection.aliases import METHODS
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
@@ -932,7 +933,12 @@ class PatchableGraph(ModuleDelegate):
         config = self.__dict__["_generation_config"]
         if name == GENERATION_CONFIG and config is not None:
             return config
-        value = getattr(self._module, name)
+        try:
+            value = getattr(self._module, name)
+        except AttributeError as error:
+            if name not in METHODS:
+                raise
+            raise AttributeError(f"{error}; for {name!r} of another tool, write {METHODS[name]}") from None
         if inspect.ismethod(value) and value.__self__ is self._module:
             function = generating_with(config, value) if name == "generate" and config is not None else value
 

@@ -67,6 +67,19 @@ def test_attributes_and_methods_of_the_model(pg: PatchableGraph) -> None:
         pg.no_such_thing  # noqa: B018
 
 
+def test_methods_of_other_tools_are_answered_with_what_they_are_here(pg: PatchableGraph) -> None:
+    with pytest.raises(AttributeError, match=r"'run_with_cache' of another tool, write pg.record\(pg.comp"):
+        pg.run_with_cache(1)
+    with pytest.raises(AttributeError, match=r"write with pg.patch\(\{path: patch\}\): pg\(\*inputs\)$"):
+        pg.trace(1)
+    assert not hasattr(pg, "run_with_hooks")
+    with pytest.raises(AttributeError, match="no attribute 'other'$"):
+        _ = pg.other
+    model = nn.Linear(2, 2)
+    model.hooks = "its own"  # type: ignore[assignment]
+    assert PatchableGraph(model, torch.ones(1, 2)).hooks == "its own"
+
+
 def test_methods_run_patched_inside_a_context(pg: PatchableGraph) -> None:
     ids = torch.tensor([[5, 6, 7]])
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}

@@ -223,7 +223,7 @@ def _made(
 # -- example inputs ----------------------------------------------------------------------------------------------------
 
 
-_MOST = 10_000
+_MOST_MARKS = 10_000
 _Marks: TypeAlias = "dict[str, tuple[Any, ...]]"
 
 
@@ -272,7 +272,7 @@ class ExampleInputs:
         seen: set[int] = set()
         for where, value in named:
             for inner, mark in _marks_of(where, value, seen):
-                if len(marks) == _MOST:
+                if len(marks) == _MOST_MARKS:
                     return marks
                 marks[inner] = mark
         return marks

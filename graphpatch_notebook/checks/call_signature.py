@@ -97,10 +97,10 @@ class Difference:
         if self.aspect in (Aspect.SPLIT, Aspect.JOINED):
             is_or_not = "is not" if self.aspect is Aspect.SPLIT else "is"
             return f"{self.name!r} {is_or_not} the same tensor as {self.was!r}, unlike in the example"
-        return f"{self.subject} is {_shown(self.now)}, and was {_shown(self.was)} in the example"
+        return f"{self.subject} is {_spec_text(self.now)}, and was {_spec_text(self.was)} in the example"
 
 
-def _shown(what: Any) -> str:
+def _spec_text(what: Any) -> str:
     if isinstance(what, TensorSpec):
         return f"{what} of {dtype_name(what.dtype)}"
     return repr(what.value) if isinstance(what, ScalarSpec) else str(what)

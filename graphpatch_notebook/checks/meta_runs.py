@@ -48,7 +48,7 @@ from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, Va
 InputShapes: TypeAlias = "Sequence[Sequence[int]]"
 """The shapes of the tensors among the inputs of the root, in order, and then the whole numbers among them."""
 
-_MOST = 4
+_MOST_TIMES_AS_MANY_OPS = 4
 """How many times as many ops as the capture a run may have: loops over a sequence have more of them when it is long."""
 
 
@@ -198,7 +198,7 @@ class _MetaRecorder(Recorder):
         self._more_entries = more_entries
         self._more = more
         self._indices: dict[Any, dict[Any, Any]] = {}
-        self._left = 1000 + _MOST * sum(len(frame.nodes) for frame in captured.walk())
+        self._left = 1000 + _MOST_TIMES_AS_MANY_OPS * sum(len(frame.nodes) for frame in captured.walk())
 
     def run_op(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], place: OpPlace

@@ -39,7 +39,7 @@ from graphpatch_notebook.capture.held_values import (
 )
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.outer_values import outer_objects, plain_outer_values
+from graphpatch_notebook.checks.outer_values import COMPARED, outer_values_of_modules
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
@@ -274,15 +274,16 @@ class ModuleState:
 
     def complete(self) -> ModuleState:
         """Makes this a full snapshot, if it is only a look after which `change_in` found nothing; returns it."""
+        outer = [*outer_values_of_modules(self._walk.modules(), original_forward)]
         with without_torch_functions():
-            outer = outer_objects(self._root, original_forward(self._root)).values()
-            self._walk.generators += {id(one): one for one in outer if is_own_generator(one)}.values()
+            drawn_from = {id(value): value for _, _, value in outer if is_own_generator(value)}
+            self._walk.generators += drawn_from.values()
             self._generators = [_state_of(generator) for generator in self._walk.generators]
             self._copies = _copies(self._walk)
         self._outer = [
-            (kind, outer, value.copy() if hasattr(value, "copy") else value)
-            for kind, outer, value in plain_outer_values(self._walk.modules(), original_forward)
-            if not hasattr(value, "copy") or len(value) <= MANY
+            (kind, place, value.copy() if hasattr(value, "copy") else value)
+            for kind, place, value in outer
+            if type(value) in COMPARED and (not hasattr(value, "copy") or len(value) <= MANY)
         ]
         self._random = SharedRandomState()
         return self

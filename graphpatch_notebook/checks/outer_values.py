@@ -12,8 +12,10 @@ from torch.nn import Module
 
 from graphpatch_notebook.values import ABSENT
 
-_COMPARED = frozenset({bool, int, float, str, list, dict, set, deque})
-_NO_FUNCTIONS = frozenset({*_COMPARED, tuple, type(None), OrderedDict})  # most attributes of a module
+COMPARED = frozenset({bool, int, float, str, list, dict, set, deque})
+"""The classes of plain data and containers."""
+
+_NO_FUNCTIONS = frozenset({*COMPARED, tuple, type(None), OrderedDict})  # most attributes of a module
 
 
 class OuterValue(NamedTuple):
@@ -33,10 +35,10 @@ def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]
     return {outer.name: value for outer, value in _outer_values(module, forward)}
 
 
-def plain_outer_values(
+def outer_values_of_modules(
     modules: Iterable[Module], forward_of: Callable[[Module], Any]
 ) -> Iterator[tuple[type, OuterValue, Any]]:
-    """Yields the class attributes, globals and closure variables of modules that are plain data or containers.
+    """Yields the class attributes of modules, and the globals and closure variables that their functions use.
 
     Each comes with the first class that reads it, and with its value.
 
@@ -50,10 +52,10 @@ def plain_outer_values(
         seen.update(own)
         for base in own:
             for name, value in [*vars(base).items()]:
-                if type(value) in _COMPARED and "__" not in name:
+                if "__" not in name:
                     yield kind, OuterValue(f"{base.__name__}.{name}", vars(base), name), value
         outer_values = _outer_values(module, forward_of(module))
-        by_name = {outer.name: (outer, value) for outer, value in outer_values if type(value) in _COMPARED}
+        by_name = {(outer.name, id(value)): (outer, value) for outer, value in outer_values}
         for outer, value in by_name.values():
             if "__" not in outer.name:
                 yield kind, outer, value

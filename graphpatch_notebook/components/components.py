@@ -17,7 +17,7 @@ from graphpatch_notebook.components.ends import end_of, ends_alone, is_sequence_
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.mlp import Mlp, mlp_of
 from graphpatch_notebook.components.names import find_one, look_up, why_missing
-from graphpatch_notebook.components.operations import CREATIONS
+from graphpatch_notebook.components.operations import CHOICES, CREATIONS
 from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, ProofRun, norm_name, prove
 from graphpatch_notebook.components.writes import Write, WriteKind, Writes
 from graphpatch_notebook.paths import format_path
@@ -378,7 +378,13 @@ class _Finder:
             )
         elif write.kind == "mlp":
             named.mlp = self._add_mlp(start, kind, write, layer)
-        self._add_value(f"{start}{kind}_out", write.value, layer.frame, layer.axes(write.value))
+        path = self._path(write.value, layer.frame)
+        is_chosen = any(node.op in CHOICES for node in write.inside)
+        if is_chosen and write.value.node.is_in_place and path == self._flow.path(write.value):
+            why = "the layer writes the results of experts into it one by one, and other inputs may have other experts"
+            self.found.missing[f"{start}{kind}_out"] = f"{why}; a module of its own for the mixture would return all"
+        else:
+            self._add(f"{start}{kind}_out", path, write.value, layer.axes(write.value))
         return named
 
     def _norm_of(self, write: Write, layer: Layer) -> Value | None:

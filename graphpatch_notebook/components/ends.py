@@ -18,7 +18,7 @@ from graphpatch_notebook.components.operations import (
     VIEWS,
 )
 
-_MOST = 200
+_MOST_NODES = 200
 _FARTHEST = 60
 _WRITTEN_INTO = frozenset("setitem index_put masked_scatter index_put_ index_copy scatter masked_scatter_".split())
 _LOOKUPS = frozenset("index_select getitem gather".split())
@@ -46,7 +46,7 @@ def start_of(trails: Trails, stack: Stack) -> Start:
     first = stack.layers[0].start.value
     found.axes[first] = stack.layers[0].axes(first)
     waiting, seen = [first], set[Value]()
-    while waiting and len(seen) < _MOST:
+    while waiting and len(seen) < _MOST_NODES:
         value = waiting.pop()
         if value in seen:
             continue

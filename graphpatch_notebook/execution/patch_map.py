@@ -316,7 +316,7 @@ def _problems_of(path: str, patches: Any, problem_of: Callable[[Patch[Any]], str
         if isinstance(patch, type) and issubclass(patch, Patch):
             found.append(f"{path!r}: {patch.__name__} is a class; write {patch.__name__}(...)")
         elif not isinstance(patch, Patch):
-            found.append(f"{path!r}: {_shown(patch)} is not a Patch{_meant(patch)}")
+            found.append(f"{path!r}: {_given_text(patch)} is not a Patch{_meant(patch)}")
         elif problem := problem_of(patch):
             found.append(f"{path!r}: {type(patch).__name__}: {problem}")
     return found
@@ -341,7 +341,7 @@ def _meant(given: Any) -> str:
     return "; write CustomPatch(function) to apply it" if callable(given) else ""
 
 
-def _shown(given: Any) -> str:
+def _given_text(given: Any) -> str:
     return f"a Tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
 
 

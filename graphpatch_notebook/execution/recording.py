@@ -142,8 +142,8 @@ class Recording(Mapping[str, Any]):
         return len(self._kept)
 
     def __repr__(self) -> str:
-        lines = [f"{path}: {_shown(value)}" for path, value in self.items()]
-        shown = lines if len(lines) <= _MOST else [*lines[: _MOST // 2], "...", *lines[-_MOST // 2 :]]
+        lines = [f"{path}: {_tensor_text(value)}" for path, value in self.items()]
+        shown = lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES // 2], "...", *lines[-_MOST_LINES // 2 :]]
         return "\n".join([f"<Recording of {len(self)} value{'s' * (len(self) != 1)}>", *shown])
 
     def to_dataarray(self) -> DataArray:
@@ -175,8 +175,8 @@ class Recording(Mapping[str, Any]):
         other = next((path for path, shape in shapes.items() if shape is None or shape != shapes[first]), None)
         if other is not None:
             raise ExperimentError(
-                f"only tensors of one shape make one array, but {first!r} is {_shown(values[first])} and {other!r} is "
-                f"{_shown(values[other])}: record them separately"
+                f"only tensors of one shape make one array, but {first!r} is {_tensor_text(values[first])} "
+                f"and {other!r} is {_tensor_text(values[other])}: record them separately"
             )
         stacked = torch.stack([value.detach().cpu() for value in values.values()])
         if stacked.dtype == torch.bfloat16:  # which numpy does not have
@@ -194,10 +194,10 @@ def _part(value: Tensor, target: Target) -> Tensor:
     return value[target.index]
 
 
-_MOST = 40
+_MOST_LINES = 40
 
 
-def _shown(value: Any) -> str:
+def _tensor_text(value: Any) -> str:
     return f"Tensor({', '.join(map(str, value.shape))})" if isinstance(value, Tensor) else repr(value)
 
 

@@ -30,7 +30,7 @@ from graphpatch_notebook.inspection.error_notes import Failure, arguments_at_cap
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 
-_MOST = 5
+_MOST_LISTED = 5
 _STARS = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
 
 
@@ -110,8 +110,10 @@ class Interpretation:
         """Gives one warning for all graphs that ran without being known to equal their modules."""
         if not self._unverified:
             return
-        more = f"\n  ... and {len(self._unverified) - _MOST} more" if len(self._unverified) > _MOST else ""
-        lines = "".join(f"\n  {line}" for line in self._unverified[:_MOST])
+        more = (
+            f"\n  ... and {len(self._unverified) - _MOST_LISTED} more" if len(self._unverified) > _MOST_LISTED else ""
+        )
+        lines = "".join(f"\n  {line}" for line in self._unverified[:_MOST_LISTED])
         warnings.warn(
             "graphs were interpreted that are not known to equal the model's own code on such inputs, so that their "
             f"result may differ from the model's; PatchableGraph.verify compares them:{lines}{more}",

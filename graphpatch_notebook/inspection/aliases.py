@@ -53,6 +53,17 @@ _OUTSIDE = {
     "ln_final.hook_normalized": "@final_norm",
     "token_embeddings": "@embed",
 }
+_HOOKED = "with pg.patch({path: patch}): pg(*inputs)"
+METHODS = {
+    # TransformerLens
+    "run_with_cache": "pg.record(pg.components, *inputs)",
+    "run_with_hooks": _HOOKED,
+    "hooks": _HOOKED,
+    "add_hook": _HOOKED,
+    # nnsight
+    "trace": _HOOKED,
+}
+"""What methods of models in other tools are here."""
 _HOOK = re.compile(r"blocks\.(?P<number>\d+|\*)\.(?P<part>\w+(?:\.\w+)?)")
 _DOTTED = re.compile(r"(?:.+\.)?layers\.(?P<number>\d+)\.(?P<part>\w+(?:\.\w+)?)")
 _ITEM = re.compile(r"(?P<part>\w+)\[(?P<number>-?\d+|\*)\]")

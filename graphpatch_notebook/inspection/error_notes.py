@@ -9,7 +9,7 @@ from typing import Any
 from graphpatch_notebook.capture.records import Node, Ref, Structure
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, ValueSpec, describe, spec_at
 
-_MOST = 8
+_MOST_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +68,4 @@ def _spec_text(spec: ValueSpec | None) -> str:
 
 
 def _joined(texts: list[str]) -> str:
-    return ", ".join(texts[:_MOST]) + (", ..." if len(texts) > _MOST else "")
+    return ", ".join(texts[:_MOST_LISTED]) + (", ..." if len(texts) > _MOST_LISTED else "")

@@ -306,3 +306,21 @@ def test_experts_that_noise_sends_tokens_to_are_no_mixers(seed: int) -> None:
     torch.manual_seed(seed)
     pg = PatchableGraph(nn.Sequential(Mixture(), Mixture()).eval(), torch.randn(1, LENGTH, WIDTH))
     assert pg.components.verify()["layers[0].mlp_out"].proof
+
+
+class Inline(Experts):
+    """A layer that adds experts to its input without a module of its own for the mixture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result, chosen = torch.zeros_like(x), self.router(x).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            if (mask := chosen == number).any():
+                result[mask] += expert(x[mask])
+        return x + result
+
+
+def test_a_sum_over_experts_that_other_inputs_would_continue_is_absent() -> None:
+    torch.manual_seed(0)
+    pg = PatchableGraph(nn.Sequential(Inline(), Inline()).eval(), torch.randn(1, 3, WIDTH))
+    assert "other inputs may have other experts" in str(pg.components.why_missing("layers[1].mlp_out"))
+    assert all(not component.doubt for component in pg.components.verify().values())

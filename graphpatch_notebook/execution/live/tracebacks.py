@@ -30,7 +30,7 @@ from graphpatch_notebook.inspection.error_notes import Failure, arguments_at_cap
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import code_of_apply, is_module_call
 
-_MOST, _MOST_PATCHED = 4, 6
+_MOST_NAMES, _MOST_PATCHED = 4, 6
 _OPENED = LiveMode.open_call.__code__
 _APPLY = code_of_apply()
 
@@ -141,8 +141,8 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
     if not line and node.site is not None:  # a graph ran in place of the user's code
         line = str(node.site.source_lines()[-1])
     names = [repr(format_path((*frame.path, node.name))) for frame, node in candidates]
-    more = f" or {len(names) - _MOST} others" if len(names) > _MOST else ""
-    what = f"{' or '.join(names[:_MOST])}{more} ({node.op})"
+    more = f" or {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
+    what = f"{' or '.join(names[:_MOST_NAMES])}{more} ({node.op})"
     at_capture = "" if way.opened is None and _is_last_step(node) else arguments_at_capture(node)
     return Failure(what, line, now, at_capture, () if now else _locals_text(way))
 
@@ -204,7 +204,7 @@ def _frame_text(way: _TracebackPath) -> str:
     if not way.frames:
         return f"code of a {name} that was not captured"
     paths = [repr(format_path(frame.path) or "the model") for frame in way.frames]
-    return f"code of {' or '.join(paths[:_MOST])} ({name})"
+    return f"code of {' or '.join(paths[:_MOST_NAMES])} ({name})"
 
 
 def _line(way: _TracebackPath) -> SourceLine:

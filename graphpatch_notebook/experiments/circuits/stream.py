@@ -32,7 +32,7 @@ _MOVES = frozenset("transpose permute swapaxes swapdims movedim moveaxis roll fl
 _ALTERED = frozenset("where clamp clip masked_fill nan_to_num".split())
 _DIVISIONS = frozenset("div truediv itruediv div_".split())
 _OF_CONSTANTS = VIEWS | SAME_VALUES | ADDITIONS | SCALINGS | NONLINEARITIES | {"sub", "rsub", "neg"}
-_MOST = 20_000
+_MOST_TERMS = 20_000
 
 
 class NoPathError(ExperimentError):
@@ -287,8 +287,8 @@ class LinearPaths:
             found = self._of_view(value)
         if found is None:
             raise NoPathError(f"{self._flow.path(value)} ({value.op or value.node.kind}) is not linear in the stream")
-        if len(found) > _MOST:
-            raise NoPathError(f"{self._flow.path(value)} is a sum of more than {_MOST} terms")
+        if len(found) > _MOST_TERMS:
+            raise NoPathError(f"{self._flow.path(value)} is a sum of more than {_MOST_TERMS} terms")
         return found
 
     def _of_addition(self, value: Value) -> Sum | None:

@@ -35,7 +35,7 @@ from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import ABSENT
 
 _DEEPEST = 6
-_MOST = 5000
+_MOST_MARKS = 5000
 _FEW_BYTES = 4096
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
 _NUMBERS = (float, complex)  # which may be NaN
@@ -72,7 +72,7 @@ class ReferredValues:
     def __init__(self, *values: Any, has_contents: bool = True) -> None:
         self._has_contents = has_contents
         self._held: list[Any] = []  # keeps the objects alive, so that their ids stay unique
-        self._marks = list(islice(self._marks_of(values), _MOST))
+        self._marks = list(islice(self._marks_of(values), _MOST_MARKS))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ReferredValues) and self._marks == other._marks

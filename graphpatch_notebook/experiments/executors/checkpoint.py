@@ -184,7 +184,7 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], cells: Sequ
         return
     for name, values in mine["axes"].items():
         if theirs["axes"][name] != values:
-            yield f"the values of its axis {name!r} are {_shown(theirs['axes'][name])}, not {_shown(values)}"
+            yield f"the values of its axis {name!r} are {_cut_repr(theirs['axes'][name])}, not {_cut_repr(values)}"
     if mine["key"] != theirs["key"]:
         yield f"its checkpoint_key is {theirs['key']!r}, not {mine['key']!r}"
     if mine["metric"] != theirs["metric"]:
@@ -193,7 +193,7 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], cells: Sequ
     texts = {"inputs": "inputs", "weights": "weights or modes (train or eval)"}
     yield from (f"its {text} are others" for what, text in texts.items() if mine[what] != theirs[what])
     if mine["baseline"] != theirs["baseline"]:
-        before, now = (_shown(one["baseline"]["values"]) for one in (theirs, mine))
+        before, now = (_cut_repr(one["baseline"]["values"]) for one in (theirs, mine))
         yield f"without patches its metric is {before}, not {now}: other weights, inputs or machine"
     if mine["axes"] == theirs["axes"] and mine["patches"] != theirs["patches"]:
         pairs = zip(cells, mine["patches"], theirs["patches"], strict=True)
@@ -206,7 +206,7 @@ def _label(value: Any) -> Any:
     return label if not isinstance(label, float) or math.isfinite(label) else str(label)  # JSON has no NaN
 
 
-def _shown(values: Any) -> str:
+def _cut_repr(values: Any) -> str:
     text = repr(values)
     return text if len(text) <= 100 else f"{text[:80]}... ({len(values)})"
 

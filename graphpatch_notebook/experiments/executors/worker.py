@@ -80,7 +80,7 @@ class Reference:
         if other.is_training != self.is_training:
             modes = {True: "training", False: "evaluation"}
             return f"it is in {modes[other.is_training]} mode, and in {modes[self.is_training]} mode here"
-        metrics = f"{_shown(other.baseline.values)} there and {_shown(self.baseline.values)} here"
+        metrics = f"{_numbers_text(other.baseline.values)} there and {_numbers_text(self.baseline.values)} here"
         # A metric that subtracts may be as small as the rounding errors of the outputs.
         allowed = self.tolerance * max(_largest(self.samples), _largest(self.baseline.values))
         is_same_form = other.baseline.form == self.baseline.form
@@ -105,7 +105,7 @@ def _some(tensor: Tensor) -> np.ndarray[Any, Any]:
     return np.array(flat[indices.to(flat.device)].to("cpu").double().numpy())
 
 
-def _shown(values: Any) -> str:
+def _numbers_text(values: Any) -> str:
     numbers = values.reshape(-1).tolist()
     text = ", ".join(f"{number:.8g}" for number in numbers[:3])
     return text if len(numbers) == 1 else f"({text}{', ...' if len(numbers) > 3 else ''})"

@@ -448,8 +448,9 @@ class _Attribution:
             of_token = bias[numbers == token]
             if not self._is_small(of_token - of_token.flatten()[0], logits):
                 raise ExperimentError(
-                    f"{self._parts.unembedding!r} is not a linear map of the stream after the final norm at this "
-                    "position: there is something else in between, so the logit is not a sum of contributions"
+                    f"{self._parts.unembedding!r} is not a linear map of the stream after the final norm at position "
+                    f"{self._positions.tolist()[0]}: there is something else in between, so the logit is not a sum of "
+                    "contributions; or it reads another position (position=0 is that of a class token)"
                 )
         return found, found - self._at(torch.einsum("bpd,bd->bp", normed, self._direction(tokens)))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _SEGMENT = re.compile(r"[^.|]*[.|]?")
-_MOST = 0.8
+_LARGE_FRACTION = 0.8
 """The share of paths that must have a common prefix for it to be left out, although others do not have it."""
 WHOLE = "/"
 """The prefix of a full path among shortened ones."""
@@ -66,14 +66,14 @@ def are_paths(texts: Sequence[str]) -> bool:
     """
     if not all(re.fullmatch(r"[^\s.|]+([.|][^\s.|]+)*", text) for text in texts):
         return False
-    return sum(re.search("[.|]", text) is not None for text in texts) >= _MOST * len(texts)
+    return sum(re.search("[.|]", text) is not None for text in texts) >= _LARGE_FRACTION * len(texts)
 
 
 def _alike(paths: Sequence[str]) -> list[bool]:
     """Returns which paths have the longest prefix that most paths share, if this makes labels shorter."""
     split = list(map(_segments, paths))
     beginnings = Counter(tuple(parts[:end]) for parts in split for end in range(1, len(parts)))
-    least = math.ceil(_MOST * len(paths))
+    least = math.ceil(_LARGE_FRACTION * len(paths))
     common = max((start for start, times in beginnings.items() if times >= least), key=len, default=())
     alike = [tuple(parts[: len(common)]) == common and len(parts) > len(common) for parts in split]
     chosen = [path for path, is_alike in zip(paths, alike, strict=True) if is_alike]

@@ -24,7 +24,7 @@ from graphpatch_notebook.experiments.circuits.svg import summary_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
 
-_MOST = 300
+_MOST_EDGES = 300
 """No more edges than this are sent, the strongest."""
 _LISTED = 20
 
@@ -125,7 +125,7 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
         circuit: The circuit.
         row_of: Returns the row of a component in the tree; `None` if it does not have one.
     """
-    shown = circuit.strongest(_MOST)
+    shown = circuit.strongest(_MOST_EDGES)
     layout = lay_out(shown)
     rows = [row_of(node.name) for node in layout.nodes]
     return {

@@ -46,7 +46,7 @@ def capture_progress(model: nn.Module, delay: float = DELAY) -> Iterator[None]:
     count = FrameCount()
     expected = sum(not isinstance(module, _NEVER_CALLED) for module in model.modules())
     operation = _Operation(f"Capturing {type(model).__name__}", count, expected)
-    with holding(frame_count, count), _shown(operation, delay):
+    with holding(frame_count, count), _watched(operation, delay):
         yield
 
 
@@ -58,7 +58,7 @@ def busy(doing: str, delay: float = DELAY) -> Iterator[None]:
         doing: The displayed text, such as `"Building code"`.
         delay: The delay in seconds.
     """
-    with _shown(_Operation(doing), delay):
+    with _watched(_Operation(doing), delay):
         yield
 
 
@@ -98,7 +98,7 @@ class _Operation:
 
 
 @contextmanager
-def _shown(operation: _Operation, delay: float) -> Iterator[None]:
+def _watched(operation: _Operation, delay: float) -> Iterator[None]:
     is_done = threading.Event()
     # The kernel uses context variables to assign output to cells.
     thread = threading.Thread(target=copy_context().run, args=(_watch, operation, is_done, delay), daemon=True)

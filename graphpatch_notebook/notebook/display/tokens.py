@@ -13,7 +13,7 @@ from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 
-_MOST = 10
+_MOST_TOKENS = 10
 _ROUNDED = 0.03
 _DECODER = "decoder_input_ids"
 _DECODERS = ("decoder_", "labels", "kwargs")
@@ -206,7 +206,7 @@ def _top(logits: Tensor, tokenizer: Any) -> list[list[Any]] | None:
     probabilities = torch.softmax(logits.detach().cpu().to(torch.float32), dim=-1)
     if not bool(probabilities.isfinite().all()):
         return None
-    top = probabilities.topk(min(_MOST, len(probabilities)))
+    top = probabilities.topk(min(_MOST_TOKENS, len(probabilities)))
     return [
         [token_text(tokenizer, number), probability]
         for number, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)

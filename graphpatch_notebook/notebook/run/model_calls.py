@@ -15,9 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphpatch_notebook.capture.inputs import ExampleInputs
-from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.model_state import ModuleState, copied, copied_output
-from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.notebook.display.labels import file_label
@@ -197,9 +195,8 @@ _RANDOM = ("torch", "Python", "numpy", "own")
 
 
 def _generators(graph: PatchableGraph) -> Iterator[Any]:
-    """Yields the objects outside of the model that its calls and code refer to; some are random generators."""
+    """Yields what operations are given; some are random generators of functions that the model's code calls."""
     for frame in captured(graph).root.walk():
-        yield from outer_objects(frame.module, original_forward(frame.module)).values()
         for node in frame.nodes:
             yield from (*node.args, *node.kwargs.values())
 

@@ -67,22 +67,22 @@ def changes(before: Any, after: Any) -> Changes:
     found = Changes()
     for path in paths[:_MOST_CHANGES]:
         found.listed.append(
-            _change(_shown(path), *(parts[path][0] if path in parts else None for parts in (mine, theirs)))
+            _change(_path_text(path), *(parts[path][0] if path in parts else None for parts in (mine, theirs)))
         )
     rest = paths[_MOST_CHANGES:]
     if rest:
-        which = _shown(rest[0]) if len(rest) == 1 else f"{_shown(rest[0])} to {_shown(rest[-1])}"
+        which = _path_text(rest[0]) if len(rest) == 1 else f"{_path_text(rest[0])} to {_path_text(rest[-1])}"
         found.remarks.append(f"{len(rest)} more parts of the output are not compared: {which}")
     alike = [path for path in paths if max(len(parts.get(path, ())) for parts in (mine, theirs)) > 1]
     if alike:
-        which = ", ".join(map(_shown, alike[:_MOST_ENTRIES])) + (", ..." if len(alike) > _MOST_ENTRIES else "")
+        which = ", ".join(map(_path_text, alike[:_MOST_ENTRIES])) + (", ..." if len(alike) > _MOST_ENTRIES else "")
         found.remarks.append(f"several parts of the output have the same path, only the first is compared: {which}")
     if not paths:
         found.remarks.append(f"the output, of type {type(after).__name__}, does not contain a tensor or number")
     return found
 
 
-def _shown(path: tuple[str, ...]) -> str:
+def _path_text(path: tuple[str, ...]) -> str:
     return visible(format_path(("output",), path))
 
 

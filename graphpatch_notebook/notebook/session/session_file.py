@@ -255,10 +255,10 @@ def _document(text: str) -> dict[str, Any]:
         raise SessionFileError(f'it is not a session: it does not have "schema": "{SCHEMA}"')
     version = document.get("version")
     if type(version) is not int or version < 1:
-        raise SessionFileError(f"its version {_shown(version)} is not a positive integer")
+        raise SessionFileError(f"its version {_json_text(version)} is not a positive integer")
     if version > VERSION:
         raise SessionFileError(
-            f"it is of version {_shown(version)}, and this graphpatch reads version {VERSION}: update graphpatch"
+            f"it is of version {_json_text(version)}, and this graphpatch reads version {VERSION}: update graphpatch"
         )
     return document
 
@@ -268,7 +268,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{_shown(twice)} appears twice in one object")
+        raise ValueError(f"{_json_text(twice)} appears twice in one object")
     return found
 
 
@@ -279,7 +279,7 @@ def _no_constant(text: str) -> Any:
 def _entries(document: dict[str, Any]) -> list[Any]:
     entries = document.get("patches")
     if not isinstance(entries, list):
-        raise SessionFileError(f"patches must be a list, not {_shown(entries)}")
+        raise SessionFileError(f"patches must be a list, not {_json_text(entries)}")
     if len(entries) > MOST_PATCHES:
         raise SessionFileError(f"it has {len(entries):,} patches, more than {MOST_PATCHES:,}")
     return entries
@@ -288,7 +288,7 @@ def _entries(document: dict[str, Any]) -> list[Any]:
 def _origin_problems(document: dict[str, Any]) -> Iterator[str]:
     origin = document.get("origin", {})
     if not isinstance(origin, dict):
-        yield f"origin must be an object, not {_shown(origin)}"
+        yield f"origin must be an object, not {_json_text(origin)}"
         return
     names = [field.name for field in fields(Origin)]
     yield from _unknown(origin, names, "origin: ")
@@ -296,7 +296,7 @@ def _origin_problems(document: dict[str, Any]) -> Iterator[str]:
     wrong = [
         name for name, value in known.items() if not isinstance(value, str) and (value is not None or name == "graph")
     ]
-    yield from (f"origin: {name} must be a string, not {_shown(known[name])}" for name in wrong)
+    yield from (f"origin: {name} must be a string, not {_json_text(known[name])}" for name in wrong)
     if not wrong:
         try:
             Origin(**known)
@@ -307,24 +307,24 @@ def _origin_problems(document: dict[str, Any]) -> Iterator[str]:
 def _mistakes(entry: Any, where: str) -> list[str]:
     """Returns which fields of a patch are unknown, missing or of the wrong type."""
     if not isinstance(entry, dict):
-        return [f"{where} must be an object, not {_shown(entry)}"]
+        return [f"{where} must be an object, not {_json_text(entry)}"]
     missing = [f"{where}: {name} is missing" for name in _REQUIRED if name not in entry]
     enabled = entry.get("enabled", True)
-    wrong = [] if isinstance(enabled, bool) else [f"{where}: enabled must be true or false, not {_shown(enabled)}"]
+    wrong = [] if isinstance(enabled, bool) else [f"{where}: enabled must be true or false, not {_json_text(enabled)}"]
     if not isinstance(entry.get("op", ""), str):
-        wrong.append(f"{where}: op must be a string, not {_shown(entry['op'])}")
+        wrong.append(f"{where}: op must be a string, not {_json_text(entry['op'])}")
     return [*_unknown(entry, [*_FIELDS, "op"], f"{where}: "), *missing, *wrong]
 
 
 def _unknown(given: dict[str, Any], known: list[str], where: str) -> list[str]:
     return [
-        f"{where}unknown field {_shown(name)}; nearest: {nearest(name[:100], known, 1)[0]!r}"
+        f"{where}unknown field {_json_text(name)}; nearest: {nearest(name[:100], known, 1)[0]!r}"
         for name in given
         if name not in known
     ]
 
 
-def _shown(value: Any) -> str:
+def _json_text(value: Any) -> str:
     try:
         text = json.dumps(value)
     except (RecursionError, ValueError):  # ValueError: a number of very many digits

@@ -16,7 +16,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch
 
 _LEVELS = 255
-_MOST = 2**31
+_MOST_BYTES = 2**31
 """No more bytes than this are kept."""
 _ENOUGH = 700_000
 """The packed bytes of a view that is saved in a notebook."""
@@ -141,10 +141,10 @@ class QuantizingPatch(Patch[Tensor]):
         numbers = _arranged(original_output.detach(), self.axes, "channel" if self.is_values else "key")
         numbers = numbers.float().norm(dim=-1) if self.is_values else numbers
         self.kept_bytes[0] += numbers.numel()
-        if self.kept_bytes[0] > _MOST:
+        if self.kept_bytes[0] > _MOST_BYTES:
             raise GraphError(
-                f"the attention patterns of these inputs take more than {_MOST // 2**30} GB: give fewer or shorter "
-                "inputs, or layers=[...]"
+                f"the attention patterns of these inputs take more than {_MOST_BYTES // 2**30} GB: give fewer or "
+                "shorter inputs, or layers=[...]"
             )
         self.kept = Quantized.of(numbers)
         return original_output

@@ -16,7 +16,7 @@ Item: TypeAlias = "dict[str, Any]"
 may be `None`. `position` is the one of the query, where there are queries and keys."""
 
 _NUMBERS = ("layer", "head", "position", "key")
-_MOST = 1000
+_MOST_ITEMS = 1000
 _LONGEST_NAME = 1000
 _LAYER = re.compile(r"^(?:[^\[\]@]+\.)?layers\[(\d+)\]")
 _HEAD = re.compile(r"\.heads\[(\d+)\]")
@@ -40,8 +40,8 @@ def item_of(name: str | None = None, **numbers: int | None) -> Item:
 
 def problem_of(items: Any) -> str | None:
     """Returns a message if something is not a list of items; else `None`."""
-    if not isinstance(items, list) or len(items) > _MOST:
-        return f"the selection must be a list of at most {_MOST:,} items"
+    if not isinstance(items, list) or len(items) > _MOST_ITEMS:
+        return f"the selection must be a list of at most {_MOST_ITEMS:,} items"
     for item in items:
         if not isinstance(item, dict) or item.keys() != {"name", *_NUMBERS}:
             return f"an item has the keys name, {', '.join(_NUMBERS)}; make it with item_of, not {item!r:.80}"

@@ -270,6 +270,39 @@ def test_metrics_that_count_are_called_for_each_cell_in_order(model: nn.Module, 
     assert [found.baseline, *found.values] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+DRAWS = torch.Generator()
+
+
+class Noisy(nn.Module):
+    """Draws from a generator that it does not hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(4, generator=DRAWS)
+
+
+@pytest.mark.parametrize("count", [3, 24])
+def test_submodules_that_draw_from_a_generator_outside_of_the_model(count: int) -> None:
+    model = nn.Sequential(Noisy(), nn.Linear(4, 4)).eval()
+    pg = PatchableGraph(model, X)
+    expected = []
+    DRAWS.manual_seed(0)
+    for number in range(count):
+        handle = model[0].register_forward_hook(lambda _, __, output, added=number: output + added)
+        with torch.no_grad():
+            expected.append(model(X).sum().item())
+        handle.remove()
+    drawn = DRAWS.get_state()
+    DRAWS.manual_seed(0)
+    found = pg.sweep(
+        {"cell": range(count)}, lambda cell: {"sub_0.output": AddPatch(value=float(cell))}, X,
+        metric=lambda output: output.sum(), progress=False,
+    )  # fmt: skip
+    assert found.values.tolist() == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(DRAWS.get_state(), drawn)
+    assert pg.verify(X).is_equal
+    assert torch.equal(DRAWS.get_state(), drawn)
+
+
 class Settings:
     unit = 0
 
