@@ -219,6 +219,7 @@ class _AllSums:
 
     def add(self, name: tuple[str, str], value: Tensor, rows: ExampleRows) -> None:
         """Adds the rows of a feature."""
+        value = torch.view_as_real(value) if value.is_complex() else value
         known = rows.examples < len(self._labels.numbers)  # otherwise the dataset is too long, which is an error later
         for position in [-1] if self._positions is None else self._positions:
             chosen = known if self._positions is None else known & (rows.positions == position)

@@ -311,6 +311,14 @@ def test_means_of_whole_and_complex_numbers_are_exact() -> None:
     assert torch.allclose(means["output|sub_2"], torch.complex(x, shift).mean(0))
 
 
+def test_probes_of_complex_numbers_read_both_parts() -> None:
+    x, shift = torch.rand(2, 60, 2, generator=torch.Generator().manual_seed(0))
+    pg, inputs = PatchableGraph(Scaled().eval(), x, shift), {"x": x, "shift": shift}
+    for labels in (x.sum(1), shift.sum(1)):
+        found = ridge_probes(pg, "output|sub_2", inputs, labels, batch_size=20, penalty=1e-6, baselines=[])
+        assert found["r2"].item() > 0.999
+
+
 def test_means_are_those_over_all_rows_and_ablate(pg: PatchableGraph) -> None:
     inputs = examples(7)
     means = mean_values(pg, STREAMS, inputs, batch_size=3)
