@@ -57,6 +57,16 @@ class Nested(nn.Module):
         return self.inner(x) * 2
 
 
+class Autoencoder(nn.Module):
+    """A sparse autoencoder that somebody gives as a patch."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents
+
+
 @pytest.fixture(scope="module")
 def pg() -> PatchableGraph:
     torch.manual_seed(0)
@@ -85,6 +95,7 @@ def patched(pg: PatchableGraph, path: str, patch: Any) -> Any:
             "'hidden': give a patch or a list of patches, not Tensor; write Replace",
         ),
         ("hidden", torch.relu, PatchMapError, "write CustomPatch(function) to apply it"),
+        ("hidden", Autoencoder(), PatchMapError, "not Autoencoder; write SplicePatch(it) to put its reconstruc"),
         ("hidden", [torch.ones(8)], PatchMapError, "a Tensor of shape (8,) is not a Patch; write ReplacePatch(value)"),
         ("hidden", ZeroPatch(any_shape="yes"), PatchMapError, "any_shape must be True or False, not 'yes'"),  # type: ignore[arg-type]
         (

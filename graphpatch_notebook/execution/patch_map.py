@@ -338,6 +338,8 @@ def _meant(given: Any) -> str:
     """Returns how to write as a patch what was given instead of one."""
     if isinstance(given, (Tensor, bool, int, float, complex)):
         return "; write ReplacePatch(value) to put it there"
+    if hasattr(given, "encode") and hasattr(given, "decode"):
+        return "; write SplicePatch(it) to put its reconstruction there"
     return "; write CustomPatch(function) to apply it" if callable(given) else ""
 
 

@@ -2,7 +2,8 @@
 
 blocks.0.hook_resid_post, hook_embed     TransformerLens       -> the component of that kind
 layers_output[3], attentions_output[0]   nnterp                -> the component of that kind
-layers.3.mlp_out                         lists as in paths     -> the component with this name
+layers.3.mlp_out, block[3].mlp_out       lists as in paths     -> the component with this name
+embed, resid_post                        without @, or layers  -> the component with this name
 attn.probs, attn_weights                 inside attention      -> the component; or the values inside one fused call
 wte, mlp, attn.c_proj, layers.1.mlp      the end of paths      -> what these modules return
 """
@@ -52,7 +53,9 @@ _OUTSIDE = {
     "hook_pos_embed": "@pos_embed",
     "ln_final.hook_normalized": "@final_norm",
     "token_embeddings": "@embed",
+    **{name.removeprefix("@"): name for name in ("@embed", "@pos_embed", "@final_norm", "@logits")},
 }
+_IN_EVERY_LAYER = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"}
 _HOOKED = "with pg.patch({path: patch}): pg(*inputs)"
 METHODS = {
     # TransformerLens
@@ -65,15 +68,17 @@ METHODS = {
 }
 """What methods of models in other tools are here."""
 _HOOK = re.compile(r"blocks\.(?P<number>\d+|\*)\.(?P<part>\w+(?:\.\w+)?)")
-_DOTTED = re.compile(r"(?:.+\.)?layers\.(?P<number>\d+)\.(?P<part>\w+(?:\.\w+)?)")
+_LISTED = re.compile(r"(?:.+\.)?(?:layers?|blocks?|h)(?:\.|\[)(?P<number>-?\d+|\*)\]?\.(?P<part>\w+(?:\.\w+)?)")
 _ITEM = re.compile(r"(?P<part>\w+)\[(?P<number>-?\d+|\*)\]")
 
 
 def component_for_alias(root: Frame, text: str) -> str | None:
     """Returns the name of the component that another tool calls `text`, if the model has it."""
     name = _name_of_alias(root, text) or _name_inside_attention(root, text)
-    if name is None and (dotted := _DOTTED.fullmatch(text)) is not None:
-        name = _in_layer(root, dotted["number"], dotted["part"])
+    if name is None and (listed := _LISTED.fullmatch(text)) is not None:
+        name = _in_layer(root, listed["number"], listed["part"])
+    if name is None and text in _IN_EVERY_LAYER:
+        name = _in_layer(root, "*", text)
     try:
         found = [] if name is None else find(root).lookup(name)
     except UnknownPathError:

@@ -117,7 +117,7 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
         Unresolvable: As for `resolve`.
     """
     if not isinstance(path, str) or not is_component_name(path):
-        if isinstance(path, str) and path.endswith("]") and (answer := answer_to_alias(root, path)) is not None:
+        if isinstance(path, str) and "]" in path and (answer := answer_to_alias(root, path)) is not None:
             raise Unresolvable(f"{path!r} is not a path; {answer}", is_unknown=True)
         return [_at_path(root, parse(path) if isinstance(path, str) else path)]
     if "[" not in path:  # a path may have an @

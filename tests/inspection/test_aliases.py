@@ -49,6 +49,13 @@ def message(pg: PatchableGraph, path: str) -> str:
         ("mlps_output[*]", "layers[*].mlp_out"),
         ("layers.1.mlp_out", "layers[1].mlp_out"),
         ("model.layers.2.attn.z", "layers[2].attn.z"),
+        ("layer[1].mlp_out", "layers[1].mlp_out"),
+        ("transformer.h[-1].attn.q", "layers[2].attn.q"),
+        ("blocks[*].attn.v", "layers[*].attn.v"),
+        ("resid_mid", "layers[*].resid_mid"),
+        ("embed", "@embed"),
+        ("final_norm", "@final_norm"),
+        ("logits", "@logits"),
     ],
 )
 def test_names_of_other_tools(name: str, component: str) -> None:
