@@ -82,7 +82,7 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:
-    """Returns `forward`, what it decorates, functions that are attributes of the module, and those in closures."""
+    """Returns `forward`, what it decorates, functions of the module and in closures, and helpers in the same file."""
     found: list[types.FunctionType] = []
     waiting: list[Any] = [forward, *[value for value in module.__dict__.values() if type(value) not in _NO_FUNCTIONS]]
     while waiting:
@@ -92,7 +92,17 @@ def _functions(module: Module, forward: Callable[..., Any]) -> list[types.Functi
             found.append(function)
             waiting.append(getattr(function, "__wrapped__", None))
             waiting += [_content(cell) for cell in function.__closure__ or ()]
+            waiting += _helpers(function, type(module))
     return found
+
+
+def _helpers(function: types.FunctionType, kind: type) -> Iterator[types.FunctionType]:
+    """Yields the functions of the same file that a function names: globals, and methods of a class."""
+    variables = function.__globals__
+    for name in names_in(function.__code__):
+        value = variables[name] if name in variables else getattr(kind, name, None)
+        if type(value) is types.FunctionType and value.__module__ == function.__module__:
+            yield value
 
 
 def _content(cell: types.CellType) -> Any:

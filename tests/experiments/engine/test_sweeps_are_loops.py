@@ -280,9 +280,21 @@ class Noisy(nn.Module):
         return x + torch.rand(4, generator=DRAWS)
 
 
+def noise() -> Tensor:
+    return torch.rand(4, generator=DRAWS)
+
+
+class NoisyByFunction(nn.Module):
+    """Calls a function that draws from such a generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + noise()
+
+
 @pytest.mark.parametrize("count", [3, 24])
-def test_submodules_that_draw_from_a_generator_outside_of_the_model(count: int) -> None:
-    model = nn.Sequential(Noisy(), nn.Linear(4, 4)).eval()
+@pytest.mark.parametrize("noisy", [Noisy, NoisyByFunction])
+def test_submodules_that_draw_from_a_generator_outside_of_the_model(noisy: type[nn.Module], count: int) -> None:
+    model = nn.Sequential(noisy(), nn.Linear(4, 4)).eval()
     pg = PatchableGraph(model, X)
     expected = []
     DRAWS.manual_seed(0)
