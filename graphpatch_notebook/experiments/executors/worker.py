@@ -10,7 +10,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -207,6 +208,49 @@ class SweepWork:
         return self.reference.problem(Reference.of(pg, self.request.inputs, runner.baseline))
 
 
+class Turns:
+    """Lets threads run a model together, and one thread at a time look at its state, which no other one runs then.
+
+    A run in between would be taken for a change of the model, and put back.
+
+    Example:
+        >>> turns = Turns()
+        >>> with turns.together(), turns.together():
+        ...     pass
+        >>> with turns.alone():
+        ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = self._waiting = 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """For a block that runs the model: not while another thread is alone, or waits to be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """For a block that must be the only one."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._running)
+                yield
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+
 @dataclass
 class SharedGraph:
     """Runs pieces in threads of this process, on one graph. Each thread has its own runner and patch contexts."""
@@ -214,17 +258,21 @@ class SharedGraph:
     pg: PatchableGraph
     work: SharedWork
     _own: threading.local = field(default_factory=threading.local)
+    _turns: Turns = field(default_factory=Turns)
 
     def run(self, pieces: Sequence[tuple[int, Any]]) -> Outcome:
         """Returns the results of some pieces."""
         with collected_warnings() as messages:
             runner: Runner | None = getattr(self._own, "runner", None)
             if runner is None:
-                runner = self.work.runner(self.pg)
-                if (problem := self.work.problem(self.pg, runner)) is not None:  # such as autocast: it is per thread
+                with self._turns.alone():
+                    runner = self.work.runner(self.pg)
+                    problem = self.work.problem(self.pg, runner)
+                if problem is not None:  # such as autocast: it is per thread
                     raise ExperimentError(f"the model gives other numbers in a thread of the executor: {problem}")
                 self._own.runner = runner
-            return _outcome(runner, pieces, messages)
+            with self._turns.together():
+                return _outcome(runner, pieces, messages)
 
 
 @dataclass
@@ -238,6 +286,7 @@ class _WorkerState:
 
 
 _lock = threading.RLock()
+_turns = Turns()
 _graphs: dict[bytes, PatchableGraph] = {}  # one at most, by recipe
 _states: dict[str, _WorkerState] = {}  # one at most, by token
 
@@ -257,7 +306,9 @@ def run_pieces(token: str, recipe: bytes, work: bytes, pieces: bytes, attempt: i
         ExperimentError: The graph cannot be built, or has another model.
     """
     with collected_warnings() as messages:
-        outcome = _outcome(_runner(_state_of(token, recipe, work)), unpacked(pieces), messages)
+        runner = _runner(_state_of(token, recipe, work))
+        with _turns.together():
+            outcome = _outcome(runner, unpacked(pieces), messages)
     # As bytes: between processes of one machine, torch would share the memory of each tensor.
     return replace(outcome, results=packed([("what is returned", outcome.results)]))
 
@@ -273,8 +324,8 @@ def _state_of(token: str, recipe: bytes, work: bytes) -> _WorkerState:
 
 def _runner(state: _WorkerState) -> Runner:
     thread = threading.get_ident()
-    with _lock:
-        if thread not in state.runners:
+    if thread not in state.runners:
+        with _turns.alone(), _lock:
             is_new = state.recipe not in _graphs
             try:
                 state.runners[thread] = _checked_runner(state)
@@ -284,7 +335,7 @@ def _runner(state: _WorkerState) -> Runner:
                     raise
                 # The weights that the recipe loads may have changed since an earlier sweep.
                 state.runners[thread] = _checked_runner(state)
-        return state.runners[thread]
+    return state.runners[thread]
 
 
 def _checked_runner(state: _WorkerState) -> Runner:

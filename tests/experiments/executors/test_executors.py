@@ -488,6 +488,21 @@ def test_all_that_runs_many_forwards_goes_out(tmp_path: Path) -> None:
         assert everything(pg, tmp_path / "threads", {"executor": threads}) == here
 
 
+def test_a_thread_that_begins_leaves_the_runs_of_others_alone() -> None:
+    """It compares the model with that of the call, and puts back what that changes: not what another run is doing."""
+    pg, metric = language_model(), LogitDifference(3, 5)
+    pairs = [(torch.arange(6)[None] + start, torch.arange(6, 12)[None] + start) for start in (0, 20)]
+
+    def scores(pg: PatchableGraph, pair: Any) -> Any:
+        return attribute(pg, metric, *pair).values
+
+    here = list(map_batches(pg, scores, pairs))
+    for _ in range(8):
+        with ThreadPoolExecutor(2) as threads:
+            for mine, there in zip(here, map_batches(pg, scores, pairs, executor=threads), strict=True):
+                np.testing.assert_array_equal(mine, there)
+
+
 def test_batches_come_in_order_and_are_read_when_there_is_room(pg: PatchableGraph) -> None:
     read: list[int] = []
 
