@@ -59,6 +59,10 @@ def test_search_finds_and_gives_back(example: TreePage) -> None:
     expect(example.place.get_by_text(re.compile(r"^2 of \d+ nodes")).first).to_be_visible()
     example.press("Control+a", "Backspace")
     expect(example.row("attn_weights_2")).to_have_count(0)
+    for _ in range(50):  # the tree scrolls back after it is drawn
+        if example.rows() == before:
+            break
+        example.page.wait_for_timeout(100)
     assert example.rows() == before
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,12 @@ def test_rows_are_those_of_one_run(
     seed: int,
 ) -> None:
     inputs, folder = examples(count, seed), tmp_path_factory.mktemp("store")
-    store = record_to(pg, folder, STREAMS, inputs, positions=positions, batch_size=batch, shard_bytes=shard)
     mask = inputs["attention_mask"].bool()
     wanted = torch.zeros_like(mask)
     wanted[:, slice(None) if positions is None else positions] = True
     example, position = (mask & wanted).nonzero(as_tuple=True)
+    with nullcontext() if len(example) else pytest.warns(ExperimentWarning, match="the store has no rows"):
+        store = record_to(pg, folder, STREAMS, inputs, positions=positions, batch_size=batch, shard_bytes=shard)
     assert (store.example.tolist(), store.position.tolist()) == (example.tolist(), position.tolist())
     assert store.token.tolist() == inputs["input_ids"][example, position].tolist()
     assert store.examples == count
