@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphpatch_notebook.capture.inputs import ExampleInputs
-from graphpatch_notebook.checks.model_state import ModuleState, copied, copied_output
+from graphpatch_notebook.checks.model_state import SHARED, ModuleState, copied, copied_output
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.notebook.display.labels import file_label
@@ -191,7 +191,7 @@ def _without_options(arguments: str | None) -> str | None:
     return ", ".join(ast.unparse(argument) for argument in (*call.args, *call.keywords))
 
 
-_RANDOM = ("torch", "Python", "numpy", "own")
+_RANDOM = (*SHARED, "own")
 
 
 def _generators(graph: PatchableGraph) -> Iterator[Any]:
