@@ -353,12 +353,9 @@ def _earliest(trails: Trails, operand: Part, inside: frozenset[Node]) -> Part:
 
 def _at_stream(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
     """Returns what a part is computed from, through linear maps and norms, as near to the stream as axes are known."""
-    flow = trails.flow
+    flow, part = trails.flow, _before_norms(trails, part, inside)
     while part.value.node in inside:
         value = part.value
-        if (norm := trails.norms.get(value)) is not None:
-            part = Part(norm.given.value, part.axes)
-            continue
         before = [read for read in flow.moving(value.node) if read.is_float]
         if len(before) != 1:
             break
@@ -368,7 +365,14 @@ def _at_stream(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
             axes = (*part.axes[: len(before[0].shape) - 1], "channel")  # of all heads
         if axes is None:
             break
-        part = Part(before[0], axes)
+        part = _before_norms(trails, Part(before[0], axes), inside)
+    return part
+
+
+def _before_norms(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
+    """Returns what the norms inside that compute a part are given; the part itself if none does."""
+    while part.value.node in inside and (norm := trails.norms.get(part.value)) is not None:
+        part = Part(norm.given.value, part.axes)
     return part
 
 
@@ -426,12 +430,9 @@ def _has_heads_first(trails: Trails, queries: Part, inside: frozenset[Node]) -> 
     """Whether the dimension that seems to be the batch has heads: it is made of the features of a linear map."""
     if not {"batch", "head"} <= set(queries.axes):
         return False
-    flow, part = trails.flow, _earliest(trails, queries, inside)
+    flow, part = trails.flow, _before_norms(trails, _earliest(trails, queries, inside), inside)
     while part.value.node in inside:
         value = part.value
-        if (norm := trails.norms.get(value)) is not None:
-            part = Part(norm.given.value, part.axes)
-            continue
         before = [read for read in flow.moving(value.node) if read.is_float]
         if flow.is_linear_map(value):
             return value.op == "einsum" and "batch" in _axes_of_weights(flow, part)
@@ -441,7 +442,7 @@ def _has_heads_first(trails: Trails, queries: Part, inside: frozenset[Node]) -> 
         if axes is None:
             is_split = value.op in VIEWS and before[0].shape[:-1] == value.shape[:-2]
             return is_split and "batch" in part.axes[-2:]
-        part = Part(before[0], axes)
+        part = _before_norms(trails, Part(before[0], axes), inside)
     return False
 
 
