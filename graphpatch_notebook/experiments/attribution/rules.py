@@ -62,6 +62,7 @@ from graphpatch_notebook.experiments.attribution.secants import (
     quotient,
     softmax,
 )
+from graphpatch_notebook.sharded import same_value
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 Method: TypeAlias = Literal["gradient", "integrated", "relp", "secant"]
@@ -243,6 +244,9 @@ class DerivativeRules:
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         """Is given the result of each call of the run with gradients."""
 
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        """Is given a value of the run with gradients, and the same in another form."""
+
 
 class SecantRules(DerivativeRules):
     """Rules that take each derivative from two runs."""
@@ -326,6 +330,9 @@ class SecantRules(DerivativeRules):
                 kind = type(node).__name__.removesuffix("Backward")
                 self.fallbacks.setdefault(kind, "it is not a function that torch dispatches, and keeps its derivative")
 
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        self._seen.add(result.grad_fn)
+
     def _parted(self, clean: _Recorded | None, corrupted: _Recorded | None) -> str:
         return (
             f"the secant pairs the operations of the two runs, which part at operation {self._at + 1}: "
@@ -373,6 +380,9 @@ class RelPRules(DerivativeRules):
 
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         self._roots.note(function, args, result)
+
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        self._roots.pass_on(value, result)
 
 
 @dataclass
@@ -422,6 +432,9 @@ class _Mode(TorchFunctionMode):
         self._writes = HeldTensors()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is same_value:
+            self._rules.pass_on(*args)
+            return args[1]
         kwargs = kwargs or {}
         self._rules.before(args)
         if family_name(func) in _OPENED:
