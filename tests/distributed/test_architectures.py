@@ -17,7 +17,6 @@ from torch.distributed import barrier, get_rank
 
 from graphpatch_notebook import AddPatch, ExperimentError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import attribute, causal_trace
-from graphpatch_notebook.experiments.attribution.rules import METHODS
 from tests.distributed import ranks
 from tests.distributed.architectures import SIX, disturb, examine, named
 from tests.distributed.processes import run_on_ranks
@@ -157,12 +156,8 @@ EXPERIMENTS: dict[str, Callable[[PatchableGraph], Any]] = {
     "causal_trace": lambda pg: causal_trace(
         pg, IDS, OTHER, ["model.layers_0.output", "layers[1].mlp.post"], [2, 5], metric=metric, progress=False
     ),
-    **{
-        method: lambda pg, method=method: attribute(pg, metric, IDS, OTHER, method=method)  # type: ignore[misc]
-        for method in METHODS
-        if method != "integrated"
-    },
-    "some paths": lambda pg: attribute(
+    "relp": lambda pg: attribute(pg, metric, IDS, OTHER, method="relp"),
+    "attribute": lambda pg: attribute(
         pg, metric, IDS, OTHER, paths=["model.layers_0.output", "layers[0].mlp.post", "layers[1].attn.heads[*].z"]
     ),
 }

@@ -63,6 +63,7 @@ from graphpatch_notebook.experiments.attribution.secants import (
     softmax,
 )
 from graphpatch_notebook.sharded import same_value
+from graphpatch_notebook.torch_compat import base_of
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 Method: TypeAlias = Literal["gradient", "integrated", "relp", "secant"]
@@ -430,11 +431,15 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self._rules = rules
         self._writes = HeldTensors()
+        self._weights: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is same_value:
-            self._rules.pass_on(*args)
-            return args[1]
+            value, result = args
+            if self._is_weight(value):
+                self._weights[id(result)] = result
+            self._rules.pass_on(value, result)
+            return result
         kwargs = kwargs or {}
         self._rules.before(args)
         if family_name(func) in _OPENED:
@@ -445,12 +450,16 @@ class _Mode(TorchFunctionMode):
         rule = self._rules.rule_for(func)
         call = None if rule is None else PairedCall(func, args, kwargs, self._rules)
         if rule is not None and call is not None and _fits(rule, call):
-            if not rule.is_multilinear or sum(not is_weight(x) for x in call.inputs) > 1:
+            if not rule.is_multilinear or sum(not self._is_weight(x) for x in call.inputs) > 1:
                 return self._with_rule(rule, call, args, kwargs)
         else:
             rule = None
         self._writes.before(func, args, kwargs)
         return self._plain(func, args, kwargs, has_rule=rule is not None)
+
+    def _is_weight(self, value: Tensor) -> bool:
+        known = (self._weights.get(id(each)) is each for each in (value, base_of(value)) if each is not None)
+        return is_weight(value) or any(known)
 
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
         """Calls a function that keeps its derivative, because it has no rule, or because that is what its rule says."""
