@@ -75,15 +75,15 @@ def data_array(
         attrs["metrics"] = list(baseline.names)  # kept when one of them is selected
     data = data.reshape([*(len(values) for values in axes.values()), *baseline.values.shape])
     data, plain, components = with_component_dims(data, plain)
-    result = DataArray(
+    array = DataArray(
         data,
         _coordinates(tuple((name, values, tuple(map(repr, values))) for name, values in plain)),
         [*(name for name, _ in plain if name != "metric"), *metric_dims(baseline, axes)],
         name=metric_name(metric),
         attrs=attrs,
     )
-    keep_components(result, components)
-    return result
+    keep_components(array, components)
+    return array
 
 
 @dataclass(frozen=True)
