@@ -68,6 +68,18 @@ except AttributeError as error:
     assert "has no attribute 'no_such_name'" in error
 
 
+@pytest.mark.parametrize("module", ["graphpatch", "graphpatch_notebook"])
+def test_experiments_that_are_imported_from_the_package_are_answered_with_where_they_are(module: str) -> None:
+    for name in graphpatch_notebook.experiments.__all__:
+        if name in graphpatch_notebook.__all__:
+            continue
+        with pytest.raises(ImportError, match=rf"from graphpatch_notebook.experiments import {name}$"):
+            exec(f"from {module} import {name}", {})
+    with pytest.raises(ImportError, match="cannot import name 'causal_traces'"):
+        exec(f"from {module} import causal_traces", {})
+    exec(f"from {module} import experiments", {})
+
+
 def test_typed() -> None:
     assert importlib.resources.files(graphpatch_notebook).joinpath("py.typed").is_file()
 
