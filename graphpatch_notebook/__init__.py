@@ -142,7 +142,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    if not name.startswith("_") and _find_spec(f"{__name__}.{name}") is None:
+    if name.isidentifier() and not name.startswith("_") and _find_spec(f"{__name__}.{name}") is None:
         from graphpatch_notebook import experiments
 
         if name in experiments.__all__:
