@@ -164,7 +164,7 @@ def _registries_of(module: Module) -> tuple[dict[str, Any], ...]:
 
 
 def _is_neutral(hook: Any) -> bool:
-    """Whether a hook changes nothing by itself: those of contexts, and with which transformers collects outputs."""
+    """Whether a hook changes nothing by itself: it is of this package, or of transformers, and collects outputs."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] in (__package__.partition(".")[0], "transformers")
 
 
@@ -375,7 +375,7 @@ _FULL_CACHE = """\
 
 
 def _place(target: Target) -> Any:
-    """Returns where the code of the model computes a value."""
+    """Returns the place in the model's code that computes a value."""
     node, calls = target.node, [frame.call for frame in (target.frame, *target.frame.frames_above())]
     frames = [(id(call.frame.module), call.call_index) for call in calls if call is not None]
     made = (node.site and node.site.steps, node.occurrence, node.position) if node.kind == "op" else node.target
