@@ -64,6 +64,11 @@ def add_note(error: BaseException, note: str) -> None:
             setattr(error, "__notes__", notes)  # noqa: B010  # `BaseException` has no such attribute there
 
 
+def cut(text: str, most: int = 80) -> str:
+    """Returns the text for a message, with at most `most` letters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def has_note(error: BaseException) -> bool:
     """Whether this package has added a note to the error already: what is nearest to its cause comes first."""
     return any(str(note).startswith(_MARK) for note in getattr(error, "__notes__", ()))

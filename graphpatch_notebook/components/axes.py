@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
-from graphpatch_notebook.capture.records import Node, Ref
+from graphpatch_notebook.capture.records import Node, Ref, refs_in
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import CONVOLUTIONS, ROTATIONS
+from graphpatch_notebook.values import TensorSpec, spec_at
 
 Axes: TypeAlias = "tuple[str, ...]"
 
@@ -99,10 +101,46 @@ def _einsum_axes(product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes
 
 
 def einsum_letters(node: Node) -> tuple[list[str], str]:
-    """Returns the letters of the factors and of the result of an einsum; empty if they are not written out."""
+    """Returns the letters of the factors and of the result of an einsum; empty if the result is not written out."""
     equation = next((given for given in node.args if isinstance(given, str)), "").replace(" ", "")
-    factors, _, result = equation.partition("->")
-    return (factors.split(","), result) if result and "." not in equation else ([], "")
+    before, _, result = equation.partition("->")
+    factors = before.split(",")
+    specs = [spec_at(ref.node.spec, ref.dig) for ref in refs_in(node.args)]
+    ranks = [len(spec.shape) for spec in specs if isinstance(spec, TensorSpec)]
+    if not result or len(ranks) != len(factors):
+        return [], ""
+    # An ellipsis is as many letters as are left; of fewer, the last ones, as dimensions are broadcast.
+    left = [rank - len(letters.replace("...", "")) for rank, letters in zip(ranks, factors, strict=True)]
+    free = "".join([letter for letter in string.ascii_letters if letter not in equation][: max(left)])
+    factors = [letters.replace("...", free[len(free) - count :]) for letters, count in zip(factors, left, strict=True)]
+    return factors, result.replace("...", free)
+
+
+def product_letters(node: Node, one: Value, other: Value) -> tuple[str, str, str] | None:
+    """Returns letters for the dimensions of two tensors and of their product, as those of an einsum.
+
+    Args:
+        node: The product.
+        one: The first tensor that it multiplies.
+        other: The second one.
+    """
+    if node.op == "einsum":
+        factors, result = einsum_letters(node)
+        return (factors[0], factors[1], result) if len(factors) == 2 else None
+    if node.op not in ("linear", "addmm", "matmul", "mm", "bmm"):
+        return None
+    first, second = "RI"[-len(one.shape) :], "OI" if node.op == "linear" else "IO"[: len(other.shape)]
+    leading = [tuple(value.shape[:-2]) for value in (one, other)]
+    count = max(map(len, leading))
+    sizes = list(zip(*((1,) * (count - len(each)) + each for each in leading), strict=True))
+    names = string.ascii_lowercase[:count]
+    # A dimension of one element, repeated along that of the other tensor, is not the same dimension.
+    repeated = [
+        "".join(name if pair[which] == max(pair) else name.upper() for name, pair in zip(names, sizes, strict=True))
+        for which in range(2)
+    ]
+    own, others = (letters[count - len(each) :] for letters, each in zip(repeated, leading, strict=True))
+    return own + first, others + second, names + "R" * ("R" in first) + "O" * ("O" in second)
 
 
 def _named(letters: str, names: dict[str, str]) -> Axes:

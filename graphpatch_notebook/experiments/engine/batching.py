@@ -44,6 +44,8 @@ from graphpatch_notebook.values import (
 # its rounding errors, are the same in each run.
 _WORK_OF_A_CALL = 20_000
 _IDLE_WORK_OF_A_CALL = 10_000
+_REPLAYED_CALL = 0.25
+"""What a call that returns a recorded result costs beside its kernels, as a fraction of another call."""
 _OPERATIONS_PER_CALL_TIME = {"cpu": 5e6, "other": 5e8}
 _TOKENS = {"cpu": 512, "other": 8192}
 _MOST_ROWS = 64
@@ -130,9 +132,10 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
     since = 0.0
     for cut in sorted(by_cut):
         cells, rest = by_cut[cut], cost.fraction_after(cut)
+        run = rest + extra * (rest + (1 - rest) * _REPLAYED_CALL)
         # Joining an earlier chunk saves a run, but these cells then compute frames that they could have replayed.
         is_joined = open_chunk and len(open_chunk) + len(cells) <= most
-        if is_joined and len(cells) * cost.idle(since, cut) <= rest * (1 + extra):
+        if is_joined and len(cells) * cost.idle(since, cut) <= run:
             open_chunk += cells
             continue
         if open_chunk:
