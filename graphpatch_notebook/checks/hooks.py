@@ -27,7 +27,8 @@ def owner_of(hook: Callable[..., Any]) -> HookOwner:
     """Returns what a hook on a module belongs to.
 
     Example:
-        >>> owner_of(lambda module, args: None).name, owner_of(torch.nn.ReLU()).name
+        >>> import torch
+        >>> owner_of(print).name, owner_of(torch.nn.ReLU()).name
         ('USER', 'LIBRARY')
     """
     module = str(getattr(hook, "__module__", ""))
