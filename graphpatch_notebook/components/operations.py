@@ -1,4 +1,4 @@
-"""What kinds of operations there are, by the names that torch gives to its functions.
+"""The kinds of operations, by the names of torch's functions.
 
 These are names of torch functions, never of modules or variables: a model that computes attention from products and a
 softmax is found however it is written.

@@ -371,7 +371,7 @@ _FULL_CACHE = """\
 
 
 def _place(target: Target) -> Any:
-    """Returns where the code of the model computes a value."""
+    """Returns the place in the model's code that computes a value."""
     node, calls = target.node, [frame.call for frame in (target.frame, *target.frame.frames_above())]
     frames = [(id(call.frame.module), call.call_index) for call in calls if call is not None]
     made = (node.site and node.site.steps, node.occurrence, node.position) if node.kind == "op" else node.target

@@ -50,7 +50,7 @@ from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_
 
 
 class PatchContext:
-    """What `PatchableGraph.patch` returns: enter it with `with`; may be entered again, also by several threads.
+    """A context manager with patches, from `PatchableGraph.patch`. It can be entered again, also by several threads.
 
     Attributes:
         after_call: Called after each call of the `PatchableGraph` in the context that returns, in its thread, before
@@ -93,7 +93,7 @@ class PatchContext:
         return context
 
     def quiet(self) -> PatchContext:
-        """Returns this context, which will not report patches that never fire."""
+        """Returns this context, set to not report patches that never fire."""
         self.is_quiet = True
         return self
 
@@ -254,7 +254,7 @@ def innermost(captured: CapturedModel) -> ActiveContext | None:
 
 
 def active_patches(captured: CapturedModel) -> list[tuple[str, Patch[Any]]]:
-    """Returns the patches that a call of the model has now, each with its path, in order."""
+    """Returns the patches of a call of the model at this moment, each with its path, in order."""
     context = innermost(captured)
     plan = context.plan if context is not None else captured.permanent_plan
     return [] if plan is None else [(entry.target.text, patch) for entry in plan.entries for patch in entry.patches]
@@ -463,7 +463,7 @@ def report_idle(context: ActiveContext) -> None:
 
 
 def _recomputing(module: Module) -> Run | None:
-    """Returns a run for an unobserved `forward`, if it recomputes in backward what was patched before."""
+    """Returns a run for an unobserved `forward`, if it recomputes a patched forward during backward."""
     if not is_in_backward():
         _note_direct_call(module)
         return None

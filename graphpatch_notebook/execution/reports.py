@@ -52,7 +52,7 @@ class FiredPatches:
         self.ended_at = ""
 
     def changes(self, plan: RunPlan) -> list[str]:
-        """Returns descriptions of the patches that were applied so far, except those that only look."""
+        """Returns descriptions of the patches that were applied so far, except for those that only observe."""
         fired = (entry for frame_plan in plan.root.walk() for entry in frame_plan.entries if id(entry) in self.ids)
         return [
             f"{entry.target.path!r} ({type(patch).__name__})"
@@ -67,7 +67,7 @@ class FiredPatches:
             raise GraphPatchError(_STOP_HANDLED.format(path=self.ended_at))
 
     def others(self, plan: RunPlan, needed: Sequence[Entry], steps: GenerationSteps | None) -> list[tuple[Entry, str]]:
-        """Returns those of the entries that are needed which never fired in a run that has ended, with the reasons."""
+        """Returns the needed entries that never fired in a run that has ended, with the reasons."""
         if len(self.ids) == len(plan.entries):
             return []
         ids = set(map(id, needed))
@@ -147,7 +147,7 @@ def count_of_patches(unfired: Sequence[object]) -> str:
 
 
 def warn_of_other_uses(paths: Sequence[str]) -> None:
-    """Warns that the gradients of probed inputs are not only those of what their module does with them."""
+    """Warns that the gradients of probed inputs also contain those of other uses of the tensor."""
     shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     warn(
         f"the gradients of probed inputs include those of other uses of the same tensors: {shown}. Their modules are "
@@ -158,7 +158,7 @@ def warn_of_other_uses(paths: Sequence[str]) -> None:
 
 
 class Repetitions:
-    """Warns of calls beyond those of the example, which have no patch: each module and each call site once.
+    """Warns about calls that the example did not have, which are not patched: once for each module and call site.
 
     Only if *all* captured calls are patched: then the user probably meant each call.
     """

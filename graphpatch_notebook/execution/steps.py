@@ -258,7 +258,7 @@ class GenerationSteps:
         missed[key] = outside if key not in missed else [number for number in missed[key] if number in outside]
 
     def _first(self, entry: Entry, target: Target, restriction: Restriction, size: int) -> int:
-        """Returns the position of the first entry of a value: its tokens', or zero if it holds the whole sequence."""
+        """Returns the position of the first entry of a value: that of its first token, or zero for a whole sequence."""
         step = self.current
         past, length = step.past or 0, step.length
         if size == length:
@@ -293,7 +293,7 @@ class GenerationSteps:
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     def settle(self, unfired: list[tuple[Entry, str]], fired: set[int]) -> list[tuple[Entry, str]]:
-        """Returns the entries to report, of those that did not fire.
+        """Returns the entries that did not fire and that are reported.
 
         A direct call is one step only: that a patch is not for that step is reported at the end of the context, if then
         no other call was.
@@ -340,7 +340,7 @@ class GenerationSteps:
 
 
 def _length_among(names: Iterable[str], inputs: Mapping[str, Any]) -> int | None:
-    """Returns the length of the first of some inputs that is given."""
+    """Returns the length of the first of some inputs that is not `None`."""
     for name in names:
         value = inputs.get(name)
         if name == "encoder_outputs" and value is not None and not isinstance(value, Tensor):

@@ -112,7 +112,7 @@ class VerificationReport:
         return tuple(frame for frame in self.frames if frame.status == status)
 
     def counts(self) -> dict[Status, int]:
-        """Returns how many frames there are of each status that occurs."""
+        """Returns the number of frames of each status that occurs."""
         found = {status: len(self.of(status)) for status in _IN_WORDS}
         return {status: count for status, count in found.items() if count}
 
@@ -132,7 +132,7 @@ class VerificationReport:
 
 
 def _rows(reports: Sequence[FrameReport]) -> list[str]:
-    """Returns a line for each report; those of one class for the same reason (the layers of a model) share one."""
+    """Returns a line for each report; reports of one class with the same reason (the layers of a model) share one."""
     together: dict[tuple[str, str | None], list[str]] = {}
     for report in reports:
         together.setdefault((report.module_class, report.reason), []).append(report.path or "<root>")
@@ -174,7 +174,7 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class _Verifier:
-    """Compares each graph with its module when the module call that it is a record of begins."""
+    """Compares each graph with its module at the start of the module call that it records."""
 
     def __init__(self, root: GraphModule) -> None:
         self._root: GraphModule | None = root

@@ -178,7 +178,7 @@ class Patch(Generic[T]):
 
 
 def has_plain_fields(patch: Patch[Any]) -> bool:
-    """Whether the fields that all patches share are valid for any node: a short way, for a model that is probed whole.
+    """Whether the fields that all patches share are valid for any node: a fast check, for probes on all values.
 
     Example:
         >>> has_plain_fields(ZeroPatch()), has_plain_fields(ZeroPatch(positions=0))
@@ -191,7 +191,7 @@ def has_plain_fields(patch: Patch[Any]) -> bool:
 
 
 def declares(patch: Patch[Any], name: str) -> bool:
-    """Whether the class of a patch itself says `is_pure`, or `only_keeps`: subclasses may redefine `op`.
+    """Whether the class of a patch itself defines `is_pure` or `only_keeps`: subclasses may redefine `op`.
 
     Example:
         >>> declares(ZeroPatch(), "is_pure"), declares(type("Other", (ZeroPatch,), {})(), "is_pure")
@@ -291,7 +291,7 @@ class WritingPatch(_SlicedPatch):
         return super().problem(shape)
 
     def _check_has_numbers(self, target: Tensor) -> None:
-        """Rejects a value on the meta device, of which `+=` of torch adds nothing (seen in torch 2.13)."""
+        """Rejects a value on the meta device, which torch's `+=` does not add (seen in torch 2.13)."""
         value = getattr(self, "value", None)
         if isinstance(value, Tensor) and value.device.type == "meta" != target.device.type:
             raise PatchValueError(
@@ -601,7 +601,7 @@ class FromPatch(_SlicedPatch):
         return (str(self.source),)
 
     def reading(self, values: Sequence[Any]) -> FromPatch:
-        """Returns a copy whose `op` uses this value of its source."""
+        """Returns a copy with an `op` that uses this value of its source."""
         result = copy.copy(self)
         (result._read,) = values
         return result

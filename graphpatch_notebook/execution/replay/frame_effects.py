@@ -65,7 +65,7 @@ class GivenValues:
 
 
 def problem_of_result(given: GivenValues, output: Any) -> str | None:
-    """Returns why a run that has the result of a frame cannot leave it out; `None` if it can.
+    """Returns why a run cannot skip a frame whose result is recorded; `None` if it can.
 
     Hooks of modules inside it are another reason: see `holds_one_of`.
 
@@ -102,7 +102,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_among(values: Iterable[Any]) -> list[Tensor]:
-    """Returns the tensors among values, and in those that are containers. Fast: it runs for each call of torch."""
+    """Returns the tensors among values, also in containers. Fast, since it runs for each call of torch."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -113,7 +113,7 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Returns what identifies the memory of a tensor."""
+    """Returns a key that identifies the memory of a tensor."""
     return memory_of(tensor) or id(tensor)
 
 

@@ -81,7 +81,7 @@ class ElementwiseRoots:
         return value.requires_grad and not is_weight(value) and not any(known)
 
     def of(self, value: Tensor) -> Root:
-        """Returns the root of a value: itself, unless it was computed elementwise from a single one."""
+        """Returns the root of a value: the value itself, unless it was computed elementwise from a single one."""
         known = self._by_id.get(id(value))
         return known if known is not None and known.value is value else Root(value, value, True)
 

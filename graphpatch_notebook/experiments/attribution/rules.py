@@ -173,7 +173,7 @@ def register_rule(function: Callable[..., Any], surrogate: Surrogate, *, is_exac
 
 
 def warn_of_loss(what: str, loss: float, fallbacks: Mapping[str, str], *, is_half: bool) -> None:
-    """Warns if scores of the secant do not sum to what they should, and names what may be the cause.
+    """Warns if scores of the secant do not have the expected sum, and names possible causes.
 
     Args:
         what: Which scores, and what they should sum to.
@@ -440,7 +440,7 @@ class _Mode(TorchFunctionMode):
         return self._plain(func, args, kwargs, has_rule=rule is not None)
 
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
-        """Calls a function that keeps its derivative, because it has no rule, or because that is what its rule says."""
+        """Calls a function that keeps its own derivative: it does not have a rule, or its rule says so."""
         raise NotImplementedError
 
     def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
@@ -585,7 +585,7 @@ class _ReplacedCall:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Returns a tensor in single precision if it has half, as sums over many products need it."""
+    """Returns a half-precision tensor in single precision, which sums over many products need."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
