@@ -18,6 +18,7 @@ Example:
 
 from __future__ import annotations
 
+from importlib.util import find_spec as _find_spec
 from typing import Any as _Any
 
 from graphpatch_notebook._version import __version__ as __version__
@@ -140,6 +141,16 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> _Any:
+    if name.isidentifier() and not name.startswith("_") and _find_spec(f"{__name__}.{name}") is None:
+        from graphpatch_notebook import experiments
+
+        if name in experiments.__all__:
+            # `from graphpatch import causal_trace` would replace the text of an AttributeError by its own.
+            raise ImportError(f"{name!r} is one of the experiments: from graphpatch_notebook.experiments import {name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def load_ipython_extension(shell: _Any) -> None:
     """Adds `%graphpatch` to an IPython shell: what `%load_ext graphpatch` calls."""
     from graphpatch_notebook.notebook.extension import load
@@ -148,7 +159,7 @@ def load_ipython_extension(shell: _Any) -> None:
 
 
 def unload_ipython_extension(shell: _Any) -> None:
-    """Takes it away again: what `%unload_ext graphpatch` calls."""
+    """Removes `%graphpatch` from the shell: what `%unload_ext graphpatch` calls."""
     from graphpatch_notebook.notebook.extension import unload
 
     unload(shell)

@@ -64,6 +64,11 @@ def add_note(error: BaseException, note: str) -> None:
             setattr(error, "__notes__", notes)  # noqa: B010  # `BaseException` has no such attribute there
 
 
+def cut(text: str, most: int = 80) -> str:
+    """Returns the text for a message, with at most `most` letters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def has_note(error: BaseException) -> bool:
     """Whether this package has added a note to the error already: what is nearest to its cause comes first."""
     return any(str(note).startswith(_MARK) for note in getattr(error, "__notes__", ()))
@@ -78,7 +83,7 @@ class CaptureError(GraphPatchError, RuntimeError):
 
 
 class OptionError(GraphPatchError, ValueError):
-    """An option has a value that it cannot have; nothing ran."""
+    """An option has an invalid value; nothing ran."""
 
 
 class PatchMapError(GraphPatchError, ValueError):
@@ -117,7 +122,7 @@ class GraphError(GraphPatchError, RuntimeError):
 
 
 class SessionError(GraphPatchError, ValueError):
-    """The chosen patches of a notebook cannot be changed, or used, like this; nothing was changed."""
+    """The chosen patches of a notebook cannot be changed or used in this way; nothing was changed."""
 
 
 class ChosenPatchError(SessionError):
@@ -164,7 +169,7 @@ class SweepInterrupted(KeyboardInterrupt):
         self.result = result
 
     def _render_traceback_(self) -> list[str]:
-        """Returns what notebooks show: where the sweep was when it stopped does not matter."""
+        """Returns the text for notebooks: without a traceback, since the line of the interrupt does not matter."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -189,7 +194,7 @@ class CompilationWarning(GraphPatchWarning):
 
 
 class PatchNotFiredWarning(GraphPatchWarning):
-    """A patch never fired: during a call of the `PatchableGraph` inside its context, or since nothing ran in that."""
+    """A patch never fired: in a call of the `PatchableGraph` inside its context, or because no call was made there."""
 
 
 class RepeatedCallWarning(GraphPatchWarning):
@@ -221,7 +226,7 @@ class MissingProcessWarning(GraphPatchWarning):
 
 
 class EditedGraphWarning(GraphPatchWarning):
-    """An edited graph holds for the example's branches and flags only, and may be given others."""
+    """An edited graph is valid for the branches and flags of the example only, and a call may have others."""
 
 
 class UnverifiedGraphWarning(GraphPatchWarning):
@@ -229,7 +234,7 @@ class UnverifiedGraphWarning(GraphPatchWarning):
 
 
 class ComponentWarning(GraphPatchWarning):
-    """A component is used though it is in doubt that its value is what its name says."""
+    """A component is used although its value may not be what its name says."""
 
 
 class ExperimentWarning(GraphPatchWarning):

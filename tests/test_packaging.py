@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import importlib
 import importlib.resources
 import importlib.util
 import os
@@ -66,6 +67,19 @@ except AttributeError as error:
     assert not imported & set(HEAVY)
     assert "torch._dynamo" not in modules.split()  # takes as long as torch itself
     assert "has no attribute 'no_such_name'" in error
+
+
+@pytest.mark.parametrize("module", ["graphpatch", "graphpatch_notebook"])
+def test_experiments_that_are_imported_from_the_package_are_answered_with_where_they_are(module: str) -> None:
+    for name in importlib.import_module("graphpatch_notebook.experiments").__all__:
+        if name in graphpatch_notebook.__all__:
+            continue
+        with pytest.raises(ImportError, match=rf"from graphpatch_notebook.experiments import {name}$"):
+            exec(f"from {module} import {name}", {})
+    with pytest.raises(ImportError, match="cannot import name 'causal_traces'"):
+        exec(f"from {module} import causal_traces", {})
+    assert not hasattr(sys.modules[module], "no.such")
+    exec(f"from {module} import experiments", {})
 
 
 def test_typed() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
-from graphpatch_notebook.capture.records import Node, Ref
+from graphpatch_notebook.capture.records import Node, Ref, refs_in
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import CONVOLUTIONS, ROTATIONS
+from graphpatch_notebook.values import TensorSpec, spec_at
 
 Axes: TypeAlias = "tuple[str, ...]"
 
@@ -50,13 +52,13 @@ def stream_axes(
 
 
 def feature_axes(value: Value) -> Axes:
-    """Returns the axes of a value with features, which a convolution has behind the batch."""
+    """Returns the axes of a value of a convolution, which has the features after the batch."""
     axes = stream_axes(value.shape, "channel")
     return ("batch", "channel", *axes[1:-1]) if value.op in CONVOLUTIONS else axes
 
 
 def product_axes(flow: Flow, product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes, Axes] | None:
-    """Returns the axes of the two factors of a product of attention, and those of its result.
+    """Returns the axes of the two factors of a product of attention, and of its result.
 
     Args:
         flow: The flow of values.
@@ -76,7 +78,7 @@ def product_axes(flow: Flow, product: Node, roles: tuple[str, str, str]) -> tupl
 
 
 def batch_axes(count: int) -> Axes:
-    """Returns the axes in front of the matrices of attention."""
+    """Returns the axes before those of the matrices of attention."""
     if count == 3:
         return "batch", "group", "head"
     return {0: (), 1: ("batch_head",), 2: ("batch", "head")}.get(count, ("batch", *["group"] * (count - 2), "head"))
@@ -99,10 +101,46 @@ def _einsum_axes(product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes
 
 
 def einsum_letters(node: Node) -> tuple[list[str], str]:
-    """Returns the letters of the factors and of the result of an einsum; empty if they are not written out."""
+    """Returns the letters of the factors and of the result of an einsum; empty if the result is not written out."""
     equation = next((given for given in node.args if isinstance(given, str)), "").replace(" ", "")
-    factors, _, result = equation.partition("->")
-    return (factors.split(","), result) if result and "." not in equation else ([], "")
+    before, _, result = equation.partition("->")
+    factors = before.split(",")
+    specs = [spec_at(ref.node.spec, ref.dig) for ref in refs_in(node.args)]
+    ranks = [len(spec.shape) for spec in specs if isinstance(spec, TensorSpec)]
+    if not result or len(ranks) != len(factors):
+        return [], ""
+    # An ellipsis is as many letters as are left; of fewer, the last ones, as dimensions are broadcast.
+    left = [rank - len(letters.replace("...", "")) for rank, letters in zip(ranks, factors, strict=True)]
+    free = "".join([letter for letter in string.ascii_letters if letter not in equation][: max(left)])
+    factors = [letters.replace("...", free[len(free) - count :]) for letters, count in zip(factors, left, strict=True)]
+    return factors, result.replace("...", free)
+
+
+def product_letters(node: Node, one: Value, other: Value) -> tuple[str, str, str] | None:
+    """Returns letters for the dimensions of two tensors and of their product, as those of an einsum.
+
+    Args:
+        node: The product.
+        one: The first tensor that it multiplies.
+        other: The second one.
+    """
+    if node.op == "einsum":
+        factors, result = einsum_letters(node)
+        return (factors[0], factors[1], result) if len(factors) == 2 else None
+    if node.op not in ("linear", "addmm", "matmul", "mm", "bmm"):
+        return None
+    first, second = "RI"[-len(one.shape) :], "OI" if node.op == "linear" else "IO"[: len(other.shape)]
+    leading = [tuple(value.shape[:-2]) for value in (one, other)]
+    count = max(map(len, leading))
+    sizes = list(zip(*((1,) * (count - len(each)) + each for each in leading), strict=True))
+    names = string.ascii_lowercase[:count]
+    # A dimension of one element, repeated along that of the other tensor, is not the same dimension.
+    repeated = [
+        "".join(name if pair[which] == max(pair) else name.upper() for name, pair in zip(names, sizes, strict=True))
+        for which in range(2)
+    ]
+    own, others = (letters[count - len(each) :] for letters, each in zip(repeated, leading, strict=True))
+    return own + first, others + second, names + "R" * ("R" in first) + "O" * ("O" in second)
 
 
 def _named(letters: str, names: dict[str, str]) -> Axes:
@@ -110,13 +148,13 @@ def _named(letters: str, names: dict[str, str]) -> Axes:
 
 
 def axes_of_split_heads(shape: Sequence[int], axes: Axes, other: Sequence[int]) -> Axes | None:
-    """Returns the axes of a view of a value with batch and heads in one dimension that has them in two."""
+    """Returns the axes of a view with batch and heads in two dimensions of a value that has them in one."""
     found = _before_view(tuple(shape), axes, tuple(other))
     return found if found is not None and "head" in found and "one" not in found else None
 
 
 def axes_before(node: Node, axes: Axes, source: Value) -> Axes | None:
-    """Returns the axes of what an operation reads, from those of its result; `None` if they are not known.
+    """Returns the axes of the input of an operation, from those of its result; `None` if they are not known.
 
     Args:
         node: The operation, or the last of several that keep the dimensions.
@@ -152,7 +190,7 @@ def axes_before(node: Node, axes: Axes, source: Value) -> Axes | None:
 
 
 def axes_before_map(node: Node, axes: Axes, source: Value) -> Axes | None:
-    """Returns the axes of what a linear map of the model reads, from those of its result; `None` if not known."""
+    """Returns the axes of the input of a linear map of the model, from those of its result; `None` if not known."""
     shape = Value(node).shape
     if node.op == "einsum":
         factors, result = einsum_letters(node)
@@ -210,7 +248,7 @@ def _before_index(node: Node, axes: Axes, rank: int) -> Axes | None:
 def _before_view(
     result: tuple[int, ...], axes: Axes, source: tuple[int, ...], *, is_repeated: bool = False
 ) -> Axes | None:
-    """Returns the axes of what was reshaped.
+    """Returns the axes of the input of a reshape.
 
     Each of its dimensions is one of the result, or has one element, or is one of two that became one: batch and heads,
     the heads and how often each is repeated, or pairs of channels; or it is channels that became pairs. A batch of one

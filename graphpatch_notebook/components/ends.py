@@ -1,4 +1,4 @@
-"""Both ends of the residual stream: the embeddings that it begins with, the norm and the logits that it ends in."""
+"""Both ends of the residual stream: the embeddings at its start, and the norm and the logits at its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from graphpatch_notebook.components.axes import Axes, axes_before, stream_axes
 from graphpatch_notebook.components.chain import Stack, Trails
-from graphpatch_notebook.components.flow import Place, Value
+from graphpatch_notebook.components.flow import Flow, Place, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
     CONVOLUTIONS,
@@ -27,7 +27,7 @@ _INDEX_STEPS = SAME_VALUES | VIEWS | frozenset("long int index_put setitem".spli
 
 @dataclass(slots=True, eq=False)
 class Start:
-    """What a stream begins with: the values whose sum, up to norms and scalings, it is.
+    """The values at the start of a stream: it is their sum, up to norms and scalings.
 
     Attributes:
         tokens: The embeddings of tokens, or of patches.
@@ -41,7 +41,7 @@ class Start:
 
 
 def start_of(trails: Trails, stack: Stack) -> Start:
-    """Returns the embeddings that the stream of a stack begins with."""
+    """Returns the embeddings at the start of the stream of a stack."""
     flow, found = trails.flow, Start()
     first = stack.layers[0].start.value
     found.axes[first] = stack.layers[0].axes(first)
@@ -51,8 +51,10 @@ def start_of(trails: Trails, stack: Stack) -> Start:
         if value in seen:
             continue
         seen.add(value)
-        if value.op == "embedding":
-            (found.tokens if _is_of_inputs(trails, value) else found.positions).append(value)
+        if table_of(flow, value) is not None and _is_of_inputs(trails, value):
+            found.tokens.append(value)
+        elif value.op == "embedding":
+            found.positions.append(value)
         elif value.op in CONVOLUTIONS:
             found.tokens.append(value)
         elif before := _before(trails, value):
@@ -64,6 +66,18 @@ def start_of(trails: Trails, stack: Stack) -> Start:
     length = max((value.shape[-2] for value in found.positions if len(value.shape) > 1), default=0)
     found.positions = [value for value in found.positions if _rows(trails, value) >= length]
     return found
+
+
+def table_of(flow: Flow, value: Value) -> Value | None:
+    """Returns the table of which a value has a row for each number in a tensor; `None` if it is not such a value."""
+    reads = flow.reads(value.node)
+    if value.op == "embedding":
+        return next((read for read in reads if read.is_float and len(read.shape) == 2), None)
+    if value.op not in ("getitem", "index_select") or len(reads) != 2 or not flow.is_held(reads[0]):
+        return None
+    table, index = reads
+    has_rows = len(table.shape) == 2 and value.shape == (*index.shape, table.shape[1])
+    return table if table.is_float and has_rows and not (index.is_float or index.is_mask) else None
 
 
 def _axes_before(trails: Trails, value: Value, before: list[Value], axes: Axes | None) -> Iterator[tuple[Value, Axes]]:
@@ -78,13 +92,13 @@ def _axes_before(trails: Trails, value: Value, before: list[Value], axes: Axes |
 
 
 def _rows(trails: Trails, value: Value) -> int:
-    """Returns how many vectors there are to choose from: kinds of tokens are fewer than positions."""
-    tables = [read for read in trails.flow.weights(value.node) if read.is_float and value.op == "embedding"]
-    return tables[0].shape[0] if tables else value.shape[-2]
+    """Returns the number of vectors in the table of an embedding: token types are fewer than positions."""
+    table = table_of(trails.flow, value)
+    return value.shape[-2] if table is None else table.shape[0]
 
 
 def _before(trails: Trails, value: Value) -> list[Value]:
-    """Returns the values whose sum a value is, up to norms, scalings and linear maps."""
+    """Returns the terms of a value that is a sum, up to norms, scalings and linear maps."""
     flow = trails.flow
     if (norm := trails.norms.get(value)) is not None:
         return [norm.given.value]
@@ -136,7 +150,7 @@ class End:
 
 
 def end_of(trails: Trails, stack: Stack) -> End:
-    """Returns what the stream of a stack ends in."""
+    """Returns the values at the end of the stream of a stack."""
     flow = trails.flow
     last = stack.layers[-1].end.value
     norm = next((value for value, found in trails.norms.items() if trails.is_same(found.given.value, last)), None)
@@ -160,9 +174,10 @@ def is_sequence_first_after(trails: Trails, result: Value, stack: Stack) -> bool
 
 
 def ends_alone(trails: Trails) -> tuple[Start, End]:
-    """Returns the embedding and the logits of a model, whatever is between: its output is as wide as the vocabulary."""
+    """Returns the embedding and the logits of any model whose output has the size of the vocabulary."""
     flow = trails.flow
-    lookups = [Value(node) for node in flow.order if node.op == "embedding" and _is_of_inputs(trails, Value(node))]
+    tables = [(value, table_of(flow, value)) for value in map(Value, flow.order) if value.node.kind == "op"]
+    lookups = [(value, table) for value, table in tables if table is not None and _is_of_inputs(trails, value)]
     for place in flow.outputs(flow.root):
         linear: Value | None = place.value
         while linear is not None and linear.node.kind == "op" and not flow.is_linear_map(linear):
@@ -170,17 +185,16 @@ def ends_alone(trails: Trails) -> tuple[Start, End]:
             linear = before[0] if len(before) == 1 else None
         if linear is None or linear.node.kind != "op":
             continue
-        tables = [(value, flow.weights(value.node)[0].shape) for value in lookups]
-        tables = [(value, table) for value, table in tables if table[0] == linear.shape[-1]]
+        fitting = [(value, table.shape) for value, table in lookups if table.shape[0] == linear.shape[-1]]
         width = flow.moving(linear.node)[0].shape[-1]
-        tokens = [value for value, table in tables if len(tables) == 1 or table[1] == width]
+        tokens = [value for value, shape in fitting if len(fitting) == 1 or shape[1] == width]
         if len(tokens) == 1:
             return Start(tokens), End(None, place, linear)
     return Start(), End(None, None, None)
 
 
 def _unembedding(trails: Trails, result: Value, last: Value, norm: Value | None) -> Value | None:
-    """Returns the last linear map on the way from the end of the stream to a result of the model."""
+    """Returns the last linear map between the end of the stream and a result of the model."""
     flow = trails.flow
     found: Value | None = None
     value = result

@@ -8,8 +8,9 @@ its weights: fused or apart, transposed or not, interleaved, with fewer heads fo
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -19,8 +20,10 @@ from torch import Tensor
 from graphpatch_notebook.capture.held_values import is_offloaded
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, map_leaves
 from graphpatch_notebook.checks.sharding import is_distributed
+from graphpatch_notebook.components.axes import product_letters
 from graphpatch_notebook.components.chain import Trails
 from graphpatch_notebook.components.components import Component, Components, find
+from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import GraphError
@@ -31,8 +34,6 @@ WeightSide: TypeAlias = Literal["outputs", "inputs", "all"]
 WeightIndex: TypeAlias = "int | slice"
 
 _FARTHEST = 60
-_INPUT_BY_OUTPUT = frozenset(["linear"])
-_OUTPUT_BY_INPUT = frozenset("addmm matmul mm".split())
 _ORDER = frozenset("batch position query key token".split())
 _lock = threading.RLock()
 
@@ -46,16 +47,18 @@ class _Matrix:
     """A matrix of the model, and the entries along one side that belong to each head.
 
     Attributes:
-        frame: The frame that reads it.
-        value: Its value there.
-        is_output_first: Whether its rows belong to outputs.
+        flow: The flow of values.
+        value: The tensor that the model holds.
+        inputs: The dimensions of the tensor that are inputs.
+        outputs: Those that are outputs.
         side: The side that is divided into heads or neurons.
         numbers: The numbers of the entries, of shape `(heads, size)` or `(size,)`; `None` for all.
     """
 
     flow: Flow
     value: Value
-    is_output_first: bool
+    inputs: tuple[int, ...] = (0,)
+    outputs: tuple[int, ...] = (1,)
     side: WeightSide = "all"
     numbers: Tensor | None = None
 
@@ -72,21 +75,110 @@ class _Matrix:
 
     def whole(self) -> Tensor:
         """Returns the matrix with a row for each input, as a view if the model has it as one tensor."""
-        matrix = held_tensor(self.flow, self.value)
-        return matrix.T if self.is_output_first else matrix
+        return _flat(self._by_sides(), len(self.inputs))
+
+    def _by_sides(self) -> Tensor:
+        return held_tensor(self.flow, self.value).permute(*self.inputs, *self.outputs)
 
     def of(self, head: int | None) -> Tensor:
-        """Returns the part of a head, or of everything that is not divided into heads."""
+        """Returns the part of a head, or all of a matrix that is not divided into heads."""
         numbers = self.numbers if head is None or self.numbers is None else self.numbers[head]
         if numbers is None:
             return self.whole()
-        dim = 1 if self.side == "outputs" else 0
+        tensor, rows, dim = self._by_sides(), len(self.inputs), 1 if self.side == "outputs" else 0
+        first, dims = (rows, len(self.outputs)) if dim else (0, rows)
+        for _ in range(dims - 1):  # with one index of a dimension, it is a view however the others are stored
+            size = math.prod(tensor.shape[first + 1 : first + dims])
+            index_of_all = set((numbers // size).tolist())
+            if len(index_of_all) > 1:
+                break
+            tensor, numbers, dims = tensor.select(first, *index_of_all), numbers % size, dims - 1
+            rows -= not dim
+        matrix = _flat(tensor, rows)
         steps = set((numbers[1:] - numbers[:-1]).tolist())
         if len(numbers) == 1 or (len(steps) == 1 and min(steps) > 0):
             step = next(iter(steps), 1)
             index = slice(int(numbers[0]), int(numbers[-1]) + 1, step)
-            return self.whole()[:, index] if dim else self.whole()[index]
-        return self.whole().index_select(dim, numbers.to(self.whole().device))
+            return matrix[:, index] if dim else matrix[index]
+        return matrix.index_select(dim, numbers.to(matrix.device))
+
+
+def _flat(tensor: Tensor, rows: int) -> Tensor:
+    """Returns a tensor as a matrix with its first `rows` dimensions in rows: a view if it can be one."""
+    return tensor.reshape(math.prod(tensor.shape[:rows]), math.prod(tensor.shape[rows:]))
+
+
+@dataclass(frozen=True, slots=True)
+class _LinearMap:
+    """A linear map, with letters for the dimensions of its tensors, as those of an einsum.
+
+    Attributes:
+        flow: The flow of values.
+        result: What it returns.
+        given: What it reads.
+        weight: The weight.
+        letters: The letters of the three.
+    """
+
+    flow: Flow
+    result: Value
+    given: Value
+    weight: Value
+    letters: Mapping[Value, str]
+
+    @classmethod
+    def of(cls, flow: Flow, linear: Value) -> _LinearMap:
+        """Reads the letters from the operation.
+
+        Raises:
+            NoWeightError: It is not a product with one tensor of the model.
+        """
+        weights, moving = flow.weights(linear.node), flow.moving(linear.node)
+        pair = [read for read in flow.reads(linear.node) if read in weights + moving]
+        letters = product_letters(linear.node, *pair) if len(weights) == len(moving) == 1 and len(pair) == 2 else None
+        if letters is None or any(len(set(each)) < len(each) for each in letters):
+            raise NoWeightError(f"{flow.path(linear)} ({linear.op}) does not multiply with one matrix")
+        return cls(flow, linear, moving[0], weights[0], dict(zip((*pair, linear), letters, strict=True)))
+
+    @property
+    def inputs(self) -> str:
+        """The letters of the weight that are summed over, in its order."""
+        return "".join(letter for letter in self.letters[self.weight] if letter not in self.letters[self.result])
+
+    @property
+    def apart(self) -> str:
+        """The letters along which each part of what it reads is multiplied with another part of the weight."""
+        both = set(self.letters[self.given]) & set(self.letters[self.result])
+        return "".join(letter for letter in self.letters[self.weight] if letter in both)
+
+    @property
+    def outputs(self) -> str:
+        """The letters of the weight that only its result has, in its order."""
+        return "".join(letter for letter in self.letters[self.weight] if letter not in self.inputs + self.apart)
+
+    @property
+    def is_by_columns(self) -> bool:
+        """Whether inputs and outputs are the last dimensions of what it reads and returns, each as a whole."""
+        ends = self.letters[self.given][-1:], self.letters[self.result][-1:]
+        return ends == (self.inputs, self.outputs) and not self.apart
+
+    def numbers(self, value: Value, letters: str) -> Tensor:
+        """Returns the number of each entry of a value along some letters, in its shape."""
+        sizes = dict(zip(self.letters[value], value.shape, strict=True))
+        order = [letter for letter in self.letters[value] if letter in letters]
+        counted = torch.arange(math.prod(sizes[letter] for letter in letters)).view([sizes[each] for each in letters])
+        arranged = counted.permute([letters.index(letter) for letter in order])
+        shape = [sizes[letter] if letter in letters else 1 for letter in self.letters[value]]
+        return arranged.reshape(shape).expand(value.shape).contiguous()
+
+    def matrix(self, inputs: str, side: WeightSide = "all", numbers: Tensor | None = None) -> _Matrix:
+        """Returns the weight as a matrix."""
+        own = self.letters[self.weight]
+        unread = [letter for letter in own if letter not in "".join(self.letters[v] for v in (self.given, self.result))]
+        if unread or set(inputs + self.outputs) != set(own):
+            raise NoWeightError(f"{self.flow.path(self.result)} does not multiply all that it reads with one matrix")
+        rows, columns = (tuple(map(own.index, letters)) for letters in (inputs, self.outputs))
+        return _Matrix(self.flow, self.weight, rows, columns, side, numbers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +216,10 @@ def projection(root: Frame, name: str) -> Projection:
     linear, matrix = finder.output_map(component) if name.endswith(".z") else finder.input_map(component)
     if matrix.numbers is None or matrix.numbers.ndim != 2:
         raise NoWeightError(f"{name} is not divided into heads")
+    if not _LinearMap.of(finder.flow, linear).is_by_columns:
+        raise NoWeightError(
+            f"{finder.path(linear)} has heads as a dimension of its own, and not as parts of the last one"
+        )
     is_read = name.endswith(".z")
     are_separate = is_read or not finder.has_norm_over_heads(component, matrix.numbers.shape[1])
     return Projection(linear, matrix.numbers, are_separate, matrix)
@@ -200,12 +296,13 @@ class ComponentWeights:
 
 
 class Weights:
-    """The weights of a model's components, read from the model when they are asked for: `pg.weights`.
+    """The weights of a model's components, read from the model at each access: `pg.weights`.
 
     - `W_Q`, `W_K`, `W_V` (channels of the stream x channels of the head) and `W_O` (the reverse), by layer and head.
       Under grouped-query attention, `W_K` and `W_V` have as many heads as there are of keys and values.
     - `W_in` and `W_out` of the MLP by layer (channels x neurons, and the reverse), and `W_gate` if it is gated.
-    - `W_E` (tokens x channels) and `W_U` (channels x tokens) of the model.
+    - `W_E` (tokens x channels), `W_pos` (positions x channels, if the model has such a table) and `W_U`
+      (channels x tokens) of the model.
 
     They are the model's own numbers: norms are not folded in, and biases not included. Of a module that accelerate
     offloads they are copies, which each access loads. If a model has several stacks of
@@ -232,7 +329,7 @@ class Weights:
         return Weights(self._root, stack)
 
     def __dir__(self) -> list[str]:
-        return [*_BY_LAYER, "W_E", "W_U"]
+        return [*_BY_LAYER, *_OF_MODEL]
 
     def __repr__(self) -> str:
         return f"<weights: {', '.join(dir(self))}>"
@@ -263,6 +360,7 @@ class Weights:
         return _weights(self._root, self._stack, name)
 
 
+_OF_MODEL = ("W_E", "W_pos", "W_U")
 _BY_LAYER = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out")
 
 
@@ -272,7 +370,7 @@ def _weights(root: Frame, stack: str, name: str) -> ComponentWeights | Tensor:
         stacks = ", ".join(repr(each) for each in components.layers) or "none"
         raise GraphError(f"unknown stack of layers {stack!r}; the stacks are {stacks}: pg.weights[stack]")
     finder, prefix = _finder(root), f"{stack}." if stack else ""
-    if name in ("W_E", "W_U"):
+    if name in _OF_MODEL:
         try:
             return finder.of_model(prefix, name).whole()
         except NoWeightError as problem:
@@ -295,7 +393,7 @@ class _Finder:
         self._root = root
         self._components = components
         self._trails: Trails = components.evidence.trails
-        self._flow = self._trails.flow
+        self.flow = self._flow = self._trails.flow
         self._known: dict[str, ComponentWeights] = {}
 
     def by_layer(self, prefix: str, name: str, count: int) -> ComponentWeights:
@@ -335,10 +433,24 @@ class _Finder:
         """Returns the embedding or the unembedding."""
         if name == "W_E":
             value = self._value(self.component(f"{prefix}@embed"))
-            if value.op != "embedding":
+            if (table := table_of(self._flow, value)) is None:
                 raise NoWeightError(f"the embedding is made by {value.op or value.node.kind}, not by a table")
-            return _Matrix(self._flow, self._flow.weights(value.node)[0], is_output_first=False)
-        return self._matrix(self.unembedding())
+            return _Matrix(self._flow, table)
+        if name == "W_pos":
+            return _Matrix(self._flow, self._table_before(self._value(self.component(f"{prefix}@pos_embed"))))
+        linear = _LinearMap.of(self._flow, self.unembedding())
+        return linear.matrix(linear.inputs)
+
+    def _table_before(self, value: Value) -> Value:
+        """Returns the table of the model whose rows a value has, selected and repeated."""
+        start, table = value, table_of(self._flow, value)
+        while table is None and value.op in VIEWS | SAME_VALUES and self._flow.is_held(value):
+            value = self._flow.reads(value.node)[0]
+            table = table_of(self._flow, value)
+        table = value if table is None else table
+        if table.node.kind not in HELD_KINDS or len(table.shape) != 2:
+            raise NoWeightError(f"{self._flow.path(start)} does not have rows of one table")
+        return table
 
     def unembedding(self) -> Value:
         """Returns the result of the last linear map before the logits."""
@@ -385,7 +497,7 @@ class _Finder:
         return value
 
     def _before(self, value: Value) -> Value:
-        """Returns the linear map behind a value, through operations that only rearrange, and norms."""
+        """Returns the linear map behind a value, through norms and operations that only rearrange."""
         for _ in range(_FARTHEST):
             if self._flow.is_linear_map(value):
                 return value
@@ -413,7 +525,7 @@ class _Finder:
         return moving[0] if len(moving) == 1 else None
 
     def _up(self, post: Component) -> Value | None:
-        """Returns the part of a gated MLP that the gate is multiplied with; `None` if it is not gated."""
+        """Returns the factor that the gate of an MLP is multiplied with; `None` if it is not gated."""
         value: Value | None = self._value(post)
         while value is not None and value.op not in SCALINGS:
             value = self._source(value)
@@ -429,13 +541,6 @@ class _Finder:
 
     # -- matrices ------------------------------------------------------------------------------------------------------
 
-    def _matrix(self, linear: Value, side: WeightSide = "all", numbers: Tensor | None = None) -> _Matrix:
-        weights = self._flow.weights(linear.node)
-        is_known = linear.op in _INPUT_BY_OUTPUT | _OUTPUT_BY_INPUT and len(weights) == 1 and len(weights[0].shape) == 2
-        if not is_known:
-            raise NoWeightError(f"{self._flow.path(linear)} ({linear.op}) does not multiply with one matrix")
-        return _Matrix(self._flow, weights[0], linear.op in _INPUT_BY_OUTPUT, side, numbers)
-
     def input_map(self, component: Component) -> tuple[Value, _Matrix]:
         """Returns the linear map that makes the heads of a component."""
         return self._before(self._value(component)), self._outputs(component, ("head", "channel"))
@@ -448,27 +553,44 @@ class _Finder:
         return self._outputs_of(self._value(component), axes, component)
 
     def _outputs_of(self, value: Value, axes: tuple[str, ...], like: Component) -> _Matrix:
-        """Returns the matrix whose outputs a value is, with the numbers of the outputs."""
-        linear = self._before(value)
-        numbers = self._numbers(linear)
-        found = _Rearranged(self._flow, self._trails, linear, numbers).value(value)
-        return self._matrix(linear, "outputs", _by_axes(found, like.axes, axes))
+        """Returns the matrix whose outputs form a value, with the numbers of the outputs."""
+        linear = _LinearMap.of(self._flow, self._before(value))
+        result = linear.result
+        numbers = linear.numbers(result, linear.outputs)
+        found = _by_axes(self._arrived(result, numbers, value), like.axes, axes)
+        if len(found.unique()) < found.numel():  # heads with the same weights: repeated, or made of different inputs
+            entries = self._arrived(result, torch.arange(result.size).view(result.shape), value)
+            others = tuple(slice(None) if axis in axes else 0 for axis in like.axes)
+            if len(entries[others].unique()) > len(found.unique()):
+                raise NoWeightError(f"{self._flow.path(result)} multiplies a part of the stream for each head")
+        return linear.matrix(linear.inputs, "outputs", found)
+
+    def _arrived(self, start: Value, numbers: Tensor, value: Value) -> Tensor:
+        """Returns the numbers of the entries of one value where operations that only rearrange take them."""
+        return _Rearranged(self._flow, self._trails, start, numbers).value(value)
 
     def _inputs(self, component: Component, axes: tuple[str, ...]) -> _Matrix:
-        """Returns the matrix whose inputs a value is, with the numbers of the inputs."""
+        """Returns the matrix whose inputs form a value, with the numbers of the inputs."""
         value = self._value(component)
-        linear, given = self._after(value)
+        linear = _LinearMap.of(self._flow, self._after(value)[0])
         numbered = torch.arange(value.size).view(value.shape)
-        arrived = _Rearranged(self._flow, self._trails, value, numbered).value(given)
+        arrived = self._arrived(value, numbered, linear.given)
         if arrived.numel() != value.size:
-            raise NoWeightError(f"{self._flow.path(linear)} reads other values than {component.name}")
+            raise NoWeightError(f"{self._flow.path(linear.result)} reads other values than {component.name}")
+        inputs = self._summed(linear)
         numbers = torch.empty(value.size, dtype=torch.long)
-        numbers[arrived.reshape(-1)] = self._numbers(given).reshape(-1)
-        return self._matrix(linear, "inputs", _by_axes(numbers.view(value.shape), component.axes, axes))
+        numbers[arrived.reshape(-1)] = linear.numbers(linear.given, inputs).reshape(-1)
+        return linear.matrix(inputs, "inputs", _by_axes(numbers.view(value.shape), component.axes, axes))
 
-    def _numbers(self, value: Value) -> Tensor:
-        """Returns the number of each entry in the last dimension, in the shape of a value."""
-        return torch.arange(value.shape[-1]).expand(value.shape).contiguous()
+    def _summed(self, linear: _LinearMap) -> str:
+        """Returns the letters of the inputs of a linear map, and of what the model sums over right after it."""
+        inputs = linear.inputs
+        for user in self._flow.users.get(linear.result.node, []) if linear.apart else []:
+            dims = user.kwargs.get("dim", user.args[1] if len(user.args) > 1 else None)
+            if user.op == "sum" and dims is not None:
+                of_result = linear.letters[linear.result]
+                inputs += "".join(of_result[dim] for dim in ([dims] if isinstance(dims, int) else dims))
+        return "".join(letter for letter in linear.letters[linear.weight] if letter in inputs)
 
     def _after(self, value: Value) -> tuple[Value, Value]:
         """Returns the linear map that reads a value, and the value as it reads it."""
@@ -496,7 +618,7 @@ class _Rearranged:
         self._numbers = numbers
 
     def value(self, value: Value) -> Tensor:
-        """Returns the numbers that are where the value is."""
+        """Returns the numbers at the place of the value."""
         try:
             result = self._at(value)
         except UnknownValueError as unknown:
@@ -556,7 +678,7 @@ def _by_axes(numbers: Tensor, axes: tuple[str, ...], wanted: tuple[str, ...]) ->
 
 
 def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
-    """Returns what a module holds; of a module whose weights accelerate keeps elsewhere, a copy that its hook loads."""
+    """Returns a tensor of a module; if accelerate keeps its weights elsewhere, a copy that its hook loads."""
     module = functools.reduce(getattr, attributes[:-1], frame.module)
     held: Any = getattr(module, attributes[-1])
     if not isinstance(held, Tensor) or not held.is_meta:
@@ -574,7 +696,7 @@ def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
 
 
 def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAME_VALUES) -> Tensor:
-    """Returns a tensor that the model holds, or what some operations make of such tensors.
+    """Returns a tensor of the model, or the result of some operations on such tensors.
 
     Args:
         flow: The flow of values.

@@ -18,7 +18,7 @@ import { followTheme } from "./page/theme";
 import { makeEditor } from "./patches/editor";
 import { tryEdit } from "./patches/edits";
 import { makePatchList } from "./patches/patch_list";
-import { makeResultHeatmap } from "./plots/result_heatmap";
+import { makeResultHeatmap, makeResultView } from "./plots/result_heatmap";
 import { makeRunPanel } from "./runs/run_panel";
 import { keepKeys, type TreeActions, watchKeys } from "./tree/keyboard";
 import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
@@ -49,6 +49,7 @@ const VIEWS: Partial<Record<string, MakeView<never>>> = {
   attention: makeAttentionView,
   lens: makeLensView,
   generation: makeGenerationView,
+  result: makeResultView,
 };
 
 /** Shows the model in `el`. Returns a function that removes the view. */

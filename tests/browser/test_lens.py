@@ -15,7 +15,8 @@ MODEL = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.experiments import show_generation, show_lens
+from graphpatch_notebook import ZeroPatch
+from graphpatch_notebook.experiments import show_generation, show_heatmap, show_lens
 
 torch.manual_seed(0)
 config = GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=40, bos_token_id=None, eos_token_id=None)
@@ -32,6 +33,17 @@ lens
 GENERATE = """
 generation = show_generation(pg, ids, max_new_tokens=5)
 generation
+"""
+
+SWEEP = """
+names = [f"layers[{layer}].resid_post" for layer in range(3)]
+result = pg.sweep(
+    {"path": names, "position": range(6)},
+    lambda path, position: {path: ZeroPatch(slice=(slice(None), position))},
+    ids, metric=lambda output: output.logits[0, -1, 7], progress=False,
+)
+heatmap = show_heatmap(result, pg=pg, title="Zero")
+heatmap
 """
 
 # Log-probabilities of greedy tokens by plain torch: each step runs the whole text, in which position 4 of the first
@@ -55,8 +67,8 @@ def said_by_hooks(is_patched):
 def test_a_cell_is_patched_by_a_click_and_generated_tokens_branch(
     notebook: NotebookPage, write: Callable[..., str], take_picture: Callable[[str], Path]
 ) -> None:
-    notebook.open(write(MODEL, SHOW, GENERATE, BY_HOOKS))
-    for cell in range(4):
+    notebook.open(write(MODEL, SHOW, GENERATE, BY_HOOKS, SWEEP))
+    for cell in range(5):
         notebook.run(cell)
     lens = notebook.cell(1).get_by_role("region", name="Logit lens")
     canvas = lens.get_by_role("img").first
@@ -86,3 +98,18 @@ def test_a_cell_is_patched_by_a_click_and_generated_tokens_branch(
     expect(generation.get_by_role("group", name=re.compile("^Branch at step 2"))).to_be_visible()
     assert notebook.value("len(generation.generation['lines'])") == 2
     take_picture("generation")
+    # A cell of a result over a component of each layer is patched like one of the lens, which follows.
+    result = notebook.cell(4).get_by_role("region", name="Heatmap")
+    notebook.scroll_to(4)
+    canvas = result.get_by_role("img")
+    box = canvas.bounding_box()
+    assert box is not None
+    canvas.click(position={"x": 4.5 * box["width"] / 6, "y": 2.5 * box["height"] / 3})
+    expect(result.get_by_role("toolbar", name="Selection")).to_contain_text("layers[0].resid_post[:, 4]")
+    result.get_by_role("button", name="Zero").click()
+    expect(result.get_by_role("group", name="Patches")).to_contain_text("#")
+    take_picture("result")
+    notebook.wait_for_value("lens.lens['runs']", 2)
+    patch = "lens.session['patches'][0]"
+    expected = ["zero", "layers[0].resid_post", "4"]
+    assert notebook.value(f"[{patch}['kind'], {patch}['path'], {patch}['positions']]") == expected

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import GraphError, PatchableGraph, ProbePatch, ZeroPatch
+from graphpatch_notebook.experiments import attribute_edges, composition_scores, direct_logit_attribution, head_scores
 from tests.components.families import MODELS, captured_model
 
 
@@ -140,6 +141,120 @@ def test_a_result_is_refused_while_its_weight_is_patched() -> None:
     with pg.patch({weight: probe}):
         pg.record("layers[1].attn.heads[2].result", given, stop_at_last=False)
     assert probe.activation is not None
+
+
+class ByLetters(nn.Module):
+    """A layer whose weights have a dimension for heads, as in ARENA's and TransformerLens' models."""
+
+    def __init__(self, style: str, kv_heads: int) -> None:
+        super().__init__()
+        self.style, self.repeats = style, 4 // kv_heads
+        shapes = {"W_Q": (4, 16, 3), "W_K": (kv_heads, 16, 3), "W_V": (kv_heads, 16, 3), "W_O": (4, 3, 16)}
+        for name, shape in {**shapes, "W_in": (16, 20), "W_out": (20, 16)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.bias = nn.Parameter(torch.randn(3))
+        self.norm = nn.LayerNorm(16)
+
+    def heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.style == "matmul":
+            return (x[:, None] @ weight).transpose(1, 2) + self.bias
+        if self.style == "linear":
+            return nn.functional.linear(x, weight.transpose(1, 2).flatten(0, 1)).unflatten(-1, (-1, 3)) + self.bias
+        return torch.einsum("...d,hdc->...hc" if self.style == "ellipsis" else "bpd,hdc->bphc", x, weight) + self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        q, k, v = (self.heads(normed, weight) for weight in (self.W_Q, self.W_K, self.W_V))
+        k, v = (each.repeat_interleave(self.repeats, 2) for each in (k, v))
+        pattern = torch.einsum("bqhc,bkhc->bhqk", q, k).softmax(-1)
+        z = torch.einsum("bkhc,bhqk->bqhc", v, pattern)
+        if self.style == "matmul":
+            out = (z.transpose(1, 2) @ self.W_O).sum(1)
+        elif self.style == "linear":
+            out = z.flatten(2) @ self.W_O.flatten(0, 1)
+        elif self.style == "results":
+            out = torch.einsum("bqhc,hcd->bqhd", z, self.W_O).sum(dim=(-2,))
+        else:
+            out = torch.einsum("...hc,hcd->...d" if self.style == "ellipsis" else "bqhc,hcd->bqd", z, self.W_O)
+        x = x + out
+        pre = torch.einsum("bpd,dn->bpn", self.norm(x), self.W_in)
+        return x + torch.einsum("bpn,nd->bpd", nn.functional.gelu(pre), self.W_out)
+
+
+class TablesByLetters(nn.Module):
+    def __init__(self, style: str, kv_heads: int = 4) -> None:
+        super().__init__()
+        self.W_E, self.W_pos = nn.Parameter(torch.randn(30, 16)), nn.Parameter(torch.randn(40, 16))
+        self.blocks = nn.ModuleList(ByLetters(style, kv_heads) for _ in range(2))
+        self.norm, self.W_U = nn.LayerNorm(16), nn.Parameter(torch.randn(16, 30))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.W_E[ids] + self.W_pos[: ids.shape[1]].expand(len(ids), -1, -1)
+        for block in self.blocks:
+            x = block(x)
+        return torch.einsum("bpd,dt->bpt", self.norm(x), self.W_U)
+
+
+@pytest.mark.parametrize(
+    ("style", "kv_heads"),
+    [("einsum", 4), ("einsum", 2), ("ellipsis", 4), ("matmul", 4), ("results", 4), ("linear", 4)],
+)
+def test_weights_with_a_dimension_for_heads(style: str, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    model = TablesByLetters(style, kv_heads).eval()
+    pg = PatchableGraph(model, torch.randint(0, 30, (3, 7)))
+    for name in ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out"):
+        own = [getattr(block, name) for block in model.blocks]
+        assert torch.equal(getattr(pg.weights, name)[:], torch.stack(own))
+        if style != "linear" and own[1].ndim == 3:  # a view
+            assert getattr(pg.weights, name)[1, 1].data_ptr() == own[1][1].data_ptr()
+    for name in ("W_E", "W_pos", "W_U"):
+        assert torch.equal(getattr(pg.weights, name), getattr(model, name))
+    first, second = model.blocks
+    for kind in ("Q", "K", "V"):
+        scores = composition_scores(pg, kind)
+        for head, to_head in ((0, 3), (2, 1)):
+            share, to_share = head // first.repeats, to_head // first.repeats
+            writes = first.W_V[share] @ first.W_O[head]
+            attends = second.W_Q[to_head] @ second.W_K[to_share].T
+            reads = {"Q": attends, "K": attends.T, "V": second.W_V[to_share] @ second.W_O[to_head]}[kind]
+            expected = ((writes @ reads).norm() / (writes.norm() * reads.norm())).item()
+            found = scores.sel(layer=0, head=head, to_layer=1, to_head=to_head).item()
+            assert found == pytest.approx(expected, rel=1e-4)
+    assert head_scores(pg, length=5).shape == (3, 2, 4)
+    ids = torch.randint(0, 30, (2, 6))
+    for by in ("layer", "head", "neuron"):
+        parts = direct_logit_attribution(pg, ids, target=torch.tensor([3, 8]), by=by)
+        total = sum(part.sum([dim for dim in part.dims if dim != "batch"]) for part in parts.values())
+        torch.testing.assert_close(torch.tensor(total.values).float(), model(ids)[[0, 1], -1, [3, 8]])
+    edges = attribute_edges(pg, lambda logits: logits[:, -1, 3].sum(), ids[:1], ids[1:])
+    assert ("layers[1].attn.heads[2].q" in edges.receiver) is (style == "linear")  # or all heads as one
+    names = [f"layers[1].attn.heads[{head}].result" for head in range(4)]
+    found = pg.record([*names, "layers[1].attn_out"], ids)
+    torch.testing.assert_close(sum(found[name] for name in names), found["layers[1].attn_out"])
+
+
+class Apart(ByLetters):
+    """Each head reads its own channels of the stream, with the same weights or with its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (4, 4))
+        weights = (self.W_Q, self.W_K, self.W_V)
+        equation = "bphd,dc->bphc" if self.style == "shared" else "bphd,hdc->bphc"
+        q, k, v = (torch.einsum(equation, parts, w[0, :4] if self.style == "shared" else w[:, :4]) for w in weights)
+        z = torch.einsum("bhqk,bkhc->bqhc", torch.einsum("bqhc,bkhc->bhqk", q, k).softmax(-1), v)
+        return x + torch.einsum("bqhc,hcd->bqhd", z, self.W_O[:, :, :4]).flatten(2)
+
+
+@pytest.mark.parametrize("style", ["shared", "own"])
+def test_heads_that_read_and_write_parts_of_the_stream_have_no_weights(style: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Apart(style, 4) for _ in range(2)))
+    weights = PatchableGraph(layers.eval(), torch.randn(2, 5, 16)).weights
+    reads, writes = "multiplies a part of the stream for each head", "does not multiply all that it reads"
+    for matrix, reason in ((weights.W_Q, reads), (weights.W_V, reads), (weights.W_O, writes)):
+        with pytest.raises(GraphError, match=reason):
+            matrix[1]
 
 
 class Decoding(nn.Module):

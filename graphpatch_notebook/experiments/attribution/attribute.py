@@ -45,7 +45,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     by_problem,
     check_problems,
 )
-from graphpatch_notebook.experiments.results.arrays import metric_name, with_component_dims
+from graphpatch_notebook.experiments.results.arrays import keep_components, metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
@@ -331,14 +331,15 @@ def _data_array(
         "remarks": found.remarks,
         "fallbacks": found.fallbacks,
     }
-    data, labels = with_component_dims(data, [(name, tuple(values)) for name, values in coords.items()])
+    data, labels, components = with_component_dims(data, [(name, tuple(values)) for name, values in coords.items()])
     coords = {name: list(values) for name, values in labels}
     result: DataArray = xarray.DataArray(data, coords, list(coords), name="score", attrs=attrs)
+    keep_components(result, components)
     return result
 
 
 def _conservation(pg: PatchableGraph, found: AttributionResults) -> dict[str, float]:
-    """Returns how far the scores of each cut through the model are from the change of the metric, relative to it."""
+    """Returns the relative difference between the scores of each cut through the model and the change of the metric."""
     if found.changes:
         return {
             path: abs(float(found.scores[path].sum()) - change) / (abs(change) or 1.0)

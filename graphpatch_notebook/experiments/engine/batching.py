@@ -44,6 +44,8 @@ from graphpatch_notebook.values import (
 # its rounding errors, are the same in each run.
 _WORK_OF_A_CALL = 20_000
 _IDLE_WORK_OF_A_CALL = 10_000
+_REPLAYED_CALL = 0.25
+"""What a call that returns a recorded result costs beside its kernels, as a fraction of another call."""
 _OPERATIONS_PER_CALL_TIME = {"cpu": 5e6, "other": 5e8}
 _TOKENS = {"cpu": 512, "other": 8192}
 _MOST_ROWS = 64
@@ -130,9 +132,10 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
     since = 0.0
     for cut in sorted(by_cut):
         cells, rest = by_cut[cut], cost.fraction_after(cut)
+        run = rest + extra * (rest + (1 - rest) * _REPLAYED_CALL)
         # Joining an earlier chunk saves a run, but these cells then compute frames that they could have replayed.
         is_joined = open_chunk and len(open_chunk) + len(cells) <= most
-        if is_joined and len(cells) * cost.idle(since, cut) <= rest * (1 + extra):
+        if is_joined and len(cells) * cost.idle(since, cut) <= run:
             open_chunk += cells
             continue
         if open_chunk:
@@ -162,6 +165,7 @@ class Batching:
         output: Where the rows are in the output.
         layouts: Where the rows are in what frames returned.
         of_paths: Where the rows are in patched values.
+        shapes: The shapes of patched values in the clean run.
         problems: Why some paths cannot be patched in a batch, by path.
         most: The maximum number of cells in one forward.
         cost: The cost of a run.
@@ -174,6 +178,7 @@ class Batching:
     output: Layout
     layouts: Mapping[FrameNode, Layout]
     of_paths: Mapping[str, BatchRows]
+    shapes: Mapping[str, Sequence[int]]
     problems: Mapping[str, str]
     most: int
     cost: RunCost
@@ -192,11 +197,11 @@ class Batching:
                 return f"{path!r}: other patches of the cell are on parts of the same value"
             where = entry.restriction
             if where is not None and (
-                (where.steps is not None and 0 not in where.steps)
+                not where.is_whole_in(self.shapes[path])
                 or (where.positions is not None and where.dim == self.of_paths[path].dim)
                 or where.row_dim not in (None, self.of_paths[path].dim)
             ):
-                return f"{path!r}: the patch is for some steps, or for rows"
+                return f"{path!r}: the patch is for some steps, for rows, or for positions that are not there"
         return None
 
 
@@ -237,9 +242,9 @@ def batching_of(
     assumed = _assumed(clean, moving, size) if may_assume else None
     output, layouts, of_paths, problems = assumed or _looked_up(pg, clean, [t for t in targets if t.path in moving])
     problems = {**problems, **more}
-    return Batching(
-        layout, output, layouts, of_paths, problems, most, cost, extra, instead, is_assumed=assumed is not None
-    )
+    shapes = {path: mark.value.shape for path, mark in clean.marks.items() if isinstance(mark.value, Tensor)}
+    is_assumed = assumed is not None
+    return Batching(layout, output, layouts, of_paths, shapes, problems, most, cost, extra, instead, is_assumed)
 
 
 def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.sharding import is_distributed
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, cut
 from graphpatch_notebook.experiments import metrics
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -184,7 +184,8 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], cells: Sequ
         return
     for name, values in mine["axes"].items():
         if theirs["axes"][name] != values:
-            yield f"the values of its axis {name!r} are {_cut_repr(theirs['axes'][name])}, not {_cut_repr(values)}"
+            before = theirs["axes"][name]
+            yield f"the {len(before)} values of its axis {name!r} are {cut(repr(before))}, not {cut(repr(values))}"
     if mine["key"] != theirs["key"]:
         yield f"its checkpoint_key is {theirs['key']!r}, not {mine['key']!r}"
     if mine["metric"] != theirs["metric"]:
@@ -193,7 +194,7 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], cells: Sequ
     texts = {"inputs": "inputs", "weights": "weights or modes (train or eval)"}
     yield from (f"its {text} are others" for what, text in texts.items() if mine[what] != theirs[what])
     if mine["baseline"] != theirs["baseline"]:
-        before, now = (_cut_repr(one["baseline"]["values"]) for one in (theirs, mine))
+        before, now = (cut(repr(one["baseline"]["values"])) for one in (theirs, mine))
         yield f"without patches its metric is {before}, not {now}: other weights, inputs or machine"
     if mine["axes"] == theirs["axes"] and mine["patches"] != theirs["patches"]:
         pairs = zip(cells, mine["patches"], theirs["patches"], strict=True)
@@ -204,11 +205,6 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], cells: Sequ
 def _label(value: Any) -> Any:
     label = plain_label(value)
     return label if not isinstance(label, float) or math.isfinite(label) else str(label)  # JSON has no NaN
-
-
-def _cut_repr(values: Any) -> str:
-    text = repr(values)
-    return text if len(text) <= 100 else f"{text[:80]}... ({len(values)})"
 
 
 class Checkpoint:

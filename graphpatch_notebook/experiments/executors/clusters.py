@@ -1,4 +1,4 @@
-"""Clusters: what Dask and Ray need besides an executor."""
+"""Support for the clusters of Dask and Ray: submitting tasks, and finding out which workers were lost."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.executors.checkpoint import weights_digest
-from graphpatch_notebook.experiments.executors.executors import Dispatch, check_executor, task_maker
+from graphpatch_notebook.experiments.executors.dispatch import Dispatch, check_executor, task_maker
 from graphpatch_notebook.experiments.executors.pickling import sendable
 from graphpatch_notebook.experiments.executors.worker import Reference
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured

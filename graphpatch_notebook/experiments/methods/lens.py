@@ -54,12 +54,17 @@ def layer_count(pg: PatchableGraph, stack: str) -> int:
     """Returns the number of layers of a stack.
 
     Raises:
-        ExperimentError: The stack of layers does not exist.
+        ExperimentError: The stack of layers does not exist, or there are several and none was given.
     """
-    if stack not in pg.components.layers:
-        stacks = ", ".join(map(repr, pg.components.layers)) or "none"
-        raise ExperimentError(f"unknown stack of layers {stack!r} in this model; stack= is one of: {stacks}")
-    return pg.components.layers[stack]
+    layers = pg.components.layers
+    if stack in layers:
+        return layers[stack]
+    if not layers:
+        component(pg, "layers[0].resid_post")  # raises an error with the reason
+    choices = " or ".join(f"stack={known!r}" if known else "no stack=" for known in layers)
+    if stack:
+        raise ExperimentError(f"unknown stack of layers {stack!r} in this model; give {choices}")
+    raise ExperimentError(f"this model has {len(layers)} stacks of layers, and no stack= was given: give {choices}")
 
 
 def arranged(value: Tensor, axes: Sequence[str], wanted: Sequence[str]) -> Tensor:

@@ -139,6 +139,11 @@ class Readouts:
         check_inputs(pg, inputs)
         self._pg, self._inputs = pg, inputs
         self._start, self._count = f"{stack}." if stack else "", layer_count(pg, stack)
+        if (reader := _reader_of(pg, self._start)) is not None:
+            raise ExperimentError(
+                f"the logits are for the positions of the stack {reader!r}, which reads {stack!r} by cross attention: "
+                f"a lens view needs stack={reader!r}; logit_lens reads states of {stack!r}, too"
+            )
         self._last = component(pg, f"{self._start}layers[{self._count - 1}].resid_post")
         logits = component(pg, "@logits")
         if sorted(logits.axes) != sorted(_AXES):
@@ -386,6 +391,17 @@ class _ReadLogits:
         rank = (logits > logits.gather(-1, target)).sum(-1, keepdim=True)
         parts = [found.indices, found.values, probabilities.gather(-1, target), rank]
         return torch.cat([part.double() for part in parts], -1)
+
+
+def _reader_of(pg: PatchableGraph, start: str) -> str | None:
+    """Returns the stack that reads another one by cross attention; `None` if there is none.
+
+    Args:
+        pg: The graph.
+        start: The beginning of the names of the other stack.
+    """
+    crossing = {name.partition("layers[")[0] for name in pg.components if ".cross_attn." in name}
+    return next((one.removesuffix(".") for one in sorted(crossing) if start not in crossing), None)
 
 
 def _checked_target(target: int | Sequence[int] | None, logits: Any) -> list[int]:

@@ -15,7 +15,7 @@ from graphpatch_notebook.experiments.engine.purity import made_cells
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
-from graphpatch_notebook.experiments.executors.executors import Dispatch, check_executor, task_maker
+from graphpatch_notebook.experiments.executors.dispatch import Dispatch, check_executor, task_maker
 from graphpatch_notebook.experiments.executors.scheduling import Ledger, Progress, remaining, run_here, shown_progress
 from graphpatch_notebook.experiments.executors.worker import Reference, SweepWork
 from graphpatch_notebook.experiments.extras import extra

@@ -268,7 +268,8 @@ def show_heatmap(
         origin: Whether the first row is the `"lower"` or the `"upper"` one.
         title: The title.
         pg: The graph that the result is of: cells then are a part of the selection of its views. A click selects the
-            path, layer, head and position of the cell in all of them, and what is selected there is marked.
+            path, layer, head and position of the cell in all of them, and what is selected there is marked. Cells of
+            paths and components can be patched, with the actions of the other views.
         **options: `center`, `limits`, `labels`, `relative_to`.
 
     Raises:
@@ -289,7 +290,8 @@ def show_heatmap(
         return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
     from graphpatch_notebook.notebook.views.result_view import LinkedHeatmap
 
-    return LinkedHeatmap(grid, title, is_upward=is_upward(grid, origin), graph=pg)
+    workspace, _ = _for_view((), {})
+    return LinkedHeatmap(result, grid, title, is_upward=is_upward(grid, origin), graph=pg, workspace=workspace)
 
 
 def show_attention(

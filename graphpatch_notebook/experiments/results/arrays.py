@@ -47,7 +47,7 @@ def data_array(
 ) -> DataArray:
     """Returns the results as an array, with NaN for cells that failed or did not run.
 
-    An axis of component names becomes several, as `with_component_dims` has it.
+    An axis of component names becomes several, as `with_component_dims` has it; `layer` keeps the names.
 
     Its attributes: `baseline`, the metric without patches; `metrics`, the names of several metrics; `errors`, a list of
     dicts with `cell` (the labels of a cell that failed) and `error`; `remarks`, a list of texts.
@@ -74,14 +74,16 @@ def data_array(
         plain.append(("metric", baseline.names))
         attrs["metrics"] = list(baseline.names)  # kept when one of them is selected
     data = data.reshape([*(len(values) for values in axes.values()), *baseline.values.shape])
-    data, plain = with_component_dims(data, plain)
-    return DataArray(
+    data, plain, components = with_component_dims(data, plain)
+    array = DataArray(
         data,
         _coordinates(tuple((name, values, tuple(map(repr, values))) for name, values in plain)),
         [*(name for name, _ in plain if name != "metric"), *metric_dims(baseline, axes)],
         name=metric_name(metric),
         attrs=attrs,
     )
+    keep_components(array, components)
+    return array
 
 
 @dataclass(frozen=True)
@@ -91,21 +93,53 @@ class ComponentGrid:
     Attributes:
         axes: The labels of each dimension.
         order: The positions of the names in the order of these dimensions.
+        components: The names with `*` for the layer, and for the head or expert.
     """
 
     axes: dict[str, tuple[Any, ...]]
     order: list[int]
+    components: tuple[str, ...] = ()
 
 
 Labels: TypeAlias = "list[tuple[str, tuple[Any, ...]]]"
 """The labels of each dimension of an array."""
 
 
-def with_component_dims(data: Scores, labels: Labels) -> tuple[Scores, Labels]:
+_COMPONENTS = "components"
+
+
+def keep_components(result: DataArray, components: Sequence[str]) -> None:
+    """Writes which components a result is of into its coordinate `layer`: parts and means of the result keep that.
+
+    Args:
+        result: A result with the dimensions that `with_component_dims` returned.
+        components: What that returned: names with `*` in place of numbers.
+    """
+    if components and "layer" in result.coords:
+        result.coords["layer"].attrs[_COMPONENTS] = list(components)
+
+
+def component_of(result: DataArray, label: Any = None) -> str | None:
+    """Returns the component that a result is of, with `*` in place of numbers: `layers[*].attn.heads[*].z`.
+
+    Args:
+        result: A result, or a part of it.
+        label: The label along the dimension `component`; `None` if it has none.
+
+    Returns:
+        The name; `None` if it is not known, or if there are several.
+    """
+    known = result.coords["layer"].attrs.get(_COMPONENTS, ()) if "layer" in result.coords else ()
+    found = [name for name in known if label is None or _common(parse_name(name)) == label]
+    return found[0] if len(found) == 1 else None
+
+
+def with_component_dims(data: Scores, labels: Labels) -> tuple[Scores, Labels, tuple[str, ...]]:
     """Returns an array with dimensions for layers and heads in place of a dimension `path` (`sender`) of components.
 
     These are what differs in the names: `component` (`"attn_out"`, `"mlp_out"`), `layer`, and `head` or `expert`. The
-    dimension stays if the names are not all combinations of these, or if there is another dimension of that name.
+    dimension stays if the names are not all combinations of these, or if there is another dimension of that name. Also
+    returns the components, for `keep_components`.
     """
     for position, (name, values) in enumerate(labels):
         grid = component_grid(values) if name in ("path", "sender") else None
@@ -113,36 +147,53 @@ def with_component_dims(data: Scores, labels: Labels) -> tuple[Scores, Labels]:
             sizes = [len(numbers) for numbers in grid.axes.values()]
             data = np.take(data, grid.order, position)
             data = data.reshape([*data.shape[:position], *sizes, *data.shape[position + 1 :]])
-            return data, [*labels[:position], *grid.axes.items(), *labels[position + 1 :]]
-    return data, labels
+            return data, [*labels[:position], *grid.axes.items(), *labels[position + 1 :]], grid.components
+    return data, labels, ()
 
 
 def component_grid(labels: Sequence[Any]) -> ComponentGrid | None:
     """Returns the dimensions that the labels of an axis stand for, if they are component names in all combinations.
 
     Example:
-        >>> component_grid(["layers[0].attn_out", "layers[0].mlp_out", "layers[1].attn_out", "layers[1].mlp_out"])
-        ComponentGrid(axes={'component': ('attn_out', 'mlp_out'), 'layer': (0, 1)}, order=[0, 2, 1, 3])
+        >>> names = ["layers[0].attn_out", "layers[0].mlp_out", "layers[1].attn_out", "layers[1].mlp_out"]
+        >>> grid = component_grid(names)
+        >>> grid.axes, grid.order
+        ({'component': ('attn_out', 'mlp_out'), 'layer': (0, 1)}, [0, 2, 1, 3])
+        >>> grid.components
+        ('layers[*].attn_out', 'layers[*].mlp_out')
     """
     if not all(isinstance(label, str) and is_component_name(label) for label in labels):
         return None
-    keys = [_component_key(parse_name(label)) for label in labels]
+    names = [parse_name(label) for label in labels]
+    keys = [_component_key(name) for name in names]
     if any(key.keys() != keys[0].keys() for key in keys):
         return None
+    if any(not isinstance(number, (int, str)) for key in keys for number in key.values()):
+        return None  # a name of several layers or heads, such as `layers[*].mlp_out`
     axes = {axis: tuple(dict.fromkeys(key[axis] for key in keys)) for axis in keys[0]}
     if len(axes["component"]) == 1 and len(axes) > 1:
         del axes["component"]
     places = {tuple(key[axis] for axis in axes): number for number, key in enumerate(keys)}
     cells = list(itertools.product(*axes.values()))
     is_grid = len(cells) == len(labels) and all(cell in places for cell in cells)
-    return ComponentGrid(axes, [places[cell] for cell in cells]) if is_grid else None
+    every = slice(None)
+    patterns = dict.fromkeys(
+        str(replace(name, layers=every, members=None if name.axis is None else every))
+        for name in names
+        if name.layers is not None
+    )
+    return ComponentGrid(axes, [places[cell] for cell in cells], tuple(patterns)) if is_grid else None
 
 
 def _component_key(name: ComponentName) -> dict[str, Any]:
     """Returns what tells a component from others, by dimension."""
-    common = replace(name, layers=None, members=None if name.axis is None else slice(None))
     numbers = {"layer": name.layers, name.axis or "": name.members}
-    return {"component": str(common), **{axis: number for axis, number in numbers.items() if number is not None}}
+    return {"component": _common(name), **{axis: number for axis, number in numbers.items() if number is not None}}
+
+
+def _common(name: ComponentName) -> str:
+    """Returns what the names of a component have in common in all layers."""
+    return str(replace(name, layers=None, members=None if name.axis is None else slice(None)))
 
 
 def _coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...]) -> Coordinates:

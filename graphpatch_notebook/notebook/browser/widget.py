@@ -1,7 +1,7 @@
 """The widget of the tree browser in the kernel. Its front end is js/.
 
 front end  -- expanded, selected, query, shows_sizes -->  traits, validated
-front end  -- requests ---------------------------------->  `request_handlers`, and those of all views
+front end  -- requests ---------------------------------->  `TREE_HANDLERS`, which include those of all views
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets
 
 from graphpatch_notebook.errors import SessionError, UnknownPathError
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.notebook.browser.request_handlers import TREE_HANDLERS, TreeContext
+from graphpatch_notebook.notebook.browser.details import details
 from graphpatch_notebook.notebook.browser.scores import packed_scores, scores_by_path
 from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, SIZE, Skeleton, skeleton_of
 from graphpatch_notebook.notebook.browser.static_tree import StaticTree, entry_of
@@ -30,7 +31,17 @@ from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.linked import LinkedView
-from graphpatch_notebook.notebook.views.requests import Handlers, session_state
+from graphpatch_notebook.notebook.views.requests import (
+    HANDLERS,
+    Answer,
+    Handlers,
+    Payload,
+    RequestContext,
+    inputs_of,
+    interrupt_run,
+    run_status,
+    session_state,
+)
 from graphpatch_notebook.notebook.views.selection import item_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
@@ -44,6 +55,54 @@ _LONGEST_QUERY = 10_000
 
 def _is_rows(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(type(row) is int for row in value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeContext(RequestContext):
+    """The objects that requests of the tree read and change.
+
+    Attributes:
+        skeleton: Returns the rows that the front end shows.
+        name_components: Sends the components, as the trait `components`.
+    """
+
+    skeleton: Callable[[], Skeleton]
+    name_components: Callable[[], None] = lambda: None
+
+
+def _details(context: TreeContext, payload: Payload) -> Answer:
+    return details(context.session.graph, context.skeleton(), payload.number("row")), []
+
+
+def _components(context: TreeContext, _: Payload) -> Answer:
+    context.name_components()
+    return {}, []
+
+
+def _activation(context: TreeContext, payload: Payload) -> Answer:
+    skeleton, row = context.skeleton(), payload.number("row")
+    path = skeleton.path(row) if 0 <= row < len(skeleton) else ""
+    if not path:
+        raise SessionError(f"row {row} is not a node, so it does not have an activation")
+    plane, is_patched = payload.text_or_none("plane"), payload.flag("is_patched")
+    number = context.runs.start_activation(path, plane, is_patched, inputs_of(context, payload))
+    return context.runs.status(number)
+
+
+def _activation_close(context: TreeContext, payload: Payload) -> Answer:
+    context.runs.close_activation(payload.number("id"))
+    return {}, []
+
+
+TREE_HANDLERS: Handlers = {
+    **HANDLERS,
+    "details": _details,
+    "components": _components,
+    "activation": _activation,
+    "activation_status": run_status,
+    "activation_interrupt": interrupt_run,
+    "activation_close": _activation_close,
+}
 
 
 class Browser(LinkedView):

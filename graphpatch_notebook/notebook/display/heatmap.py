@@ -59,12 +59,16 @@ class ResultHeatmap(DisplayedWidget):
     selected: Any = traitlets.Tuple(traitlets.Any(), traitlets.Any(), default_value=None, allow_none=True)
 
     def __init__(self, grid: Grid, title: str | None = None, *, is_upward: bool = True) -> None:
+        super().__init__(self._static_html, self._keep(grid, title, is_upward=is_upward))
+
+    def _keep(self, grid: Grid, title: str | None, *, is_upward: bool) -> str:
+        """Sets what is shown. Returns the model id."""
         self._cells = ResultCells.of_grid(grid, is_upward=is_upward)
         self._title = title
         self._own_id = uuid.uuid4().hex
         self.set_trait("heatmap", self._cells.state(title, self._own_id))
         self.set_trait("values", self._cells.packed())
-        super().__init__(self._static_html, self._own_id)
+        return self._own_id
 
     @property
     def grid(self) -> Grid:
@@ -95,7 +99,7 @@ class ResultHeatmap(DisplayedWidget):
         return proposal["value"]
 
     @traitlets.validate("selected")
-    def _checked_selection(self, proposal: Any) -> Any:
+    def _checked_coordinates(self, proposal: Any) -> Any:
         if proposal["value"] is not None:
             self._place(proposal["value"])
         return proposal["value"]
@@ -110,7 +114,7 @@ class ResultHeatmap(DisplayedWidget):
             self.selected = (self.grid.rows.values[row], self.grid.columns.values[column])
 
     @traitlets.observe("selected")
-    def _follow_selection(self, change: Any) -> None:
+    def _follow_coordinates(self, change: Any) -> None:
         chosen = change["new"]
         self.cell = None if chosen is None else self._cells.cell_of(*self._place(chosen))
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from IPython.paths import get_ipython_dir
 
-from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UnresolvedPatchWarning
+from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UnresolvedPatchWarning, cut
 from graphpatch_notebook.inspection.resolution import operation_of, other_operation, with_nearest
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile, names_used
 from graphpatch_notebook.notebook.session.expressions import is_plain
@@ -184,12 +184,12 @@ def loads(session: Session, text: str, where: str = "", source: UntrustedFile | 
         try:
             patch = ChosenPatch(**{_FIELDS[name].name: value for name, value in entry.items() if name != "op"})
         except ChosenPatchError as problem:
-            problems.append(_cut(f"{here}: {problem}", _LONGEST_PROBLEM))
+            problems.append(cut(f"{here}: {problem}", _LONGEST_PROBLEM))
             continue
         try:
             found.append(_checked(session, patch, entry.get("op"), found, lost))
         except ChosenPatchError as problem:
-            problems.append(_cut(f"{here}: {problem}", _LONGEST_PROBLEM))
+            problems.append(cut(f"{here}: {problem}", _LONGEST_PROBLEM))
             misfits += problems[-1:] if problem.field in _OF_GRAPH else []
             lost |= {patch.name} - {None}  # type: ignore[arg-type]
     if len(problems) > len(misfits) or (misfits and not found):
@@ -329,11 +329,7 @@ def _json_text(value: Any) -> str:
         text = json.dumps(value)
     except (RecursionError, ValueError):  # ValueError: a number of very many digits
         text = f"a {type(value).__name__}"
-    return _cut(text, 60)
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+    return cut(text, 60)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, StaleEditError
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, StaleEditError, cut
 from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, names_used
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, RESTRICTIONS
@@ -131,21 +131,21 @@ class Payload:
 
     def __init__(self, content: Any) -> None:
         if not isinstance(content, dict):
-            raise SessionError(f"a request needs a payload, not {_cut_repr(content)}")
+            raise SessionError(f"a request needs a payload, not {cut(repr(content))}")
         self._content: dict[str, Any] = content
 
     def number(self, name: str) -> int:
         """Returns an integer."""
         value = self._get(name)
         if type(value) is not int:
-            raise SessionError(f"{name!r} must be an integer, not {_cut_repr(value)}")
+            raise SessionError(f"{name!r} must be an integer, not {cut(repr(value))}")
         return value
 
     def numbers(self, name: str) -> list[int]:
         """Returns a list of integers."""
         value = self._get(name)
         if not isinstance(value, list) or any(type(one) is not int for one in value):
-            raise SessionError(f"{name!r} must be a list of integers, not {_cut_repr(value)}")
+            raise SessionError(f"{name!r} must be a list of integers, not {cut(repr(value))}")
         return list(value)
 
     def number_or_none(self, name: str) -> int | None:
@@ -156,7 +156,7 @@ class Payload:
         """Returns a string."""
         value = self._get(name)
         if not isinstance(value, str):
-            raise SessionError(f"{name!r} must be a string, not {_cut_repr(value)}")
+            raise SessionError(f"{name!r} must be a string, not {cut(repr(value))}")
         return value
 
     def text_or_none(self, name: str) -> str | None:
@@ -167,7 +167,7 @@ class Payload:
         """Returns `True` or `False`."""
         value = self._get(name)
         if not isinstance(value, bool):
-            raise SessionError(f"{name!r} must be true or false, not {_cut_repr(value)}")
+            raise SessionError(f"{name!r} must be true or false, not {cut(repr(value))}")
         return value
 
     def items(self, name: str) -> list[Item]:
@@ -186,7 +186,7 @@ class Payload:
         known = (*FIELDS, *more)
         unknown = next((name for name in self._content if name not in known), None)
         if unknown is not None:
-            raise SessionError(f"a patch has no field {_cut_repr(unknown)}; it has {', '.join(known)}")
+            raise SessionError(f"a patch has no field {cut(repr(unknown))}; it has {', '.join(known)}")
         return dict(self._content)
 
     def _get(self, name: str) -> Any:
@@ -224,13 +224,8 @@ def _handled(context: RequestContext, message: Any, handlers: Handlers) -> Answe
     handler = handlers.get(name)
     if handler is None:
         close = ", ".join(map(repr, nearest(name[:_LONGEST_NAME], list(handlers))))
-        raise SessionError(f"unknown request {_cut_repr(name)}; nearest: {close}; is the page older than the kernel?")
+        raise SessionError(f"unknown request {cut(repr(name))}; nearest: {close}; is the page older than the kernel?")
     return handler(context, request.part("payload"))
-
-
-def _cut_repr(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:76]}..."
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -259,7 +254,7 @@ def _edit(context: RequestContext, payload: Payload) -> Answer:
         case "redo":
             session.redo(version)
         case other:
-            raise SessionError(f"unknown edit {_cut_repr(other)}")
+            raise SessionError(f"unknown edit {cut(repr(other))}")
     return {"version": session.chosen.version}, []
 
 
@@ -287,7 +282,7 @@ def _patch(context: RequestContext, fields: dict[str, Any], is_enabled: Any = Tr
     """
     for field in ("path", "kind"):
         if not isinstance(fields.get(field), str):
-            raise ChosenPatchError(field, f"a patch needs a {field}, not {_cut_repr(fields.get(field))}")
+            raise ChosenPatchError(field, f"a patch needs a {field}, not {cut(repr(fields.get(field)))}")
     if "name" in _fields_of(fields) and fields.get("name") is None:
         # Check the path first, since the name is derived from it.
         path = context.session.check(ChosenPatch(fields["path"], "zero", any_shape=True)).patch.path
@@ -342,7 +337,7 @@ def _notes(context: RequestContext, patch: ChosenPatch, before: ChosenPatch | No
 def _export(context: RequestContext, payload: Payload) -> Answer:
     form = payload.text("form")
     if form not in ("graphpatch", "hooks"):
-        raise SessionError(f"unknown form {_cut_repr(form)}: it is 'graphpatch' or 'hooks'")
+        raise SessionError(f"unknown form {cut(repr(form))}: it is 'graphpatch' or 'hooks'")
     # With the inputs of *Run*, so that the numbers are equal.
     origin = replace(context.session.origin, arguments=payload.text_or_none("inputs") or context.written())
     return {"code": str(export(context.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []

@@ -2,97 +2,137 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets
 
-from graphpatch_notebook.components.names import is_component_name
+from graphpatch_notebook.components import Components
+from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.experiments.plotting.grids import Grid, Side
+from graphpatch_notebook.experiments.results.arrays import component_of
 from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
-from graphpatch_notebook.notebook.views.selection import Item, item_of, problem_of, selection_of
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.views.linked import LinkedView
+from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.selection import Item, item_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
+
+if TYPE_CHECKING:
+    from xarray import DataArray
 
 _NUMBERS = ("layer", "head", "position", "key")
 
 
-class LinkedHeatmap(ResultHeatmap):
-    """A heatmap whose cells are items of the selection of a graph.
+class LinkedHeatmap(ResultHeatmap, LinkedView):
+    """A heatmap whose cells are items of the selection of a graph, with the actions of its views.
 
     Args:
-        grid: The result.
+        result: The result.
+        grid: The same as a grid.
         title: The title.
         is_upward: Whether the first row is at the bottom.
         graph: The graph that the result is of.
-
-    Attributes:
-        group: Identifies the views that share a selection.
-        selection: What is selected, in all views of the graph.
+        workspace: The user's variables.
     """
 
-    group = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
     cell_items = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
-    selection: Any = traitlets.List().tag(sync=True)
 
-    def __init__(self, grid: Grid, title: str | None = None, *, is_upward: bool = True, graph: PatchableGraph) -> None:
-        self._selection = selection_of(graph)
-        self.set_trait("group", self._selection.group)
-        self.set_trait("cell_items", {"rows": None, "columns": None, "is_of_heads": False})
-        super().__init__(grid, title, is_upward=is_upward)
-        names = {component.path: name for name, component in graph.components.items() if not component.index}
-        rows, columns = (_items(side, names) for side in self._sides)
+    VIEW: ClassVar[str] = "result"
+    IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
+        **LinkedView.IS_OF_FRONT_END,
+        "cell": lambda value: value is None or isinstance(value, list),
+    }
+
+    def __init__(
+        self,
+        result: DataArray,
+        grid: Grid,
+        title: str | None = None,
+        *,
+        is_upward: bool = True,
+        graph: PatchableGraph,
+        workspace: Workspace,
+    ) -> None:
+        model_id = self._keep(grid, title, is_upward=is_upward)
+        session, _ = session_for_view(graph, workspace)
+        components = graph.components
+        paths = {component.path: name for name, component in components.items() if not component.index}
+        rows, columns = (_items(side, paths, result, components) for side in self._sides)
         block = self._cells.block
-        # A cell of a layer and a head is that head's output.
-        is_of_heads = {"layer", "head"} == {
-            side.name for side in self._sides
-        } and "layers[0].attn.z" in graph.components
         shown = {
-            "is_of_heads": is_of_heads,
             "rows": rows[:: -1 if is_upward else 1] if rows and block[0] == 1 else None,
             "columns": columns if block[1] == 1 else None,
+            "all": _of_all_cells(result, components),
         }
         self.set_trait("cell_items", shown)
-        self.selection = [*self._selection.items]
-        self._selection.add(self)
+        LinkedView.__init__(self, graph, session, workspace, model_id)
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Validates the cell and the selection that the front end sets."""
-        chosen = sync_data.get("selection")
-        if "selection" in sync_data and problem_of(chosen) is None:
-            self.selection = chosen
-        super().set_state({name: value for name, value in sync_data.items() if name != "selection"})
+        """Sets the cell and the selection that the front end has changed, if they are valid."""
+        LinkedView.set_state(self, sync_data)
 
-    @traitlets.validate("selection")
-    def _checked_items(self, proposal: Any) -> Any:
-        if (problem := problem_of(proposal["value"])) is not None:
-            raise traitlets.TraitError(problem)
-        return proposal["value"]
-
-    @traitlets.observe("selection")
-    def _share_selection(self, change: Any) -> None:
-        self._selection.set(change["new"])
-
-    def follow_selection(self) -> None:
-        """Called after each change of the selection."""
-        self.selection = [*self._selection.items]
-
-    def close(self) -> None:
-        """Removes the widget from the notebook. The displayed HTML remains."""
-        if "_selection" in self.__dict__:
-            self._selection.remove(self)
-        super().close()
+    def _problem(self, name: str, value: Any) -> str | None:
+        if name == "cell" and not self._is_cell(value):
+            return f"this heatmap has no cell {value!r:.80}"
+        return LinkedView._problem(self, name, value)
 
 
-def _items(side: Side, names: dict[str, str]) -> list[Item] | None:
+def _of_all_cells(result: DataArray, components: Components) -> Item:
+    """Returns what all cells select: the component, with `*` for numbers, and the numbers that were chosen before."""
+    chosen = {name: _chosen(result, name) for name in _NUMBERS}
+    numbers = {name: value for name, value in chosen.items() if _is_number(value)}
+    name = None if "component" in result.dims else _component(result, components, _chosen(result, "component"))
+    return item_of(name, **numbers)
+
+
+def _chosen(result: DataArray, name: str) -> Any:
+    """Returns what was chosen along a dimension that the result had: `result.sel(component="mlp_out")`."""
+    return result.coords[name].item() if name in result.coords and result.coords[name].ndim == 0 else None
+
+
+def _component(result: DataArray, components: Components, label: Any) -> str | None:
+    """Returns the component that cells are of, with `*` for numbers; `None` if that is not known.
+
+    Args:
+        result: The result.
+        components: The components of the graph.
+        label: The label along the dimension `component`, if there is one.
+    """
+    found = component_of(result, label)
+    if found is None:
+        # Users name their axes so, too: a cell of a layer and a head is that head's output.
+        is_of_heads = {*result.dims} == {"layer", "head"} and "layers[0].attn.z" in components
+        return "layers[*].attn.heads[*].z" if is_of_heads else None
+    name = parse_name(found)
+    if name.axis is None and "head" in {*result.dims, *result.coords} and "attn" in name.words:
+        name = replace(name, words=(*name.words[:-1], "heads", name.words[-1]), members=slice(None))
+    expert = _chosen(result, "expert")
+    return str(name if expert is None else replace(name, members=expert))
+
+
+def _items(side: Side, paths: Mapping[str, str], result: DataArray, components: Components) -> list[Item] | None:
     """Returns what each row or column selects; `None` if that is nothing.
 
     Args:
         side: The rows or columns.
-        names: The names of components, by path.
+        paths: The names of components, by path.
+        result: The result.
+        components: The components of the graph.
     """
-    if side.name in _NUMBERS and all(isinstance(value, int) and value >= 0 for value in side.values):
+    if side.name in _NUMBERS and all(map(_is_number, side.values)):
         return [item_of(None, **{side.name: int(value)}) for value in side.values]
-    if not all(isinstance(value, str) for value in side.values):
-        return None
-    found = [item_of(names.get(value, value)) for value in side.values]
-    is_known = [value in names or is_component_name(value) for value in side.values]
+    if side.name == "component":
+        return [item_of(_component(result, components, value)) for value in side.values]
+    if side.name == "expert" and (name := _component(result, components, _chosen(result, "component"))) is not None:
+        return [item_of(str(replace(parse_name(name), members=value))) for value in side.values]
+    if side.name == "receiver" or not all(isinstance(value, str) for value in side.values):
+        return None  # of an edge, the sender is selected
+    found = [item_of(paths.get(value, value)) for value in side.values]
+    is_known = [value in paths or is_component_name(value) for value in side.values]
     return found if all(is_known) or side.name in ("path", "node") else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0

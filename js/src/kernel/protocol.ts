@@ -313,18 +313,16 @@ export interface HeatmapTraits {
   values: DataView;
   /** The selected cell, counted from the top left one; set by the front end. */
   cell: [row: number, column: number] | null;
-  /** Of a heatmap that takes part in the selection of a graph: as in `LinkedTraits`, and what its cells select. */
-  group?: string;
-  selection?: Item[];
+  /** What its cells select, for a heatmap that takes part in the selection of a graph: it has `LinkedTraits`, too. */
   cell_items?: CellItems;
 }
 
-/** What each row and column selects; `null`: nothing. A cell is both. */
+/** What each row and column selects; `null`: nothing. A cell is both, and what all cells have. */
 interface CellItems {
   rows: Item[] | null;
   columns: Item[] | null;
-  /** Whether a layer and a head together are the output of that head. */
-  is_of_heads: boolean;
+  /** Its name, and names of rows and columns, may have `*` for the layer and the head of the cell. */
+  all: Item;
 }
 
 /** A result with two dimensions, in the order in which it is seen: the top row first. */
@@ -363,7 +361,7 @@ export interface ResultSide {
 
 interface AboutView {
   /** Which view it is. */
-  view: "tree" | "attention" | "lens" | "generation";
+  view: "tree" | "attention" | "lens" | "generation" | "result";
   /** The variable that holds the graph: `pg`. */
   name: string;
   /** The widget's model id, by which it is found among the outputs of a notebook. */

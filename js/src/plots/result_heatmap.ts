@@ -4,9 +4,11 @@ import { GONE, SAVED, watchLife } from "../kernel/kernel_life";
 import type { Heatmap, HeatmapTraits, Item, LinkedTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
 import { element, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
-import type { Model } from "../view";
-import { Selection } from "../views/selection";
-import { makeFilterNote, SharedFilter } from "../views/shared_filter";
+import type { Linked, Model } from "../view";
+import { makeActions } from "../views/actions";
+import { type MakeView, makePatchStrip } from "../views/linked_view";
+import { isOfOneStack } from "../views/selection";
+import { makeFilterNote } from "../views/shared_filter";
 import { HeatmapFigure, type Place, type ResultOptions } from "./heatmap";
 import type { AxisLabels } from "./heatmap_frame";
 import { readPlane } from "./plane";
@@ -26,12 +28,23 @@ function describeCell(result: ResultHeatmap, row: number, column: number): strin
   return `${describeSide(result.rows, row)}, ${describeSide(result.columns, column)}`;
 }
 
-export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: () => void) => void): HTMLElement {
+type View = Linked<HeatmapTraits & LinkedTraits>;
+
+/** The heatmap of a result of a graph: its cells are selected in all views of that, and can be patched. */
+export const makeResultView: MakeView<HeatmapTraits & LinkedTraits> = async (view, place) => {
+  place({ element: makeResultHeatmap(view.model as unknown as Model<HeatmapTraits>, view.onRemove, view) });
+};
+
+export function makeResultHeatmap(
+  model: Model<HeatmapTraits>,
+  onRemove: (undo: () => void) => void,
+  view: View | null = null,
+): HTMLElement {
   const [result, values] = [model.get("heatmap"), model.get("values")];
   const { title, rows, columns } = result;
   const selection = element("p", { class: "gp-note", "aria-live": "polite" });
 
-  const linked = linkedOf(model, onRemove);
+  const linked = view && linkedOf(view);
   const showCell = () => {
     const cell = model.get("cell");
     const own: Place[] = cell === null ? [] : [cell];
@@ -51,7 +64,7 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     try {
       model.save_changes();
     } catch {
-      lost(GONE); // hosts throw without a connection
+      if (view === null) lost(GONE); // hosts throw without a connection
     }
   };
   const warning = element("p", { class: "gp-note gp-error", role: "status", hidden: true });
@@ -63,7 +76,7 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
   const found = () => {
     warning.hidden = true;
   };
-  watchLife(model, result.model_id, { lost, found }, onRemove);
+  if (view === null) watchLife(model, result.model_id, { lost, found }, onRemove);
   const options: ResultOptions = {
     scale: { map: result.map, low: result.low, high: result.high },
     name: result.center === null ? result.name : `${result.name} (no color: ${result.center})`,
@@ -104,6 +117,8 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     figure.element,
     selection,
     warning,
+    linked && view && makeActions(view).element,
+    linked && view && makePatchStrip(view).element,
   );
 }
 
@@ -112,23 +127,21 @@ function asHeatmap({ rows, columns, full, reduced }: ResultHeatmap): Heatmap {
   return { type: "heatmap", buffer: 0, ...size, full, reduced, slice: "", minimum: 0, maximum: 0, constant: null };
 }
 
-/** Cells as items of the selection of a graph; `null` for a heatmap that does not take part in one. */
-function linkedOf(model: Model<HeatmapTraits>, onRemove: (undo: () => void) => void) {
+/** Cells as items of the selection of a graph; `null` if they are none. */
+function linkedOf({ filter, model, selection }: View) {
   const items = model.get("cell_items");
   if (items === undefined || (items.rows === null && items.columns === null)) return null;
-  const plain = model as unknown as Model<Pick<LinkedTraits, "group" | "selection">>;
-  const selection = new Selection(plain, onRemove);
-  const filter = new SharedFilter(plain, onRemove);
   const itemOf = (row: number, column: number): Item => {
-    const parts = [items.rows?.[row], items.columns?.[column]].filter((part) => part !== undefined);
+    const parts = [items.rows?.[row], items.columns?.[column], items.all].filter((part) => part !== undefined);
     const of = <K extends keyof Item>(key: K) => parts.find((part) => part[key] !== null)?.[key] ?? null;
     const item = { name: of("name"), layer: of("layer"), head: of("head"), position: of("position"), key: of("key") };
-    const isHead = items.is_of_heads && item.layer !== null && item.head !== null;
-    return isHead ? { ...item, name: `layers[${item.layer}].attn.heads[${item.head}].z` } : item;
+    return { ...item, name: nameOf(item.name, item) };
   };
+  const placeOf = (parts: readonly Item[] | null, item: Item) =>
+    isOfOneStack(items.all.name, item.name) ? placeAmong(parts, item) : null;
   const places = () =>
     selection.items.flatMap((item): Place[] => {
-      const [row, column] = [placeAmong(items.rows, item), placeAmong(items.columns, item)];
+      const [row, column] = [placeOf(items.rows, item), placeOf(items.columns, item)];
       return row === null && column === null ? [] : [[row, column]];
     });
   return {
@@ -174,6 +187,12 @@ function makeLeast(
   return element("label", { class: "gp-check" }, `Only |${name}| ≥`, field);
 }
 
+/** The name of a component of a layer and a head, for one with `*`; `null` if one of them is not known. */
+function nameOf(name: string | null, { layer, head }: Item): string | null {
+  const found = name?.replace("layers[*]", `layers[${layer ?? "*"}]`).replace("heads[*]", `heads[${head ?? "*"}]`);
+  return found === undefined || found.includes("[*]") ? null : found;
+}
+
 /** The row or column that an item means: that of its name, else that of its layer and head, or of its position. */
 function placeAmong(parts: readonly Item[] | null, item: Item): number | null {
   if (parts === null) return null;
@@ -181,7 +200,7 @@ function placeAmong(parts: readonly Item[] | null, item: Item): number | null {
     const keys = (["layer", "head", "position", "key"] as const).filter((key) => part[key] !== null);
     return keys.length > 0 && keys.every((key) => part[key] === item[key]);
   };
-  const own = parts.findIndex(({ name }) => name !== null && name === item.name);
+  const own = parts.findIndex(({ name }) => name !== null && nameOf(name, item) === item.name);
   const found = own >= 0 ? own : parts.findIndex(isSame);
   return found >= 0 ? found : null;
 }

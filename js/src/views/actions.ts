@@ -4,11 +4,6 @@ import { copyText, element, type ICONS, icon, replaceChildren } from "../page/do
 import { tryEdit } from "../patches/edits";
 import type { Linked, Part } from "../view";
 
-interface ActionOptions {
-  /** What is patched, as a path with its slice: what *Copy path* copies. `null`: the item has nothing to patch. */
-  pathOf(item: Item): string | null;
-}
-
 interface Choice {
   act: Act;
   name: string;
@@ -37,7 +32,7 @@ const CHOICES: readonly Choice[] = [
 
 const NO_KERNEL = "The kernel is not running: patches need it.";
 
-export function makeActions(view: Linked, { pathOf }: ActionOptions): Part {
+export function makeActions(view: Linked): Part {
   const form = element("form", { class: "gp-line gp-action-form", hidden: true });
   const buttons = CHOICES.map((choice) => {
     const button = element("button", { type: "button", class: "gp-button", title: choice.title }, choice.name);
@@ -107,6 +102,15 @@ export function makeActions(view: Linked, { pathOf }: ActionOptions): Part {
     element("div", { class: "gp-line gp-action-buttons" }, ...buttons, copy),
   );
   return { element: element("div", { class: "gp-action-bar" }, bar, form) };
+}
+
+/**
+ * What is patched, as a path with its slice: what *Copy path* copies. `null`: the item has nothing to patch.
+ * Positions come after the batch, also in what a head is of a value.
+ */
+function pathOf({ name, position, key }: Item): string | null {
+  if (name === null || (position === null && key === null)) return name;
+  return `${name}[:, ${position ?? ":"}${key === null ? "" : `, ${key}`}]`;
 }
 
 function textButton(picture: keyof typeof ICONS, name: string): HTMLButtonElement {

@@ -111,7 +111,7 @@ class AttentionView implements Part {
       this.mean,
     );
     this.side = element("div", { class: "gp-stack gp-attention-side" }, this.title, this.large, this.strips.element);
-    const actions = makeActions(view, { pathOf });
+    const actions = makeActions(view);
     this.element = element(
       "section",
       { class: "gp-stack gp-attention", role: "region", "aria-label": "Attention" },
@@ -607,11 +607,4 @@ function isIn({ name, layer }: Item, attention: AttentionLayer | undefined): boo
 
 function isAmong(item: Item, items: readonly Item[]): boolean {
   return items.some(({ name, position, key }) => item.name === name && item.position === position && item.key === key);
-}
-
-/** The path of an item with its slice: of a value of heads the batch comes first, then positions. */
-function pathOf({ name, position, key }: Item): string | null {
-  if (name === null) return null;
-  if (position === null && key === null) return name;
-  return `${name}[:, ${position ?? ":"}${key === null ? "" : `, ${key}`}]`;
 }

@@ -80,7 +80,7 @@ class LensView implements Part {
       labeled("Color", this.colors),
       this.updates.element,
     );
-    const actions = makeActions(view, { pathOf: (item) => this.pathOf(item) });
+    const actions = makeActions(view);
     this.element = element(
       "section",
       { class: "gp-result gp-stack gp-lens", "aria-label": "Logit lens" },
@@ -343,11 +343,6 @@ class LensView implements Part {
     const row = found >= 0 ? this.rows.length - 1 - found : null;
     const column = position !== null && position < this.lens.target.length ? position : null;
     return row === null && column === null ? [] : [[row, column]];
-  }
-
-  private pathOf(item: Item): string | null {
-    if (item.name === null) return null;
-    return item.position === null ? item.name : `${item.name}[:, ${item.position}]`;
   }
 
   private point(kind: number, cell: Cell | null): void {

@@ -2,12 +2,12 @@ import axe from "axe-core";
 import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import widget from "../../src/index";
-import type { HeatmapTraits, ResultHeatmap } from "../../src/kernel/protocol";
+import type { HeatmapTraits, Item, LinkedTraits, ResultHeatmap } from "../../src/kernel/protocol";
 import { color } from "../../src/plots/plane";
 import { itemOf } from "../../src/views/selection";
 import { FakeModel } from "../fixtures";
 import { float32 } from "../job_fixtures";
-import { rendered, setTheme, undos } from "../rendered";
+import { linkedTraits, rendered, setTheme, undos } from "../rendered";
 
 const ROWS = 3;
 const COLUMNS = 4;
@@ -374,12 +374,61 @@ test("values that do not fit are said to be so", async () => {
   expect(el.querySelector("[role=alert]")?.textContent).toContain("8 bytes for a heatmap of 3 x 4");
 });
 
-test("a heatmap of a graph takes part in its selection", async () => {
+type Traits = HeatmapTraits & LinkedTraits;
+
+/** A heatmap of a graph; its columns are positions. */
+async function linkedTo(items: { rows: Item[]; all?: Item }) {
   const first = await shown();
   const columns = [0, 1, 2, 3].map((position) => itemOf(null, { position }));
-  const rows = [2, 1, 0].map((layer) => itemOf(`layers[${layer}].mlp_out`));
-  const linked = { group: "g", selection: [], cell_items: { rows, columns, is_of_heads: false } };
-  const model = new FakeModel<HeatmapTraits>({ ...first.model.traits, ...linked });
+  const cell_items = { columns, all: itemOf(null), ...items };
+  return { model: new FakeModel<Traits>({ ...linkedTraits("result"), ...first.model.traits, cell_items }) };
+}
+
+/** What a click in another view of the graph does. */
+function selectElsewhere(...items: Item[]) {
+  const { group } = linkedTraits("result");
+  document.dispatchEvent(new CustomEvent("graphpatch:selection", { detail: { group, items } }));
+}
+
+test("a cell of a component of each layer has its name, and is patched", async () => {
+  const rows = [2, 1, 0].map((layer) => itemOf(null, { layer }));
+  const { model } = await linkedTo({ rows, all: itemOf("encoder.layers[*].resid_post") });
+  const { el } = await rendered(model);
+  const canvas = el.querySelector("canvas") as HTMLCanvasElement;
+  const zero = [...el.querySelectorAll("button")].find(({ textContent }) => textContent === "Zero");
+  expect(zero?.disabled).toBe(true);
+  await userEvent.click(canvas, centre(canvas, 1, 2));
+  const item = itemOf("encoder.layers[1].resid_post", { position: 2 });
+  expect(model.get("selection")).toEqual([item]);
+  expect(el.querySelector(".gp-selected-text")?.textContent).toBe("encoder.layers[1].resid_post[:, 2]");
+  await userEvent.click(zero as HTMLElement);
+  const sent = model.sent.map((message) => message as { request: string; payload: unknown });
+  expect(sent.at(-1)).toMatchObject({ request: "edit", payload: { edit: { act: "zero", items: [item] } } });
+  await vi.waitFor(() => expect(model.saved).toBe(2)); // the cell, and the selection
+  // A layer of another stack is none of its rows.
+  selectElsewhere(itemOf("decoder.layers[1].resid_post"));
+  expect(el.querySelectorAll(".gp-heatmap-mark").length).toBe(0);
+  selectElsewhere(itemOf("encoder.layers[0].attn_out"));
+  expect(el.querySelectorAll(".gp-heatmap-mark").length).toBe(1);
+});
+
+test("of several components, a row has the name of its own; a head that is not known has none", async () => {
+  const rows = ["attn_out", "attn.heads[*].z", "mlp_out"].map((part) => itemOf(`layers[*].${part}`));
+  const { model } = await linkedTo({ rows, all: itemOf(null, { layer: 3 }) });
+  const { el } = await rendered(model);
+  const canvas = el.querySelector("canvas") as HTMLCanvasElement;
+  await userEvent.click(canvas, centre(canvas, 0, 1));
+  expect(model.get("selection")).toEqual([itemOf("layers[3].attn_out", { position: 1 })]);
+  await userEvent.click(canvas, centre(canvas, 1, 1));
+  expect(model.get("selection")).toEqual([itemOf(null, { layer: 3, position: 1 })]);
+  await vi.waitFor(() => expect(model.saved).toBe(4)); // for each click the cell, and the selection
+  selectElsewhere(itemOf("layers[3].mlp_out"));
+  const mark = el.querySelector(".gp-heatmap-mark")?.getBoundingClientRect();
+  expect(mark?.top).toBeGreaterThan(canvas.getBoundingClientRect().top + canvas.getBoundingClientRect().height / 2);
+});
+
+test("a heatmap of a graph takes part in its selection", async () => {
+  const { model } = await linkedTo({ rows: [2, 1, 0].map((layer) => itemOf(`layers[${layer}].mlp_out`)) });
   const el = document.createElement("div");
   document.body.append(el);
   const remove = await widget.render({ model, el });
@@ -389,9 +438,7 @@ test("a heatmap of a graph takes part in its selection", async () => {
   expect(model.get("cell")).toEqual([1, 2]);
   await vi.waitFor(() => expect(model.saved).toBe(2)); // the cell, and the selection
   // What another view selects: a head of a layer marks the row of the layer.
-  const item = itemOf("layers[2].attn.heads[0].z");
-  const detail = { group: "g", items: [item] };
-  document.dispatchEvent(new CustomEvent("graphpatch:selection", { detail }));
+  selectElsewhere(itemOf("layers[2].attn.heads[0].z"));
   expect(model.get("cell")).toBe(null);
   expect(el.querySelector(".gp-heatmap-mark")?.getBoundingClientRect().width).toBe(
     canvas.getBoundingClientRect().width,
@@ -403,7 +450,7 @@ test("a heatmap of a graph takes part in its selection", async () => {
   await userEvent.keyboard("{Enter}");
   expect(alphas()).toEqual([40, 40, 255]);
   const left = { items: [itemOf(null, { layer: 1 })], words: "layer 1" };
-  document.dispatchEvent(new CustomEvent("graphpatch:filter", { detail: { group: "g", left } }));
+  document.dispatchEvent(new CustomEvent("graphpatch:filter", { detail: { group: model.get("group"), left } }));
   expect(alphas()).toEqual([40, 255, 40]);
   expect(el.querySelector(".gp-filter-note")?.textContent).toBe("Only layer 1Show all");
   await userEvent.click(el.querySelector(".gp-filter-note button") as HTMLButtonElement);

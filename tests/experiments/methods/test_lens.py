@@ -298,5 +298,5 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
 
 def test_models_without_layers() -> None:
     pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(ExperimentError, match="unknown stack of layers '' in this model"):
+    with pytest.raises(ExperimentError, match=r"layers\[0\].resid_post was not found in this model: no module"):
         logit_lens(pg, torch.ones(1, 2))

@@ -38,7 +38,7 @@ from graphpatch_notebook.notebook.browser.widget import Browser
 from graphpatch_notebook.notebook.display import displayed_widget
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
-from tests.notebook.browser.test_request_handlers import fields
+from tests.notebook.browser.test_requests import fields
 from tests.notebook.hosts import Kernel, environment
 from tests.notebook.shells import Shell
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import numpy as np
+import torch
 import xarray as xr
+from torch import Tensor, nn
 
-from graphpatch_notebook.experiments import show_heatmap
+from graphpatch_notebook import ZeroPatch
+from graphpatch_notebook.experiments import attribute, causal_trace, show_heatmap
+from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.views.selection import item_of
 from tests.components.families import captured_model
 
@@ -27,11 +32,11 @@ def test_cells_select_paths_layers_heads_and_positions() -> None:
         assert one.cell_items == {
             "rows": [item_of(layer=0), item_of(layer=1)],
             "columns": [item_of(head=head) for head in range(4)],
-            "is_of_heads": True,
+            "all": item_of("layers[*].attn.heads[*].z"),
         }
         assert two.cell_items["rows"] == [item_of("layers[0].mlp_out"), item_of("layers[1].attn.z")]
         assert two.cell_items["columns"] == [item_of(position=place) for place in range(3)]
-        assert three.cell_items == {"rows": None, "columns": None, "is_of_heads": False}
+        assert three.cell_items == {"rows": None, "columns": None, "all": item_of()}
         item = item_of("layers[1].attn.heads[2].z")
         one.set_state({"selection": [item], "cell": [1, 2]})
         assert one.selected == (1, 2)
@@ -43,3 +48,75 @@ def test_cells_select_paths_layers_heads_and_positions() -> None:
     upward = show_heatmap(heads, pg=pg, origin="lower")
     assert [part["layer"] for part in upward.cell_items["rows"]] == [1, 0]
     upward.close()
+
+
+def zeroed(path: str, position: int) -> dict[str, ZeroPatch]:
+    return {path: ZeroPatch(slice=(slice(None), position))}
+
+
+def test_cells_of_components_keep_their_names() -> None:
+    pg, ids = captured_model("gpt2")
+    layers, heads = "layers[*].resid_post", "layers[*].attn.heads[*].z"
+
+    def last(out: Any) -> Tensor:
+        return out.logits[:, -1, 3].mean()
+
+    names = [f"layers[{layer}].{part}" for layer in range(2) for part in ("attn_out", "mlp_out")]
+    axes = {"path": names[1::2], "position": [0, 4]}
+    swept = pg.sweep(axes, zeroed, ids, metric=last, progress=False)
+    attributed = attribute(pg, last, ids, ids.flip(1), paths=[layers], positions=[0, 4])
+    traced = causal_trace(pg, ids, ids.flip(1), [layers], [0, 4], last, progress=False)
+    by_head = attribute(pg, last, ids, ids.flip(1), paths=[heads])
+    parts = pg.sweep({"path": names}, lambda path: {path: ZeroPatch()}, ids, metric=last, progress=False)
+    many = pg.sweep({"path": ["layers[*].mlp_out"]}, lambda path: {path: ZeroPatch()}, ids, metric=last, progress=False)
+    assert many.dims == ("path",)  # one cell of several layers
+    expected = {
+        "layers[*].mlp_out": [swept, swept.T, swept - 1.0],
+        layers: [attributed, traced, traced.mean("batch") if "batch" in traced.dims else traced],
+        heads: [by_head],
+    }
+    for name, results in expected.items():
+        for result in results:
+            with contextlib.closing(show_heatmap(result, pg=pg)) as view:
+                assert view.cell_items["all"] == item_of(name), result
+                assert view.cell_items["rows"] is not None
+    both = xr.concat([parts, parts], "position").assign_coords(position=[0, 1])
+    with contextlib.closing(show_heatmap(parts, pg=pg, origin="upper")) as view:
+        assert view.cell_items["all"] == item_of()
+        assert view.cell_items["rows"] == [item_of("layers[*].attn_out"), item_of("layers[*].mlp_out")]
+    with contextlib.closing(show_heatmap(both.sel(component="mlp_out"), pg=pg)) as view:
+        assert view.cell_items["all"] == item_of("layers[*].mlp_out")
+    with contextlib.closing(show_heatmap(both.sel(position=1), pg=pg)) as view:
+        assert view.cell_items["all"] == item_of(position=1)
+    with contextlib.closing(show_heatmap(both.mean("component"), pg=pg)) as view:
+        assert view.cell_items["all"] == item_of()  # of two components: neither
+
+
+def test_a_cell_becomes_a_patch() -> None:
+    pg, ids = captured_model("gpt2")
+    axes = {"path": ["layers[0].resid_post", "layers[1].resid_post"], "position": range(7)}
+    result = pg.sweep(axes, zeroed, ids, metric=lambda out: out.logits.sum(), progress=False)
+    with contextlib.closing(show_heatmap(result, pg=pg)) as view, contextlib.closing(pg.browse()) as browser:
+        chosen = item_of(view.cell_items["all"]["name"].replace("*", "0"), position=4)
+        asked: list[Any] = []
+        view.send = lambda content, buffers=None: asked.append(content)  # type: ignore[method-assign]
+        edit = {"action": "act", "act": "zero", "items": [chosen], "value": None, "steps": None}
+        payload = {"edit": edit, "based_on": view.session["version"]}
+        view._handle_custom_msg({"id": 1, "request": "edit", "payload": payload}, [])
+        assert "error" not in asked[0]
+        assert [patch["path"] for patch in view.session["patches"]] == ["layers[0].resid_post"]
+        assert [patch["number"] for patch in browser.session["patches"]] == [1]
+        session = session_of(pg)
+        with pg.patch(session.resolve({}).patch_map):
+            patched = pg(ids).logits.sum().item()
+        session.clear()
+    assert patched == result.sel(layer=0, position=4).item()
+
+    def zero(_: nn.Module, args: Any, output: Any) -> None:
+        (output[0] if isinstance(output, tuple) else output)[:, 4] = 0
+
+    model = pg._module
+    handle = model.transformer.h[0].register_forward_hook(zero)
+    with torch.no_grad():
+        assert patched == model(ids).logits.sum().item()
+    handle.remove()

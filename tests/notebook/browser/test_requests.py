@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.browser import request_handlers
-from graphpatch_notebook.notebook.browser.request_handlers import TREE_HANDLERS, TreeContext
+from graphpatch_notebook.notebook.browser import widget
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
+from graphpatch_notebook.notebook.browser.widget import TREE_HANDLERS, TreeContext
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -274,7 +274,7 @@ def test_what_nobody_expected_is_told_too(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(request_handlers, "details", broken)
+    monkeypatch.setattr(widget, "details", broken)
     error = front.refused("details", row=1)
     assert error["message"].startswith("ZeroDivisionError: oh; this is a mistake in graphpatch-notebook")
     assert "in broken" in capsys.readouterr().err

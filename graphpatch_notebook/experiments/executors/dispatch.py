@@ -1,4 +1,4 @@
-"""Runs pieces of work on an executor: threads of this process, processes of this machine, or a cluster."""
+"""Submits pieces of work to an executor (threads, processes or a cluster), and again if a worker is lost."""
 
 from __future__ import annotations
 
