@@ -47,7 +47,7 @@ ATTENTION = SOFTMAXES | FUSED_ATTENTION | frozenset(["multi_head_attention_forwa
 NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm normalize".split())
 """Norms as one call."""
 
-MOMENTS = NORMS | frozenset("mean var norm vector_norm linalg_vector_norm var_mean std".split())
+MOMENTS = NORMS | frozenset("mean var norm vector_norm linalg_vector_norm linalg_norm var_mean std".split())
 """An operation of each norm is one of these."""
 
 NONLINEARITIES = frozenset(_NONLINEARITIES.split())

@@ -324,8 +324,11 @@ def call_patched(
     __tracebackhide__ = True
     root, plan, calls, reports = context.captured.module, context.plan, context.calls, context.reports
     is_direct = function is root
+    is_alone = context.origin.is_of_one_call
     steps = (
-        GenerationSteps(plan.root.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
+        GenerationSteps(plan.root.frame, plan.restricted, context.step_count, is_direct, is_outside=is_alone)
+        if plan.restricted
+        else None
     )
     if plan.skips:
         refuse_with_cache(plan.skips, kwargs, is_direct)
@@ -355,12 +358,22 @@ def call_patched(
     if fired.with_other_uses:
         warn_of_other_uses(fired.with_other_uses)
     # Methods that do not run the model (`get_input_embeddings`) are called on edited graphs, too.
-    if unfired and (is_direct or fired.reached or not context.origin.is_of_one_call):
+    if unfired and (is_direct or fired.reached or not is_alone):
         reports.unfired(unfired, "during this call")
+    if steps is not None:
+        _report_unreached(steps, plan.restricted, reports)
     if context.after_call and not is_inside:
         for callback in context.after_call:
             callback()
     return result
+
+
+def _report_unreached(steps: GenerationSteps, restricted: Sequence[Entry], reports: Reports) -> None:
+    """Reports the steps and positions that no call will come to any more."""
+    if steps.before is not None:
+        reports.unreached(steps.before, "in the calls before this one")
+    if not steps.may_continue:
+        reports.unreached(steps.count.take(restricted), "during this call")
 
 
 def _entries_until(stopping: Patch[Any], context: ActiveContext) -> list[Entry]:
@@ -440,9 +453,10 @@ def report_idle(context: ActiveContext) -> None:
             "was called in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it"
         )
         return
-    idle = context.step_count.take_idle(context.own)
-    if idle:
-        reports.unfired(idle, "in this context")
+    if context.origin.is_of_one_call:  # the next call may be the next step
+        return
+    entries = context.plan.entries if innermost(context.captured) is None else context.own
+    reports.unreached(context.step_count.take(entries), "in this context")
 
 
 # -- activation checkpointing: forwards that run again during backward -------------------------------------------------

@@ -54,6 +54,14 @@ class Restriction:
         rows = self.positions.rows_within(first, first + size)
         return [[position - first for position in row] for row in rows]
 
+    def is_whole_in(self, shape: Sequence[int]) -> bool:
+        """Whether all steps and positions are reached in one forward without a cache, by a value of this shape."""
+        if self.steps is not None and (0 not in self.steps or self.steps.outside(0, 1)):
+            return False
+        size = shape[self.dim] if self.dim < len(shape) else 0
+        chosen = self.positions
+        return chosen is None or bool(chosen.within(0, size) and not chosen.outside(0, size))
+
     @property
     def is_empty(self) -> bool:
         """Whether the patch selects no steps, or no positions."""

@@ -16,7 +16,7 @@ from graphpatch_notebook.errors import (
     SharedGradientWarning,
 )
 from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan
-from graphpatch_notebook.execution.steps import GenerationSteps
+from graphpatch_notebook.execution.steps import GenerationSteps, Unreached
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
@@ -119,6 +119,16 @@ class Reports:
         """Reports patches that never fired, each with the reason."""
         reasons = "; ".join(f"{entry.target.text!r}: {why}" for entry, why in unfired)
         self.give(f"{count_of_patches(unfired)} never fired {where}: {reasons}")
+
+    def unreached(self, unreached: Unreached, where: str) -> None:
+        """Reports patches whose steps or positions were not reached."""
+        if unreached.idle:
+            self.unfired(unreached.idle, where)
+        if missed := unreached.missed:
+            listed = "; ".join(f"{entry.target.text!r}: {what}" for entry, what in missed)
+            self.give(
+                f"{count_of_patches(missed)} fired only at some of the listed steps or positions {where}: {listed}"
+            )
 
     def give(self, message: str) -> None:
         """Gives one message."""

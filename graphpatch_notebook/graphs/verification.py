@@ -15,6 +15,7 @@ from graphpatch_notebook.capture.observers import Swaps, invoke, original_forwar
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature, inputs_of_call
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared, run_and_compare
+from graphpatch_notebook.checks.hooks import HookOwner, owner_of
 from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
@@ -240,8 +241,6 @@ def _graph_of(graph_module: CompiledGraphModule) -> Callable[..., Any]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# These hooks either change tensors, which is part of the graph, or are only meant for the module's own run.
-_KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook.")
 
 
 def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
@@ -250,7 +249,8 @@ def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
         if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
         hooks = [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
-        if not all(str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS) for hook in hooks):
+        # Others either change tensors, which is part of the graph, or are only meant for the module's own run.
+        if HookOwner.USER in map(owner_of, hooks):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, type(module).__name__)
 
 

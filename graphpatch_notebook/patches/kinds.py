@@ -95,12 +95,14 @@ class Patch(Generic[T]):
             or a `PatchValueError` during the run if it depends on the sizes of the inputs.
         steps: The steps at which the patch has an effect: `"prefill"` (step 0, the run over the prompt), `"decoding"`
             (all later steps), a number, several (a range, a slice, a list), or a function that takes the number of a
-            step and returns whether it is meant; `None` for every step. A step is one call of the model within one call
-            of a method such as `pg.generate`. If you call `pg` directly, a call without a cache (or with an empty one)
-            is step 0, and any other call is the next step of the same context.
+            step and returns whether it is meant; `None` for every step. Numbers in a list that no call reaches are
+            reported (`PatchNotFiredWarning`); a range or a slice may go beyond the last step. A step is one call of the
+            model within one call of a method such as `pg.generate`. If you call `pg` directly, a call without a cache
+            (or with an empty one) is step 0, and any other call is the next step of the same context.
         positions: The positions in the sequence at which the patch has an effect: a number or several, as for `steps`;
-            `None` for all. They are counted from the start of the sequence, including left padding, independent of
-            the part that a step computes. `op` receives the whole value of the step, and only these positions of its
+            `None` for all. Those in a list that the sequence does not have are reported, as for `steps`. They are
+            counted from the start of the sequence, including left padding, independent of the part that a step
+            computes. `op` receives the whole value of the step, and only these positions of its
             result are used; a patch that only reads receives a copy of these positions. This needs a model that takes
             `input_ids` or `inputs_embeds`. For nodes of an encoder, positions are those of the encoder's sequence.
             With two dimensions (`[[3], [5], [2]]`, or a tensor `ends[:, None]`), they are those of each row of the

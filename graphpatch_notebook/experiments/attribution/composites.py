@@ -129,14 +129,22 @@ def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: 
     return x / norm(x, p, dim, keepdim=True).clamp_min(eps)
 
 
-def norm(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
-    """`torch.norm`, `torch.linalg.vector_norm`."""
+def norm(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **given: Any) -> Tensor:
+    """`torch.norm`, `torch.linalg.vector_norm`, and `torch.linalg.norm` of vectors."""
+    p = given.get("ord", p)
     dims = tuple(range(x.dim())) if dim is None else dim
     if p in (None, "fro", 2):
         return x.square().sum(dims, keepdim=keepdim).sqrt()
     if math.isinf(p):
         return (amax if p > 0 else amin)(x.abs(), dims, keepdim)
     return x.abs().pow(p).sum(dims, keepdim=keepdim).pow(1 / p)
+
+
+def is_norm_of_matrix(call: PairedCall) -> bool:
+    """Whether a call of `torch.linalg.norm` is that of a matrix, which is not computed entry by entry."""
+    order, dim = call.argument(1, "ord"), call.argument(2, "dim")
+    count = call.inputs[0].dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    return order not in (None, "fro") and count > 1
 
 
 def std(*args: Any, **kwargs: Any) -> Tensor:

@@ -61,6 +61,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
@@ -665,7 +666,8 @@ class _Runs:
         with self.pg.patch(merged, strict=True), choices:
             output = inputs.run(self.pg)
         metric = metric_number(self.batch.metric(output))
-        return {path: probe.activation.detach() for path, probe in probes.items()}, metric
+        with without_torch_functions():
+            return {path: probe.activation.detach() for path, probe in probes.items()}, metric
 
 
 def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple[_Group, str, int]]:
@@ -696,10 +698,11 @@ class _GradientRun:
         self.patches: dict[str, Patch[Any]] = {**begins, **self._probes}
 
     def _begin(self, value: Tensor, clean: Tensor | None) -> Tensor:
-        start = value.detach()
-        if clean is not None:
-            start = torch.lerp(start, clean, self._fraction)
-        return start.clone().requires_grad_().clone()  # the model may write into it
+        with without_torch_functions():  # derivative rules would take it for a step of the model
+            start = value.detach()
+            if clean is not None:
+                start = torch.lerp(start, clean, self._fraction)
+            return start.clone().requires_grad_().clone()  # the model may write into it
 
     def gradients(self, metric: Tensor, reads: Sequence[str]) -> dict[str, Tensor | None]:
         """Returns the gradient at each path; `None` where the metric does not depend on it."""
