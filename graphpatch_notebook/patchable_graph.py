@@ -397,7 +397,7 @@ class PatchableGraph(ModuleDelegate):
         return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
 
     def _refuse_elsewhere(self) -> None:
-        """Raises an error if the graphs here are not those of all of the model."""
+        """Raises an error if the graphs here do not cover the whole model."""
         if sharding_of(self._captured.root) is not None:
             raise GraphError(
                 "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
@@ -1001,7 +1001,7 @@ def runs_where_the_model_is(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def captured(pg: PatchableGraph) -> CapturedModel:
-    """Returns what a `PatchableGraph` consists of: for the rest of this package, not for users.
+    """Returns the captured model in a `PatchableGraph`. For the rest of this package, not for users.
 
     A function, since an attribute would hide one of the model's.
     """

@@ -107,7 +107,7 @@ def run_and_compare(
     *,
     within_rounding: bool = False,
 ) -> tuple[Any, RunComparison]:
-    """Returns the result of `expected` on the inputs themselves, and how `found` compares with it.
+    """Returns the result of `expected` on the inputs themselves, and its comparison with `found`.
 
     The effects of `expected` stay. `found` runs on copies, and its effects are undone. Same arguments as `compared`.
     """

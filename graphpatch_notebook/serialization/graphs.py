@@ -58,10 +58,10 @@ class Built(Protocol):
         """Returns the graph of `frame`."""
 
     def original_path(self, frame: Frame, target: str) -> str:
-        """Returns the attribute path that the graph of `frame` means by `target`."""
+        """Returns the attribute path that `target` refers to in the graph of `frame`."""
 
     def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
-        """Returns the tensor that only the graph module of `frame` has under the name `target`, not its module."""
+        """Returns the tensor that the graph module of `frame` has as `target`, and that its module does not have."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class PairedCall:
         self.surrogate: Surrogate | None = None
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Returns the result of the function for other inputs. It never writes into them."""
+        """Returns the result of the function for other inputs, which do not change."""
         return self.take(self.function, *inputs)
 
     def take(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -120,7 +120,7 @@ class Rule:
 
 @cache
 def family_name(function: Callable[..., Any]) -> str:
-    """Returns the name that all forms of a function share: function, method, operator, and in place."""
+    """Returns the name that all forms of a function share: function, method, operator, in-place method."""
     if is_overload(function) and not str(overload_path(function)).startswith("aten."):
         return str(overload_path(function))
     raw, name = raw_name(function), function_name(function)

@@ -116,6 +116,7 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "norm": composites.norm,
     "vector_norm": composites.norm,
     "linalg_vector_norm": composites.norm,
+    "linalg_norm": composites.norm,
     "std": composites.std,
     "cosine_similarity": composites.cosine_similarity,
     "glu": composites.glu,
@@ -132,6 +133,7 @@ _SECANT: dict[Any, Rule] = {
     **dict.fromkeys(("var", "var_mean", "mse_loss"), Rule(multilinear)),
     **dict.fromkeys(_APPROXIMATED.split(), Rule(path_average, is_exact=False)),
     **{name: Rule(by_steps(steps)) for name, steps in _COMPOSITES.items()},
+    "linalg_norm": Rule(by_steps(composites.norm), refusal=composites.is_norm_of_matrix),
     **{name: Rule(composites.normed(_COMPOSITES[name])) for name in ("layer_norm", "rms_norm")},
     **dict.fromkeys(("softmax", "_safe_softmax", "_softmax"), Rule(softmax)),
     **dict.fromkeys(("log_softmax", "_log_softmax"), Rule(log_softmax)),
@@ -145,6 +147,9 @@ _RELP: dict[Any, Rule] = {
     **dict.fromkeys(relp.ACTIVATIONS, Rule(relp.identity)),
     **dict.fromkeys(relp.DENOMINATORS, Rule(relp.constant)),
     **dict.fromkeys(("mul", "multiply"), Rule(relp.half, is_multilinear=True)),
+    "square": Rule(relp.half),
+    "pow": Rule(relp.power, refusal=relp.refused_power),
+    "glu": Rule(by_steps(composites.glu)),
     **{name: Rule(by_steps(_COMPOSITES[name])) for name in _NORMS},
 }
 _OPENED = frozenset({"multi_head_attention_forward"})
@@ -173,7 +178,7 @@ def register_rule(function: Callable[..., Any], surrogate: Surrogate, *, is_exac
 
 
 def warn_of_loss(what: str, loss: float, fallbacks: Mapping[str, str], *, is_half: bool) -> None:
-    """Warns if scores of the secant do not sum to what they should, and names what may be the cause.
+    """Warns if scores of the secant do not have the expected sum, and names possible causes.
 
     Args:
         what: Which scores, and what they should sum to.
@@ -363,13 +368,10 @@ class RelPRules(DerivativeRules):
 
     def clean_counterpart(self, call: PairedCall) -> _Recorded:
         call.differs = tuple(map(self._roots.varies, call.inputs))
-        name = family_name(call.function)
         roots = [self._roots.of(x) for x in call.inputs if self._roots.varies(x)]
-        if name in relp.ACTIVATIONS and roots and roots[0].root is not call.inputs[0]:
-            call.differs = (False,)  # a step of an activation that is written out, the product of which has the rule
         if len(roots) == 2 and roots[0].root is roots[1].root and call.inputs[0] is not call.inputs[1]:
             call.surrogate = relp.by_first if roots[0].is_multiple else relp.by_second if roots[1].is_multiple else None
-        return _Recorded(name, [Held(x) for x in call.inputs])
+        return _Recorded(family_name(call.function), [Held(x) for x in call.inputs])
 
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         self._roots.note(function, args, result)
@@ -440,7 +442,7 @@ class _Mode(TorchFunctionMode):
         return self._plain(func, args, kwargs, has_rule=rule is not None)
 
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
-        """Calls a function that keeps its derivative, because it has no rule, or because that is what its rule says."""
+        """Calls a function that keeps its own derivative: it does not have a rule, or its rule says so."""
         raise NotImplementedError
 
     def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
@@ -585,7 +587,7 @@ class _ReplacedCall:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Returns a tensor in single precision if it has half, as sums over many products need it."""
+    """Returns a half-precision tensor in single precision, which sums over many products need."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 

@@ -165,6 +165,7 @@ class Batching:
         output: Where the rows are in the output.
         layouts: Where the rows are in what frames returned.
         of_paths: Where the rows are in patched values.
+        shapes: The shapes of patched values in the clean run.
         problems: Why some paths cannot be patched in a batch, by path.
         most: The maximum number of cells in one forward.
         cost: The cost of a run.
@@ -177,6 +178,7 @@ class Batching:
     output: Layout
     layouts: Mapping[FrameNode, Layout]
     of_paths: Mapping[str, BatchRows]
+    shapes: Mapping[str, Sequence[int]]
     problems: Mapping[str, str]
     most: int
     cost: RunCost
@@ -195,11 +197,11 @@ class Batching:
                 return f"{path!r}: other patches of the cell are on parts of the same value"
             where = entry.restriction
             if where is not None and (
-                (where.steps is not None and 0 not in where.steps)
+                not where.is_whole_in(self.shapes[path])
                 or (where.positions is not None and where.dim == self.of_paths[path].dim)
                 or where.row_dim not in (None, self.of_paths[path].dim)
             ):
-                return f"{path!r}: the patch is for some steps, or for rows"
+                return f"{path!r}: the patch is for some steps, for rows, or for positions that are not there"
         return None
 
 
@@ -240,9 +242,9 @@ def batching_of(
     assumed = _assumed(clean, moving, size) if may_assume else None
     output, layouts, of_paths, problems = assumed or _looked_up(pg, clean, [t for t in targets if t.path in moving])
     problems = {**problems, **more}
-    return Batching(
-        layout, output, layouts, of_paths, problems, most, cost, extra, instead, is_assumed=assumed is not None
-    )
+    shapes = {path: mark.value.shape for path, mark in clean.marks.items() if isinstance(mark.value, Tensor)}
+    is_assumed = assumed is not None
+    return Batching(layout, output, layouts, of_paths, shapes, problems, most, cost, extra, instead, is_assumed)
 
 
 def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:

@@ -53,7 +53,7 @@ MEAN = -1
 
 @dataclass(frozen=True)
 class AxisTokens:
-    """The texts beside the patterns.
+    """The texts next to the patterns.
 
     Attributes:
         queries: Of each row of the batch, the texts of its tokens; of the decoder, if there is one.
@@ -236,7 +236,7 @@ class AttentionView(ComputedView):
 
     @property
     def _place(self) -> int:
-        """The place of the row in what is kept, which begins with the mean if there are several rows."""
+        """The index of the row in the stored patterns, which begin with the mean if there are several rows."""
         row = max(MEAN, min(int(self.row), self._count - 1))
         return row + 1 if self._count > 1 else 0
 

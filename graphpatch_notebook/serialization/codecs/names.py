@@ -1,4 +1,4 @@
-"""Functions and classes by their names: those of torch are known, others are looked up only if the caller allows it."""
+"""Functions and classes by name: those of torch are known, others are looked up only if the caller allows it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def is_name(text: str) -> bool:
 
 
 def dotted(text: str) -> str:
-    """Returns a name as people, and `allow`, write it."""
+    """Returns a name in the form that users write and `allow` takes."""
     return text.replace(":", ".")
 
 
