@@ -277,8 +277,8 @@ class Checkpoint:
         except OSError as error:
             self._is_writable = False
             warn_each_time(
-                f"checkpoint={str(self.file)!r} cannot be written any more ({error.strerror or error}); the sweep goes "
-                "on, but what comes now is in memory only",
+                f"checkpoint={str(self.file)!r} can no longer be written ({error.strerror or error}); the sweep "
+                "continues, but further results are kept in memory only",
                 ExperimentWarning,
             )
 

@@ -251,7 +251,7 @@ def test_a_sweep_outlives_its_file(pg: PatchableGraph, tmp_path: Path) -> None:
         return output.sum()
 
     runs: list[Any] = []
-    with pytest.warns(ExperimentWarning, match="cannot be written any more"):
+    with pytest.warns(ExperimentWarning, match="can no longer be written"):
         result = swept(pg, file, runs, metric=metric)
     assert result.identical(swept(pg, None, metric=metric).rename(result.name))
 

@@ -653,7 +653,7 @@ def test_a_sweep_that_is_done_needs_no_workers(pg: PatchableGraph, here: Any, tm
     with ThreadPoolExecutor(1) as executor:
         pass
     assert swept(pg, checkpoint=file, executor=executor).identical(here)
-    with pytest.raises(ExperimentError, match="executor= takes no work: RuntimeError: .*shutdown"):
+    with pytest.raises(ExperimentError, match="executor= does not accept work: RuntimeError: .*shutdown"):
         swept(pg, executor=executor)
 
 
@@ -772,7 +772,9 @@ def test_a_cluster_that_goes_away_is_an_error(pg: PatchableGraph, gone: str, tmp
         going = threading.Thread(target=go_away)
         going.start()
         for _ in range(2):
-            with pytest.raises(ExperimentError, match="client of the cluster was closed|takes no work: ClosedClient"):
+            with pytest.raises(
+                ExperimentError, match="client of the cluster was closed|does not accept work: ClosedClient"
+            ):
                 swept(pg, acting(act), executor=client, recipe=build, checkpoint=file)
             going.join()
     assert 1 < len(file.read_text().splitlines()) < 18
