@@ -533,6 +533,15 @@ def overload_path(func: object) -> str | None:
     return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None
 
 
+def is_awaited(value: object) -> bool:
+    """Whether a tensor is the result of a collective, for which its first use waits: it has no memory of its own.
+
+    `torch.distributed._functional_collectives.AsyncCollectiveTensor`: torch 2.1 to 2.13. Tested by:
+    tests/distributed/test_sharded_models.py.
+    """
+    return type(value).__name__ == "AsyncCollectiveTensor"
+
+
 def dtensor_module() -> Any:
     """Returns the module with `DTensor` and its placements.
 

@@ -28,7 +28,7 @@ from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded.agreement import Agreement
 from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_same_sketch, sketch
 from graphpatch_notebook.sharded.processes import Processes, processes_of
-from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor
+from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor, without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
 
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
@@ -188,7 +188,9 @@ class Sharding:
         if not self._is_measured or (name != "forward" and hasattr(Module, name)):
             yield
             return
-        self.agreement.check(name, [(entry.target.text, patch) for entry in entries for patch in entry.patches])
+        given = [(entry.target.text, patch) for entry in entries for patch in entry.patches]
+        with without_torch_functions():  # modes of the caller see the model only
+            self.agreement.check(name, given)
         alike = [
             entry.placement.path for entry in entries if entry.placement is not None and entry.placement.dim is None
         ]
@@ -199,7 +201,8 @@ class Sharding:
         except BaseException:
             self.agreement.leave(name, paths)
             raise
-        self.agreement.check_values(name, paths, self._alike.taken(paths))
+        with without_torch_functions():
+            self.agreement.check_values(name, paths, self._alike.taken(paths))
 
     # -- measure -------------------------------------------------------------------------------------------------------
 

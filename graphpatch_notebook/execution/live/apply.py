@@ -28,7 +28,7 @@ from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, RunStopped, WritingPatch, problem_of_value, shown_value
 from graphpatch_notebook.patches.slices import index_problem, selection_problem
-from graphpatch_notebook.sharded import Placement
+from graphpatch_notebook.sharded import Placement, same_value
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 from graphpatch_notebook.warning_places import warn
@@ -270,17 +270,20 @@ def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: Ge
     __tracebackhide__ = True
     if (apart := _heads_apart(entry.target, value, placement.size_here(1))) is not value:
         return _packed(entry, value, apart, _apply_to_whole(entry, placement, apart, steps))
-    whole = placement.whole(value)
-    is_held, observes = entry.target.node.kind in HELD_KINDS, all(patch.observes_only for patch in entry.patches)
-    needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
-    given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
-    patched = _apply_plain(entry, given, steps, None)
+    with without_torch_functions():  # modes see one call, `same_value`
+        whole = placement.whole(value)
+        is_held, observes = entry.target.node.kind in HELD_KINDS, all(patch.observes_only for patch in entry.patches)
+        needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
+        given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
+    patched = _apply_plain(entry, same_value(value, given), steps, None)
     # What a patch keeps of the whole value only has a gradient if the model goes on with it.
     has_uses = torch.is_grad_enabled() and not is_held and given.requires_grad
     keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
     if patched is given and not (has_uses and keeps):
         return value
-    return placement.local(patched if gradient is None else placement.closed(patched, gradient), value)
+    with without_torch_functions():
+        local = placement.local(patched if gradient is None else placement.closed(patched, gradient), value)
+    return same_value(patched, local)
 
 
 def _apply_plain(
@@ -507,8 +510,8 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         patched = patch.op(given)
         if patched is None and isinstance(value, Tensor) and target.node.kind != "input" and not patch.any_shape:
             raise PatchValueError(
-                f"{type(patch).__name__} returned None for a value {shown_value(value)}: does its function lack a "
-                "return? If None is to be in place of the value, give any_shape=True"
+                f"{type(patch).__name__} returned None for a value {shown_value(value)}: is a return statement "
+                "missing? To put None in place of the value, give any_shape=True"
             )
         return patched
     except GraphPatchError as error:

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.checks.sharding import is_distributed
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.scored_nodes import has_storage
-from graphpatch_notebook.torch_compat import base_of, is_overload, overload_path
+from graphpatch_notebook.torch_compat import base_of, is_awaited, is_overload, overload_path
 
 if TYPE_CHECKING:
     from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
@@ -171,6 +173,18 @@ class HeldTensors:
         self.size = 0
 
     def hold(self, tensor: Tensor) -> Held:
+        """Returns a tensor as it is now.
+
+        Raises:
+            ExperimentError: It is a `DTensor`.
+        """
+        if is_distributed(tensor):
+            raise ExperimentError(
+                'the model computes with DTensors, which derivative rules cannot follow: use method="gradient", or a '
+                "plan whose modules return local tensors (use_local_output=True)"
+            )
+        if is_awaited(tensor):
+            tensor = tensor.detach().clone()  # which waits for it
         held, storage = Held(tensor), tensor.untyped_storage()
         known = self._by_storage.setdefault(storage.data_ptr(), [])
         if not known and not is_weight(tensor):

@@ -109,6 +109,13 @@ class ElementwiseRoots:
         known = self._by_id.get(id(value))
         return known if known is not None and known.value is value else Root(value, value, True)
 
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        """Notes that a result is the same value in another form."""
+        known = self.of(value)
+        self._by_id[id(result)] = Root(result, result if known.root is value else known.root, known.is_multiple)
+        if not self.varies(value):
+            self._constants[id(result)] = result
+
     def note(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
         """Notes the root of a result, or that it is a constant."""
         if not isinstance(result, Tensor) or not result.requires_grad:
@@ -124,7 +131,7 @@ class ElementwiseRoots:
             self._constants[id(result)] = result
         if not varying or any(root.root is not varying[0].root for root in varying):
             return
-        if any(other.numel() != 1 for other in others) or result.shape != varying[0].root.shape:
+        if any(other.numel() != 1 for other in others) or result.shape != varying[0].value.shape:
             return
         if name in ACTIVATIONS or name in ("pow", "square", "exp"):
             is_multiple = False

@@ -62,6 +62,8 @@ from graphpatch_notebook.experiments.attribution.secants import (
     quotient,
     softmax,
 )
+from graphpatch_notebook.sharded import same_value
+from graphpatch_notebook.torch_compat import base_of
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 Method: TypeAlias = Literal["gradient", "integrated", "relp", "secant"]
@@ -248,6 +250,9 @@ class DerivativeRules:
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         """Is given the result of each call of the run with gradients."""
 
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        """Is given a value of the run with gradients, and the same in another form."""
+
 
 class SecantRules(DerivativeRules):
     """Rules that take each derivative from two runs."""
@@ -308,7 +313,7 @@ class SecantRules(DerivativeRules):
             clean = self._decisions[self._decided] if self._decided < len(self._decisions) else None
             self._decided += 1
             if clean is None or clean.shape != decision.shape or not torch.equal(clean, decision):
-                self.fallbacks.setdefault(name, "it decides otherwise in the other run")
+                self.fallbacks.setdefault(name, "it decides differently in the other run")
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         results = [part for part in _parts(result) if part.is_floating_point() or part.is_complex()]
         self._seen.update(part.grad_fn for part in (*results, *inputs))
@@ -331,9 +336,12 @@ class SecantRules(DerivativeRules):
                 kind = type(node).__name__.removesuffix("Backward")
                 self.fallbacks.setdefault(kind, "it is not a function that torch dispatches, and keeps its derivative")
 
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        self._seen.add(result.grad_fn)
+
     def _parted(self, clean: _Recorded | None, corrupted: _Recorded | None) -> str:
         return (
-            f"the secant pairs the operations of the two runs, which part at operation {self._at + 1}: "
+            f"the secant pairs the operations of the two runs, which diverge at operation {self._at + 1}: "
             f"{clean or 'nothing more'} in the clean run, {corrupted or 'nothing more'} in the corrupted run (mixtures "
             'of experts do that); use routing="frozen" or method="gradient", or inputs for which the model takes the '
             "same steps"
@@ -375,6 +383,9 @@ class RelPRules(DerivativeRules):
 
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         self._roots.note(function, args, result)
+
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        self._roots.pass_on(value, result)
 
 
 @dataclass
@@ -422,8 +433,15 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self._rules = rules
         self._writes = HeldTensors()
+        self._weights: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is same_value:
+            value, result = args
+            if self._is_weight(value):
+                self._weights[id(result)] = result
+            self._rules.pass_on(value, result)
+            return result
         kwargs = kwargs or {}
         self._rules.before(args)
         if family_name(func) in _OPENED:
@@ -434,12 +452,16 @@ class _Mode(TorchFunctionMode):
         rule = self._rules.rule_for(func)
         call = None if rule is None else PairedCall(func, args, kwargs, self._rules)
         if rule is not None and call is not None and _fits(rule, call):
-            if not rule.is_multilinear or sum(not is_weight(x) for x in call.inputs) > 1:
+            if not rule.is_multilinear or sum(not self._is_weight(x) for x in call.inputs) > 1:
                 return self._with_rule(rule, call, args, kwargs)
         else:
             rule = None
         self._writes.before(func, args, kwargs)
         return self._plain(func, args, kwargs, has_rule=rule is not None)
+
+    def _is_weight(self, value: Tensor) -> bool:
+        known = (self._weights.get(id(each)) is each for each in (value, base_of(value)) if each is not None)
+        return is_weight(value) or any(known)
 
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
         """Calls a function that keeps its own derivative: it does not have a rule, or its rule says so."""

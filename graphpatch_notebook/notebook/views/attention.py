@@ -217,7 +217,7 @@ class AttentionView(ComputedView):
     def _head(self, version: int, run: str, layer: int, head: int) -> list[tuple[bytes, float]]:
         found = {"clean": self._clean, "patched": self._patched}.get(run)
         if version != self._version or found is None:
-            raise SessionError("the patterns have changed meanwhile; look again")
+            raise SessionError("the patterns have changed in the meantime; look at them again")
         if not 0 <= layer < len(found) or not 0 <= head < found[layer].cells.cells.shape[1]:
             raise SessionError(f"there is no head {head} in layer {layer} of this view")
         place, weighted = self._place, found[layer].weighted(self._place)
