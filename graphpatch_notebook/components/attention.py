@@ -390,11 +390,15 @@ def _operands(trails: Trails, attention: Attention, inside: frozenset[Node]) -> 
     """Returns what the products of attention read and return."""
     found = _operands_by_place(trails.flow, attention)
     if "q" in found and _has_heads_first(trails, found["q"], inside):
-        swap = {"batch": "head", "head": "batch"}
-        found = {
-            name: Part(part.value, tuple(swap.get(axis, axis) for axis in part.axes)) for name, part in found.items()
-        }
+        return _renamed(found, {"batch": "head", "head": "batch"})
+    q, k = found.get("q"), found.get("k")
+    if q is not None and k is not None and "group" in q.axes and k.size_of("head") == 1 < q.size_of("head"):
+        return _renamed(found, {"group": "key_head", "head": "query_head"})  # neither has the heads alone
     return found
+
+
+def _renamed(parts: dict[str, Part], names: dict[str, str]) -> dict[str, Part]:
+    return {name: Part(part.value, tuple(names.get(axis, axis) for axis in part.axes)) for name, part in parts.items()}
 
 
 def _operands_by_place(flow: Flow, attention: Attention) -> dict[str, Part]:

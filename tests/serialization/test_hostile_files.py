@@ -197,7 +197,7 @@ def nested(depth: int) -> Any:
         (set_at("form", value=None), "there should be an object"),
         (set_at("form", "dims", 0, 0, value="nowhere"), "one of"),
         (set_at("lines", 0, 1, value="one"), "a whole number"),
-        (function("torch.load"), "'torch.load' is none of the functions that a file may call"),
+        (function("torch.load"), "'torch.load' is not one of the functions that a file may call"),
         (function("builtins.eval"), "none of the functions"),
         (function("torch.hub.load"), "none of the functions"),
         (function("torch.from_file"), "none of the functions"),
