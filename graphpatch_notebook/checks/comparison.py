@@ -138,7 +138,7 @@ def _comparison(
     model: Module, after: ModuleState, has_gradients: bool, found: Any, expected: Any, within_rounding: bool
 ) -> RunComparison:
     if torch.is_grad_enabled() != has_gradients:
-        return RunComparison(ComparisonOutcome.DIFFERENT, "it leaves gradients switched on or off")
+        return RunComparison(ComparisonOutcome.DIFFERENT, "it ends in another gradient mode")
     try:
         text = (
             difference(found[0], expected[0], "output", within_rounding=within_rounding)

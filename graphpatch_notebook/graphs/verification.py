@@ -277,7 +277,7 @@ def _report(graph_module: GraphModule, found: dict[GraphModule, RunComparison]) 
     elif comparison is None:
         status = "not reached"
         if frame.is_below_own_graph:
-            reason = "it is called by a graph that replaces its module"
+            reason = "a graph that replaces its module calls it"
     elif not comparison.is_equal:
         status = "differing" if comparison.is_difference else "not comparable"
         reason = str(comparison)

@@ -510,8 +510,8 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         patched = patch.op(given)
         if patched is None and isinstance(value, Tensor) and target.node.kind != "input" and not patch.any_shape:
             raise PatchValueError(
-                f"{type(patch).__name__} returned None for a value {shown_value(value)}: does its function lack a "
-                "return? If None is to be in place of the value, give any_shape=True"
+                f"{type(patch).__name__} returned None for a value {shown_value(value)}: is a return statement "
+                "missing? To put None in place of the value, give any_shape=True"
             )
         return patched
     except GraphPatchError as error:

@@ -313,7 +313,7 @@ class SecantRules(DerivativeRules):
             clean = self._decisions[self._decided] if self._decided < len(self._decisions) else None
             self._decided += 1
             if clean is None or clean.shape != decision.shape or not torch.equal(clean, decision):
-                self.fallbacks.setdefault(name, "it decides otherwise in the other run")
+                self.fallbacks.setdefault(name, "it decides differently in the other run")
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         results = [part for part in _parts(result) if part.is_floating_point() or part.is_complex()]
         self._seen.update(part.grad_fn for part in (*results, *inputs))
@@ -341,7 +341,7 @@ class SecantRules(DerivativeRules):
 
     def _parted(self, clean: _Recorded | None, corrupted: _Recorded | None) -> str:
         return (
-            f"the secant pairs the operations of the two runs, which part at operation {self._at + 1}: "
+            f"the secant pairs the operations of the two runs, which diverge at operation {self._at + 1}: "
             f"{clean or 'nothing more'} in the clean run, {corrupted or 'nothing more'} in the corrupted run (mixtures "
             'of experts do that); use routing="frozen" or method="gradient", or inputs for which the model takes the '
             "same steps"

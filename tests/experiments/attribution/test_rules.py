@@ -527,7 +527,9 @@ def test_runs_that_take_other_steps_are_an_error() -> None:
     case = case_by_name("mixtral-expert-loop-eager")
     model = case.build()
     clean, corrupted = tokens(1, 6), tokens(1, 6, seed=5)
-    with pytest.raises(ExperimentError, match=r"part at operation \d+: .* in the clean run, .* in the corrupted run"):
+    with pytest.raises(
+        ExperimentError, match=r"diverge at operation \d+: .* in the clean run, .* in the corrupted run"
+    ):
         attribute(PatchableGraph(model, clean), a_logit, clean, corrupted, method="secant")
 
 
