@@ -217,7 +217,7 @@ def _made(
     if isinstance(spec, ContainerSpec):
         items = [_made(f"{name}|{text}", child, tensor, number) for text, _, child in spec.children]
         return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
-    raise UnknownInputError(f"its input {name!r} is an object ({spec}), which cannot be made up")
+    raise UnknownInputError(f"its input {name!r} is an object ({spec}), for which no values can be generated")
 
 
 # -- example inputs ----------------------------------------------------------------------------------------------------
@@ -304,4 +304,4 @@ def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
         return f"was {before[2]}, and is {after[2]}" if before[0] == after[0] == "plain" else "is another object"
     if before[3] != after[3]:
         return f"had the shape {before[3]}, and has {after[3]}"
-    return "was written into" if before[2] != after[2] else "requires gradients otherwise than before"
+    return "was written into" if before[2] != after[2] else "has another requires_grad than before"

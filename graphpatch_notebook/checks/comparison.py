@@ -117,7 +117,7 @@ def run_and_compare(
         except Exception as error:
             return expected(*args, **kwargs), _not_copied(error)
         had_gradients = torch.is_grad_enabled()
-        context = copy_context()  # what `expected` puts into context variables is not for `found`, nor the reverse
+        context = copy_context()  # `expected` and `found` must not see the context variables that the other one sets
         result = expected(*args, **kwargs)
         if (change := before.unrepeatable_change()) is not None:
             return result, RunComparison(ComparisonOutcome.UNREPEATABLE, str(change))
@@ -138,7 +138,7 @@ def _comparison(
     model: Module, after: ModuleState, has_gradients: bool, found: Any, expected: Any, within_rounding: bool
 ) -> RunComparison:
     if torch.is_grad_enabled() != has_gradients:
-        return RunComparison(ComparisonOutcome.DIFFERENT, "it leaves gradients switched on or off")
+        return RunComparison(ComparisonOutcome.DIFFERENT, "it ends in another gradient mode")
     try:
         text = (
             difference(found[0], expected[0], "output", within_rounding=within_rounding)

@@ -403,7 +403,7 @@ class ModuleState:
             what = f"the buffers of {type(self._root).__name__}"
             if (text := difference(self._contents(), other._contents(), what)) is not None:
                 return text
-        return "it leaves another random state behind" if "torch" in self._random.differing(other._random) else None
+        return "it ends in another random state" if "torch" in self._random.differing(other._random) else None
 
     def _contents(self) -> dict[str, Tensor]:
         numbers = {module: "" if module == id(self._root) else f"{i}." for i, module in enumerate(self._walk.spans)}

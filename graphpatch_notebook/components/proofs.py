@@ -365,12 +365,12 @@ class _Prover:
         Keys and values are repeated for each of the heads.
         """
         rows = tuple("query" if axis == "position" else axis for axis in part.axes)
-        front = sorted((axis for axis in rows if axis not in last), key=lambda axis: axis == "head")
+        front = sorted((axis for axis in rows if axis not in last), key=lambda axis: axis in _HEADS)
         order = [rows.index(axis) for axis in (*dict.fromkeys(front), *last)]
         if len(order) != len(rows):
             order = [*(n for n, axis in enumerate(rows) if axis not in last), *(rows.index(axis) for axis in last)]
         arranged = self._value(part.value).permute(order)
-        if "head" in rows and heads and arranged.shape[-3] != heads:
+        if _heads(part) and heads and arranged.shape[-3] != heads:
             arranged = arranged.repeat_interleave(heads // arranged.shape[-3], dim=-3)
         return arranged.flatten(0, -3) if arranged.ndim > 2 else arranged[None]
 
@@ -400,7 +400,7 @@ class _Prover:
         """Whether queries and keys give the scores, before masks and biases; of a fused call, whether all give `z`."""
         product = attention.dot if attention.dot is not None else attention.z
         if any(read.op in CREATIONS for read in self._reads(product.node)):
-            return None  # the model fills these in, after what is recorded
+            return None  # the model fills these in after the recorded value
         if attention.dot is None or attention.dot.op == "baddbmm" or not {"q", "k", "dot"} <= set(operands):
             return (
                 None if is_close(self._computed(product.node), self._value(product)) else "the product's rerun differs"
@@ -483,7 +483,7 @@ class _Prover:
         if not is_close(self._computed(output.node), self._value(output)):
             return "the rerun of the output projection differs"
         inside = region(self._trails, given, write.inside)
-        if not {"batch", "head"} <= set(z.axes):
+        if "batch" not in z.axes or not _heads(z):
             return None  # one head, or heads and batch in one: nothing to lay out
         heads = self._arranged(z, ("query", "channel"), 0).unflatten(0, (-1, _heads(z)))
         flat = heads.transpose(-2, -3).reshape(-1)
@@ -627,8 +627,11 @@ def norm_name(kind: str) -> str:
     return "ln1" + kind.lstrip("abcdefghijklmnopqrstuvwxyz")
 
 
+_HEADS = ("head", "query_head")
+
+
 def _heads(part: Part) -> int:
-    return part.value.shape[part.axes.index("head")] if "head" in part.axes else 0
+    return next((size for axis, size in zip(part.axes, part.value.shape, strict=True) if axis in _HEADS), 0)
 
 
 def _config_numbers(module: Any, names: tuple[str, ...]) -> Iterator[int]:
@@ -692,7 +695,7 @@ class NoiseRuns:
         state = write.state
         path = self._flow.path(state)
         given = [place.path for place in self._flow.inputs(layer.frame) if place.value == state]
-        if len(given) == 1:  # else noise at the input would leave the others as they are
+        if len(given) == 1:  # else noise at the input would not change the others
             path = given[0]
         own = self._flow.path(write.value)
         for frame in self._flow.frames_around(write.value):  # with noise, other experts may write the result

@@ -410,7 +410,7 @@ class Engines:
         task = packed([("the task", function), *parts], _REPAIR)
         if lost := [engine for engine in self._ids if engine not in self._client.ids]:
             raise ExperimentError(
-                f"engine {lost[0]} of the cluster has died: start the cluster and make the graph anew"
+                f"engine {lost[0]} of the cluster has died: start the cluster and make the graph again"
             )
         if late := [engine for engine, result in self._late.items() if not result.ready()]:
             raise ExperimentError(
@@ -434,7 +434,7 @@ class Engines:
             raise
         for message, category in dict.fromkeys(given for _, warned, _ in answers.values() for given in warned):
             warn_each_time(message, category)
-        for engine, (is_right, _, data) in answers.items():  # the first that failed is why others did
+        for engine, (is_right, _, data) in answers.items():  # the first failure caused the others
             if not is_right:
                 result = unpacked(data)[0]
                 if len(self._ids) > 1:
@@ -464,10 +464,10 @@ class Engines:
                 del waiting[engine]
                 try:
                     answers[engine] = unpacked(result.get())[0]
-                except Exception as error:  # ipyparallel raises errors of its own
+                except Exception as error:  # ipyparallel raises its own errors
                     raise ExperimentError(
                         f"engine {engine} of the cluster did not answer: {type(error).__name__}: {error}. If it died, "
-                        "start the cluster again and make the graph anew"
+                        "start the cluster again and make the graph again"
                     ) from None
             if is_until_error and not all(is_right for is_right, _, _ in answers.values()):
                 return

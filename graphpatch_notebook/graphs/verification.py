@@ -249,7 +249,7 @@ def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
         if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
         hooks = [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
-        # Others either change tensors, which is part of the graph, or are only meant for the module's own run.
+        # Other hooks change tensors, which is part of the graph, or only concern the module's own run.
         if HookOwner.USER in map(owner_of, hooks):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, type(module).__name__)
 
@@ -277,7 +277,7 @@ def _report(graph_module: GraphModule, found: dict[GraphModule, RunComparison]) 
     elif comparison is None:
         status = "not reached"
         if frame.is_below_own_graph:
-            reason = "it is called by a graph that replaces its module"
+            reason = "a graph that replaces its module calls it"
     elif not comparison.is_equal:
         status = "differing" if comparison.is_difference else "not comparable"
         reason = str(comparison)

@@ -704,7 +704,7 @@ class CustomPatch(_SlicedPatch):
         # A copy, because the write below would overwrite what the function saved for its gradient.
         result = self.custom_op(part.clone())
         if result is None:
-            raise PatchValueError(f"custom_op returned None for slice={self.slice!r}: does it lack a return?")
+            raise PatchValueError(f"custom_op returned None for slice={self.slice!r}: is a return statement missing?")
         try:
             value[self.slice] = result
         except (IndexError, RuntimeError, TypeError, ValueError) as error:

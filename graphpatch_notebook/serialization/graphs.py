@@ -132,7 +132,7 @@ def _encoded_target(
             return {"path": modules.reach_tensor(frame.module, builds.original_path(frame, target))}
         value = built.constants[target]()
         if value is None:
-            raise UnstorableError("it uses a tensor that is gone, as neither the graph nor its module holds it")
+            raise UnstorableError("it uses a tensor that no longer exists: the graph and its module do not hold it")
         if not isinstance(value, Tensor):
             raise UnstorableError(f"it uses an object of type {type(value).__name__}")
         return {"path": modules.hold(frame.module, value)}

@@ -186,7 +186,7 @@ def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelC
         return check[0], found[1] if found is not None else None
     if found is None:
         raise SerializationError(
-            "the graph cannot be compared with the model on inputs that are made up to look like the example's: "
+            "the graph cannot be compared with the model on generated inputs that are like the example's: "
             f"{problem}; give inputs to compare them with: pg.save(file, check=[((x,), {{}})])"
         )
     return found
@@ -366,7 +366,7 @@ class Maker:
 
     def _tensor(self, name: str, spec: TensorSpec, generator: torch.Generator) -> Tensor:
         if spec.type_name != "Tensor":
-            raise UnstorableError(f"its input {name!r} is a {spec.type_name}, which cannot be made up")
+            raise UnstorableError(f"its input {name!r} is a {spec.type_name}, for which no values can be generated")
         shape = tuple(spec.shape)
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
             wide = torch.complex64 if spec.dtype.is_complex else torch.float32

@@ -276,7 +276,7 @@ def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: Ge
         needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
         given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
     patched = _apply_plain(entry, same_value(value, given), steps, None)
-    # What a patch keeps of the whole value only has a gradient if the model goes on with it.
+    # A value that a patch keeps only has a gradient if the model continues with it.
     has_uses = torch.is_grad_enabled() and not is_held and given.requires_grad
     keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
     if patched is given and not (has_uses and keeps):
@@ -511,13 +511,13 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         patched = patch.op(given)
         if patched is None and isinstance(value, Tensor) and target.node.kind != "input" and not patch.any_shape:
             raise PatchValueError(
-                f"{type(patch).__name__} returned None for a value {shown_value(value)}: does its function lack a "
-                "return? If None is to be in place of the value, give any_shape=True"
+                f"{type(patch).__name__} returned None for a value {shown_value(value)}: is a return statement "
+                "missing? To put None in place of the value, give any_shape=True"
             )
         return patched
     except GraphPatchError as error:
         raise type(error)(f"{target.text!r}: {error}") from (None if isinstance(patch, WritingPatch) else error)
-    except (StopIteration, StopAsyncIteration):  # which mean something to the interpreter
+    except (StopIteration, StopAsyncIteration):  # which the interpreter treats specially
         raise
     except Exception as error:
         if isinstance(patch, WritingPatch) and isinstance(error, (RuntimeError, IndexError, TypeError, ValueError)):

@@ -249,7 +249,7 @@ def batching_of(
 
 def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:
     """Returns the paths in modules that check whether two inputs are the same object: batching breaks that identity."""
-    why = "nn.MultiheadAttention does another thing for inputs that are the same object"
+    why = "nn.MultiheadAttention treats inputs that are the same object differently"
     return {target.path: why for target in targets if _is_within(target.frame, nn.MultiheadAttention)}
 
 
@@ -261,7 +261,7 @@ def _is_within(frame: Frame | None, kind: type[nn.Module]) -> bool:
 
 def _read_after(pg: PatchableGraph, inputs: Inputs, clean: CleanRun, targets: Sequence[Target]) -> dict[str, str]:
     """Returns the paths after which Python reads values: the model may then take different branches for each cell."""
-    why = "the model looks at values, and may do another thing for each cell"
+    why = "the model reads values, and may behave differently in each cell"
     if clean.last_read == NEVER:
         # This run did not record reads, but the capture did.
         has_doubts = any(frame.doubts for frame in captured(pg).root.walk())

@@ -82,7 +82,7 @@ def test_a_metric_that_reads_a_probe_has_the_probe_of_its_cell() -> None:
     result = swept(pg, make, x, metric)
 
     assert result.values.tolist() == loop(pg, make, x, metric)
-    assert "a ProbePatch may do something else each time" in " ".join(result.attrs["remarks"])
+    assert "a ProbePatch may behave differently each time" in " ".join(result.attrs["remarks"])
 
 
 def test_a_metric_that_reads_what_a_hook_kept_has_that_of_its_cell() -> None:
@@ -208,7 +208,7 @@ def test_a_metric_that_reads_what_a_patch_left_behind_has_that_of_its_cell() -> 
     result = swept(pg, make, x, metric)
 
     assert result.values.tolist() == loop(pg, make, x, metric)
-    assert "a CustomPatch may do something else each time" in " ".join(result.attrs["remarks"])
+    assert "a CustomPatch may behave differently each time" in " ".join(result.attrs["remarks"])
 
 
 class Masked(nn.Module):
@@ -237,7 +237,7 @@ def test_rows_are_given_up_only_where_python_looks_at_what_may_be_patched(own: b
     result = swept(pg, make, ids, torch.sum)
 
     assert result.values.tolist() == pytest.approx(loop(pg, make, ids, torch.sum), rel=2e-6)
-    assert ("looks at values" in " ".join(result.attrs["remarks"])) == own
+    assert ("reads values" in " ".join(result.attrs["remarks"])) == own
 
 
 def test_the_model_in_place_of_its_graph_is_told() -> None:
