@@ -759,7 +759,7 @@ class GradientRun:
         if value.requires_grad and self._depends_on_root(value):
             self._roots.tracked.add(id(node.node))
             self._note(path, occurrence, value, self._edge(value))
-        elif torch.equal(clean[occurrence].tensor, value):
+        elif _is_equal(clean[occurrence].tensor, value):
             differences.by_path.setdefault(path, []).append(None)
             self.by_path.setdefault(path, []).append(None)
         elif path in differences.rewritten:
@@ -847,6 +847,11 @@ class GradientRun:
             else:
                 waiting += [other for other in inner if other not in known]
         return known[value.grad_fn]
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    with without_torch_functions():  # derivative rules would take it for a step of the model
+        return torch.equal(one, other)
 
 
 def _node_of(value: Tensor) -> GradientNode:
