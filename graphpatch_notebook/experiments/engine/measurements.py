@@ -115,7 +115,7 @@ def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
         raise ExperimentError(
             "the metric returned None: is a return statement missing?"
             if value is None
-            else f"the metric returned {value!r}"
+            else f"the metric returned {value!r}, which contains None"
         )
     try:
         if not isinstance(value, (str, bytes)):
