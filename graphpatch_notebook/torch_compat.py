@@ -112,7 +112,7 @@ def fully_shards_parts(module: torch.nn.Module) -> bool:
     return any(each is not None for each in getattr(flat, "_param_extensions", None) or ())
 
 
-@functools.lru_cache(maxsize=1024)  # every frame of a capture asks; `fully_shard` makes a class of its own
+@functools.lru_cache(maxsize=1024)  # each frame of a capture calls this; `fully_shard` makes a new class
 def _is_fully_sharded(kind: type) -> bool:
     homes = map(sys.modules.get, ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"))
     names = ("FSDPModule", "FullyShardedDataParallel")

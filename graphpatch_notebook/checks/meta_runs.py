@@ -171,7 +171,7 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
         if "__slotnames__" in vars(kind):
             delattr(kind, "__slotnames__")
     for module in reachable_modules(root.module):
-        if (packing := packing_of(module)) is not None:  # kernels of its own work on values
+        if (packing := packing_of(module)) is not None:  # its own kernels work on values
             spec, twin = packing.spec(module), memo[id(module)]
             name = innermost_forward(twin)
             weight, forward = torch.empty(spec.shape, dtype=spec.dtype, device=META), getattr(twin, name)

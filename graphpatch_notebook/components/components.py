@@ -438,7 +438,7 @@ class _Finder:
                 self.found.missing[name] = f"the first layer's input is a sum of {len(values)} such embeddings"
 
     def _add_end(self, stacks: Sequence[Stack]) -> None:
-        ends = [(stack, end_of(self._trails, stack)) for stack in reversed(stacks)]
+        ends = [(stack, end_of(self._trails, stack, stacks)) for stack in reversed(stacks)]
         for stack, end in ends:
             prefix = f"{stack.name}." if stack.name else ""
             self.found.evidence.ends.append((prefix, end))

@@ -347,7 +347,7 @@ def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: 
         return
     word = next(word for word in name.words if word in MEMBERS)
     separate = _separate(found, bare)
-    if separate:  # such as experts that are modules of their own
+    if separate:  # such as experts that are separate modules
         chosen = list(_counted(name.members or 0, len(separate), word, text))
         there = [number for number in chosen if separate[number] in found]
         if not there or (there != chosen and not isinstance(name.members, slice)):

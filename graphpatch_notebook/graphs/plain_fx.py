@@ -162,7 +162,7 @@ class PatchedValue(Module):
             is_tensor = isinstance(value, Tensor)
             if patch.observes_only:
                 if self.is_shown_alias and is_tensor and value.requires_grad and torch.is_grad_enabled():
-                    value = value.view_as(value)  # its gradient is that of this use of the tensor only
+                    value = value.view_as(value)  # its gradient is only the one of this use of the tensor
                 patch.op(value.clone() if self.is_shown_copied and is_tensor else value)
             else:
                 value = self._after(patch, value.clone() if patch.requires_clone and is_tensor else value)

@@ -627,7 +627,7 @@ class _Replaced(torch.autograd.Function):
         if replaced.call.is_in_place:
             ctx.mark_dirty(inputs[0])
             return run()
-        # With gradients, as the model itself: without, some kernels (such as that of an LSTM) round differently.
+        # With gradients, as in the model itself: without, some kernels (such as the LSTM's) round differently.
         with torch.enable_grad():
             result = run()
         if isinstance(result, Tensor):

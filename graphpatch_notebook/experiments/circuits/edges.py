@@ -537,7 +537,7 @@ class _Runs:
             found.is_half = deltas.coarsest > 1e-6
 
             def restored(group: Writer | Reader, number: int) -> dict[str, Patch[Any]]:
-                if isinstance(group, Writer) and group.choice:  # what the chosen experts of a row write is summed
+                if isinstance(group, Writer) and group.choice:  # the outputs of the chosen experts of a row are summed
                     return {group.path: AddPatch(value=deltas.of(group)[number], slice=(slice(None), 0))}
                 heads = None if group.projection is None else group.projection.heads[number]
                 return {path: _restoring(clean[path], corrupted[path], heads) for path in group.paths}
@@ -645,7 +645,7 @@ class _Runs:
                 deltas = self._deltas(clean, base)
                 found.is_half = deltas.coarsest > 1e-6
             self._add_scores(self.nodes.readers, clean, corrupted, gradients, deltas, found)
-        # Those into the logits sum to it in any case: what is between the components does not matter to them.
+        # The edges into the logits have this sum in any case, whatever is between the components.
         begins = [f"{stream}@embed" for stream in self.nodes.streams]
         columns = [found.columns[name] for name in begins if name in found.columns]
         change = found.clean - found.corrupted

@@ -256,7 +256,7 @@ def faithfulness(
     check_graph(pg)
     xarray = extra("xarray", "a dataset of curves")
     batches = batches_of(pg, metric, clean, corrupted)
-    given: Any = scores  # an array is a mapping, too, as far as a type checker knows
+    given: Any = scores  # for a type checker, an array may be a mapping, too
     named: dict[str, DataArray] = dict(given) if isinstance(given, Mapping) else {"scores": given}
     for each in named.values():
         _check_scores(each)

@@ -142,7 +142,7 @@ class RowReader:
         listed = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
         targets: dict[str, Target] = {}
         for pattern in map(str, listed):
-            if results := results_of(model, pattern):  # their dimensions are those of `z`
+            if results := results_of(model, pattern):  # they have the dimensions of `z`
                 targets |= {name: model.targets_of(result.z)[0] for name, result in results.items()}
             else:
                 targets |= {target.text: target for target in model.targets_of(pattern)}

@@ -350,7 +350,7 @@ def _scale_before(pg: PatchableGraph, unembedding: str, name: str) -> float:
     while value != end:
         moving = flow.moving(value.node)
         if value.op not in SAME_VALUES | VIEWS | SCALINGS or len(moving) != 1:
-            return 1.0  # something else, which the check of the result finds
+            return 1.0  # another operation, which the check of the result finds
         if value.op in SCALINGS:
             numbers = [given for given in value.node.args[1:] if isinstance(given, (int, float))]
             if len(value.node.args) != 2 or len(numbers) != 1 or value.node.kwargs:
