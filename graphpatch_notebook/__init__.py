@@ -159,7 +159,7 @@ def load_ipython_extension(shell: _Any) -> None:
 
 
 def unload_ipython_extension(shell: _Any) -> None:
-    """Takes it away again: what `%unload_ext graphpatch` calls."""
+    """Removes `%graphpatch` from the shell: what `%unload_ext graphpatch` calls."""
     from graphpatch_notebook.notebook.extension import unload
 
     unload(shell)

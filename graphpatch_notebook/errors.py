@@ -83,7 +83,7 @@ class CaptureError(GraphPatchError, RuntimeError):
 
 
 class OptionError(GraphPatchError, ValueError):
-    """An option has a value that it cannot have; nothing ran."""
+    """An option has an invalid value; nothing ran."""
 
 
 class PatchMapError(GraphPatchError, ValueError):
@@ -122,7 +122,7 @@ class GraphError(GraphPatchError, RuntimeError):
 
 
 class SessionError(GraphPatchError, ValueError):
-    """The chosen patches of a notebook cannot be changed, or used, like this; nothing was changed."""
+    """The chosen patches of a notebook cannot be changed or used in this way; nothing was changed."""
 
 
 class ChosenPatchError(SessionError):
@@ -169,7 +169,7 @@ class SweepInterrupted(KeyboardInterrupt):
         self.result = result
 
     def _render_traceback_(self) -> list[str]:
-        """Returns what notebooks show: where the sweep was when it stopped does not matter."""
+        """Returns the text for notebooks: without a traceback, since the line of the interrupt does not matter."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -194,7 +194,7 @@ class CompilationWarning(GraphPatchWarning):
 
 
 class PatchNotFiredWarning(GraphPatchWarning):
-    """A patch never fired: during a call of the `PatchableGraph` inside its context, or since nothing ran in that."""
+    """A patch never fired: in a call of the `PatchableGraph` inside its context, or because no call was made there."""
 
 
 class RepeatedCallWarning(GraphPatchWarning):
@@ -226,7 +226,7 @@ class MissingProcessWarning(GraphPatchWarning):
 
 
 class EditedGraphWarning(GraphPatchWarning):
-    """An edited graph holds for the example's branches and flags only, and may be given others."""
+    """An edited graph is valid for the branches and flags of the example only, and a call may have others."""
 
 
 class UnverifiedGraphWarning(GraphPatchWarning):
@@ -234,7 +234,7 @@ class UnverifiedGraphWarning(GraphPatchWarning):
 
 
 class ComponentWarning(GraphPatchWarning):
-    """A component is used though it is in doubt that its value is what its name says."""
+    """A component is used although its value may not be what its name says."""
 
 
 class ExperimentWarning(GraphPatchWarning):

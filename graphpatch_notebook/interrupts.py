@@ -141,5 +141,5 @@ def _current_task() -> Any:
 
 
 def discards_value(frame: FrameType) -> bool:
-    """Whether a frame is discarding the value of an expression: that of a line that is only a call."""
+    """Whether a frame is discarding the value of an expression, as a line does that is only a call."""
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _POP_TOP

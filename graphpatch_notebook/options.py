@@ -138,7 +138,7 @@ def _check_class(option: str, value: Any) -> None:
 
 
 def _option_text(value: Any) -> str:
-    """Returns what a value is, in few words: modules and graphs print as many lines."""
+    """Returns a short description of a value: the repr of modules and graphs has many lines."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return repr(value) if isinstance(value, (str, int, float, type(None))) else f"an object of {type(value).__name__}"

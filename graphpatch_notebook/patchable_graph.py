@@ -397,7 +397,7 @@ class PatchableGraph(ModuleDelegate):
         return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
 
     def _refuse_elsewhere(self) -> None:
-        """Raises an error if the graphs here are not those of all of the model."""
+        """Raises an error if the graphs here do not cover the whole model."""
         if sharding_of(self._captured.root) is not None:
             raise GraphError(
                 "the graphs of a model that is sharded over processes do not run, and are not saved or copied: make "
@@ -863,7 +863,8 @@ class PatchableGraph(ModuleDelegate):
                 is refused and left unchanged. In the same environment, the result has the same bits as that of an
                 uninterrupted sweep. As with `executor`, all patch maps are made before any cell runs, so functions
                 cannot use state that earlier cells changed; it is an error if what the patches of a cell refer to
-                changes before the last map is made.
+                changes before the last map is made. A sweep that goes on warns if cells that are done changed such
+                state.
             checkpoint_key: A text that identifies the version of your functions; change it when you change them. The
                 code of functions is not compared, so `checkpoint` requires a key unless patches are `ZeroPatch`,
                 `AddPatch` and `ReplacePatch`, the metric belongs to this package or to torch (such as `torch.sum`), and
@@ -873,7 +874,8 @@ class PatchableGraph(ModuleDelegate):
                 or its `get_executor()`) need a `recipe`; weights are not sent to workers. If a worker is lost, its
                 chunk is submitted again. If the executor breaks or loses all workers, the remaining chunks run in this
                 process, with an `ExperimentWarning`, except those that may have caused the loss. Another one says if
-                functions in patches change what they refer to: cells run in any order.
+                functions in patches change what they refer to: cells run in any order. For the same reason, each cell
+                needs probes of its own.
             recipe: How another process gets the graph: a function without arguments that returns it, with the same
                 mode, dtype and weights as here, or the name of a file written by `pg.save`. Each process calls it once.
                 The metric without patches must be the same there up to rounding; otherwise its cells fail.
@@ -1001,7 +1003,7 @@ def runs_where_the_model_is(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def captured(pg: PatchableGraph) -> CapturedModel:
-    """Returns what a `PatchableGraph` consists of: for the rest of this package, not for users.
+    """Returns the captured model in a `PatchableGraph`. For the rest of this package, not for users.
 
     A function, since an attribute would hide one of the model's.
     """

@@ -19,7 +19,7 @@ _PLAIN = re.compile(r'[^."|\s\[\]]+')
 
 @dataclass(frozen=True, slots=True)
 class ParsedPath:
-    """A node path, taken apart: `names` lead to the node, `dig` into its value."""
+    """A parsed node path: `names` lead to the node, `dig` into its value."""
 
     names: tuple[str, ...]
     dig: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def format_path(names: Iterable[str], dig: Iterable[str] = ()) -> str:
 
 
 def parse_path(text: str) -> ParsedPath:
-    """Takes the text of a path apart.
+    """Parses the text of a path.
 
     Raises:
         ValueError: The text is not a path; the message shows where it stops being one.
@@ -160,7 +160,7 @@ def call_name(attribute_path: str) -> str:
 
 
 def unique_name(base: str, taken: Iterable[str] | dict[str, object] | set[str]) -> str:
-    """Returns `base`, or `base_1`, `base_2`, ... whichever is the first that is not taken."""
+    """Returns the first of `base`, `base_1`, `base_2`, ... that is not taken."""
     return base if base not in taken else next(n for n in numbered(base) if n not in taken)
 
 

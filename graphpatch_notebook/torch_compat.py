@@ -40,7 +40,7 @@ def is_overload(func: object) -> bool:
 
 
 def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
-    """Returns how `graph` prints its code: there is `set_codegen`, but nothing to ask it by.
+    """Returns the `CodeGen` of `graph`: torch has `set_codegen`, but no public getter.
 
     `torch.fx.Graph._codegen`: torch 2.0 to 2.13. Tested by: tests/graphs/test_weaving.py.
     """
@@ -155,7 +155,7 @@ def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def function_mode_depth() -> int:
-    """Returns how many function modes are on; inside the handler of one, it is off.
+    """Returns the number of active function modes; inside the handler of a mode, it is not active.
 
     `torch._C._len_torch_function_stack`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_02_identity.py
     (awkward-custom-operators).
@@ -190,7 +190,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def called_by(call: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the attributes of a module whose calls `call` runs, hooks included, as those of a compiled module.
+    """Returns attributes that make a module run `call` in its calls, hooks included, as compiled modules do.
 
     `Module._compiled_call_impl`: torch 2.2 to 2.13. Tested by: tests/execution/test_compiled_model.py.
     """
@@ -214,7 +214,7 @@ def has_compiled_parts(root: torch.nn.Module) -> bool:
 
 
 def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether one of the modules is compiled, as `is_compiled` says: written for speed."""
+    """Whether `is_compiled` is true for one of the modules. Written for speed."""
     for module in modules:
         state = module.__dict__  # none of the attributes is on a class
         if "_compiled_call_impl" in state and state["_compiled_call_impl"] is not None:
@@ -293,7 +293,7 @@ class VisibleFlexAttention:
     _compilers: ClassVar[ContextVar[tuple[Any, ...]]] = ContextVar("graphpatch_compilers", default=())
 
     def hold(self, holder: object) -> None:
-        """Makes calls visible until `let_go`; does nothing if nobody imported these functions so far."""
+        """Makes calls visible until `let_go`; does nothing if these functions were not imported."""
         home: Any = sys.modules.get(_FLEX_ATTENTION)
         with self._lock:
             self._holders.add(holder)
@@ -344,18 +344,18 @@ visible_flex_attention = VisibleFlexAttention()
 
 
 def flex_attention() -> Callable[..., Any] | None:
-    """Returns `flex_attention`, if something imported it so far: that takes long. Torch 2.5 to 2.13."""
+    """Returns `flex_attention`, if it was imported before: the import takes long. Torch 2.5 to 2.13."""
     return getattr(sys.modules.get(_FLEX_ATTENTION), "flex_attention", None)
 
 
 def flex_attention_output(**named: torch.Tensor | None) -> Any:
-    """Returns what `flex_attention` returns beside its result, if `return_aux` asks for it: torch 2.9 to 2.13."""
+    """Returns the object that `flex_attention` returns with its result if `return_aux` is given: torch 2.9 to 2.13."""
     return sys.modules[_FLEX_ATTENTION].AuxOutput(**named)
 
 
 @functools.cache
 def _handing_over(code: CodeType) -> CodeType:
-    """Returns code that hands a call over, in place of `code`: it counts as torch's, and is not compiled."""
+    """Returns code that forwards a call, in place of `code`: it counts as code of torch, and is not compiled."""
     result = _hand_over.__code__.replace(
         co_name=code.co_name,
         co_filename=code.co_filename,
@@ -392,7 +392,7 @@ def code_of_apply() -> CodeType | None:
 
 
 def structure_of(value: object) -> Any:
-    """Returns how `value` is built up from its leaves, as torch's pytree does.
+    """Returns the pytree structure of `value`.
 
     `torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
     """
@@ -400,7 +400,7 @@ def structure_of(value: object) -> Any:
 
 
 def structured(leaves: list[Any], structure: Any) -> Any:
-    """Returns the value that is built up from `leaves` like `structure` says.
+    """Returns the value with the given pytree structure and leaves.
 
     `torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
     """
@@ -418,7 +418,7 @@ def parts_of(structure: Any) -> list[Any]:
 
 
 def version_of(value: Any) -> int | None:
-    """Returns how often a tensor was written into; `None` where torch does not count that.
+    """Returns the number of writes into a tensor; `None` if torch does not count them.
 
     `Tensor._version`: torch 2.4 to 2.13. Tested by: tests/patches/test_kinds.py.
     """
@@ -429,7 +429,7 @@ def version_of(value: Any) -> int | None:
 
 
 def copied_with_storage(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor | None:
-    """Returns what `copy.deepcopy(tensor, memo)` does for a plain tensor that is all of its storage, in less time.
+    """Returns the same as `copy.deepcopy(tensor, memo)` for a plain tensor that uses all of its storage, in less time.
 
     `copy.deepcopy` keeps the storages that it has copied in `memo["torch"]`, by `UntypedStorage._cdata`, so that copies
     of views share memory as the views do: torch 2.4 to 2.13. Tested by: tests/checks/test_model_state.py.
@@ -486,7 +486,7 @@ def unflattens_programs() -> bool:
 
 
 def input_guards(program: torch.export.ExportedProgram) -> Callable[..., None] | None:
-    """Returns the function in which `program.module()` asserts what the exporter relied on, of flat inputs, if any.
+    """Returns the function in which `program.module()` checks the guards of the exporter on flat inputs, if it exists.
 
     `torch.export.unflatten` leaves it out.
 
@@ -525,12 +525,21 @@ assert_that = torch._assert
 
 
 def overload_path(func: object) -> str | None:
-    """Returns the path in `torch.ops` of an operator (`aten.add.Tensor`); `None` where it is none.
+    """Returns the path in `torch.ops` of an operator (`aten.add.Tensor`); `None` for other functions.
 
     `torch._ops.OpOverload`, `OpOverloadPacket`, whose `str` is that path: torch 2.4 to 2.13. Tested by:
     tests/serialization/codecs/test_functions.py.
     """
     return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None
+
+
+def is_awaited(value: object) -> bool:
+    """Whether a tensor is the result of a collective, for which its first use waits: it has no memory of its own.
+
+    `torch.distributed._functional_collectives.AsyncCollectiveTensor`: torch 2.1 to 2.13. Tested by:
+    tests/distributed/test_sharded_models.py.
+    """
+    return type(value).__name__ == "AsyncCollectiveTensor"
 
 
 def dtensor_module() -> Any:

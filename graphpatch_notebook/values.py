@@ -1,4 +1,4 @@
-"""Containers of values: taken apart, and described, the same way everywhere (tree, capture, patches, graphs).
+"""Containers of values: how to list, replace and describe their children. Tree, capture, patches and graphs use this.
 
 A container is a tuple, list, dict, namedtuple, dataclass, or a transformers `ModelOutput`. Its children have *keys*:
 `sub_0`, `sub_1`, ... in sequences, else the key or the field name.
@@ -29,7 +29,7 @@ IMMUTABLE = (
 
 
 class Absent(enum.Enum):
-    """Nothing, where there could be a value."""
+    """A marker for a missing value."""
 
     ABSENT = "absent"
 
@@ -60,7 +60,7 @@ class TensorSpec:
 
     @property
     def badge(self) -> str:
-        """What the tree shows of the placement: nothing if each process holds the whole value."""
+        """The text of the placement in the tree: empty if each process has the whole value."""
         return "" if self.placement in ("", "replicated") else f" {self.placement.partition(':')[0]}"
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class ContainerSpec:
     children: tuple[tuple[str, Key, ValueSpec], ...]
 
     def child(self, key_text: str) -> tuple[Key, ValueSpec] | None:
-        """Returns key and spec of the child that paths call `key_text`, if there is one."""
+        """Returns key and spec of the child with the key `key_text` in paths, if it exists."""
         return next(((key, spec) for text, key, spec in self.children if text == key_text), None)
 
     def __str__(self) -> str:
@@ -214,12 +214,12 @@ class _DictKey:
 
 
 def dict_key(key: Any) -> Key:
-    """Returns the key by which `children` calls what a dict holds at `key`."""
+    """Returns the key that `children` uses for the item of a dict at `key`."""
     return key if isinstance(key, str) else _DictKey(key)
 
 
 def plain_dict_key(key: Key) -> Any:
-    """Returns what a dict calls the child that `children` calls `key`; other keys as they are."""
+    """Returns the key of a dict for the key that `children` uses; other keys are returned unchanged."""
     return key.key if isinstance(key, _DictKey) else key
 
 
@@ -237,7 +237,7 @@ def take(value: Any, key: Key) -> Any:
 
 
 def replaced(value: Any, key: Key, child: Any) -> Any:
-    """Returns a container like `value` with another child at `key`; `value` itself does not change.
+    """Returns a copy of a container with another child at `key`; `value` itself does not change.
 
     A shallow copy: the other children are the same objects.
     """
@@ -267,9 +267,9 @@ def rebuilt_sequence(like: Any, items: list[Any]) -> Any:
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns a value like `value`, with `function` applied to everything in it but the containers.
+    """Returns `value` with `function` applied to everything in it except containers.
 
-    Where nothing becomes another object it is `value` itself; else containers are copied, never written into.
+    If no object changes, the result is `value` itself; else containers are copied, never modified.
 
     Example:
         >>> mapped({"a": (1, 2), "b": [3]}, lambda number: number + 1)
@@ -290,7 +290,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def with_own_containers(value: Any, function: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """Returns as `mapped` does, but always with containers of its own, also where nothing becomes another object.
+    """Returns the same as `mapped`, but always with new containers, also if no leaf changes.
 
     Example:
         >>> value = {"a": [1]}
@@ -332,7 +332,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:
-    """Returns a container of class `kind` with `items` at `keys`, as `children` took them out of such a container.
+    """Returns a container of class `kind` with `items` at `keys`: the reverse of `children`.
 
     The constructor of the class does not run if it could change the items: a `ModelOutput` gets only the fields that
     it had, even if the class requires others (these are `None`).

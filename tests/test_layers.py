@@ -299,6 +299,16 @@ def test_whether_a_tensor_is_sharded_is_decided_in_one_place() -> None:
     assert asking - making == {"checks/sharding.py"}
 
 
+def test_whose_a_hook_is_is_decided_in_one_place() -> None:
+    asking = {
+        name_of(file)
+        for file in FILES
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.Call) and [ast.unparse(part) for part in node.args[:2]] == ["hook", "'__module__'"]
+    }
+    assert asking == {"checks/hooks.py"}
+
+
 def test_texts_of_doubts_are_made_in_one_place() -> None:
     beginnings = tuple(reason.value.partition("{")[0].rstrip(" (") for reason in Reason)
     texts = {

@@ -128,7 +128,7 @@ def patched(pg: PatchableGraph, path: str, patch: Any) -> Any:
             "hidden",
             CustomPatch(lambda t: None, slice=0),
             PatchValueError,
-            "'hidden': custom_op returned None for slice=0: does it lack a return?",
+            "'hidden': custom_op returned None for slice=0: is a return statement missing?",
         ),
     ],
 )

@@ -162,7 +162,7 @@ def _report_failures(recorder: Recorder) -> None:
 def _report_unopened(recorder: Recorder) -> None:
     if recorder.decompositions and not recorder.has_opened and not recorder.unopened:
         names = " nor ".join(decomposition.name for decomposition in recorder.decompositions.values())
-        message = f"the model does not call {names} on these inputs, where it could be seen: nothing was decomposed"
+        message = f"the model does not call {names} on these inputs, or not observably: nothing was decomposed"
         warnings.warn(DecompositionWarning(message), stacklevel=4)
     for (name, refusal), frame in recorder.unopened.items():
         where = repr(format_path(frame.path)) if frame.path else "the model"

@@ -104,7 +104,7 @@ def _check_placeholders(graph: fx.Graph, parameters: Sequence[InputParameter], w
 
 
 def output_problem(graph: fx.Graph, *, is_wrapped: bool) -> str | None:
-    """Returns what is wrong with the output node of a graph, if so.
+    """Returns what is wrong with the output node of a graph; `None` if nothing is.
 
     Args:
         graph: The graph.
@@ -123,12 +123,12 @@ def output_problem(graph: fx.Graph, *, is_wrapped: bool) -> str | None:
 
 
 def reference_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
-    """Returns why a node cannot have what it refers to, by name or as an argument, if so; see `target_problem`."""
+    """Returns why a node cannot have its target or its arguments; `None` if it can. See `target_problem`."""
     return target_problem(node, owner, module, put) or literal_problem(node, put)
 
 
 def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
-    """Returns why a node cannot read or call what it names, if so.
+    """Returns why a node cannot read or call its target; `None` if it can.
 
     Args:
         node: The node.
@@ -153,7 +153,7 @@ def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> st
 
 
 def literal_problem(node: fx.Node, put: str) -> str | None:
-    """Returns why the arguments of a node cannot be written down as code, if so, with what to do about it."""
+    """Returns why the arguments of a node cannot be written as code, and what to do; `None` if they can."""
     found: list[Any] = []
     if node.op != "placeholder":
         map_arguments((node.args, node.kwargs), lambda leaf: None if _is_writable(leaf) else found.append(leaf))
@@ -167,7 +167,7 @@ def literal_problem(node: fx.Node, put: str) -> str | None:
 
 
 def _is_writable(value: Any) -> bool:
-    """Whether the code that fx writes for an argument means the argument."""
+    """Whether the code that fx writes for an argument evaluates to the argument."""
     if isinstance(value, Tensor):
         return False
     if isinstance(value, (fx.Node, enum.Enum)) or type(value) in fx.node.base_types:
@@ -196,7 +196,7 @@ def _attribute(module: Module, path: str) -> Any:
 def run_custom(
     graph: fx.Graph, module: Module, bound_inputs: dict[str, Any], on_value: Callable[[fx.Node, Any], Any]
 ) -> Any:
-    """Runs a custom graph node by node against `module`, and returns what the module is to return.
+    """Runs a custom graph node by node on `module`, and returns the output of the module.
 
     Args:
         graph: The graph.
@@ -252,7 +252,7 @@ map_arguments = partial(map_leaves, with_subclasses=True)
 
 
 def custom_frame_nodes(graph: fx.Graph, frame: Frame, bound_inputs: dict[str, Any]) -> Any:
-    """Runs a custom graph, records its nodes in `frame`, and returns what the module is to return.
+    """Runs a custom graph, records its nodes in `frame`, and returns the output of the module.
 
     The nodes have the names that they have in the graph. The output node is left to the caller, and so are calls of
     submodules: what the caller has added to `frame` by the time that such a call returns gets the name of its node.
@@ -282,7 +282,7 @@ def _call_added_for(fx_node: fx.Node, frame: Frame) -> Node | None:
 
 
 def custom_record(fx_node: fx.Node, module: Module) -> Node:
-    """Returns the record of a node of a custom graph of `module`, or of one that was added: without name and spec."""
+    """Returns the record of a node of a custom graph of `module`, or of an added node, without name and spec."""
     target = str(fx_node.target)
     if fx_node.op == "placeholder":
         return Node(kind="input", op=record_name(fx_node), target=record_name(fx_node))
@@ -339,7 +339,7 @@ class CalledModules:
 
 
 def _frame(module: Module, call: CallNode, parent: Frame) -> Frame:
-    """Returns an opaque frame of a call of `module`: what goes in and out, and what the module holds."""
+    """Returns an opaque frame of a call of `module`: its inputs and output, parameters, buffers and submodules."""
     output = call.frame.output_node
     frame = Frame(module, call.frame.attribute_path, parent, call, opaque_reason=REASON)
     frame.conditions, frame.capture = Conditions(module.training), parent.capture

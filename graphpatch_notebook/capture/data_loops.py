@@ -21,7 +21,7 @@ _SIZES = frozenset(name.strip("_") for name in SIZE_READS)
 
 
 def data_loop_of(frame: Frame, node: Node) -> SourceLine | None:
-    """Returns the head of the loop over data that gives `node`, or a call that leads to its frame, its name.
+    """Returns the head of the loop over data that names `node`, or names a call on the way to its frame.
 
     Example:
         >>> import torch
@@ -41,7 +41,7 @@ def data_loop_of(frame: Frame, node: Node) -> SourceLine | None:
 
 
 def data_loops(root: Frame) -> dict[int, SourceLine]:
-    """Returns the nodes of all frames that loops over data give, by their ids, with the head of the loop."""
+    """Returns the head of the loop over data, by the id of each node (of any frame) that such a loop names."""
     findings = root.capture.findings
     if data_loops not in findings:
         findings[data_loops] = {id(node): line for each in root.walk() for node, line in _marked(each)}
@@ -78,7 +78,7 @@ def _loops_over(read: Site) -> Iterator[tuple[str, int, int, SourceLine]]:
 
 @functools.lru_cache(maxsize=256)
 def _loops_of(file: str, line: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns the loops that what is read at `line` decides on: the first and the last line of each, and its head."""
+    """Returns the loops that depend on the value read at `line`: the first and the last line of each, and its head."""
     function = _function_at(file, line)
     if function is None:
         return ()
@@ -109,7 +109,7 @@ def _tree(file: str) -> ast.AST:
 
 
 def _names_from(function: ast.AST, line: int) -> set[str]:
-    """Returns the variables that hold what was read at `line`, or was made of it."""
+    """Returns the variables that hold the value read at `line`, or a value computed from it."""
     found: set[str] = set()
     assignments = [each for each in ast.walk(function) if isinstance(each, (ast.Assign, ast.AnnAssign, ast.AugAssign))]
     for each in sorted(assignments, key=lambda assignment: assignment.lineno):
@@ -152,7 +152,7 @@ TRUTHS = (torch.bool, torch.uint8)
 
 
 def part_count_by_values(node: Node) -> int | None:
-    """Returns how many parts a tensor was taken into at `node`, where that depends on values of tensors.
+    """Returns how many parts a tensor was split into at `node`, if that depends on values of tensors.
 
     Example:
         >>> from graphpatch_notebook import PatchableGraph
@@ -178,7 +178,7 @@ def comes_of_values(node: Node) -> bool:
 
 
 def is_sized_by_values(node: Node) -> bool:
-    """Whether the function called at `node` gives as many entries as the values of its arguments say."""
+    """Whether the size of the result of the function called at `node` depends on the values of its arguments."""
     if node.op in SIZED_BY_VALUES or (node.op == "where" and len(node.args) == 1):
         return True
     if node.op != "getitem":

@@ -99,7 +99,7 @@ class Decomposition:
         return bound.arguments
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Returns why this call cannot be opened, or `None` where it can."""
+        """Returns why this call cannot be opened; `None` if it can."""
         try:
             return self.problem(*args, **kwargs)
         except (TypeError, AttributeError, RuntimeError) as error:  # the function itself will say what is wrong
@@ -154,7 +154,7 @@ CallSites: TypeAlias = "tuple[tuple[CodeType, int], ...]"
 
 @cache
 def inner_call_sites(inner: InnerSteps, *flags: Any) -> dict[str, CallSites]:
-    """Returns the call sites of the inner steps, by name, from the function with the steps inward."""
+    """Returns the call sites of the inner steps by name, from the function that has the steps down to the step."""
     found: dict[str, CallSites] = {}
 
     def see(name: str, caller: FrameType, value: Any) -> Any:
@@ -173,7 +173,7 @@ def take_inner_steps(
     kwargs: dict[str, Any],
     see: Callable[[str, FrameType, Any], Any],
 ) -> Any:
-    """Returns what the steps of a call return. `see` is given each inner step, and returns the value to go on with."""
+    """Returns the result of the steps of a call. `see` maps the value of each inner step to the value to use."""
     with _Seeing({step.name for step in inner.steps}, see):
         return call_sites.invoke(inner.make_steps(), args, kwargs)
 
@@ -249,7 +249,7 @@ def _attention_specs(
     scale: float | None = None,  # noqa: ARG001
     enable_gqa: bool = False,
 ) -> tuple[TensorSpec, TensorSpec]:
-    """Returns the descriptions of the scores and the pattern, which are as large as the square of the sequence."""
+    """Returns the specs of the scores and the pattern; their sizes grow with the square of the sequence length."""
     score_dtype = torch.float32 if query.dtype in _HALF else query.dtype
     if score_dtype == torch.float32 and _is_autocast(query):
         score_dtype = torch.matmul(query.new_empty(1, 1), query.new_empty(1, 1)).dtype
@@ -424,7 +424,7 @@ def _flex_problem(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any)
 
 @cache
 def _opened_multi_head_attention(**replaced: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns torch's own function, with its own helpers, which does not hand itself over to function modes first.
+    """Returns torch's own function, with its own helpers, in a form that does not dispatch to function modes first.
 
     Args:
         replaced: What it calls in place of functions of these names.
@@ -467,7 +467,7 @@ _heads: ContextVar[int] = ContextVar("graphpatch_heads", default=1)
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
-    """Torch's own function, with `scores` and `pattern` apart for each row and head."""
+    """Torch's own function, with `scores` and `pattern` separated by row and head."""
     number = kwargs["num_heads"] if "num_heads" in kwargs else args[4]
     with holding(_heads, number):
         return _opened_multi_head_attention(softmax=_softmax, scaled_dot_product_attention=_attention)(*args, **kwargs)

@@ -14,9 +14,9 @@ class Reason(enum.Enum):
     USES_OBJECT = "uses an object ({what}) that is not one of its inputs"
     IS_GIVEN_OBJECT = "it is given an object ({what}), whose contents are unknown"
     HOOKS_ARE_LEFT_OUT = "hooks on a {what} that it calls would not run"
-    HOLDS_UNKNOWN_VALUE = "it uses a value ({what}) that is neither made in it nor held by its module or its code"
+    HOLDS_UNKNOWN_VALUE = "it uses a value ({what}) that is not computed in it, and not held by its module or its code"
     SWITCHES_MODES = "switches autocast or inference mode, which a graph does not record"
-    HANDLES_ERROR = "a call of {what!r} raised, and was handled"
+    HANDLES_ERROR = "a call of {what!r} raised an error, which was handled"
     WRITES_PARAMETER = "writes into a parameter ({what})"
     ROUNDS = (
         "it holds the steps of {what}, as ExtractionOptions(decompose=...) asks, which equal the function itself only "

@@ -88,7 +88,7 @@ class FrameRecorder:
         return bool(self.recorder.stack) and self.recorder.stack[-1] is self
 
     def close(self) -> None:
-        """Forgets the values; sizes that the model keeps somewhere turn into plain numbers."""
+        """Drops the values. Sizes that the model keeps somewhere become plain numbers."""
         self._values.clear()
         self.recorder.kept_sizes += still_used(self._sizes)
         for size in self._sizes:
@@ -224,7 +224,7 @@ class FrameRecorder:
     # -- inputs and output ---------------------------------------------------------------------------------------------
 
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
-        """Adds a node for each parameter of `forward`; returns the values that `forward` is to be given."""
+        """Adds a node for each parameter of `forward`; returns the values to pass to `forward`."""
         given = dict(bound)
         self.record.conditions.input_flags = tensor_flags(bound.values())
         for parameter in self.record.parameters:
@@ -276,7 +276,7 @@ class FrameRecorder:
     # -- ops and calls -------------------------------------------------------------------------------------------------
 
     def count(self, site: Site) -> int:
-        """Returns how often `site` ran before in this frame, and counts."""
+        """Returns how often `site` ran before in this frame, and counts this run."""
         before = self._occurrences.get(site, 0)
         self._occurrences[site] = before + 1
         return before
@@ -299,7 +299,7 @@ class FrameRecorder:
         self.record.nodes.append(node)
 
     def forget(self, call: CallNode) -> None:
-        """Takes back a call that raised: its frame is not whole."""
+        """Removes the record of a call that raised an error: its frame is not complete."""
         self.record.nodes.remove(call)
         self.doubt(Reason.HANDLES_ERROR, str(call.target))
 
@@ -312,7 +312,7 @@ class FrameRecorder:
             freed.discard(memory)
 
     def add_op(self, node: OpNode, name: str, result: Any, wrote: list[Tensor], variable: Assigned) -> Any:
-        """Adds an op with its result, and returns what the model is to go on with.
+        """Adds an op with its result, and returns the value that the model continues with.
 
         Args:
             node: The op.
@@ -432,7 +432,7 @@ def _is_on_parameter(node: Node) -> bool:
 
 
 def _kept(value: Any) -> Any:
-    """Returns a value that was read into Python, if it is a number, or a short list of them."""
+    """Returns a value that was read into Python, if it is a number or a short list of numbers."""
     is_short = type(value) is list and len(value) <= _SHORT and all(type(item) in _NUMBERS for item in value)
     return list(value) if is_short else value if type(value) in _NUMBERS else None
 

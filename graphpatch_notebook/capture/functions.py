@@ -43,7 +43,7 @@ def function_name(func: Callable[..., Any]) -> str:
 
 
 def raw_name(func: Callable[..., Any]) -> str:
-    """Returns the name of a dispatched function with its underscores; that of the attribute for a descriptor."""
+    """Returns the name of a dispatched function with its underscores; for a descriptor, the name of the attribute."""
     name = getattr(func, "__name__", None)
     if name == "__get__":  # an attribute read: `x.shape` arrives as the getter of the descriptor
         return str(getattr(func.__self__, "__name__", "attribute"))  # type: ignore[attr-defined]

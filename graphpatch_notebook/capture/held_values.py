@@ -199,7 +199,7 @@ def _attributes_of(value: Any) -> Any:
 
 
 def slots_of(value: Any) -> dict[str, Any]:
-    """Returns what an object holds in slots of classes of Python."""
+    """Returns the values in the slots of an object whose class is written in Python."""
     names = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
     return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
 
@@ -407,7 +407,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def memory_of(value: Any) -> int | None:
-    """Returns the address of the memory of a tensor; `None` if it does not have any."""
+    """Returns the address of the memory of a tensor; `None` if it does not have memory."""
     if not isinstance(value, Tensor):
         return None
     try:
@@ -417,7 +417,7 @@ def memory_of(value: Any) -> int | None:
 
 
 def weak(value: Any) -> Callable[[], Any]:
-    """Returns what gives `value`, weakly where Python can refer to it so."""
+    """Returns a function that returns `value`: by a weak reference, if its type allows one."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -425,7 +425,7 @@ def weak(value: Any) -> Callable[[], Any]:
 
 
 def still_used(values: list[T], holders: int = 1) -> list[T]:
-    """Returns the values of a list that something outside of it refers to.
+    """Returns the values of a list that something outside the list refers to.
 
     Args:
         values: The values.

@@ -1,4 +1,4 @@
-"""The arguments of `forward`: bound to its parameters, taken apart and put together again; and those of the example."""
+"""The arguments of `forward`: bound to its parameters, split and rebuilt; and the example inputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """Returns the signature of `forward` without `self`, through decorators that say what they wrap."""
+    """Returns the signature of `forward` without `self`. Follows `__wrapped__` of decorators."""
     function = getattr(forward, "__func__", None)
     if function is None:
         return _signature(forward)
@@ -59,7 +59,7 @@ def input_parameters(signature: inspect.Signature) -> list[InputParameter]:
 
 
 def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the value of each parameter that a call gives, or `None` where the call does not fit the signature.
+    """Returns the value of each parameter that a call passes, or `None` if the call does not fit the signature.
 
     `*args` is bound to a tuple and `**kwargs` to a dict, also where they are empty; parameters that are not given are
     absent.
@@ -77,7 +77,7 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, 
 def unbind(
     signature: inspect.Signature, bound: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call with the values of `bound`, in the positional and keyword form of the call `args`, `kwargs`."""
+    """Returns a call with the values of `bound`, each by position or by keyword as in the call `args`, `kwargs`."""
     new_args: list[Any] = []
     new_kwargs: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
@@ -96,7 +96,7 @@ def unbind(
 
 
 def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the value that a call gives to the parameter `name`, or its default, or `None`.
+    """Returns the value that a call passes for the parameter `name`, or its default, or `None`.
 
     The same as `bind` would say, for one parameter and without its cost.
     """
@@ -116,7 +116,7 @@ def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ..
 
 
 def passed_on(node: Node, frame: Frame) -> tuple[Any, Frame] | None:
-    """Returns what has the same value as a node at a boundary of frames, as recorded, and the frame of its nodes.
+    """Returns the recorded value that a node at the boundary of a frame passes on, and the frame of that value.
 
     For an input, this is the argument that the caller gave; for a call, the output node of the called frame; for an
     output, what `forward` returned. `None` for other nodes, and where it was not recorded.
@@ -176,7 +176,7 @@ def call_like(
     tensor: Callable[[str, TensorSpec], Any],
     number: Callable[[ScalarSpec], Any] = lambda spec: spec.value,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call like that of a captured frame; what is the default anyway is not given.
+    """Returns a call like the call of a captured frame, without arguments that equal their default.
 
     Args:
         frame: The frame.
@@ -217,7 +217,7 @@ def _made(
     if isinstance(spec, ContainerSpec):
         items = [_made(f"{name}|{text}", child, tensor, number) for text, _, child in spec.children]
         return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
-    raise UnknownInputError(f"its input {name!r} is an object ({spec}), which cannot be made up")
+    raise UnknownInputError(f"its input {name!r} is an object ({spec}), for which no values can be generated")
 
 
 # -- example inputs ----------------------------------------------------------------------------------------------------
@@ -304,4 +304,4 @@ def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
         return f"was {before[2]}, and is {after[2]}" if before[0] == after[0] == "plain" else "is another object"
     if before[3] != after[3]:
         return f"had the shape {before[3]}, and has {after[3]}"
-    return "was written into" if before[2] != after[2] else "requires gradients otherwise than before"
+    return "was written into" if before[2] != after[2] else "has another requires_grad than before"

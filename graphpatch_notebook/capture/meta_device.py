@@ -181,7 +181,7 @@ def _any_index(value: Any) -> Any:
 
 
 def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
-    """Returns what a function that reads values into Python returns for zeros."""
+    """Returns the result of a function that reads values into Python, as if the values were zero."""
     if name in ("numpy", "__array__") or any(isinstance(each, Tensor) and each.numel() > 2**20 for each in args):
         raise CaptureError(
             f"the model reads values into Python ({name}) that depend on its weights, and the weights are on the meta "
@@ -192,7 +192,7 @@ def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _most(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Returns how many entries the result of a function has at most, if values decide on it."""
+    """Returns the largest number of entries that the result of a function can have, if it depends on values."""
     if name != "__getitem__":
         return int((args[0] if args else kwargs["input"]).numel())
     indices = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -30,7 +30,7 @@ class Observer(Protocol):
     def on_forward(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs `forward` (through `invoke`) and returns what the module's caller gets."""
+        """Runs `forward` (by `invoke`) and returns the result for the caller of the module."""
 
 
 observer: ContextVar[Observer | None] = ContextVar("graphpatch_observer", default=None)
@@ -45,7 +45,7 @@ _ABSENT: Any = object()
 
 
 class _SwappedForward:
-    """Replaces `forward` on a module instance; looks like it, and is copied with the module as the real `forward`.
+    """Replaces `forward` on a module instance. It has its signature, and a copy of the module gets the real `forward`.
 
     Attributes:
         holders: Those who need it.
@@ -117,7 +117,7 @@ def innermost_forward(module: Module) -> str:
 
 
 def declared_forward(module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the forward that says which parameters `module` takes: that of its class where shards run around it."""
+    """Returns the forward with the signature of `module`: the one of its class, if FSDP wrapped it."""
     code = getattr(forward, "__code__", None)
     is_around = code is not None and is_parallel_code(code)
     return getattr(type(module), "forward").__get__(module) if is_around else forward  # noqa: B009
@@ -169,7 +169,7 @@ def is_swapped(module: Module) -> bool:
 
 
 def original_forward(module: Module) -> Callable[..., Any]:
-    """Returns the module's own forward, whether it is swapped at present or not."""
+    """Returns the module's own forward, also while it is swapped."""
     known = _swaps.get(id(module))
     original: Callable[..., Any] = known.original if known is not None else getattr(module, innermost_forward(module))
     return original
@@ -187,7 +187,7 @@ class ApplyObserver(Protocol):
     def on_apply(
         self, cls: type[Function], apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs `apply` and returns what its caller gets."""
+        """Runs `apply` and returns the result for its caller."""
 
 
 apply_observer: ContextVar[ApplyObserver | None] = ContextVar("graphpatch_apply_observer", default=None)
@@ -222,7 +222,7 @@ TRANSPARENT = (CheckpointFunction,)
 
 
 class _VisibleApply:
-    """Hands calls of `Function.apply` to the `apply_observer` of their context while somebody holds it.
+    """Passes calls of `Function.apply` to the `apply_observer` of their context while it is in use.
 
     As long, function modes see calls of flex attention. As with swaps of `forward`, `let_go` can be called again if it
     was interrupted.

@@ -248,7 +248,7 @@ class Recorder(TorchFunctionMode):
     def run_op(
         self, func: Callable[..., Any], _name: str, args: tuple[Any, ...], kwargs: dict[str, Any], _place: OpPlace
     ) -> Any:
-        """Returns what `func` returns: other recorders than this one may have another way to it."""
+        """Returns the result of `func`; subclasses may compute it in another way."""
         __tracebackhide__ = True
         return func(*args, **kwargs)
 
@@ -405,7 +405,7 @@ _NO_HOOKS: frozenset[int] = frozenset()
 
 
 def _name_results(frame: FrameRecorder, call: CompositeCall, result: Any, variable: Assigned) -> None:
-    """Gives the steps whose values an opened call returned the site and the name of the call."""
+    """Assigns the site and the name of an opened call to the steps whose values it returned."""
     for position, value in enumerate(result) if isinstance(result, tuple) else [(None, result)]:
         node = frame.node_of(value)
         if not isinstance(node, OpNode) or node.composite is not call or node.is_in_place:
@@ -419,7 +419,7 @@ def _name_results(frame: FrameRecorder, call: CompositeCall, result: Any, variab
 
 
 def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
-    """Returns the output of a submodule with an alias of each tensor that the parent has already, or that is repeated.
+    """Returns the output of a submodule with an alias for each tensor that the parent already has or that repeats.
 
     This distinguishes them: the submodule may return its inputs, alone or in a container. Containers are copied
     then, except for lists and dicts of the parent, which the submodule may have written into.

@@ -130,7 +130,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A container of a class of its own (dataclass, `ModelOutput`, ...) whose children may hold `Ref`s."""
+    """A container of any other class (dataclass, `ModelOutput`, ...) whose children may hold `Ref`s."""
 
     type: type
     children: tuple[tuple[Key, Any], ...]
@@ -227,7 +227,7 @@ class Node:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The positional arguments of what computed the value, with `Ref`s (also inside containers and slices)."""
+        """The positional arguments of the operation that computed the value, with `Ref`s, also in containers."""
         return ()
 
     @property
@@ -237,7 +237,7 @@ class Node:
 
     @property
     def site(self) -> Site | None:
-        """The call site of what computed the value."""
+        """The call site of the operation that computed the value."""
         return None
 
     @property
@@ -272,7 +272,7 @@ class Node:
 
     @property
     def position(self) -> int | None:
-        """The position of the value in what the call at `site` returns; `None` if it is the whole result."""
+        """The position of the value in the result of the call at `site`; `None` if it is the whole result."""
         return None
 
     @property
@@ -292,7 +292,7 @@ class Node:
 
     @property
     def whole(self) -> Node:
-        """The node itself; for a part of what an op returned, the node of that op."""
+        """The node itself; for a part of the result of an op, the node of the op."""
         return self
 
     def __repr__(self) -> str:
@@ -408,7 +408,7 @@ class Conditions:
 
 @dataclass(slots=True, eq=False)
 class Capture:
-    """What belongs to a capture as a whole.
+    """The data of a whole capture.
 
     Attributes:
         options: How it was captured.
@@ -469,7 +469,7 @@ class Frame:
 
     @property
     def root(self) -> Frame:
-        """The frame at the top: that of the model."""
+        """The frame of the model."""
         return list(self.frames_above())[-1]
 
     def frames_above(self) -> Iterator[Frame]:
@@ -497,7 +497,7 @@ class Frame:
 
     @property
     def output_node(self) -> Node:
-        """The node of what `forward` returned."""
+        """The node of the value that `forward` returned."""
         return self.nodes[-1]
 
     @property

@@ -1,4 +1,4 @@
-"""The signature of a call: everything about it but the numbers in its tensors. A graph holds for equal signatures.
+"""The signature of a call: all its properties except the numbers in its tensors. A graph is valid for equal signatures.
 
 CallSignature     the inputs: structure, plain values, and what code can read from a tensor; the settings of torch
 ├── of            the signature of a call
@@ -111,7 +111,7 @@ Settings: TypeAlias = "tuple[tuple[Aspect, Any], ...]"
 
 
 def current_settings() -> Settings:
-    """Returns the settings as they are now."""
+    """Returns the current settings."""
     autocast = [(name, torch.get_autocast_dtype(name)) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
     return (
         (Aspect.GRAD_MODE, torch.is_grad_enabled()),
@@ -167,7 +167,7 @@ class CallSignature:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CallSignature:
-        """Returns the signature of a call with these inputs, under the settings of now."""
+        """Returns the signature of a call with these inputs under the current settings."""
         inputs = tuple((name, describe(value)) for name, value in values.items())
         tensors: list[tuple[str, Tensor]] = []
         for (name, spec), value in zip(inputs, values.values(), strict=True):
@@ -177,7 +177,7 @@ class CallSignature:
 
     @classmethod
     def of_frame(cls, frame: Frame) -> CallSignature:
-        """Returns the signature of the call that `frame` recorded, as far as it was recorded."""
+        """Returns the signature of the call that `frame` recorded, without properties that were not recorded."""
         by_name = {str(node.target): node.spec for node in frame.inputs()}
         inputs = tuple((p.name, by_name.get(p.name, ScalarSpec(None))) for p in frame.parameters)
         tensors = [leaf for name, spec in inputs for leaf in tensor_leaves(name, spec)]
@@ -196,12 +196,12 @@ class CallSignature:
 
     @property
     def objects(self) -> list[str]:
-        """The classes of the objects among the inputs; the signature has nothing else of these."""
+        """The classes of the objects among the inputs; the signature has no other data about them."""
         leaves = (leaf for name, spec in self.inputs for _, leaf in _leaves(name, spec))
         return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
 
     def differences(self, values: Sequence[Any]) -> list[Difference]:
-        """Returns how a call with these inputs, in order, differs. `torch.compile` can trace this.
+        """Returns how a call with these inputs differs from the signature. `torch.compile` can trace this.
 
         If tensors are missing, only that is reported.
         """
@@ -249,7 +249,7 @@ class CallSignature:
 
 
 def inputs_of_call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a call of the module of `frame` gives to each parameter."""
+    """Returns the value that a call of the module of `frame` passes for each parameter."""
     return {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
 
 

@@ -107,7 +107,7 @@ def run_and_compare(
     *,
     within_rounding: bool = False,
 ) -> tuple[Any, RunComparison]:
-    """Returns the result of `expected` on the inputs themselves, and how `found` compares with it.
+    """Returns the result of `expected` on the inputs themselves, and its comparison with `found`.
 
     The effects of `expected` stay. `found` runs on copies, and its effects are undone. Same arguments as `compared`.
     """
@@ -138,7 +138,7 @@ def _comparison(
     model: Module, after: ModuleState, has_gradients: bool, found: Any, expected: Any, within_rounding: bool
 ) -> RunComparison:
     if torch.is_grad_enabled() != has_gradients:
-        return RunComparison(ComparisonOutcome.DIFFERENT, "it leaves gradients switched on or off")
+        return RunComparison(ComparisonOutcome.DIFFERENT, "it ends in another gradient mode")
     try:
         text = (
             difference(found[0], expected[0], "output", within_rounding=within_rounding)

@@ -181,7 +181,7 @@ class Dimensions:
         return True
 
     def _suppose(self) -> None:
-        """Takes dimensions of one size at one position for one, as nothing can be tried."""
+        """Treats dimensions with the same size and position as one, since no run is possible."""
         groups: dict[InputDim, list[InputDim]] = {}
         for number, shape in enumerate(self._sizes[0]):
             for dim, size in enumerate(shape):
@@ -213,7 +213,7 @@ class Dimensions:
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def profiles(self, spec: TensorSpec) -> tuple[Profile, ...]:
-        """Returns the profile of each dimension of a captured value; `spec` is the very object that was recorded."""
+        """Returns the profile of each dimension of a captured value; `spec` is the recorded object itself."""
         known = self._profiles.get(id(spec))
         return tuple(map(self._coinciding, spec.shape)) if known is None else known
 
@@ -226,7 +226,7 @@ class Dimensions:
         return len({size for size in profile if size != _ABSENT}) > 1
 
     def batch_dim(self, spec: TensorSpec) -> int | None:
-        """Returns the dimension of a captured value that holds the batch; `None` where one value serves all of it.
+        """Returns the dimension of a captured value that holds the batch; `None` if all of the batch uses one value.
 
         The batch is dimension 0 of the inputs, see `batch_inputs`. The dimension grows as the batch does. It may hold
         more than that (batch x heads): in which order is not known.
@@ -251,7 +251,7 @@ class Dimensions:
         return growing[0]
 
     def _batch_runs(self) -> dict[int, float]:
-        """Returns the runs in which nothing but the batch had another size, with how many times as large it was."""
+        """Returns the runs in which only the batch had another size, each with the factor."""
         places = [(number, 0) for number in batch_inputs(self._sizes[0][: self._tensor_count])]
         found = {}
         for run, sizes in enumerate(self._sizes):
@@ -267,7 +267,7 @@ class Dimensions:
         return found
 
     def dims_like(self, spec: TensorSpec, profile: Profile) -> list[int]:
-        """Returns the dimensions of a captured value that are the one of `profile`."""
+        """Returns the dimensions of a captured value that have this profile."""
         return [dim for dim, own in enumerate(self.profiles(spec)) if _is_same(own, profile)]
 
     def is_placed_by_values(
@@ -295,7 +295,7 @@ class Dimensions:
         return any(of_values) or any(profile in reordered for profile in alike)
 
     def _coinciding(self, size: int) -> Profile:
-        """Returns the profile of the inputs' dimension of that size, or of a product of two; else of a constant."""
+        """Returns the profile of the inputs' dimension with that size, or of a product of two, or a constant one."""
         of_inputs = [
             tuple(sizes[number][dim] for sizes in self._sizes) for group in self.groups for number, dim in group[:1]
         ]
@@ -343,7 +343,7 @@ class Dimensions:
 
 
 def batch_inputs(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Returns which tensors of the inputs hold the batch, in dimension 0: those as long there as the first.
+    """Returns which tensors of the inputs hold the batch in dimension 0: those with the same length there as the first.
 
     Example:
         >>> batch_inputs([(), (2, 7), (2,), (7, 7)])
@@ -421,7 +421,7 @@ def fixed_sizes(frame: Frame, node: Node, spec: ValueSpec) -> tuple[int | None, 
 def unpacked_shape(
     frame: Frame, node: Node, spec: ValueSpec, shape: torch.Size, here: int | None = None
 ) -> tuple[int, ...] | None:
-    """Returns the shape, with the heads as captured, of a value of attention that has heads as if they were positions.
+    """Returns the shape of a value of attention in the captured layout, if the heads are where positions should be.
 
     With one position, `(batch, key heads, heads of each, ...)` is a view of `(batch, heads, 1, ...)`.
 
@@ -453,7 +453,7 @@ def _size_problem(known: Dimensions, spec: TensorSpec, shape: torch.Size) -> str
 
 
 def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inputs: CallInputs) -> str | None:
-    """Returns a message about a shape in a frame that is given an object, such as a cache; `None` if it is allowed.
+    """Returns a message about a shape in a frame that receives an object, such as a cache; `None` if it is allowed.
 
     There, a node may compute different things in different steps: it may pack heads that share keys into the sequence,
     say. So a size may differ only if it was the size of an input that differs too, or a multiple of such a size.

@@ -74,7 +74,7 @@ def _difference(a: Any, b: Any, where: str, within_rounding: bool, above: tuple[
 
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
-    """Returns what a container or a plain object holds, by key or attribute."""
+    """Returns the contents of a container or a plain object, by key or attribute."""
     if isinstance(value, (Module, type)) or callable(value):
         return None
     if (inside := children(value)) is not None:

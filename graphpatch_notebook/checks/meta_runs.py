@@ -36,6 +36,7 @@ from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.observers import innermost_forward
 from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead
+from graphpatch_notebook.checks.hooks import HookOwner, owner_of
 from graphpatch_notebook.checks.sharding import (
     communicates,
     drop_machinery,
@@ -59,7 +60,7 @@ class MetaRunError(Exception):
 def run_on_meta(
     root: Frame, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
 ) -> dict[int, ValueSpec]:
-    """Returns what the captured nodes hold when the inputs have other shapes, by the ids of the nodes.
+    """Returns the values of the captured nodes in a run whose inputs have other shapes, by the ids of the nodes.
 
     Args:
         root: The root frame of the capture.
@@ -77,7 +78,7 @@ def run_on_meta(
 def recorded_on_meta(
     root: Frame, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
 ) -> Frame:
-    """Returns the record of such a run. Takes and raises what `run_on_meta` does."""
+    """Returns the record of such a run. The arguments and errors are those of `run_on_meta`."""
     if communicates(root):  # a copy shares the hooks that do it, and their state
         raise MetaRunError("the model exchanges tensors with other processes")
     result: list[Frame] = []
@@ -117,7 +118,7 @@ def _run(root: Frame, shapes: InputShapes, more_entries: int, more: int, flipped
 
 
 def input_shapes(root: Frame) -> list[list[int]]:
-    """Returns the shapes of the tensors in the inputs of the capture, then the whole numbers there: they are sizes."""
+    """Returns the shapes of the tensors in the example inputs, then the integers there: these are sizes, too."""
     shapes = [list(leaf.shape) for leaf in _input_leaves(root) if isinstance(leaf, TensorSpec)]
     return shapes + [[leaf.value] for leaf in _input_leaves(root) if _is_size(leaf)]
 
@@ -180,15 +181,14 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
 
 def _is_machinery(hook: Callable[..., Any]) -> bool:
     """Whether a hook belongs to how the model works: users' hooks do not run without values."""
-    is_library = str(getattr(hook, "__module__", "")).split(".")[0] in ("torch", "transformers", "accelerate")
-    return is_library and not is_parallel_machinery(hook)
+    return owner_of(hook) in (HookOwner.LIBRARY, HookOwner.COLLECTING) and not is_parallel_machinery(hook)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
 class _MetaRecorder(Recorder):
-    """Records a run in which the values that go into Python are those of the capture."""
+    """Records a run in which values that are read into Python are those of the capture."""
 
     def __init__(self, model: Module, captured: Frame, more_entries: int, more: int) -> None:
         options = captured.capture.options or ExtractionOptions()
@@ -217,7 +217,7 @@ class _MetaRecorder(Recorder):
         return func(*args, **kwargs)
 
     def _captured(self, place: OpPlace, by_key: Callable[[Frame], dict[Any, Any]]) -> Any:
-        """Returns the record of what is about to happen; in a turn that the capture had not, that of the last one."""
+        """Returns the record of the next call; in an additional iteration, the record of the last one captured."""
         frame, (site, occurrence) = self._frame(self.stack[-1].record), place
         if frame is None or site is None or occurrence is None:
             return None
@@ -242,7 +242,7 @@ class _MetaRecorder(Recorder):
 
 
 def _count(node: Node) -> int:
-    """Returns how many entries there were, where values decide that."""
+    """Returns the number of entries at capture, where it depends on values."""
     spec = node.spec
     while isinstance(spec, ContainerSpec) and spec.children:
         spec = spec.children[0][2]
@@ -258,7 +258,7 @@ def _count(node: Node) -> int:
 
 
 def _matched(captured: Frame, found: Frame) -> list[tuple[int, ValueSpec]]:
-    """Returns for the captured nodes of a frame, and those below it, what they held in another run."""
+    """Returns the values that the captured nodes of a frame, and of frames below it, had in another run."""
     known, result = nodes_by_key(found), []
     for node in captured.nodes:
         other = known.get(node_key(node))
@@ -283,7 +283,7 @@ def _reads_by_key(frame: Frame) -> dict[Any, ValueRead]:
 
 
 def node_key(node: Node) -> tuple[Any, ...]:
-    """Returns what identifies a node in its frame, also in another run: the call site of an op, say."""
+    """Returns a key that identifies a node in its frame, also in another run: for an op, its call site."""
     if node.kind == "op":
         return _op_key(node.site, node.occurrence, node.composite, node.position)
     if node.kind == "constant":

@@ -98,7 +98,7 @@ def _copied_tensor(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _like(alias: Tensor, original: Tensor) -> Tensor:
-    """Returns `alias` as a leaf of autograd, or not, as `original` is: in-place ops ask."""
+    """Returns `alias`, as a leaf of autograd if `original` is one: in-place ops check that."""
     if not original.requires_grad:
         return alias
     leaf = alias.requires_grad_()
@@ -109,7 +109,7 @@ def _like(alias: Tensor, original: Tensor) -> Tensor:
 
 
 def copied_output(value: Any) -> Any:
-    """Returns a copy of what a model returned; parameters are the model's own, which no run writes into."""
+    """Returns a copy of an output. Parameters of the model are not copied, since no run writes into them."""
     return copied(value, [tensor for tensor in tensors_in(value) if isinstance(tensor, Parameter)])
 
 
@@ -120,7 +120,7 @@ SHARED = ("torch", "Python", "numpy")
 
 
 class SharedRandomState:
-    """The state of the random generators that all code shares: those of torch, Python and numpy."""
+    """The state of the global random generators of torch, Python and numpy."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -139,7 +139,7 @@ class SharedRandomState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def differing(self, other: SharedRandomState) -> list[str]:
-        """Returns the owners of the generators that have another state in `other`."""
+        """Returns the owners of the generators whose state differs in `other`."""
         a, b = self._numpy, other._numpy
         is_equal = {
             "torch": len(self._torch) == len(other._torch) and all(map(torch.equal, self._torch, other._torch)),
@@ -273,7 +273,7 @@ class ModuleState:
             self.complete()
 
     def complete(self) -> ModuleState:
-        """Makes this a full snapshot, if it is only a look after which `change_in` found nothing; returns it."""
+        """Makes this a full snapshot, if it is a partial one after which `change_in` found nothing; returns it."""
         outer = [*outer_values_of_modules(self._walk.modules(), original_forward)]
         with without_torch_functions():
             drawn_from = {id(value): value for _, _, value in outer if is_own_generator(value)}
@@ -295,7 +295,7 @@ class ModuleState:
     # -- compare
 
     def change(self, *, besides: Iterable[str] = ()) -> Change | None:
-        """Returns the first change since, if there is one.
+        """Returns the first change since the snapshot; `None` if nothing changed.
 
         Args:
             besides: Owners of random generators to ignore: `"torch"`, `"Python"`, `"numpy"`, `"own"` (of the model).
@@ -306,7 +306,7 @@ class ModuleState:
             return next(changes, None)
 
     def change_in(self, module: Module | None) -> Change | None:
-        """Returns the first change in what one module holds, or anywhere: a quick look, for every frame of a run.
+        """Returns the first change in one module, or anywhere: a fast check, for every frame of a run.
 
         To write into a tensor is a change, also if it holds the same afterwards. Hooks are none: contexts of this
         package, and transformers, add some in the middle of a run.
@@ -317,7 +317,7 @@ class ModuleState:
             return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
 
     def replaced_in(self, module: Module) -> list[Change]:
-        """Returns all changes in what one module holds, but writes into its tensors."""
+        """Returns all changes in one module, except for writes into its tensors."""
         places, empty, _ = self._span(module)
         with without_torch_functions():
             return list(self._changes((places, empty, slice(0))))
@@ -403,7 +403,7 @@ class ModuleState:
             what = f"the buffers of {type(self._root).__name__}"
             if (text := difference(self._contents(), other._contents(), what)) is not None:
                 return text
-        return "it leaves another random state behind" if "torch" in self._random.differing(other._random) else None
+        return "it ends in another random state" if "torch" in self._random.differing(other._random) else None
 
     def _contents(self) -> dict[str, Tensor]:
         numbers = {module: "" if module == id(self._root) else f"{i}." for i, module in enumerate(self._walk.spans)}
@@ -450,7 +450,7 @@ class ModuleState:
 
 
 class Fingerprint:
-    """Equal to another fingerprint of the same model if nothing changed in between, as far as torch counts writes.
+    """Equal to another fingerprint of the same model if nothing changed in between that torch counts as a write.
 
     It takes little time and does not keep tensors alive: for caches of results about a model.
 
@@ -540,7 +540,7 @@ def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]
 
 
 def _are_shards(saved: Any, name: str) -> bool:
-    """Whether these are parameters that FSDP manages: it replaces shards by whole tensors, and records that."""
+    """Whether these are parameters that FSDP manages: FSDP replaces shards by whole tensors, and records that."""
     return name == "_parameters" and any(map(is_distributed, saved.values()))
 
 
@@ -565,7 +565,7 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 
 
 def _copies(walk: Walk) -> list[Tensor | None]:
-    """Returns a copy of each tensor, to restore it; `None` for weights, and where it cannot be written whole."""
+    """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
     state = [not (isinstance(tensor, Parameter) or name.startswith("_parameters.")) for tensor, _, name in walk.tensors]
     pairs = list(zip(walk.tensors, state, strict=True))
     others = [tensor for (tensor, _, _), is_state in pairs if not is_state] if any(state) else []

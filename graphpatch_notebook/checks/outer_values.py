@@ -76,13 +76,13 @@ def outer_values_of(function: types.FunctionType) -> Iterator[OuterValue]:
 
 @functools.lru_cache(maxsize=256)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names of globals and attributes in a code object, and in those of the functions inside it."""
+    """Returns the names of globals and attributes in a code object, and in the functions defined inside it."""
     inner = (name for part in code.co_consts if isinstance(part, types.CodeType) for name in names_in(part))
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:
-    """Returns `forward`, what it decorates, functions of the module and in closures, and helpers in the same file."""
+    """Returns `forward`, the function that it wraps, methods, functions in closures, and helpers in the same file."""
     found: list[types.FunctionType] = []
     waiting: list[Any] = [forward, *[value for value in module.__dict__.values() if type(value) not in _NO_FUNCTIONS]]
     while waiting:

@@ -26,7 +26,7 @@ _MACHINERY = ("torch.distributed.tensor", "transformers.integrations.tensor_para
 
 
 def is_sharded(model: Module) -> bool:
-    """Whether a model computes with parts of values: some of its tensors are `DTensor`s, and not those of FSDP.
+    """Whether a model computes with parts of values: some of its tensors are `DTensor`s that do not belong to FSDP.
 
     Also with `tp_size`, which transformers sets: its tensors may be plain parts.
     """
@@ -74,7 +74,7 @@ def runs_shards(module: Module) -> bool:
 
 
 def holds_some_experts(module: Module) -> bool:
-    """Whether a process holds some of the experts of a module, whole: what it computes is for other rows."""
+    """Whether a process has only some of the experts of a module: the experts of other processes compute other rows."""
     return bool(module.__dict__.get("_is_expert_parallel", False))
 
 
@@ -92,7 +92,7 @@ def note_whole_tensors(memo: dict[int, Any], module: Module, device: torch.devic
 
 
 def drop_machinery(copied: Module) -> None:
-    """Takes what splits and joins values off a copied module, which holds whole tensors."""
+    """Removes the hooks that split and join values from a copied module, which holds whole tensors."""
     if is_parallel_machinery(copied.__dict__.get("forward")):
         del copied.__dict__["forward"]
     if holds_some_experts(copied):  # transformers then counts the experts of this process

@@ -168,7 +168,7 @@ def _has_keys_first(softmax: Node, dot: Value, order: tuple[int, ...]) -> bool:
 
 
 def _scores(flow: Flow, softmax: Node, pattern: Value) -> Value:
-    """Returns what the softmax reads; of scores with a learned sink, those without it."""
+    """Returns the input of the softmax; of scores with a learned sink, the scores without the sink."""
     scores = flow.reads(softmax)[0]
     waiting, seen = [scores], set[Value]()
     while waiting and len(seen) < _FARTHEST:
@@ -182,7 +182,7 @@ def _scores(flow: Flow, softmax: Node, pattern: Value) -> Value:
 
 
 def _products_before(flow: Flow, softmax: Node) -> list[tuple[Value, tuple[Value, Value]]]:
-    """Returns the products that the scores are made of, nearest first, each with what it reads."""
+    """Returns the products that the scores are computed from, nearest first, each with its factors."""
     waiting = deque(flow.reads(softmax)[:1])
     seen: set[Value] = set()
     found = []
@@ -245,7 +245,7 @@ class Part:
     axes: Axes
 
     def size_of(self, axis: str) -> int:
-        """Returns the size of a dimension; 0 if there is none of this name."""
+        """Returns the size of a dimension; 0 if no dimension has this name."""
         return self.value.shape[self.axes.index(axis)] if axis in self.axes else 0
 
 
@@ -317,7 +317,7 @@ def _is_tiled(trails: Trails, operand: Part, inside: frozenset[Node], heads: int
 
 
 def _why_fused(flow: Flow, attention: Attention) -> str:
-    """Returns why there are no scores and no pattern: mostly, since they are values inside a call of attention."""
+    """Returns why there are no scores and no pattern: mostly because they are inside a fused call of attention."""
     if attention.dot is not None:
         return _UNKNOWN_DIMENSIONS
     frame = flow.frame_of[attention.z.node]
@@ -345,14 +345,14 @@ def is_sequence_first(trails: Trails, inside: frozenset[Node], own: tuple[Attent
 
 
 def _earliest(trails: Trails, operand: Part, inside: frozenset[Node]) -> Part:
-    """Returns the first value behind the linear maps that an operand comes from whose axes are known."""
+    """Returns the first value with known axes behind the linear maps that an operand is computed by."""
     between = region(trails, operand.value, inside)
     known = _known_axes(between, operand)
     return next(known[waist] for waist in between.waists if waist in known)
 
 
 def _at_stream(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
-    """Returns what a part is computed from, through linear maps and norms, as near to the stream as axes are known."""
+    """Returns the value with known axes nearest to the stream that a part comes from, through linear maps and norms."""
     flow, part = trails.flow, _before_norms(trails, part, inside)
     while part.value.node in inside:
         value = part.value
@@ -370,14 +370,14 @@ def _at_stream(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
 
 
 def _before_norms(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
-    """Returns what the norms inside that compute a part are given; the part itself if none does."""
+    """Returns the input of the norms inside that compute a part; the part itself if there is no norm."""
     while part.value.node in inside and (norm := trails.norms.get(part.value)) is not None:
         part = Part(norm.given.value, part.axes)
     return part
 
 
 def _queries(trails: Trails, inside: frozenset[Node], own: tuple[Attention, ...]) -> Part | None:
-    """Returns what an attention makes scores of, or its queries before their linear map, if it is one function."""
+    """Returns the queries of an attention, or the input of their linear map if the attention is one function."""
     if own:
         return _operands(trails, own[-1], inside).get("q")
     for node in inside:
@@ -390,15 +390,19 @@ def _operands(trails: Trails, attention: Attention, inside: frozenset[Node]) -> 
     """Returns what the products of attention read and return."""
     found = _operands_by_place(trails.flow, attention)
     if "q" in found and _has_heads_first(trails, found["q"], inside):
-        swap = {"batch": "head", "head": "batch"}
-        found = {
-            name: Part(part.value, tuple(swap.get(axis, axis) for axis in part.axes)) for name, part in found.items()
-        }
+        return _renamed(found, {"batch": "head", "head": "batch"})
+    q, k = found.get("q"), found.get("k")
+    if q is not None and k is not None and "group" in q.axes and k.size_of("head") == 1 < q.size_of("head"):
+        return _renamed(found, {"group": "key_head", "head": "query_head"})  # neither has the heads alone
     return found
 
 
+def _renamed(parts: dict[str, Part], names: dict[str, str]) -> dict[str, Part]:
+    return {name: Part(part.value, tuple(names.get(axis, axis) for axis in part.axes)) for name, part in parts.items()}
+
+
 def _operands_by_place(flow: Flow, attention: Attention) -> dict[str, Part]:
-    """Returns what the products of attention read and return, if the batch comes before the heads."""
+    """Returns the values that the products of attention read and return, if the batch comes before the heads."""
     if attention.dot is None or attention.pattern is None or attention.scores is None:
         return _operands_of_fused(attention)
     has_keys_first, has_values_first = attention.has_keys_first, attention.has_values_first
@@ -447,7 +451,7 @@ def _has_heads_first(trails: Trails, queries: Part, inside: frozenset[Node]) -> 
 
 
 def _axes_of_weights(flow: Flow, part: Part) -> set[str]:
-    """Returns the axes of the result of a linear map that only its weight has."""
+    """Returns the axes of the result of a linear map that come from its weight only."""
     factors, result = einsum_letters(part.value.node)
     weights = flow.weights(part.value.node)
     given = [read for read in flow.reads(part.value.node) if read not in weights]
@@ -472,7 +476,7 @@ def _operands_of_fused(attention: Attention) -> dict[str, Part]:
 
 
 def _with_heads_split(flow: Flow, part: Part) -> Part:
-    """Returns a view of a part that has batch and heads in two dimensions, where the part has them in one."""
+    """Returns a view with batch and heads in two dimensions of a part that has them in one."""
     value = part.value
     if "batch_head" not in part.axes:
         return part
@@ -545,7 +549,7 @@ def _is_rotation(between: Region, waist: Value) -> bool:
 
 
 def _output_map(flow: Flow, attention: Attention) -> Value | None:
-    """Returns what the linear map of `z` returns."""
+    """Returns the result of the linear map of `z`."""
     waiting = deque([attention.z.node])
     seen: set[Node] = set()
     while waiting and len(seen) < _FARTHEST:

@@ -52,13 +52,13 @@ def stream_axes(
 
 
 def feature_axes(value: Value) -> Axes:
-    """Returns the axes of a value with features, which a convolution has behind the batch."""
+    """Returns the axes of a value of a convolution, which has the features after the batch."""
     axes = stream_axes(value.shape, "channel")
     return ("batch", "channel", *axes[1:-1]) if value.op in CONVOLUTIONS else axes
 
 
 def product_axes(flow: Flow, product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes, Axes] | None:
-    """Returns the axes of the two factors of a product of attention, and those of its result.
+    """Returns the axes of the two factors of a product of attention, and of its result.
 
     Args:
         flow: The flow of values.
@@ -78,7 +78,7 @@ def product_axes(flow: Flow, product: Node, roles: tuple[str, str, str]) -> tupl
 
 
 def batch_axes(count: int) -> Axes:
-    """Returns the axes in front of the matrices of attention."""
+    """Returns the axes before those of the matrices of attention."""
     if count == 3:
         return "batch", "group", "head"
     return {0: (), 1: ("batch_head",), 2: ("batch", "head")}.get(count, ("batch", *["group"] * (count - 2), "head"))
@@ -148,13 +148,13 @@ def _named(letters: str, names: dict[str, str]) -> Axes:
 
 
 def axes_of_split_heads(shape: Sequence[int], axes: Axes, other: Sequence[int]) -> Axes | None:
-    """Returns the axes of a view of a value with batch and heads in one dimension that has them in two."""
+    """Returns the axes of a view with batch and heads in two dimensions of a value that has them in one."""
     found = _before_view(tuple(shape), axes, tuple(other))
     return found if found is not None and "head" in found and "one" not in found else None
 
 
 def axes_before(node: Node, axes: Axes, source: Value) -> Axes | None:
-    """Returns the axes of what an operation reads, from those of its result; `None` if they are not known.
+    """Returns the axes of the input of an operation, from those of its result; `None` if they are not known.
 
     Args:
         node: The operation, or the last of several that keep the dimensions.
@@ -190,7 +190,7 @@ def axes_before(node: Node, axes: Axes, source: Value) -> Axes | None:
 
 
 def axes_before_map(node: Node, axes: Axes, source: Value) -> Axes | None:
-    """Returns the axes of what a linear map of the model reads, from those of its result; `None` if not known."""
+    """Returns the axes of the input of a linear map of the model, from those of its result; `None` if not known."""
     shape = Value(node).shape
     if node.op == "einsum":
         factors, result = einsum_letters(node)
@@ -248,7 +248,7 @@ def _before_index(node: Node, axes: Axes, rank: int) -> Axes | None:
 def _before_view(
     result: tuple[int, ...], axes: Axes, source: tuple[int, ...], *, is_repeated: bool = False
 ) -> Axes | None:
-    """Returns the axes of what was reshaped.
+    """Returns the axes of the input of a reshape.
 
     Each of its dimensions is one of the result, or has one element, or is one of two that became one: batch and heads,
     the heads and how often each is repeated, or pairs of channels; or it is channels that became pairs. A batch of one

@@ -40,7 +40,7 @@ _NORM_FRAMES = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """A module that normalizes its input: what it is given, and what it returns."""
+    """A module that normalizes its input: the values of its input and its output."""
 
     frame: Frame
     given: Place
@@ -182,7 +182,7 @@ class Trails:
         return None
 
     def is_same(self, end: Value, start: Value) -> bool:
-        """Whether a value is another one, up to its shape."""
+        """Whether a value equals another one, up to its shape."""
         steps = self.find(end, start, adds=False)
         return steps is not None and all(step.kind == "same" for step in steps)
 
@@ -265,7 +265,7 @@ class Stacks:
                 self._search(call.frame)
 
     def _is_chain(self, container: tuple[str, list[Frame]]) -> bool:
-        """Whether each of some modules is a layer that reads what the one before returns."""
+        """Whether each of some modules is a layer that reads the output of the layer before it."""
         _, members = container
         layers = [layer for layer in map(self.layer, members) if layer is not None]
         return len(layers) == len(members) > 1 and all(
@@ -291,7 +291,7 @@ class Stacks:
 
 
 def lists(frame: Frame) -> list[tuple[str, list[Frame]]]:
-    """Returns the modules that a frame calls from lists, or again and again, by the attribute path of the list."""
+    """Returns the modules that a frame calls from lists, or calls repeatedly, by the attribute path of the list."""
     found: dict[str, list[Frame]] = {}
     for call in frame.calls():
         if (container := _container(call)) is not None:
@@ -343,7 +343,7 @@ def _has_matrix(frame: Frame) -> bool:
 
 
 def _name(stacks: list[Stack]) -> None:
-    """Gives each of several stacks a name: the path of its frame, and the list if there are several in it."""
+    """Names each of several stacks: by the path of its frame, and by the list if a frame has several."""
     if len(stacks) < 2:
         return
     for stack in stacks:

@@ -52,7 +52,7 @@ class Component:
     is_tiled: bool = False
 
     def head_of(self, number: int, queries: int) -> int:
-        """Returns which of the heads of keys or values a head of queries reads, of the number of these."""
+        """Returns which head of keys or values a head of queries reads, given the number of query heads."""
         heads = self.shape[self.axes.index("head")] if "head" in self.axes else 1
         return number % heads if self.is_tiled else number * heads // queries
 
@@ -166,7 +166,7 @@ class Components(Mapping[str, Component]):
         return why_missing(self.missing, name)
 
     def axes_at(self, path: str) -> Axes:
-        """Returns what the dimensions of the value at a path are, if it is a component, or has one as a part.
+        """Returns the names of the dimensions of the value at a path, if it is a component or contains one.
 
         Example:
             >>> import torch
@@ -180,7 +180,7 @@ class Components(Mapping[str, Component]):
         return next((one.axes for one in self.values() if one.path == path and len(one.axes) == len(one.shape)), ())
 
     def lookup(self, text: str) -> list[Component]:
-        """Returns the components that a name means: one, or several for lists, slices and `*`, also in words.
+        """Returns the components that a name refers to: one, or several for lists, slices and `*`, also in words.
 
         Negative numbers count from the end. With `*`, layers that do not have the component are left out. A bracket at
         the end is a slice of the value.
@@ -235,7 +235,7 @@ def find(root: Frame) -> Components:
 
 
 def _unrecorded(frame: Frame) -> str:
-    """Returns why there are no components that an opaque frame computes."""
+    """Returns why no components were found inside an opaque frame."""
     who = format_path(frame.path) or "the model"
     return f"{who!r} ({type(frame.module).__name__}) has no graph to find them in: {frame.opaque_reason}"
 
@@ -263,7 +263,7 @@ class _Finder:
             self._add_ends_alone()
 
     def _add_ends_alone(self) -> None:
-        """Adds the embedding and the logits of a model whose layers do not lead from one to the other."""
+        """Adds the embedding and the logits of a model in which no stack of layers was found between them."""
         start, end = ends_alone(self._trails)
         if end.logits is None:
             return
@@ -336,7 +336,7 @@ class _Finder:
         return named
 
     def _add_absent(self, start: str, kinds: Collection[str]) -> None:
-        """Says why there is nothing of the kinds that are not among those of what a layer adds to the stream."""
+        """Adds the reasons why kinds of writes are missing that a layer does not have."""
         alone = " and ".join(f"{kind}_out" for kind in kinds)
         why = f"only {alone} {'is' if len(kinds) == 1 else 'are'} added to the stream here"
         absent = [kind for kind in get_args(WriteKind) if kind not in (*kinds, "unknown")]

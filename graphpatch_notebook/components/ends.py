@@ -1,4 +1,4 @@
-"""Both ends of the residual stream: the embeddings that it begins with, the norm and the logits that it ends in."""
+"""Both ends of the residual stream: the embeddings at its start, and the norm and the logits at its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INDEX_STEPS = SAME_VALUES | VIEWS | frozenset("long int index_put setitem".spli
 
 @dataclass(slots=True, eq=False)
 class Start:
-    """What a stream begins with: the values whose sum, up to norms and scalings, it is.
+    """The values at the start of a stream: it is their sum, up to norms and scalings.
 
     Attributes:
         tokens: The embeddings of tokens, or of patches.
@@ -41,7 +41,7 @@ class Start:
 
 
 def start_of(trails: Trails, stack: Stack) -> Start:
-    """Returns the embeddings that the stream of a stack begins with."""
+    """Returns the embeddings at the start of the stream of a stack."""
     flow, found = trails.flow, Start()
     first = stack.layers[0].start.value
     found.axes[first] = stack.layers[0].axes(first)
@@ -92,13 +92,13 @@ def _axes_before(trails: Trails, value: Value, before: list[Value], axes: Axes |
 
 
 def _rows(trails: Trails, value: Value) -> int:
-    """Returns how many vectors there are to choose from: kinds of tokens are fewer than positions."""
+    """Returns the number of vectors in the table of an embedding: token types are fewer than positions."""
     table = table_of(trails.flow, value)
     return value.shape[-2] if table is None else table.shape[0]
 
 
 def _before(trails: Trails, value: Value) -> list[Value]:
-    """Returns the values whose sum a value is, up to norms, scalings and linear maps."""
+    """Returns the terms of a value that is a sum, up to norms, scalings and linear maps."""
     flow = trails.flow
     if (norm := trails.norms.get(value)) is not None:
         return [norm.given.value]
@@ -150,7 +150,7 @@ class End:
 
 
 def end_of(trails: Trails, stack: Stack) -> End:
-    """Returns what the stream of a stack ends in."""
+    """Returns the values at the end of the stream of a stack."""
     flow = trails.flow
     last = stack.layers[-1].end.value
     norm = next((value for value, found in trails.norms.items() if trails.is_same(found.given.value, last)), None)
@@ -174,7 +174,7 @@ def is_sequence_first_after(trails: Trails, result: Value, stack: Stack) -> bool
 
 
 def ends_alone(trails: Trails) -> tuple[Start, End]:
-    """Returns the embedding and the logits of a model, whatever is between: its output is as wide as the vocabulary."""
+    """Returns the embedding and the logits of any model whose output has the size of the vocabulary."""
     flow = trails.flow
     tables = [(value, table_of(flow, value)) for value in map(Value, flow.order) if value.node.kind == "op"]
     lookups = [(value, table) for value, table in tables if table is not None and _is_of_inputs(trails, value)]
@@ -194,7 +194,7 @@ def ends_alone(trails: Trails) -> tuple[Start, End]:
 
 
 def _unembedding(trails: Trails, result: Value, last: Value, norm: Value | None) -> Value | None:
-    """Returns the last linear map on the way from the end of the stream to a result of the model."""
+    """Returns the last linear map between the end of the stream and a result of the model."""
     flow = trails.flow
     found: Value | None = None
     value = result

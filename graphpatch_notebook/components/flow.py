@@ -1,4 +1,4 @@
-"""Values across frames: what an argument really is, what an operation reads, and who reads it.
+"""Values across frames: where an argument comes from, what an operation reads, and which operations read a value.
 
 A value has one name here: an input of a frame is what the caller gave, and the result of a call is what the called
 module returned, down to the operation that computed it.
@@ -136,7 +136,7 @@ class Flow:
             self.order[node] = len(self.order)
 
     def _note(self, node: Node) -> None:
-        """Notes who reads what, and what is computed from the model's own tensors alone."""
+        """Records which operations read each value, and which values are computed from the model's own tensors only."""
         if node.kind in HELD_KINDS:
             self._held.add(node)
         elif self._is_computed(node):
@@ -163,7 +163,7 @@ class Flow:
         return self._starts[id(frame)]
 
     def resolve(self, node: Node, keys: tuple[Key, ...] = ()) -> Value | None:
-        """Returns the value that a reference means; `None` if it is not one value."""
+        """Returns the value that a reference refers to; `None` if it is not a single value."""
         if node.kind == "op" and not keys:
             return Value(node)
         while True:
@@ -178,7 +178,7 @@ class Flow:
             node, keys = found.node, found.dig
 
     def arguments(self, given: Any, of: Callable[[Value], Any]) -> Any:
-        """Returns recorded arguments: numbers as they were, and what `of` returns for every other value.
+        """Returns recorded arguments: numbers unchanged, and the result of `of` for every other value.
 
         Raises:
             UnknownValueError: An argument is not one value.
@@ -195,7 +195,7 @@ class Flow:
         return map_leaves(given, argument)
 
     def reads(self, node: Node) -> list[Value]:
-        """Returns the tensors of which an operation reads the values, in order."""
+        """Returns the tensors whose values an operation reads, in order."""
         found = self._reads.get(node)
         if found is None:
             made = node.whole
@@ -212,7 +212,7 @@ class Flow:
         return found
 
     def is_held(self, value: Value) -> bool:
-        """Whether a value comes from what the model holds (weights, constants), and not from inputs."""
+        """Whether a value is computed from weights and constants of the model only, and not from inputs."""
         return value.node in self._held
 
     def moving(self, node: Node) -> list[Value]:
@@ -224,7 +224,7 @@ class Flow:
         return [value for value in self.reads(node) if value.node in self._held and len(value.shape) > 1]
 
     def is_linear_map(self, value: Value) -> bool:
-        """Whether a value is what a linear map of the model returns."""
+        """Whether a value is the result of a linear map of the model."""
         return value.op in LINEAR_MAPS and bool(self.weights(value.node))
 
     def is_read_in(self, value: Value, frame: Frame) -> bool:
@@ -252,7 +252,7 @@ class Flow:
         return found
 
     def inputs(self, frame: Frame) -> list[Place]:
-        """Returns the tensors that a frame is given."""
+        """Returns the tensors in the inputs of a frame."""
         found = self._inputs.get(id(frame))
         if found is None:
             given = [node for node in frame.inputs() if _holds_tensor(node.spec)]

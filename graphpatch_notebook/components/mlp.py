@@ -75,7 +75,7 @@ def mlp_of(trails: Trails, write: Write, layer: Layer) -> Mlp:
 
 
 def _unflattened(trails: Trails, value: Value | None, rank: int) -> Value | None:
-    """Returns a value before it was flattened for a linear map, or as it was given its shape again after one."""
+    """Returns a value before it was flattened for a linear map, or after its shape was restored behind one."""
     if value is None or len(value.shape) == rank:
         return value
     before = trails.flow.reads(value.node) if value.op in VIEWS else []
@@ -107,7 +107,7 @@ def _last_linear_map(trails: Trails, value: Value) -> Value | None:
 
 
 def _pre(trails: Trails, post: Value, write: Write) -> Value | None:
-    """Returns what the nonlinearity reads: the result of a linear map, or the part of it that is the gate."""
+    """Returns the input of the nonlinearity: the result of a linear map, or its part that is the gate."""
     found = region(trails, post, write.inside)
     if len(found.sources) == 1:
         pre = _before_activation(trails.flow, found)
@@ -131,7 +131,7 @@ def _pre(trails: Trails, post: Value, write: Write) -> Value | None:
 
 
 def _before_activation(flow: Flow, found: Region) -> Value | None:
-    """Returns the last value that is the result of the linear map with its bias, or a part of it, as it is."""
+    """Returns the last unchanged value that is the result of the linear map with its bias, or a part of that."""
     pre = None
     for waist in found.waists:
         if pre is not None and not found.is_view(waist) and not _adds_bias(flow, found, waist):
@@ -159,7 +159,7 @@ def _router(trails: Trails, write: Write) -> tuple[Value | None, Node | None]:
 
 
 def _experts(trails: Trails, write: Write, layer: Layer, choice: Node, router: Value) -> dict[int, Frame]:
-    """Returns the experts that are modules of a list or a dict and ran, by their number in it."""
+    """Returns the experts that ran and are modules in a list or a dict, by their number there."""
     flow = trails.flow
     found: dict[int, Frame] = {}
     waiting = deque([layer.frame])
@@ -175,7 +175,7 @@ def _experts(trails: Trails, write: Write, layer: Layer, choice: Node, router: V
 
 
 def members_like(member: Frame) -> dict[str, Module]:
-    """Returns the modules of one class in the list, or in the dict, that a module is called from, by their names there.
+    """Returns the modules of one class in the list or dict that a module is in, by their names there.
 
     Empty if it is called from elsewhere. Those that did not run on the example inputs are among them.
     """
@@ -187,7 +187,7 @@ def members_like(member: Frame) -> dict[str, Module]:
 
 
 def _number(member: Frame, experts: int) -> int | None:
-    """Returns the number of a module among the experts in the list, or in the dict, that it is called from."""
+    """Returns the number of a module among the experts in the list or dict that it is in."""
     assert member.call is not None
     alike = list(members_like(member))
     return alike.index(str(member.call.target).rpartition(".")[2]) if len(alike) == experts else None

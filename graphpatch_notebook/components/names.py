@@ -40,7 +40,7 @@ _EXAMPLES = "'layers[3].attn.z', 'layers[*].attn.heads[0].pattern', 'layers[3].m
 
 @dataclass(frozen=True, slots=True)
 class ComponentName:
-    """A component name, taken apart.
+    """A parsed component name.
 
     Attributes:
         words: The words of the part: `("attn", "heads", "z")`, `("@logits",)`. They may have `*`, as patterns of paths.
@@ -71,7 +71,7 @@ class ComponentName:
 
 
 def is_component_name(text: str) -> bool:
-    """Whether a text is meant as a component name, and not as a node path.
+    """Whether a text is a component name rather than a node path.
 
     Example:
         >>> [is_component_name(text) for text in ("layers[3].attn.z", "**.heads[1].z", "h_3.attn.output")]
@@ -82,7 +82,7 @@ def is_component_name(text: str) -> bool:
 
 
 def parse_name(text: str) -> ComponentName:
-    """Takes the text of a component name apart.
+    """Parses the text of a component name.
 
     Raises:
         ValueError: The text is not a component name.
@@ -213,7 +213,7 @@ class FoundComponents(Protocol):
 
 
 def look_up(found: FoundComponents, text: str) -> list[Component]:
-    """Returns the components that a name means: one, or several for lists, slices and `*`, also in words.
+    """Returns the components that a name refers to: one, or several for lists, slices and `*`, also in words.
 
     Negative numbers count from the end. With `*`, layers that do not have the component are left out. Where query heads
     share keys and values, `heads[3].*` means those that query head 3 reads. Whether a slice at the end is in range is
@@ -235,7 +235,7 @@ def look_up(found: FoundComponents, text: str) -> list[Component]:
 
 
 def _by_layer(found: FoundComponents, name: ComponentName, text: str) -> list[ComponentName]:
-    """Returns the names that a name stands for, each with one stack and one layer."""
+    """Returns the names that a name expands to, each with one stack and one layer."""
     stacks = [name.stack]
     if "*" in name.stack:
         pattern = path_pattern(f"{name.stack}.layers")
@@ -301,7 +301,7 @@ def _counted(numbers: Numbers, count: int, what: str, text: str) -> Iterator[int
 
 
 def _matching(found: FoundComponents, name: ComponentName, text: str) -> list[ComponentName]:
-    """Returns the names that a name with `*` in its words stands for: those of one layer, or any if it has none."""
+    """Returns the names that a name with `*` in its words expands to: those of its layer, or of all layers."""
     if not any("*" in word for word in name.words):
         return [name]
     has_heads = "heads" in name.words
@@ -324,7 +324,7 @@ def _matching(found: FoundComponents, name: ComponentName, text: str) -> list[Co
 
 
 def _of_layer(found: FoundComponents, name: ComponentName, text: str) -> list[Component] | UnknownPathError:
-    """Returns the components that a name with one layer means, or why there are none."""
+    """Returns the components that a name with one layer refers to, or an error that says why there are none."""
     is_pattern = any("*" in word for word in name.words)
     try:
         return [
@@ -335,7 +335,7 @@ def _of_layer(found: FoundComponents, name: ComponentName, text: str) -> list[Co
 
 
 def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
-    """Yields the components that a name with one layer, and without `*` in its words, means.
+    """Yields the components that a name with one layer and without `*` in its words refers to.
 
     If it is one of those that a pattern stands for, its numbers are those of query heads.
     """
@@ -381,14 +381,14 @@ def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: 
 
 
 def _query_heads(found: FoundComponents, bare: ComponentName) -> int:
-    """Returns how many heads the queries have that go with a component of heads; 0 if that is not known."""
+    """Returns the number of query heads that belong to a component with heads; 0 if that is not known."""
     keys = [str(replace(bare, words=(bare.words[0], part))) for part in "qz"]
     known = [found[key] for key in keys if key in found and "head" in found[key].axes]
     return next((one.shape[one.axes.index("head")] for one in known), 0)
 
 
 def _of_result(name: ComponentName) -> str:
-    """Returns how to get at what a head writes: models compute the sum over heads only."""
+    """Returns how to get the output of a head, as a message: models compute only the sum over heads."""
     head = name.members if isinstance(name.members, int) else "H"
     z = replace(name, words=(name.words[0], "heads", "z"), members=name.members or 0, index=())
     result = replace(z, words=(name.words[0], "heads", "result"))
@@ -400,7 +400,7 @@ def _of_result(name: ComponentName) -> str:
 
 
 def _separate(found: FoundComponents, bare: ComponentName) -> list[str]:
-    """Returns the names of the members that are values of their own, in order, those that did not run included."""
+    """Returns the names of the members that are separate values, in order, including those that did not run."""
     members: list[str] = []
     while (key := str(replace(bare, members=len(members)))) in found or key in found.missing:
         members.append(key)
@@ -424,7 +424,7 @@ def find_one(found: FoundComponents, key: str, text: str) -> Component:
 
 
 def why_missing(missing: Mapping[str, str], name: str) -> str | None:
-    """Returns why a component was not found, by its name, or by a pattern or the beginning of its name."""
+    """Returns why a component was not found. The reasons are stored by names, patterns and beginnings of names."""
     for pattern, reason in missing.items():
         if re.match(re.escape(pattern).replace(r"\*", r"[^\[\]]*") + r"(?![^.\[])", name):
             return reason

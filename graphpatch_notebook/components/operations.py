@@ -1,4 +1,4 @@
-"""What kinds of operations there are, by the names that torch gives to its functions.
+"""The kinds of operations, by the names of torch's functions.
 
 These are names of torch functions, never of modules or variables: a model that computes attention from products and a
 softmax is found however it is written.
@@ -47,7 +47,7 @@ ATTENTION = SOFTMAXES | FUSED_ATTENTION | frozenset(["multi_head_attention_forwa
 NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm normalize".split())
 """Norms as one call."""
 
-MOMENTS = NORMS | frozenset("mean var norm vector_norm linalg_vector_norm var_mean std".split())
+MOMENTS = NORMS | frozenset("mean var norm vector_norm linalg_vector_norm linalg_norm var_mean std".split())
 """An operation of each norm is one of these."""
 
 NONLINEARITIES = frozenset(_NONLINEARITIES.split())

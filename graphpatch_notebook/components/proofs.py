@@ -45,7 +45,7 @@ _HEAD_COUNTS = (
 
 @dataclass(slots=True, eq=False)
 class NamedWrite:
-    """A write of a layer, with its parts, and what their names begin with."""
+    """A write of a layer, with its parts and the prefix of their names."""
 
     kind: str
     write: Write
@@ -55,7 +55,7 @@ class NamedWrite:
 
 @dataclass(slots=True, eq=False)
 class NamedLayer:
-    """A layer, what names of its components begin with, and what it writes."""
+    """A layer, the prefix of the names of its components, and its writes."""
 
     name: str
     layer: Layer
@@ -64,7 +64,7 @@ class NamedLayer:
 
 @dataclass(slots=True, eq=False)
 class Evidence:
-    """What was found, as far as proofs need it.
+    """The findings that proofs need.
 
     Attributes:
         trails: The flow of values, and the norms.
@@ -162,7 +162,7 @@ class _Prover:
         return self._flow.reads(node)
 
     def _computed(self, node: Node) -> Tensor:
-        """Returns what an operation computes from the recorded values that it reads."""
+        """Returns the result of an operation on the recorded values that it reads."""
         made = node.whole
         result = made.target(*self._arguments(made.args), **self._arguments(made.kwargs))
         if made is not node:
@@ -173,7 +173,7 @@ class _Prover:
         return result
 
     def _called(self, frame: Frame, returned: Place) -> Tensor | None:
-        """Returns one of the tensors that a module returns for the recorded values that it was given."""
+        """Returns one of the tensors that a module returns for its recorded inputs."""
         call = frame.call
         assert call is not None
         args, kwargs = self._arguments(call.args), self._arguments(call.kwargs)
@@ -365,12 +365,12 @@ class _Prover:
         Keys and values are repeated for each of the heads.
         """
         rows = tuple("query" if axis == "position" else axis for axis in part.axes)
-        front = sorted((axis for axis in rows if axis not in last), key=lambda axis: axis == "head")
+        front = sorted((axis for axis in rows if axis not in last), key=lambda axis: axis in _HEADS)
         order = [rows.index(axis) for axis in (*dict.fromkeys(front), *last)]
         if len(order) != len(rows):
             order = [*(n for n, axis in enumerate(rows) if axis not in last), *(rows.index(axis) for axis in last)]
         arranged = self._value(part.value).permute(order)
-        if "head" in rows and heads and arranged.shape[-3] != heads:
+        if _heads(part) and heads and arranged.shape[-3] != heads:
             arranged = arranged.repeat_interleave(heads // arranged.shape[-3], dim=-3)
         return arranged.flatten(0, -3) if arranged.ndim > 2 else arranged[None]
 
@@ -478,12 +478,12 @@ class _Prover:
         return None if is_close(probabilities * rows, used) else "their softmax is not the pattern"
 
     def _output_problem(self, z: Part, output: Value, write: Write) -> str | None:
-        """Whether the output projection reads the heads of `z` side by side, and leads to what is written."""
+        """Returns why the output projection does not map the heads of `z`, one after the other, to what is written."""
         given = (self._flow.moving(output.node) or self._reads(output.node))[0]
         if not is_close(self._computed(output.node), self._value(output)):
             return "the rerun of the output projection differs"
         inside = region(self._trails, given, write.inside)
-        if not {"batch", "head"} <= set(z.axes):
+        if "batch" not in z.axes or not _heads(z):
             return None  # one head, or heads and batch in one: nothing to lay out
         heads = self._arranged(z, ("query", "channel"), 0).unflatten(0, (-1, _heads(z)))
         flat = heads.transpose(-2, -3).reshape(-1)
@@ -627,8 +627,11 @@ def norm_name(kind: str) -> str:
     return "ln1" + kind.lstrip("abcdefghijklmnopqrstuvwxyz")
 
 
+_HEADS = ("head", "query_head")
+
+
 def _heads(part: Part) -> int:
-    return part.value.shape[part.axes.index("head")] if "head" in part.axes else 0
+    return next((size for axis, size in zip(part.axes, part.value.shape, strict=True) if axis in _HEADS), 0)
 
 
 def _config_numbers(module: Any, names: tuple[str, ...]) -> Iterator[int]:
@@ -738,7 +741,7 @@ class NoiseRuns:
         return bool(change.max() <= 1e-5 * (1 + before.abs().max()))
 
     def _patches(self, layers: list[NamedLayer]) -> Iterator[Proof]:
-        """Whether a patch on the end of a layer does what one on the begin of the next does."""
+        """Whether a patch at the end of a layer has the same effect as one at the start of the next layer."""
         pairs = [pair for pair in pairwise(layers) if self._is_chained(*pair)]
         for one, other in dict.fromkeys([*pairs[:1], *pairs[-1:]]):
             values = self._recorded(one.layer.end.path, other.layer.start.path)
@@ -746,7 +749,7 @@ class NoiseRuns:
                 yield from self._patched(one, other, values)
 
     def _is_chained(self, one: NamedLayer, other: NamedLayer) -> bool:
-        """Whether a layer reads what the one before returns, as one of its inputs, and nothing else reads that."""
+        """Whether a layer, and nothing else, reads the output of the layer before it."""
         flow, end, start = self._flow, one.layer.end.value, other.layer.start.value
         steps = self._trails.find(start, end, adds=False)
         if steps is None or any(step.kind != "same" for step in steps):
@@ -822,7 +825,7 @@ def is_close(one: Any, other: Any, tolerance: float = _TOLERANCE) -> bool:
 
 
 def rounding(value: Tensor, least: float) -> float:
-    """Returns how much of a value may be due to its dtype: at least `least`."""
+    """Returns the relative rounding error of a value in its dtype: at least `least`."""
     return max(least, 4 * torch.finfo(value.dtype).eps) if value.is_floating_point() else least
 
 
@@ -841,7 +844,7 @@ def is_multiple(one: Tensor, other: Tensor) -> bool:
 
 
 def is_shifted(one: Tensor, other: Tensor, heads: int) -> bool:
-    """Whether a tensor is another one, up to a positive factor, plus a number for each head and channel."""
+    """Whether a tensor equals another one up to a positive factor, plus a number for each head and channel."""
     if one.shape != other.shape or one.shape[-2] < 3:
         return False
     one, other = (value.unflatten(0, (-1, heads or 1)) for value in (one, other))
@@ -849,7 +852,7 @@ def is_shifted(one: Tensor, other: Tensor, heads: int) -> bool:
 
 
 def is_normed(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor is another one, with vectors of one length each, times a number for each channel."""
+    """Whether a tensor is another one with its vectors scaled to one length, times a number for each channel."""
     if one.shape != other.shape:
         return False
     normed = torch.nn.functional.normalize(one.double(), dim=-1)

@@ -1,4 +1,4 @@
-"""What lies between the linear maps of the model and a value that is computed from them.
+"""The operations between linear maps of the model and a value that is computed from their results.
 
 A *waist* is a value that everything between passes through. Between two waists next to each other there is one
 operation, or several that belong together: a rotation, a norm, an activation.

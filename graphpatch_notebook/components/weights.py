@@ -81,7 +81,7 @@ class _Matrix:
         return held_tensor(self.flow, self.value).permute(*self.inputs, *self.outputs)
 
     def of(self, head: int | None) -> Tensor:
-        """Returns the part of a head, or of everything that is not divided into heads."""
+        """Returns the part of a head, or all of a matrix that is not divided into heads."""
         numbers = self.numbers if head is None or self.numbers is None else self.numbers[head]
         if numbers is None:
             return self.whole()
@@ -296,7 +296,7 @@ class ComponentWeights:
 
 
 class Weights:
-    """The weights of a model's components, read from the model when they are asked for: `pg.weights`.
+    """The weights of a model's components, read from the model at each access: `pg.weights`.
 
     - `W_Q`, `W_K`, `W_V` (channels of the stream x channels of the head) and `W_O` (the reverse), by layer and head.
       Under grouped-query attention, `W_K` and `W_V` have as many heads as there are of keys and values.
@@ -497,7 +497,7 @@ class _Finder:
         return value
 
     def _before(self, value: Value) -> Value:
-        """Returns the linear map behind a value, through operations that only rearrange, and norms."""
+        """Returns the linear map behind a value, through norms and operations that only rearrange."""
         for _ in range(_FARTHEST):
             if self._flow.is_linear_map(value):
                 return value
@@ -525,7 +525,7 @@ class _Finder:
         return moving[0] if len(moving) == 1 else None
 
     def _up(self, post: Component) -> Value | None:
-        """Returns the part of a gated MLP that the gate is multiplied with; `None` if it is not gated."""
+        """Returns the factor that the gate of an MLP is multiplied with; `None` if it is not gated."""
         value: Value | None = self._value(post)
         while value is not None and value.op not in SCALINGS:
             value = self._source(value)
@@ -553,7 +553,7 @@ class _Finder:
         return self._outputs_of(self._value(component), axes, component)
 
     def _outputs_of(self, value: Value, axes: tuple[str, ...], like: Component) -> _Matrix:
-        """Returns the matrix whose outputs a value is, with the numbers of the outputs."""
+        """Returns the matrix whose outputs form a value, with the numbers of the outputs."""
         linear = _LinearMap.of(self._flow, self._before(value))
         result = linear.result
         numbers = linear.numbers(result, linear.outputs)
@@ -570,7 +570,7 @@ class _Finder:
         return _Rearranged(self._flow, self._trails, start, numbers).value(value)
 
     def _inputs(self, component: Component, axes: tuple[str, ...]) -> _Matrix:
-        """Returns the matrix whose inputs a value is, with the numbers of the inputs."""
+        """Returns the matrix whose inputs form a value, with the numbers of the inputs."""
         value = self._value(component)
         linear = _LinearMap.of(self._flow, self._after(value)[0])
         numbered = torch.arange(value.size).view(value.shape)
@@ -618,7 +618,7 @@ class _Rearranged:
         self._numbers = numbers
 
     def value(self, value: Value) -> Tensor:
-        """Returns the numbers that are where the value is."""
+        """Returns the numbers at the place of the value."""
         try:
             result = self._at(value)
         except UnknownValueError as unknown:
@@ -678,7 +678,7 @@ def _by_axes(numbers: Tensor, axes: tuple[str, ...], wanted: tuple[str, ...]) ->
 
 
 def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
-    """Returns what a module holds; of a module whose weights accelerate keeps elsewhere, a copy that its hook loads."""
+    """Returns a tensor of a module; if accelerate keeps its weights elsewhere, a copy that its hook loads."""
     module = functools.reduce(getattr, attributes[:-1], frame.module)
     held: Any = getattr(module, attributes[-1])
     if not isinstance(held, Tensor) or not held.is_meta:
@@ -696,7 +696,7 @@ def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
 
 
 def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAME_VALUES) -> Tensor:
-    """Returns a tensor that the model holds, or what some operations make of such tensors.
+    """Returns a tensor of the model, or the result of some operations on such tensors.
 
     Args:
         flow: The flow of values.

@@ -62,7 +62,7 @@ class Write:
 
 @dataclass(slots=True)
 class Slice:
-    """The nodes that a value is computed by, down to states of the stream and to the begin of the layer."""
+    """The nodes that compute a value, back to states of the stream and to the start of the layer."""
 
     inside: set[Node] = field(default_factory=set)
     outside: list[Value] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Writes:
         return [replace(write, is_parallel=states.count(write.state) > 1) for write in found]
 
     def _is_computed(self, value: Value, layer: Layer) -> bool:
-        """Whether a value comes from inputs, or from the stream, which may begin as a constant."""
+        """Whether a value comes from inputs, or from the stream, which may start as a constant."""
         return not self._flow.is_held(value) or bool(self.slice(value, layer).states)
 
     def _of_step(self, step: Step, value: Value, layer: Layer) -> list[Write]:
@@ -109,7 +109,7 @@ class Writes:
         return moving if len(moving) == 2 else []
 
     def slice(self, value: Value, layer: Layer) -> Slice:
-        """Returns what a value is computed by in a layer."""
+        """Returns the nodes that compute a value in a layer."""
         flow, found = self._flow, Slice()
         states, low = set(layer.states), flow.start(layer.frame)
         waiting = [value]
@@ -169,7 +169,7 @@ class Writes:
         return (is_own or is_operator) and sum(value.is_float for value in self._flow.moving(node)) > 2
 
     def _mixed(self, found: Slice) -> list[Value]:
-        """Returns the values that calls of attention which cannot be opened mix."""
+        """Returns the values that are mixed by calls of attention that cannot be opened."""
         calls = [(node, _MIXED[node.op]) for node in found.inside if node.op in _MIXED]
         reads = [(self._flow.reads(node), position) for node, position in calls]
         return [values[position] for values, position in reads if len(values) > position]
@@ -180,7 +180,7 @@ class Writes:
         return node.op in CONVOLUTIONS and any(size > 1 for size in sizes)
 
     def _norm(self, state: Value, found: Slice) -> Norm | None:
-        """Returns the norm that reads the stream for a write."""
+        """Returns the norm at the start of a write, which reads the stream."""
         is_same = self._trails.is_same
         for value, norm in self._trails.norms.items():
             given = norm.given.value

@@ -153,7 +153,7 @@ class CapturedModel:
 
     @property
     def runs_own_graphs(self) -> bool:
-        """Whether there are graphs that are their module: calls without patches run these, too."""
+        """Whether there are graphs that replace their module: calls without patches run these, too."""
         return self._has_custom_graphs or (self._hierarchy is not None and self._hierarchy.calls_own_graphs)
 
     def renew(self) -> None:
@@ -188,7 +188,7 @@ class CapturedModel:
         return entries_of(derived.nodes, patch_map, derived.targets)
 
     def paths_of(self, text: str) -> list[str]:
-        """Returns the paths, or names of components, that a text means, in order of execution.
+        """Returns the paths, or names of components, that a text refers to, in order of execution.
 
         Raises:
             UnknownPathError: It means nothing that can be patched.
@@ -196,7 +196,7 @@ class CapturedModel:
         return [target.text for target in self.targets_of(text)]
 
     def targets_of(self, text: str) -> list[Target]:
-        """Returns what a path, the name of components, or a pattern of paths means, in order of execution.
+        """Returns the targets of a path, a component name, or a pattern of paths, in order of execution.
 
         Raises:
             UnknownPathError: It means nothing that can be patched.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
+from graphpatch_notebook.checks.hooks import is_inert
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.patch_map import problems_of
@@ -107,7 +108,7 @@ class CompiledModel:
     def _all_parts_now(self) -> list[Any]:
         # Asked in each call, so all at once: next to a step of a small model, a look at each module takes a fifth.
         parts = itertools.chain.from_iterable([places.values() for places in self._places])
-        hooks = [hook for hooks in self._hooks if hooks for hook in hooks.values() if not _is_neutral(hook)]
+        hooks = [hook for hooks in self._hooks if hooks for hook in hooks.values() if not is_inert(hook)]
         return [*parts, *[attributes.get("training") for attributes in self._modes], *hooks]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,16 +157,11 @@ def _are_same(before: list[Any], now: list[Any]) -> bool:
 def _parts_of(module: Module) -> list[Any]:
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     parts = itertools.chain.from_iterable(places.values() for places in _registries_of(module))
-    return [module.training, *parts, *(hook for hook in hooks if not _is_neutral(hook))]
+    return [module.training, *parts, *(hook for hook in hooks if not is_inert(hook))]
 
 
 def _registries_of(module: Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers, module._modules
-
-
-def _is_neutral(hook: Any) -> bool:
-    """Whether a hook changes nothing by itself: those of contexts, and with which transformers collects outputs."""
-    return str(getattr(hook, "__module__", "")).partition(".")[0] in (__package__.partition(".")[0], "transformers")
 
 
 class CompiledPatches:
@@ -375,7 +371,7 @@ _FULL_CACHE = """\
 
 
 def _place(target: Target) -> Any:
-    """Returns where the code of the model computes a value."""
+    """Returns the place in the model's code that computes a value."""
     node, calls = target.node, [frame.call for frame in (target.frame, *target.frame.frames_above())]
     frames = [(id(call.frame.module), call.call_index) for call in calls if call is not None]
     made = (node.site and node.site.steps, node.occurrence, node.position) if node.kind == "op" else node.target

@@ -50,7 +50,7 @@ from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_
 
 
 class PatchContext:
-    """What `PatchableGraph.patch` returns: enter it with `with`; may be entered again, also by several threads.
+    """A context manager with patches, from `PatchableGraph.patch`. It can be entered again, also by several threads.
 
     Attributes:
         after_call: Called after each call of the `PatchableGraph` in the context that returns, in its thread, before
@@ -93,7 +93,7 @@ class PatchContext:
         return context
 
     def quiet(self) -> PatchContext:
-        """Returns this context, which will not report patches that never fire."""
+        """Returns this context, set to not report patches that never fire."""
         self.is_quiet = True
         return self
 
@@ -254,7 +254,7 @@ def innermost(captured: CapturedModel) -> ActiveContext | None:
 
 
 def active_patches(captured: CapturedModel) -> list[tuple[str, Patch[Any]]]:
-    """Returns the patches that a call of the model has now, each with its path, in order."""
+    """Returns the patches of a call of the model at this moment, each with its path, in order."""
     context = innermost(captured)
     plan = context.plan if context is not None else captured.permanent_plan
     return [] if plan is None else [(entry.target.text, patch) for entry in plan.entries for patch in entry.patches]
@@ -324,8 +324,11 @@ def call_patched(
     __tracebackhide__ = True
     root, plan, calls, reports = context.captured.module, context.plan, context.calls, context.reports
     is_direct = function is root
+    is_alone = context.origin.is_of_one_call
     steps = (
-        GenerationSteps(plan.root.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
+        GenerationSteps(plan.root.frame, plan.restricted, context.step_count, is_direct, is_outside=is_alone)
+        if plan.restricted
+        else None
     )
     if plan.skips:
         refuse_with_cache(plan.skips, kwargs, is_direct)
@@ -355,12 +358,22 @@ def call_patched(
     if fired.with_other_uses:
         warn_of_other_uses(fired.with_other_uses)
     # Methods that do not run the model (`get_input_embeddings`) are called on edited graphs, too.
-    if unfired and (is_direct or fired.reached or not context.origin.is_of_one_call):
+    if unfired and (is_direct or fired.reached or not is_alone):
         reports.unfired(unfired, "during this call")
+    if steps is not None:
+        _report_unreached(steps, plan.restricted, reports)
     if context.after_call and not is_inside:
         for callback in context.after_call:
             callback()
     return result
+
+
+def _report_unreached(steps: GenerationSteps, restricted: Sequence[Entry], reports: Reports) -> None:
+    """Reports the steps and positions that no call will come to any more."""
+    if steps.before is not None:
+        reports.unreached(steps.before, "in the calls before this one")
+    if not steps.may_continue:
+        reports.unreached(steps.count.take(restricted), "during this call")
 
 
 def _entries_until(stopping: Patch[Any], context: ActiveContext) -> list[Entry]:
@@ -440,16 +453,17 @@ def report_idle(context: ActiveContext) -> None:
             "was called in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it"
         )
         return
-    idle = context.step_count.take_idle(context.own)
-    if idle:
-        reports.unfired(idle, "in this context")
+    if context.origin.is_of_one_call:  # the next call may be the next step
+        return
+    entries = context.plan.entries if innermost(context.captured) is None else context.own
+    reports.unreached(context.step_count.take(entries), "in this context")
 
 
 # -- activation checkpointing: forwards that run again during backward -------------------------------------------------
 
 
 def _recomputing(module: Module) -> Run | None:
-    """Returns a run for an unobserved `forward`, if it recomputes in backward what was patched before."""
+    """Returns a run for an unobserved `forward`, if it recomputes a patched forward during backward."""
     if not is_in_backward():
         _note_direct_call(module)
         return None

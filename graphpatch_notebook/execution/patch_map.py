@@ -84,7 +84,7 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
 
 
 def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:
-    """Returns what a path, the name of components, or a pattern of paths means, in order of execution.
+    """Returns the targets of a path, a component name, or a pattern of paths, in order of execution.
 
     Args:
         nodes: All nodes of the capture.
@@ -130,7 +130,7 @@ _READ = _Read()
 
 
 def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -> list[Entry]:
-    """Notes in entries what their patches read, and returns entries that keep these values for them."""
+    """Records in entries which values their patches read, and returns entries that keep these values."""
     found: dict[str, Entry] = {}
     for entry in [one for one in entries if type(one.patches[0]).sources is not Patch.sources]:
         for text in entry.patches[0].sources:
@@ -155,7 +155,7 @@ def _sources_of(nodes: NodeMap, entries: Sequence[Entry], problems: list[str]) -
 
 
 def _order_in_forward(target: Target) -> tuple[int, ...]:
-    """Returns when a value comes in the forward, to compare: its place in each frame around it."""
+    """Returns the position of a value in the forward pass, for comparison: its place in each frame around it."""
     frames = list(target.frame.frames_above())[::-1]
     calls = [frame.parent.nodes.index(frame.call) for frame in frames if frame.parent is not None and frame.call]
     node = target.node
@@ -201,7 +201,7 @@ def _listed(patches: Any) -> Sequence[Any]:
 
 
 def _only_observe(patches: Sequence[Any]) -> bool:
-    """Whether these are patches that leave the value as it is; an empty list says that it has no patch."""
+    """Whether these are patches, and all of them only observe; false for an empty list."""
     return len(patches) > 0 and all(isinstance(patch, Patch) and patch.observes_only for patch in patches)
 
 
@@ -222,7 +222,7 @@ def _may_mean_several(text: str) -> bool:
 
 
 def _warn_of_doubts(entries: Sequence[Entry]) -> None:
-    """Warns of components that may not be what their name says."""
+    """Warns about components that may not be what their name says."""
     for entry in entries:
         component = entry.target.component
         if component is not None and component.doubt:
@@ -241,7 +241,7 @@ def _problems_inside(text: str, patches: Any) -> list[str]:
 
 
 def _placed(sharding: Sharding, entry: Entry, problems: list[str]) -> Entry:
-    """Returns an entry of a model that is sharded over processes, with how its value is distributed."""
+    """Returns an entry of a model that is sharded over processes, with the placement of its value."""
     target, placement = entry.target, sharding.placement(entry.target)
     problem = sharding.problem(target)
     if problem is None and placement is not None and placement.dim is not None and entry.patches[0].replaces_call:
@@ -300,7 +300,7 @@ def _check_fields(kind: type[Patch[Any]]) -> None:
 
 
 def problems_of(target: Target, patches: Any) -> list[str]:
-    """Returns what is wrong with a list of patches on a value, in messages that name it."""
+    """Returns messages about a list of patches on a value, each with its path."""
     spec = target.whole if target.component is None else target.spec
     shape = spec.shape if isinstance(spec, TensorSpec) else None
     return _problems_of(target.text, patches, lambda patch: _problem(target, patch, None if patch.any_shape else shape))
@@ -335,7 +335,7 @@ def _problem(target: Target, patch: Patch[Any], shape: torch.Size | None) -> str
 
 
 def _meant(given: Any) -> str:
-    """Returns how to write as a patch what was given instead of one."""
+    """Returns how to write a patch with the object that was given instead of one."""
     if isinstance(given, (Tensor, bool, int, float, complex)):
         return "; write ReplacePatch(value) to put it there"
     if hasattr(given, "encode") and hasattr(given, "decode"):

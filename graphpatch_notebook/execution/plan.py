@@ -233,7 +233,7 @@ class FramePlan:
         return bool(below)
 
     def position_of(self, name: str) -> int:
-        """Returns where a call gives the input `name` if it gives it by position; -1 where that is not so simple."""
+        """Returns the position of the argument `name` in a call, if it is passed by position; else -1."""
         for position, parameter in enumerate(self.frame.parameters):
             if parameter.name == name and parameter.kind in _POSITIONAL:
                 return position
@@ -511,7 +511,7 @@ def _nearest_above(frame: Frame, numbers: Mapping[int, int]) -> int:
 
 
 class Callers:
-    """Which frames call which module, in a whole capture."""
+    """The frames that call each module, in a whole capture."""
 
     def __init__(self, root: Frame) -> None:
         self._frames: dict[int, list[Frame]] = {}
@@ -534,7 +534,7 @@ class Callers:
         return len(self.frames_of(module)) == 1
 
     def layout(self, root: Frame, wanted: Iterable[Frame]) -> Layout:
-        """Returns which frames are planned if those that are `wanted` hold patches."""
+        """Returns the frames to plan if the frames in `wanted` have patches."""
         distinct = {id(frame): frame for frame in wanted}
         key = (id(root), *distinct)
         known = self._layouts.get(key)
@@ -568,7 +568,7 @@ class Callers:
         return found
 
     def _links_to(self, modules: Iterable[Module]) -> list[Link] | None:
-        """Returns all links on the ways from the model down to `modules`; `None` if these are most of its links."""
+        """Returns all links on the paths from the model down to `modules`; `None` if these are most of its links."""
         found: dict[int, list[Link]] = {}
         waiting = [*modules, self._root]
         for module in waiting:
@@ -593,7 +593,7 @@ class Callers:
                     yield from (f.parent for f in frames if len(frames) > 1 and f.parent is not None)
 
     def _modules_to_watch(self, planned: Iterable[Frame]) -> list[Module]:
-        """Returns the modules whose frames must be seen to identify those that are planned.
+        """Returns the modules whose calls must be observed to identify the planned frames.
 
         These are the modules of the planned frames, and all that call one of these: otherwise a call from elsewhere
         would be mistaken for one of the calls that the plan counts.

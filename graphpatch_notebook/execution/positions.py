@@ -54,6 +54,14 @@ class Restriction:
         rows = self.positions.rows_within(first, first + size)
         return [[position - first for position in row] for row in rows]
 
+    def is_whole_in(self, shape: Sequence[int]) -> bool:
+        """Whether all steps and positions are reached in one forward without a cache, by a value of this shape."""
+        if self.steps is not None and (0 not in self.steps or self.steps.outside(0, 1)):
+            return False
+        size = shape[self.dim] if self.dim < len(shape) else 0
+        chosen = self.positions
+        return chosen is None or bool(chosen.within(0, size) and not chosen.outside(0, size))
+
     @property
     def is_empty(self) -> bool:
         """Whether the patch selects no steps, or no positions."""
@@ -86,7 +94,7 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
 
 
 def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
-    """Returns which dimension of a target's whole value holds the batch, if it holds nothing else.
+    """Returns the dimension of a target's whole value that holds the batch and nothing else.
 
     Raises:
         ValueError: That is not known.
@@ -111,7 +119,7 @@ def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
 
 
 def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None, bool]:
-    """Returns which dimensions of a target's whole value hold the batch and the sequence, and if that is an encoder's.
+    """Returns the dimensions of a target's whole value with the batch and the sequence, and whether an encoder has it.
 
     The second is `None` if the value has no positions, as a pooled output, or if the model does not take tokens. Both
     are the same if one dimension holds the positions of all rows, one row after the other, as of a router's logits.
@@ -184,7 +192,7 @@ def encoder_of(root: Frame) -> Module | None:
 
 
 def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, bool]:
-    """Returns which dimension of the value runs along a sequence, and whether that is the encoder's."""
+    """Returns the sequence dimension of the value, and whether the sequence is that of the encoder."""
     if target.node.kind in HELD_KINDS:
         raise ValueError(f"a {target.node.kind} has no positions; drop positions=")
     if not isinstance(target.whole, TensorSpec):
@@ -263,7 +271,7 @@ def _unclear(
 
 
 def _sequence(root: Frame) -> Profile | None:
-    """Returns the dimension of the model's inputs that is its sequence."""
+    """Returns the sequence dimension of the model's inputs."""
     spec = _token_spec(root)
     return None if spec is None else dimensions_of(root).profiles(spec)[1]
 
@@ -276,7 +284,7 @@ def _token_spec(root: Frame) -> TensorSpec | None:
 
 
 def _encoder_sequence(root: Frame) -> Profile | None:
-    """Returns the dimension of the encoder's output that is its sequence."""
+    """Returns the sequence dimension of the encoder's output."""
     encoder = encoder_of(root)
     if encoder is None:
         return None

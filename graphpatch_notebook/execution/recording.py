@@ -1,4 +1,4 @@
-"""Values of a run by path: what `pg.record` and `pg.run_until` return."""
+"""Records values of a run by path, for `pg.record` and `pg.run_until`."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Recording(Mapping[str, Any]):
 
 
 def _part(value: Tensor, target: Target) -> Tensor:
-    """Returns the part of a recorded value that a component is."""
+    """Returns the component's part of a recorded value."""
     shown = f"the value recorded, of shape {tuple(value.shape)},"
     problem = index_problem(target.index, value.shape) or selection_problem(target.index, value.shape, shown)
     if problem is not None:
@@ -210,7 +210,7 @@ class _Result:
 
 
 def results_of(captured: CapturedModel, text: str) -> dict[str, _Result]:
-    """Returns the results of heads that a name means (`layers[*].attn.heads[*].result`) by name; none for other texts.
+    """Returns the head results in a name (`layers[*].attn.heads[*].result`), by name; empty for other texts.
 
     Raises:
         UnknownPathError: There are no such heads.
@@ -308,7 +308,7 @@ def _result(weight: Tensor, convert: Callable[[Any], Any] | None, z: Tensor) -> 
 
 
 class _IdleRecorders(dict[Any, _Recorder]):
-    """Recorders that no call uses now, by what was asked of them: these need no new patches and plan."""
+    """Recorders that no call uses at the moment, by their paths: a new call can use their patches and plan again."""
 
     def __init__(self, _: NodeMap) -> None:
         super().__init__()

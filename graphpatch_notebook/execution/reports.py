@@ -16,7 +16,7 @@ from graphpatch_notebook.errors import (
     SharedGradientWarning,
 )
 from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan
-from graphpatch_notebook.execution.steps import GenerationSteps
+from graphpatch_notebook.execution.steps import GenerationSteps, Unreached
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
@@ -52,7 +52,7 @@ class FiredPatches:
         self.ended_at = ""
 
     def changes(self, plan: RunPlan) -> list[str]:
-        """Returns descriptions of the patches that were applied so far, except those that only look."""
+        """Returns descriptions of the patches that were applied so far, except for those that only observe."""
         fired = (entry for frame_plan in plan.root.walk() for entry in frame_plan.entries if id(entry) in self.ids)
         return [
             f"{entry.target.path!r} ({type(patch).__name__})"
@@ -67,7 +67,7 @@ class FiredPatches:
             raise GraphPatchError(_STOP_HANDLED.format(path=self.ended_at))
 
     def others(self, plan: RunPlan, needed: Sequence[Entry], steps: GenerationSteps | None) -> list[tuple[Entry, str]]:
-        """Returns those of the entries that are needed which never fired in a run that has ended, with the reasons."""
+        """Returns the needed entries that never fired in a run that has ended, with the reasons."""
         if len(self.ids) == len(plan.entries):
             return []
         ids = set(map(id, needed))
@@ -120,6 +120,16 @@ class Reports:
         reasons = "; ".join(f"{entry.target.text!r}: {why}" for entry, why in unfired)
         self.give(f"{count_of_patches(unfired)} never fired {where}: {reasons}")
 
+    def unreached(self, unreached: Unreached, where: str) -> None:
+        """Reports patches whose steps or positions were not reached."""
+        if unreached.idle:
+            self.unfired(unreached.idle, where)
+        if missed := unreached.missed:
+            listed = "; ".join(f"{entry.target.text!r}: {what}" for entry, what in missed)
+            self.give(
+                f"{count_of_patches(missed)} fired only at some of the listed steps or positions {where}: {listed}"
+            )
+
     def give(self, message: str) -> None:
         """Gives one message."""
         if self.is_quiet:
@@ -137,7 +147,7 @@ def count_of_patches(unfired: Sequence[object]) -> str:
 
 
 def warn_of_other_uses(paths: Sequence[str]) -> None:
-    """Warns that the gradients of probed inputs are not only those of what their module does with them."""
+    """Warns that the gradients of probed inputs also contain those of other uses of the tensor."""
     shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     warn(
         f"the gradients of probed inputs include those of other uses of the same tensors: {shown}. Their modules are "
@@ -148,7 +158,7 @@ def warn_of_other_uses(paths: Sequence[str]) -> None:
 
 
 class Repetitions:
-    """Warns of calls beyond those of the example, which have no patch: each module and each call site once.
+    """Warns about calls that the example did not have, which are not patched: once for each module and call site.
 
     Only if *all* captured calls are patched: then the user probably meant each call.
     """

@@ -19,7 +19,7 @@ from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, Va
 
 
 def call_target(root: Frame, text: str, given: Any) -> Target | None:
-    """Returns the output of the call that `text` names, if all patches for it replace calls.
+    """Returns the output of the call that `text` refers to, if all its patches replace calls.
 
     Args:
         root: The root frame of the capture.
@@ -102,7 +102,7 @@ def _leaves(spec: ValueSpec) -> Sequence[ValueSpec]:
 
 
 def passing_input(target: Target) -> str | None:
-    """Returns the first input of the frame that is a tensor, if it is like the value at all sizes."""
+    """Returns the first tensor among the inputs of the frame, if it has the form of the value at all sizes."""
     first = next((node for node in target.frame.inputs() if isinstance(node.spec, TensorSpec)), None)
     if first is None or not isinstance(first.spec, TensorSpec) or not isinstance(target.whole, TensorSpec):
         return None

@@ -63,7 +63,7 @@ def inside_splice(root: Frame, text: str, given: Any, problem: str) -> tuple[Tar
 
 
 def no_such_part(root: Frame, text: str) -> str:
-    """Returns what to add to the problem of a path that may have been meant for a part of a splice."""
+    """Returns a hint for the error of a path that may refer to a part of a splice."""
     found = may_be_inside(text)
     if found is None:
         return ""
@@ -76,7 +76,7 @@ def no_such_part(root: Frame, text: str) -> str:
 
 
 def is_part_of_splice(root: Frame, text: str) -> bool:
-    """Whether a path is that of a part of a splice, if there is one, and of nothing else."""
+    """Whether a path can only be that of a part of a splice."""
     try:
         resolve(root, text)
     except Unresolvable as error:

@@ -31,6 +31,19 @@ class HeldBackError(Exception):
     """The value has none of the positions of a patch, or it is not a step of the patch (caught inside the package)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """Entries whose steps or positions were not reached, each with the reason.
+
+    Attributes:
+        idle: Those that had no effect.
+        missed: Those that had no effect at some of the steps or positions that they list.
+    """
+
+    idle: Sequence[tuple[Entry, str]]
+    missed: Sequence[tuple[Entry, str]]
+
+
 @dataclass(slots=True)
 class StepCount:
     """The steps of the calls made in a context; contexts inside it share the count.
@@ -40,20 +53,47 @@ class StepCount:
         idle: Entries (by id) without an effect so far, since no direct call was at their steps or positions, with the
             reason.
         fired: Entries that had an effect (by id).
+        missed: Of the numbers that an entry lists one by one, those at which it had no effect so far (by the id of the
+            entry, and "steps" or "positions").
+        came: The steps, or positions, that the last call had, for the same keys.
         fitting: Entries (by id) whose value is known to have a dimension as long as the sequence.
     """
 
     last: int = 0
     idle: dict[int, tuple[Entry, str]] = field(default_factory=dict)
     fired: dict[int, Entry] = field(default_factory=dict)
+    missed: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    came: dict[tuple[int, str], str] = field(default_factory=dict)
     fitting: dict[int, Entry] = field(default_factory=dict)
 
-    def take_idle(self, entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
+    def forget(self) -> None:
+        """Forgets which entries had an effect: the next call begins another sequence."""
+        for known in (self.idle, self.fired, self.missed, self.came):
+            known.clear()
+
+    def take(self, entries: Sequence[Entry]) -> Unreached:
+        """Returns those of `entries` that did not have an effect everywhere they are meant to, and forgets them."""
+        return Unreached(self._take_idle(entries), self._take_missed(entries))
+
+    def _take_idle(self, entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
         """Returns those of `entries` that had no effect, each with the reason, and forgets them."""
         if not self.idle:
             return []
         found = [self.idle.pop(id(entry)) for entry in entries if id(entry) in self.idle]
         return [(entry, why) for entry, why in found if id(entry) not in self.fired]
+
+    def _take_missed(self, entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
+        """Returns those of `entries` that had an effect, but not at all steps or positions they list; forgets them."""
+        if not self.missed:
+            return []
+        found = []
+        for entry in entries:
+            for what in ("steps", "positions"):
+                numbers = self.missed.pop(key := (id(entry), what), [])
+                if numbers and id(entry) in self.fired:
+                    listed = f"{what} {', '.join(map(str, numbers))} (of {getattr(entry.restriction, what)})"
+                    found.append((entry, f"not at {listed}: {self.came[key]}"))
+        return found
 
 
 @dataclass(slots=True)
@@ -83,14 +123,31 @@ class GenerationSteps:
         restricted: The entries for some steps or positions.
         count: The steps that the context has counted.
         is_direct: Whether the model itself is called, rather than a method that calls it.
+        is_outside: Whether the call is outside of any block, so that the next sequence forgets this one.
+
+    Attributes:
+        before: What the calls before this one did not reach, if this one begins another sequence.
+        may_continue: Whether later calls may go on with the sequence: those of the same block, or, outside of blocks,
+            if this call has a cache or asks for one.
     """
 
-    def __init__(self, root: Frame, restricted: Sequence[Entry], count: StepCount, is_direct: bool) -> None:
+    def __init__(
+        self,
+        root: Frame,
+        restricted: Sequence[Entry],
+        count: StepCount,
+        is_direct: bool,
+        *,
+        is_outside: bool = False,
+    ) -> None:
         self._root = root
         self._restricted = restricted
         self.count = count
         self.is_direct = is_direct
+        self._is_outside = is_outside
         self._asks_positions = any(entry.restriction and entry.restriction.positions for entry in restricted)
+        self.before: Unreached | None = None
+        self.may_continue = is_direct and not is_outside
         self._begun: list[GenerationStep] = []
         self._outside: dict[int, int] = {}
         self.current = GenerationStep(0, 0)
@@ -105,6 +162,12 @@ class GenerationSteps:
         if self.is_direct:
             past = self._past(args, kwargs) if step.past is None else step.past
             step.number = self.count.last = 0 if past == 0 else self.count.last + 1
+            if self._is_outside:
+                asked = (self._input(name, args, kwargs) for name in ("use_cache", *CACHES))
+                self.may_continue = any(given is not None and given is not False for given in asked)
+                if step.number == 0:
+                    self.before = self.count.take(self._restricted)
+                    self.count.forget()
         self.current = step
         self._begun.append(step)
 
@@ -144,10 +207,15 @@ class GenerationSteps:
     def admits(self, entry: Entry) -> bool:
         """Whether a restricted entry may have an effect at the current step."""
         steps = entry.restriction.steps if entry.restriction is not None else None
-        if steps is None or self.current.number in steps:
+        if steps is None:
             return True
-        self._skipped.add(id(entry))
-        return False
+        number = self.current.number
+        if number not in steps:
+            self._skipped.add(id(entry))
+            return False
+        if steps.lists_several:
+            self._note_missed(entry, "steps", steps.outside(number, number + 1))
+        return True
 
     def indices(self, entry: Entry, value: Any) -> Indices:
         """Returns the indices in `value` of the positions of an entry, along the dimension of its restriction.
@@ -169,7 +237,10 @@ class GenerationSteps:
         else:
             first = self._first(entry, target, restriction, size)
         positions = restriction.positions
-        if entry.patches[0].is_for_one_run and positions and (outside := positions.outside(first, first + size)):
+        assert positions is not None
+        is_for_one_run = entry.patches[0].is_for_one_run
+        outside = positions.outside(first, first + size) if is_for_one_run or positions.lists_several else []
+        if is_for_one_run and outside:
             raise PatchValueError(
                 f"{target.text!r}: positions has {outside[0]}, but the sequence has positions {first} to "
                 f"{first + size - 1} here"
@@ -178,10 +249,16 @@ class GenerationSteps:
         if not found:
             self._held_back.add(id(entry))
             raise HeldBackError
+        if positions.lists_several:
+            self._note_missed(entry, "positions", outside)
         return found
 
+    def _note_missed(self, entry: Entry, what: str, outside: list[int]) -> None:
+        missed, key = self.count.missed, (id(entry), what)
+        missed[key] = outside if key not in missed else [number for number in missed[key] if number in outside]
+
     def _first(self, entry: Entry, target: Target, restriction: Restriction, size: int) -> int:
-        """Returns the position of the first entry of a value: its tokens', or zero if it holds the whole sequence."""
+        """Returns the position of the first entry of a value: that of its first token, or zero for a whole sequence."""
         step = self.current
         past, length = step.past or 0, step.length
         if size == length:
@@ -216,13 +293,16 @@ class GenerationSteps:
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     def settle(self, unfired: list[tuple[Entry, str]], fired: set[int]) -> list[tuple[Entry, str]]:
-        """Returns the entries to report, of those that did not fire.
+        """Returns the entries that did not fire and that are reported.
 
         A direct call is one step only: that a patch is not for that step is reported at the end of the context, if then
         no other call was.
         """
         idle = self.count.idle
         self.count.fired.update({id(entry): entry for entry in self._restricted if id(entry) in fired})
+        for entry in self._restricted if self.count.missed else ():
+            for what, came in (("steps", self._came_steps), ("positions", self._came_positions)):
+                self.count.came[id(entry), what] = came(entry)
         if not self.is_direct:
             return unfired
         held_back = {id(entry) for entry, _ in unfired if self.why_not(entry) is not None}
@@ -235,16 +315,24 @@ class GenerationSteps:
         if restriction is None or not self._begun:
             return None
         if restriction.steps is not None and not any(step.number in restriction.steps for step in self._begun):
-            numbers = [step.number for step in self._begun]
-            came = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-            return f"its steps ({restriction.steps}) were not reached: {self._call} had {came}"
+            return f"its steps ({restriction.steps}) were not reached: {self._came_steps(entry)}"
         if id(entry) in self._held_back:
-            most = max((step.past or 0) + (step.length or 0) for step in self._begun) - 1
             where = "" if restriction.steps is None else " at its steps"
-            return f"its positions ({restriction.positions}) were not reached{where}: {self._call} had 0 to {most}"
+            return f"its positions ({restriction.positions}) were not reached{where}: {self._came_positions(entry)}"
         if id(entry) in self._skipped:
             return f"its value was computed, but not at its steps ({restriction.steps})"
         return None
+
+    def _came_steps(self, _: Entry) -> str:
+        numbers = [step.number for step in self._begun] or [0]
+        came = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+        return f"{self._call} had {came}"
+
+    def _came_positions(self, entry: Entry) -> str:
+        steps = self._begun or [self.current]
+        if entry.restriction is not None and entry.restriction.is_encoder:
+            return f"{self._call} had 0 to {max(step.encoder_length or 0 for step in steps) - 1}"
+        return f"{self._call} had 0 to {max((step.past or 0) + (step.length or 0) for step in steps) - 1}"
 
     @property
     def _call(self) -> str:
@@ -252,7 +340,7 @@ class GenerationSteps:
 
 
 def _length_among(names: Iterable[str], inputs: Mapping[str, Any]) -> int | None:
-    """Returns the length of the first of some inputs that is given."""
+    """Returns the length of the first of some inputs that is not `None`."""
     for name in names:
         value = inputs.get(name)
         if name == "encoder_outputs" and value is not None and not isinstance(value, Tensor):

@@ -82,7 +82,7 @@ def verified_fx_module(
 
 @contextmanager
 def _unchanged(patches: Iterable[Patch[Any]]) -> Iterator[None]:
-    """Restores patches that keep what they see to what they held before the block."""
+    """Restores the values that patches keep to those from before the block."""
     saved = [(patch, {name: _contents(value) for name, value in vars(patch).items()}) for patch in patches]
 
     def put_back() -> None:

@@ -410,7 +410,7 @@ class Engines:
         task = packed([("the task", function), *parts], _REPAIR)
         if lost := [engine for engine in self._ids if engine not in self._client.ids]:
             raise ExperimentError(
-                f"engine {lost[0]} of the cluster has died: start the cluster and make the graph anew"
+                f"engine {lost[0]} of the cluster has died: start the cluster and make the graph again"
             )
         if late := [engine for engine, result in self._late.items() if not result.ready()]:
             raise ExperimentError(
@@ -467,7 +467,7 @@ class Engines:
                 except Exception as error:  # ipyparallel raises errors of its own
                     raise ExperimentError(
                         f"engine {engine} of the cluster did not answer: {type(error).__name__}: {error}. If it died, "
-                        "start the cluster again and make the graph anew"
+                        "start the cluster again and make the graph again"
                     ) from None
             if is_until_error and not all(is_right for is_right, _, _ in answers.values()):
                 return

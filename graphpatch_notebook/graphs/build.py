@@ -71,13 +71,13 @@ _LITERALS = (bool, int, str, bytes, type(None), type(Ellipsis))
 
 
 class Targets(Protocol):
-    """How the code of a frame's graph module refers to what is outside the graph."""
+    """The names by which the code of a frame's graph module refers to modules and tensors outside the graph."""
 
     def of_call(self, node: CallNode) -> str:
         """Returns the attribute path of the graph module that a call node calls."""
 
     def of_attribute(self, path: str) -> str:
-        """Returns the attribute path of what the user's module has at `path`."""
+        """Returns the attribute path of the tensor or module that the user's module has at `path`."""
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class _GraphBuilder:
             self._dug(node, dig)
 
     def _written(self, node: Node) -> fx.Node | None:
-        """Returns the node of the tensor that an op without a result wrote into."""
+        """Returns the node of the tensor into which an op without a result wrote."""
         is_silent = getattr(node.target, "__name__", "") in ("__setitem__", "__set__", "__iset__")
         if not node.is_in_place or not (is_silent or is_overload(node.target)):
             return None
@@ -291,7 +291,7 @@ def _operand(value: Any) -> Operand:
 
 
 def _digs(frame: Frame) -> dict[Node, list[tuple[Key, ...]]]:
-    """Returns, for each node, the places in its value that the frame uses later."""
+    """Returns for each node the parts of its value that the frame uses later."""
     found: dict[Node, dict[tuple[Key, ...], None]] = {}
     for value in (*((node.args, node.kwargs) for node in frame.graph_nodes), frame.output):
         for ref in refs_in(value):
@@ -321,7 +321,7 @@ class ForwardCodeGen(CodeGen):
         return _POSITIONAL_ONLY in kinds or has_bare_star or bool(self._defaults) or "self" in self._kinds
 
     def default(self, parameter: InputParameter) -> Any:
-        """Returns what prints as the default of `parameter`."""
+        """Returns an object whose repr is the default of `parameter`."""
         if _is_printable(parameter.default):
             return parameter.default
         name = f"_default_{parameter.name}"

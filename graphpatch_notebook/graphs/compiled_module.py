@@ -101,7 +101,7 @@ class CompiledGraphModule(GraphModule):
         self._hierarchy.edits += 1
 
     def _as_recorded(self) -> CompiledGraphModule:
-        """Returns a graph module that runs the graph as recorded, regardless of later edits of this one."""
+        """Returns a graph module that runs the graph as recorded, without edits of this one."""
         result = CompiledGraphModule(dataclasses.replace(self._frame), self._hierarchy)
         result.add_callees(self._callees)
         result._modules.update(self._modules)
@@ -202,7 +202,7 @@ class CompiledGraphModule(GraphModule):
         return self.run_patched(frozenset(), lambda _, value: value, args, kwargs)
 
     def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Checks that the graph, if it was edited, holds for this call."""
+        """Checks that the graph, if it was edited, is valid for this call."""
         if self._edited_calls is not None:
             self._edited_calls.check(args, kwargs)
 
@@ -220,7 +220,7 @@ class CompiledGraphModule(GraphModule):
         return self._built
 
     def _code(self, names: frozenset[str] = frozenset()) -> GeneratedCode:
-        """Returns the code, with the values of the nodes called `names` going through patches."""
+        """Returns the code in which the values of the nodes called `names` are passed to patches."""
         generated = self._generated.get(names)
         if generated is None:
             generated = self._generated[names] = generate(weave(self.graph, names) if names else self.graph)
@@ -242,7 +242,7 @@ class CompiledGraphModule(GraphModule):
         return super().__getattr__(name)
 
     def of_call(self, node: CallNode) -> str:
-        """Returns how the code calls the graph module of a call node."""
+        """Returns the expression by which the code calls the graph module of a call node."""
         callee = self._callee_of(node)
         if callee is None:
             raise GraphError(f"the call {node.name!r} in {self.path or 'the root'!r} has no graph module")
@@ -261,7 +261,7 @@ class CompiledGraphModule(GraphModule):
         return known.get(id(node.frame))
 
     def of_attribute(self, path: str) -> str:
-        """Returns how the code reads what the user's module has at `path`."""
+        """Returns the expression by which the code reads what the user's module has at `path`."""
         return path if _is_writable(path) else self._alias(path, path)
 
     def built(self) -> BuiltGraph:
@@ -299,7 +299,7 @@ class CompiledGraphModule(GraphModule):
 
 
 def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
-    """Returns the graph modules in this hierarchy whose graph runs in place of the module, in order of execution."""
+    """Returns the graph modules in this hierarchy whose graph replaces the module, in order of execution."""
     return [graph for graph in graph_module.walk() if isinstance(graph, CompiledGraphModule) and graph.has_own_graph]
 
 
@@ -314,7 +314,7 @@ def _is_writable(path: str) -> bool:
 
 
 def _is_quotable(name: str) -> bool:
-    """Whether a name can stand between double quotes: fx writes `getattr(self, "...")`, and escapes nothing."""
+    """Whether a name can be written in double quotes: fx writes `getattr(self, "...")` without escapes."""
     return name.isprintable() and '"' not in name and "\\" not in name
 
 

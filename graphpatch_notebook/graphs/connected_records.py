@@ -22,7 +22,7 @@ from graphpatch_notebook.values import ContainerSpec, children, spec_at, take
 
 
 def connect_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any] | None = None) -> None:
-    """Notes in the records of a frame what its graph computes them from, and what the frame returns.
+    """Records the values that the graph computes each node of a frame from, and the value that the frame returns.
 
     A record that takes a part of what an operation returned becomes an `ElementNode`.
 
@@ -58,7 +58,7 @@ class _Connector:
         return self._values[leaf] if isinstance(leaf, fx.Node) else leaf
 
     def _connected(self, fx_node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Connects the record of a node, and returns what the value of the node is in arguments of others."""
+        """Connects the record of a node, and returns the form of its value in arguments of other nodes."""
         record = fx_node.meta.get(RECORD)
         part = _part(fx_node, args)
         if isinstance(record, OpNode) and part is not None and isinstance(part.node, OpNode) and len(part.dig) == 1:
@@ -90,7 +90,7 @@ class _Connector:
 
 
 def _part(fx_node: fx.Node, args: tuple[Any, ...]) -> Any:
-    """Returns what a node takes out of a container, if it does."""
+    """Returns the value that a node reads from a container, if it does so."""
     if fx_node.target not in (operator.getitem, getattr, take) or len(args) != 2:
         return None
     container, key = args
@@ -100,7 +100,7 @@ def _part(fx_node: fx.Node, args: tuple[Any, ...]) -> Any:
 
 
 def _structure(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure | None:
-    """Returns the container that a node puts values into, if it does."""
+    """Returns the container that a node puts values into, if it does so."""
     if isinstance(target, Container):
         return Structure(target.type, tuple(zip(target.keys, (*args, *kwargs.values()), strict=True)))
     if not isinstance(target, Structured):

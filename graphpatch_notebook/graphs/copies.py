@@ -1,4 +1,4 @@
-"""Copies of what graph modules hold, the records of frames and graphs, for `copy.deepcopy`."""
+"""Copies of the contents of graph modules (records of frames, and graphs), for `copy.deepcopy`."""
 
 from __future__ import annotations
 

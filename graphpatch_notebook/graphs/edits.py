@@ -1,4 +1,4 @@
-"""Edited graphs: their records, whether they can run, and the calls that they hold for.
+"""Edited graphs: their records, whether they can run, and the calls that they are valid for.
 
 A graph is a record of one run: flags, absent inputs, branches, and sizes that the code took for plain numbers
 (`range(n)`, a table cut to a length, `is_causal`) are constants in it. So an edited graph refuses other structures and
@@ -64,7 +64,7 @@ _MOST_SIGNATURES = 1000
 
 
 class EditedCalls:
-    """The calls that an edited graph holds for.
+    """The calls that an edited graph is valid for.
 
     Args:
         frame: The frame that the graph was a record of.
@@ -95,7 +95,7 @@ class EditedCalls:
         self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
 
     def input_problem(self, node: Node) -> str | None:
-        """Returns why a patch on this input would act differently in the graph than in the module, if it would."""
+        """Returns why a patch on this input would act differently in the graph than in the module; else `None`."""
         if isinstance(node.spec, ScalarSpec) and node.target in self._unused:
             return f"was {node.spec} in the example, and the edited graph always uses that value"
         if node.target in {name for pair in self._frame.conditions.same_inputs for name, _ in pair}:
@@ -103,7 +103,7 @@ class EditedCalls:
         return None
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Checks that the graph holds for this call.
+        """Checks that the graph is valid for this call.
 
         Raises:
             GraphError: It does not: the call has other flags or inputs than the example, or the original graph differs
@@ -311,7 +311,7 @@ class _Specs:
         self._changed: set[fx.Node] = set()
 
     def infer(self, node: fx.Node, record: Node | None, *, is_new: bool) -> None:
-        """Notes the spec of `node`, in its record too; that of a node that is not new only where it has changed."""
+        """Stores the spec of `node`, also in its record; for a node that is not new, only where it has changed."""
         is_changed = is_new or record is None or not self._changed.isdisjoint(node.all_input_nodes)
         spec = self._computed(node) if is_changed else None
         if spec is None:
@@ -363,7 +363,7 @@ def _without_data(spec: ValueSpec, devices: list[torch.device]) -> Any:
 
 
 def _on(spec: ValueSpec, devices: list[torch.device]) -> ValueSpec:
-    """Returns `spec` with the device that the arguments were on in place of `meta`."""
+    """Returns `spec` with the device of the arguments instead of `meta`."""
     if isinstance(spec, TensorSpec) and spec.device.type == "meta" and devices:
         return TensorSpec(spec.shape, spec.dtype, devices[0], spec.type_name)
     if isinstance(spec, ContainerSpec):

@@ -38,7 +38,7 @@ _FILE = "<graphpatch code"
 
 
 def code_generations() -> int:
-    """Returns how often code was generated from a graph since this package was imported."""
+    """Returns the number of times that code was generated since this package was imported."""
     return _generations
 
 
@@ -120,7 +120,7 @@ class _EscapedName(str):
 
 
 def name_assigned_at(code: CodeType, line: int) -> str | None:
-    """Returns the name of the node whose value a line of generated code makes; `None` for any other code or line."""
+    """Returns the name of the node whose value a line of generated code computes; `None` for other code."""
     if not code.co_filename.startswith(_FILE):
         return None
     # The value of `x[i] = v` is that of the node that the rest of the line names.
@@ -151,7 +151,7 @@ def woven_patched(value: Any, name: str) -> Any:
 
 
 def weave(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
-    """Returns a copy of `graph` in which the values of the nodes called `names` go through `woven_patched`.
+    """Returns a copy of `graph` in which the values of the nodes called `names` are passed to `woven_patched`.
 
     Args:
         graph: A graph whose nodes have records in their `meta`.

@@ -27,7 +27,7 @@ _CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
 
 def build_hierarchy(root: Frame) -> GraphModule:
-    """Returns the graph module of the root frame, with those of all frames below it under the model's own names.
+    """Returns the graph module of the root frame, with those of all frames below it under the names of the model.
 
     Containers that are not called themselves (`ModuleList`, ...) are containers of the same class here.
     """
@@ -102,7 +102,7 @@ class _HierarchyBuilder:
 
 
 def _together(graph_modules: list[GraphModule]) -> Module:
-    """Returns the graph modules of all calls of one module in one frame as one module."""
+    """Returns one module with the graph modules of all calls of a module in a frame."""
     first = graph_modules[0]
     call = first.frame.call
     if call is None or call.call_count == 1:
@@ -117,7 +117,7 @@ def _together(graph_modules: list[GraphModule]) -> Module:
 
 
 def _holders(frame: Frame) -> set[int]:
-    """Returns the ids of the modules that only hold what the frame calls."""
+    """Returns the ids of the modules that only contain modules that the frame calls."""
     found: set[int] = set()
     for node in frame.calls():
         holder: Module | None = frame.module

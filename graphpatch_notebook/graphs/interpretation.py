@@ -70,7 +70,7 @@ class GraphInterpreter:
         self._before_run = before_run
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the graphs return on these inputs, bit for bit as if they had run as generated code.
+        """Returns the output of the graphs on these inputs, bit for bit the same as that of the generated code.
 
         Buffers that the graphs write into, and the random generators, are restored afterwards.
 
@@ -98,7 +98,7 @@ class Interpretation:
         self._unverified: list[str] = []
 
     def run_graph(self, graph_module: CompiledGraphModule, *args: Any, **kwargs: Any) -> Any:
-        """Runs one graph, and returns what its generated code would."""
+        """Runs one graph, and returns the same as its generated code."""
         if not graph_module.has_own_graph and (doubt := _doubt(graph_module, args, kwargs)) is not None:
             frame = graph_module.frame
             path = format_path(frame.path) or "<root>"
@@ -123,7 +123,7 @@ class Interpretation:
 
 
 def _doubt(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Returns why the graph is not known to equal the module in calls that look like this one."""
+    """Returns why the graph may not equal the module in calls like this one."""
     last = graph_module.last_comparison
     if last is None or last[0].differences(list(inputs_of_call(graph_module.frame, args, kwargs).values())):
         return "it was not compared on such inputs"
@@ -203,7 +203,7 @@ class _FrameInterpreter(fx.Interpreter):
 
 
 def _bound(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the value of each placeholder, as the generated code would be given it."""
+    """Returns the value that the generated code would receive for each placeholder."""
     known = {parameter.name: parameter for parameter in graph_module.frame.parameters}
     parameters = []
     for node in graph_module.graph.nodes:

@@ -252,7 +252,7 @@ class GraphModule(Mirror):
         return result
 
     def copied_attributes(self) -> dict[str, Any]:
-        """Returns the attributes, besides the frame, that a deep copy gets copies of."""
+        """Returns the attributes, other than the frame, that a deep copy copies."""
         return {name: value for name, value in self.__dict__.items() if name != "_frame"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:

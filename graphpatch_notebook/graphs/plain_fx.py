@@ -77,7 +77,7 @@ Patched = Mapping[Node, Sequence[tuple[tuple[Key, ...], PatchedPart]]]
 def plain_fx_module(
     root: GraphModule, patched: Patched, examples: Mapping[str, Any], *, any_size: bool
 ) -> tuple[fx.GraphModule, InputCheck]:
-    """Returns the hierarchy from `root` down as plain modules, with patches inserted, and the check of its inputs.
+    """Returns the modules from `root` down as plain fx modules, with patches inserted, and the check of the inputs.
 
     Args:
         root: The graph module of the whole model.
@@ -102,7 +102,7 @@ def plain_fx_module(
 
 
 class PatchedValue(Module):
-    """Applies patches to a value of the model. The graph calls it where a node is patched.
+    """Applies patches to a value of the model. The graph calls it at patched nodes.
 
     Args:
         part: The patches, and the part that they are for.
@@ -197,7 +197,7 @@ class _Writer:
         self._graph = fx.Graph()
 
     def module(self) -> fx.GraphModule:
-        """Returns the module, in the mode that the module of the model was in when it was captured."""
+        """Returns the module, in the mode (train or eval) that the model's module had at capture."""
         copies: dict[fx.Node, fx.Node] = {}
         returned = self._graph.graph_copy(self._source.graph, copies)
         if self._frame.custom_graph is not None:
@@ -370,7 +370,7 @@ def _is_saved(module: Module, record: Node) -> bool:
 
 
 def _traceable(target: Any) -> Callable[..., Any]:
-    """Returns a function that compilers can trace, for one of ours that they cannot."""
+    """Returns a function that compilers can trace in place of one of this package that they cannot."""
     if isinstance(target, Container) and target.is_by_name and dataclasses.is_dataclass(target.type):
         return printable(target.type)  # type: ignore[no-any-return]
     return target  # type: ignore[no-any-return]
@@ -412,7 +412,7 @@ class GivenObjects:
         return id(value) in self._places
 
     def place_in(self, frame: Frame, tensor: Tensor) -> tuple[str, Reads] | None:
-        """Returns the parameter of a frame that is given the object, and what leads from there to the tensor."""
+        """Returns the parameter of a frame that receives the object, and the keys from there to the tensor."""
         name, reads = self._places[id(tensor)]
         for node in frame.inputs():
             for before in _objects_in(node.spec):
@@ -422,7 +422,7 @@ class GivenObjects:
         return None
 
     def recorded(self) -> dict[str, list[tuple[Reads, ValueSpec]]]:
-        """Returns what was recorded of the objects that graphs read, by parameter."""
+        """Returns the records of the objects that graphs read, by parameter."""
         return {name: [(reads, describe(value)) for reads, value in self._held[name]] for name in self._used}
 
 
@@ -431,7 +431,7 @@ Reads: TypeAlias = "tuple[tuple[bool, Key], ...]"
 
 
 def plain_values_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers and other plain values that objects among inputs hold, by name.
+    """Returns the numbers and other plain values in objects among the inputs, by name.
 
     Example:
         >>> from types import SimpleNamespace
@@ -482,7 +482,7 @@ def _objects_in(spec: ValueSpec) -> Iterator[Reads]:
 
 
 def _input_of_model(frame: Frame, node: Node, keys: tuple[Key, ...]) -> str | None:
-    """Returns the parameter of the model whose value an input of a frame holds at `keys`."""
+    """Returns the parameter of the model whose value is at `keys` in an input of a frame."""
     while (found := passed_on(node, frame)) is not None:
         value, frame = found
         value = at_keys(value, keys)
@@ -498,7 +498,7 @@ _IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE, Aspect.REQUIRES_GRAD, Aspect.
 
 
 class InputCheck(Module):
-    """Raises an error if a call does not look like the recorded one. Compilers can trace it.
+    """Raises an error if a call does not have the form of the recorded one. Compilers can trace it.
 
     The modules must also be in the modes of the recorded run.
 
@@ -523,7 +523,7 @@ class InputCheck(Module):
         self.maker = "pg.to_fx"
 
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call, given as the model is called, looks like the recorded one."""
+        """Whether a call with the arguments of the model has the form of the recorded one."""
         try:
             self(*(given_input(self._frame_inputs, name, args, dict(kwargs)) for name, _ in self.signature.inputs))
         except GraphError:

@@ -15,6 +15,7 @@ from graphpatch_notebook.capture.observers import Swaps, invoke, original_forwar
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature, inputs_of_call
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared, run_and_compare
+from graphpatch_notebook.checks.hooks import HookOwner, owner_of
 from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
@@ -111,7 +112,7 @@ class VerificationReport:
         return tuple(frame for frame in self.frames if frame.status == status)
 
     def counts(self) -> dict[Status, int]:
-        """Returns how many frames there are of each status that occurs."""
+        """Returns the number of frames of each status that occurs."""
         found = {status: len(self.of(status)) for status in _IN_WORDS}
         return {status: count for status, count in found.items() if count}
 
@@ -131,7 +132,7 @@ class VerificationReport:
 
 
 def _rows(reports: Sequence[FrameReport]) -> list[str]:
-    """Returns a line for each report; those of one class for the same reason (the layers of a model) share one."""
+    """Returns a line for each report; reports of one class with the same reason (the layers of a model) share one."""
     together: dict[tuple[str, str | None], list[str]] = {}
     for report in reports:
         together.setdefault((report.module_class, report.reason), []).append(report.path or "<root>")
@@ -173,7 +174,7 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class _Verifier:
-    """Compares each graph with its module when the module call that it is a record of begins."""
+    """Compares each graph with its module at the start of the module call that it records."""
 
     def __init__(self, root: GraphModule) -> None:
         self._root: GraphModule | None = root
@@ -240,8 +241,6 @@ def _graph_of(graph_module: CompiledGraphModule) -> Callable[..., Any]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# These hooks either change tensors, which is part of the graph, or are only meant for the module's own run.
-_KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook.")
 
 
 def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
@@ -250,7 +249,8 @@ def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
         if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
         hooks = [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
-        if not all(str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS) for hook in hooks):
+        # Others either change tensors, which is part of the graph, or are only meant for the module's own run.
+        if HookOwner.USER in map(owner_of, hooks):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, type(module).__name__)
 
 
@@ -277,7 +277,7 @@ def _report(graph_module: GraphModule, found: dict[GraphModule, RunComparison]) 
     elif comparison is None:
         status = "not reached"
         if frame.is_below_own_graph:
-            reason = "it is called by a graph that replaces its module"
+            reason = "a graph that replaces its module calls it"
     elif not comparison.is_equal:
         status = "differing" if comparison.is_difference else "not comparable"
         reason = str(comparison)

@@ -73,7 +73,7 @@ _ITEM = re.compile(r"(?P<part>\w+)\[(?P<number>-?\d+|\*)\]")
 
 
 def component_for_alias(root: Frame, text: str) -> str | None:
-    """Returns the name of the component that another tool calls `text`, if the model has it."""
+    """Returns the name of the component that has the name `text` in another tool, if the model has it."""
     name = _name_of_alias(root, text) or _name_inside_attention(root, text)
     if name is None and (listed := _LISTED.fullmatch(text)) is not None:
         name = _in_layer(root, listed["number"], listed["part"])
@@ -87,7 +87,7 @@ def component_for_alias(root: Frame, text: str) -> str | None:
 
 
 def answer_to_alias(root: Frame, text: str) -> str | None:
-    """Returns what a name of another tool means here, or why the model does not have it; `None` for other texts."""
+    """Returns the name here for a name of another tool, or why the model does not have it; `None` for other texts."""
     if (component := component_for_alias(root, text)) is not None:
         return f"nearest: {component!r}"
     name = _name_of_alias(root, text)
@@ -98,7 +98,7 @@ def answer_to_alias(root: Frame, text: str) -> str | None:
 
 
 def _name_of_alias(root: Frame, text: str) -> str | None:
-    """Returns the name of what another tool calls `text`, be it in the model or not."""
+    """Returns the name here of what has the name `text` in another tool, whether the model has it or not."""
     found = _HOOK.fullmatch(text) or _ITEM.fullmatch(text)
     if found is None or found["part"] not in _IN_LAYERS:
         return _OUTSIDE.get(text)
@@ -120,7 +120,7 @@ def _in_layer(root: Frame, number: str, part: str) -> str:
 
 
 def candidate_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
-    """Yields nodes that may be meant by names that do not exist, in order of execution; nothing if none fits."""
+    """Yields nodes that unknown names may refer to, in order of execution."""
     asked = _joined(names)
     whole: list[Found] = []
     inside: list[Found] = []

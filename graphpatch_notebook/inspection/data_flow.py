@@ -32,7 +32,7 @@ class SourceValue:
 
 
 def sources_of(value: SourceValue) -> Iterator[SourceValue]:
-    """Yields the values that a value is computed from directly; nothing where the capture does not record them."""
+    """Yields the values that a value is computed from directly, if the capture recorded them."""
     node, frame = value.node, value.frame
     if node.kind in ("input", "call", "output"):
         given, frame = passed_on(node, frame) or (None, frame)
@@ -43,7 +43,7 @@ def sources_of(value: SourceValue) -> Iterator[SourceValue]:
 
 
 def sources(location: Location) -> list[Ref]:
-    """Returns the values that the value at `location` is made from; for a graph, what its call was given.
+    """Returns the values that the value at `location` is computed from; for a graph, the arguments of its call.
 
     Example:
         >>> import torch
@@ -65,7 +65,7 @@ def sources(location: Location) -> list[Ref]:
 
 
 def users(location: Location) -> list[Ref]:
-    """Returns the values that are made from the value at `location`; for a graph, from what its call returned."""
+    """Returns the values that are computed from the value at `location`; for a graph, from the result of its call."""
     node, frame = location.node, location.frame
     if node is None:
         return []
@@ -105,7 +105,7 @@ def _uses(other: Node, frame: Frame, node: Node, keys: tuple[Key, ...]) -> Itera
 
 
 def _inputs_given(call: CallNode, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
-    """Returns the inputs of the called frame that get the value."""
+    """Returns the inputs of the called frame that receive the value."""
     bound = bound_arguments(call.frame)
     return [
         Ref(given)
@@ -121,7 +121,7 @@ def _is_in(ref: Ref, node: Node, keys: tuple[Key, ...]) -> bool:
 
 
 def bound_arguments(frame: Frame) -> Mapping[str, Any]:
-    """Returns the argument that the caller gave for each parameter of `forward`; nothing if that is not known."""
+    """Returns the argument that the caller passed for each parameter of `forward`; empty if that is not known."""
     if frame.call is None:
         return {}
     kinds = [inspect.Parameter(p.name, p.kind) for p in frame.parameters if str(p.name).isidentifier()]

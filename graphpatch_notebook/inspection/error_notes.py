@@ -43,7 +43,7 @@ def arguments_text(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
 
 
 def arguments_at_capture(node: Node) -> str:
-    """Returns the arguments that a recorded call had, in the same words."""
+    """Returns a description of the arguments of a recorded call, in the same form."""
     source = node.whole
     return arguments_text(source.args, source.kwargs)
 

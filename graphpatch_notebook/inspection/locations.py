@@ -91,7 +91,7 @@ class Location:
         return [text for text, _, _ in self.spec.children] if isinstance(self.spec, ContainerSpec) else []
 
     def keys(self) -> list[str]:
-        """Returns what `at` takes: the names of the children, and at the root those of components."""
+        """Returns the keys that `at` accepts: the names of the children, and at the root those of components."""
         return [*self.children(), *([] if self.names else find(self.root))]
 
     def below(self, *names: str) -> Location:
@@ -109,7 +109,7 @@ class Location:
         return here
 
     def descendant(self, *names: str) -> Location | None:
-        """Returns the location to which `names` lead from here, if they lead anywhere."""
+        """Returns the location to which `names` lead from here; `None` if it does not exist."""
         here: Location | None = self
         for name in names:
             here = here.child(name) if here is not None else None
@@ -164,7 +164,7 @@ class Location:
         return UnknownChildError(f"{message}; nearest: {listed}" if listed else message)
 
     def _like(self, names: tuple[str, ...]) -> list[str]:
-        """Returns where `names` lead if their first is a slip for a child of this graph: graphs, too, unlike paths."""
+        """Returns where `names` lead if the first one is a misspelled child of this graph: values, and also graphs."""
         alike = difflib.get_close_matches(names[0], self.children(), n=50)
         meant = [child for name in nearest(names[0], alike, _MOST_MEANT) if (child := self.child(name)) is not None]
         whole = [location.path for child in meant if (location := child.descendant(*names[1:])) is not None]

@@ -169,7 +169,7 @@ _lock = threading.RLock()  # the browser computes values in another thread than 
 
 
 def kept_for(nodes: NodeMap, make: Callable[[NodeMap], T]) -> T:
-    """Returns `make(nodes)`, computed at first use: an edit of the graphs replaces the `NodeMap`."""
+    """Returns `make(nodes)`, computed at first use. After an edit of the graphs, there is a new `NodeMap`."""
     with _lock:
         if make not in nodes._kept:
             nodes._kept[make] = make(nodes)

@@ -69,7 +69,7 @@ class _Search:
         self.read: list[Node] = []
 
     def result(self) -> set[int]:
-        """Returns the ids of the plumbing, without what is read and what that is computed from."""
+        """Returns the ids of the plumbing, without values that other nodes read, and without the sources of these."""
         found, left = self.found - self.given, self.read
         while left:
             node = left.pop()
@@ -126,7 +126,7 @@ class _Search:
         return True
 
     def _op_sources(self, node: Node) -> list[Node] | None:
-        """Returns what an op is computed from; `None` if it is not plumbing whatever that is."""
+        """Returns the values that an op is computed from; `None` if the op cannot be plumbing."""
         first = node.args[0] if node.args else None
         if type(first) is Ref and id(first.node) not in self.found:  # most ops; finding all sources takes long
             return None

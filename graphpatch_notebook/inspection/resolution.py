@@ -31,7 +31,7 @@ from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpe
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a node path, or a component name, means.
+    """The value that a node path or a component name refers to.
 
     Attributes:
         path: The path as the package writes it.
@@ -60,12 +60,12 @@ class Target:
 
     @property
     def index(self) -> tuple[Any, ...]:
-        """The part that is meant of the value at the path; `()` for all of it."""
+        """The selected part of the value at the path; `()` for all of it."""
         return () if self.component is None else self.component.index
 
     @property
     def spec(self) -> ValueSpec:
-        """What was recorded of the value meant."""
+        """The spec of the selected value."""
         if not self.index or not isinstance(self.whole, TensorSpec):
             return self.whole
         return replace(self.whole, shape=part_shape(self.whole.shape, self.index))
@@ -79,7 +79,7 @@ class Target:
 
     @property
     def whole_dims(self) -> list[int]:
-        """Those of `kept_dims` that are as long as in the value at the path, at all sizes."""
+        """The dimensions among `kept_dims` that have the full length of the value at the path, at all sizes."""
         return [dim for dim in self.kept_dims if dim >= len(self.index) or self.index[dim] == slice(None)]
 
 
@@ -98,7 +98,7 @@ class Unresolvable(Exception):  # noqa: N818  # no error that a user sees
 
 
 def resolve(root: Frame, path: str | ParsedPath) -> Target:
-    """Returns what `path` means in the capture whose root frame is `root`: a node path, or a component name.
+    """Returns the value that `path`, a node path or a component name, refers to in the capture with this root frame.
 
     Raises:
         Unresolvable: The path does not lead to a value to patch; the message gives the reason and the nearest paths.
@@ -111,7 +111,7 @@ def resolve(root: Frame, path: str | ParsedPath) -> Target:
 
 
 def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
-    """Returns all values that `path` means: several for a component name with several layers, heads or experts.
+    """Returns all values that `path` refers to: several for a component name with several layers, heads or experts.
 
     Raises:
         Unresolvable: As for `resolve`.
@@ -136,7 +136,7 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
 
 
 def _in_range(target: Target) -> Target:
-    """Returns a component, if the part that its name takes is there in some run.
+    """Returns a component, if the part that its name selects exists in some run.
 
     Raises:
         Unresolvable: The part is out of range, or empty.
@@ -168,12 +168,12 @@ def _at_path(root: Frame, parsed: ParsedPath) -> Target:
 
 
 def axes_of(root: Frame, target: Target) -> tuple[str, ...]:
-    """Returns what the dimensions of the value at the path are (`query`, ...), if a component there says so."""
+    """Returns the names of the dimensions of the value at the path (`query`, ...), if there is a component."""
     return find(root).axes_at(target.path) if target.component is None else target.component.axes
 
 
 def fixed_sizes_of(target: Target) -> list[int | None] | None:
-    """Returns the sizes of the value meant, with `None` for those that depend on the inputs."""
+    """Returns the sizes of the value, with `None` for those that depend on the inputs."""
     sizes = fixed_sizes(target.frame, target.node, target.whole)
     return None if sizes is None else part_sizes(sizes, target.index)
 
@@ -238,7 +238,7 @@ def _operation(target: Target) -> str | None:
 
 
 def other_operation(root: Frame, path: str, op: str | None) -> str | None:
-    """Returns what is wrong if `path` was stored for the operation `op`, and may belong to another operation now.
+    """Returns a message if `path` was stored for the operation `op` and may belong to another operation now.
 
     Names of operations count within a module: in another version of its code `attn_weights_3` may be another value.
     """
@@ -359,7 +359,7 @@ def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> 
 
 
 def _inside(fused: Frame) -> str:
-    """Returns what there is inside the fused calls of a frame, for messages."""
+    """Returns a description of the nodes inside the fused calls of a frame, for messages."""
     inside = [format_path((*fused.path, node.name)) for node in fused.nodes if node.is_inner]
     if inside:
         return f": the values inside are {_listed(inside, 4)}"
@@ -380,7 +380,7 @@ def _idle_submodule(frame: Frame, name: str) -> str | None:
 
 
 def _meant_elsewhere(root: Frame, parsed: ParsedPath) -> list[str]:
-    """Returns the names of what is meant by the name of a hook point of TransformerLens, or by the end of a path."""
+    """Returns the names here for the name of a hook point of TransformerLens, or for the end of a path."""
     if (component := component_for_alias(root, str(parsed))) is not None:
         return [component]
     found = (
@@ -394,7 +394,7 @@ def _has_tensor(node: Node) -> bool:
 
 
 def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], dig: tuple[str, ...]) -> Iterator[str]:
-    """Yields the paths that are meant by names of modules as the model has them (`h.0.mlp` for `h_0.mlp`)."""
+    """Yields the paths for names of modules in the model's own form (`h.0.mlp` for `h_0.mlp`)."""
     if not names:
         yield from _leaf_paths(before, frame.output_node)
         return
@@ -433,7 +433,7 @@ def _stops_at_graph(root: Frame, frame: Frame, parsed: ParsedPath) -> Unresolvab
 
 
 def _with_dots(root: Frame, parsed: ParsedPath) -> str | None:
-    """Returns the path with dots only, if that leads to a value: the bar follows a graph that was taken for a value."""
+    """Returns the path with dots only, if it leads to a value: then the bar follows a graph, not a value."""
     try:
         return resolve(root, ParsedPath((*parsed.names, *parsed.dig))).path
     except Unresolvable:
@@ -456,7 +456,7 @@ def _beyond_node(root: Frame, frame: Frame, node: Node, rest: tuple[str, ...], p
 
 
 def nearest_paths(root: Frame, path: ParsedPath, count: int = 3) -> list[str]:
-    """Returns the paths in the capture that `path` may have meant, best first. They are suggested, never used.
+    """Returns the paths in the capture that `path` may refer to, best first. They are only suggested in messages.
 
     Names from elsewhere, and ends of paths, come before paths of similar spelling. Frames are ranked before paths are
     compared, so that it stays fast in a model of 50,000 nodes.
@@ -483,7 +483,7 @@ def _walk(frame: Frame, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:
-    """Yields the paths of the values in the graph of `frame` itself; sizes only where there is nothing else."""
+    """Yields the paths of the values in the graph of `frame` itself; sizes only if there are no other values."""
     own = [node for node in frame.nodes if is_patchable(node)]
     shown = [node for node in own if not node.is_size] or own
     return (path for node in shown for path in _leaf_paths(names, node))

@@ -25,7 +25,7 @@ class CodeText(str):
 
 
 def code_text(location: Location, code_of: Callable[[Frame], str]) -> CodeText:
-    """Returns the code of the graph at `location`, or the user's lines that made the value there."""
+    """Returns the code of the graph at `location`, or the user's lines that computed the value there."""
     if location.graph is None:
         assert location.node is not None  # only the root has no node, and it is a graph
         return CodeText(_value_text(location.node, location.frame))

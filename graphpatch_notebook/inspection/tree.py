@@ -1,4 +1,4 @@
-"""The tree of a capture, in lines: which nodes are shown, and what is folded where there are too many.
+"""The tree of a capture, in lines: which nodes it shows, and which it folds if there are too many.
 
 Frame or ValueSpec
   -> TreeEntry         a node, its label, its children    (`frame_entry`, `spec_entry`)
@@ -123,7 +123,7 @@ class _FrameEntries:
 
 
 def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
-    """Returns the entry of a value: containers opened, without `None`s, strings and the like (unless `show_all`)."""
+    """Returns the entry of a value: containers are opened, and without `show_all`, `None` and strings are left out."""
     inside: Iterable[TreeEntry] = ()
     if isinstance(spec, ContainerSpec):
         inside = (
@@ -144,7 +144,7 @@ def is_shown(node: Node) -> bool:
 
 
 def is_clutter(spec: ValueSpec) -> bool:
-    """Whether the value holds nothing to show or to patch."""
+    """Whether the value has no part to show or to patch."""
     if isinstance(spec, ContainerSpec):
         return all(is_clutter(child) or _is_flag(child) for _, _, child in spec.children)
     return isinstance(spec, ObjectSpec) or (isinstance(spec, ScalarSpec) and not spec.is_number)

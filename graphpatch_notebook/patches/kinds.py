@@ -95,12 +95,14 @@ class Patch(Generic[T]):
             or a `PatchValueError` during the run if it depends on the sizes of the inputs.
         steps: The steps at which the patch has an effect: `"prefill"` (step 0, the run over the prompt), `"decoding"`
             (all later steps), a number, several (a range, a slice, a list), or a function that takes the number of a
-            step and returns whether it is meant; `None` for every step. A step is one call of the model within one call
-            of a method such as `pg.generate`. If you call `pg` directly, a call without a cache (or with an empty one)
-            is step 0, and any other call is the next step of the same context.
+            step and returns whether it is meant; `None` for every step. Numbers in a list that no call reaches are
+            reported (`PatchNotFiredWarning`); a range or a slice may go beyond the last step. A step is one call of the
+            model within one call of a method such as `pg.generate`. If you call `pg` directly, a call without a cache
+            (or with an empty one) is step 0, and any other call is the next step of the same context.
         positions: The positions in the sequence at which the patch has an effect: a number or several, as for `steps`;
-            `None` for all. They are counted from the start of the sequence, including left padding, independent of
-            the part that a step computes. `op` receives the whole value of the step, and only these positions of its
+            `None` for all. Those in a list that the sequence does not have are reported, as for `steps`. They are
+            counted from the start of the sequence, including left padding, independent of the part that a step
+            computes. `op` receives the whole value of the step, and only these positions of its
             result are used; a patch that only reads receives a copy of these positions. This needs a model that takes
             `input_ids` or `inputs_embeds`. For nodes of an encoder, positions are those of the encoder's sequence.
             With two dimensions (`[[3], [5], [2]]`, or a tensor `ends[:, None]`), they are those of each row of the
@@ -176,7 +178,7 @@ class Patch(Generic[T]):
 
 
 def has_plain_fields(patch: Patch[Any]) -> bool:
-    """Whether the fields that all patches share are valid for any node: a short way, for a model that is probed whole.
+    """Whether the fields that all patches share are valid for any node: a fast check, for probes on all values.
 
     Example:
         >>> has_plain_fields(ZeroPatch()), has_plain_fields(ZeroPatch(positions=0))
@@ -189,7 +191,7 @@ def has_plain_fields(patch: Patch[Any]) -> bool:
 
 
 def declares(patch: Patch[Any], name: str) -> bool:
-    """Whether the class of a patch itself says `is_pure`, or `only_keeps`: subclasses may redefine `op`.
+    """Whether the class of a patch itself defines `is_pure` or `only_keeps`: subclasses may redefine `op`.
 
     Example:
         >>> declares(ZeroPatch(), "is_pure"), declares(type("Other", (ZeroPatch,), {})(), "is_pure")
@@ -289,7 +291,7 @@ class WritingPatch(_SlicedPatch):
         return super().problem(shape)
 
     def _check_has_numbers(self, target: Tensor) -> None:
-        """Rejects a value on the meta device, of which `+=` of torch adds nothing (seen in torch 2.13)."""
+        """Rejects a value on the meta device, which torch's `+=` does not add (seen in torch 2.13)."""
         value = getattr(self, "value", None)
         if isinstance(value, Tensor) and value.device.type == "meta" != target.device.type:
             raise PatchValueError(
@@ -599,7 +601,7 @@ class FromPatch(_SlicedPatch):
         return (str(self.source),)
 
     def reading(self, values: Sequence[Any]) -> FromPatch:
-        """Returns a copy whose `op` uses this value of its source."""
+        """Returns a copy with an `op` that uses this value of its source."""
         result = copy.copy(self)
         (result._read,) = values
         return result
@@ -702,7 +704,7 @@ class CustomPatch(_SlicedPatch):
         # A copy, because the write below would overwrite what the function saved for its gradient.
         result = self.custom_op(part.clone())
         if result is None:
-            raise PatchValueError(f"custom_op returned None for slice={self.slice!r}: does it lack a return?")
+            raise PatchValueError(f"custom_op returned None for slice={self.slice!r}: is a return statement missing?")
         try:
             value[self.slice] = result
         except (IndexError, RuntimeError, TypeError, ValueError) as error:

@@ -71,6 +71,11 @@ class Selection:
         assert self.rows is not None
         return [_between(row, start, stop) for row in self.rows]
 
+    @property
+    def lists_several(self) -> bool:
+        """Whether several numbers are given one by one: a `range` or a slice may go beyond what there is."""
+        return isinstance(self.chosen, tuple) and len(self.chosen) > 1
+
     def outside(self, start: int, stop: int) -> list[int]:
         """Returns the numbers given one by one that are not from `start` on and below `stop`.
 

@@ -15,13 +15,13 @@ TensorIndex: TypeAlias = Any
 
 
 def as_index(given: TensorIndex) -> TensorIndex:
-    """Returns an index as torch takes it: a list that holds more than indices is a tuple.
+    """Returns an index in the form that torch accepts: a list with more than integers becomes a tuple.
 
     Example:
         >>> as_index([(0, 2), slice(1, 3)]), as_index([0, 2]), as_index([[0, 1], [1, 2]])
         (((0, 2), slice(1, 3, None)), [0, 2], ([0, 1], [1, 2]))
     """
-    kinds = (slice, list, tuple, Tensor)  # of these torch takes a tuple, too, but says that it will not go on to
+    kinds = (slice, list, tuple, Tensor)  # torch accepts a tuple of these, too, but with a deprecation warning
     is_tuple = isinstance(given, list) and any(p is None or p is Ellipsis or isinstance(p, kinds) for p in given)
     return tuple(given) if is_tuple else given
 
@@ -99,7 +99,7 @@ def index_text(index: TensorIndex) -> str:
 
 
 def composed(outer: tuple[Any, ...], inner: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
-    """Returns the index that takes `inner` of the part that `outer` takes of a tensor, both of integers and slices.
+    """Returns one index for `tensor[outer][inner]`; both are made of integers and slices.
 
     Args:
         outer: The index of the part.
@@ -125,7 +125,7 @@ def composed(outer: tuple[Any, ...], inner: tuple[Any, ...], shape: Sequence[int
 
 
 def part_sizes(sizes: Sequence[int | None], index: tuple[Any, ...]) -> list[int | None]:
-    """Returns the sizes of the part that an index of integers and slices takes, with `None` for those not known.
+    """Returns the sizes of the part that an index of integers and slices selects, with `None` for unknown sizes.
 
     Example:
         >>> part_sizes([None, 12, None, 64], (slice(None), 3, slice(1, None), slice(0, 32)))

@@ -68,11 +68,11 @@ class SplicePatch(Patch[Any]):
 
     @property
     def sources(self) -> Sequence[str]:
-        """The path of the value that is encoded, if it is another one."""
+        """The path of the encoded value, if it is not the patched one."""
         return () if self.source is None else (str(self.source),)
 
     def reading(self, values: Sequence[Any]) -> SplicePatch:
-        """Returns a copy whose `op` encodes this value of its source."""
+        """Returns a copy with an `op` that encodes this value of its source."""
         result = copy.copy(self)
         (result._read,) = values
         return result
@@ -131,7 +131,7 @@ class SplicePatch(Patch[Any]):
         return super().problem(shape)
 
     def with_inside(self, part: str, patches: Sequence[Patch[Any]]) -> SplicePatch:
-        """Returns a copy that also applies these patches to a part of what it computes."""
+        """Returns a copy that also applies these patches to one of its parts."""
         result = copy.copy(self)
         together = [*self._inside.get(part, ()), *patches]
         result._inside = {**self._inside, part: sorted(together, key=lambda patch: patch.stops_run)}
@@ -139,7 +139,7 @@ class SplicePatch(Patch[Any]):
 
 
 def inside_of(path: str) -> tuple[str, str, str] | None:
-    """Returns the path of the value, the name of the splice, and the part that a path of a part consists of.
+    """Splits the path of a part of a splice into the path of the value, the name of the splice, and the part.
 
     Example:
         >>> inside_of("h_2.output|sub_0.sae.latents"), inside_of("output|sae.latents"), inside_of("h_2.output")
@@ -150,7 +150,7 @@ def inside_of(path: str) -> tuple[str, str, str] | None:
 
 
 def may_be_inside(path: str) -> tuple[str, str, str] | None:
-    """Returns the same of a path whose part may be misspelled."""
+    """Returns the same for a path whose part may be misspelled."""
     start, _, part = path.rpartition(".")
     bar, dot = start.rfind("|"), start.rfind(".")
     cut = max(bar, dot)

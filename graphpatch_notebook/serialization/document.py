@@ -70,7 +70,7 @@ class Reasons:
                 self._found.setdefault(id(inner), f"it is inside {_where(frame)}, which is not stored")
 
     def of(self, frame: Frame) -> str | None:
-        """Returns why `frame` is not stored; `None` where it is."""
+        """Returns why `frame` is not stored; `None` if it is."""
         return self._found.get(id(frame))
 
     def of_outermost(self, frame: Frame) -> str | None:
@@ -122,12 +122,12 @@ class Builds:
         return build(frame, OwnPaths()) if edited is None else edited.built()
 
     def original_path(self, frame: Frame, target: str) -> str:
-        """Returns the attribute path that the graph of `frame` means by `target`."""
+        """Returns the attribute path that `target` refers to in the graph of `frame`."""
         edited = self._edited.get(id(frame))
         return target if edited is None else edited.original_path(target)
 
     def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
-        """Returns the tensor that the user put on the graph module of `frame` itself under the name `target`."""
+        """Returns the tensor that the user set as attribute `target` of the graph module of `frame` itself."""
         edited = self._edited.get(id(frame))
         return None if edited is None else own_tensor_attribute(edited, target)
 
@@ -207,7 +207,7 @@ def _encoded_frame(
 
 
 def _indistinct_inputs(frame: Frame) -> list[Node]:
-    """Returns the inputs of `frame` that were the same tensor as another input: its graph cannot distinguish them.
+    """Returns the inputs of `frame` that were the same tensor as another input, which its graph cannot distinguish.
 
     `attention(x, x, x)`: the graph reads one of the three names, no matter which one the code reads. Without patches
     that is right for all calls of this form; a patch on one of them would change too much or nothing.
@@ -219,12 +219,12 @@ def _indistinct_inputs(frame: Frame) -> list[Node]:
 
 
 def with_form(found: Document, form: Form) -> Document:
-    """Returns the document with the form of the calls that its graphs hold for."""
+    """Returns the document with the form of the calls that its graphs are valid for."""
     return Document({**found.content, "form": encoded_form(form)}, found.tensors, found.modules)
 
 
 def encoded_options(options: ExtractionOptions) -> dict[str, Any]:
-    """Returns the JSON of options; functions and classes are only named in it."""
+    """Returns the JSON of options, with names in place of functions and classes."""
     kept: dict[str, Any] = {}
     dropped: dict[str, str] = {}
     for option in dataclasses.fields(options):

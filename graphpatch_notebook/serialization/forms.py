@@ -1,4 +1,4 @@
-"""The form of the calls that a loaded graph holds for.
+"""The form of the calls that a loaded graph is valid for.
 
 A graph is a record of one run. It holds the flags, the branches and the absent inputs of the example, so all of these
 must be the same. Sizes may differ within the ranges that were found when it was saved.
@@ -34,7 +34,7 @@ _REPAIR = "make the PatchableGraph with such inputs and save it again"
 
 
 def given_values(parameters: Sequence[InputParameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a call gives to each parameter, by name; `None` where it does not fit them."""
+    """Returns the arguments of a call by parameter; `None` if the call does not fit the parameters."""
     signature = inspect.Signature([inspect.Parameter(p.name, p.kind, default=p.default) for p in parameters])
     bound = bind(signature, args, kwargs)
     if bound is None:
@@ -45,7 +45,7 @@ def given_values(parameters: Sequence[InputParameter], args: tuple[Any, ...], kw
 
 @dataclass
 class Form:
-    """Which calls a stored graph holds for.
+    """The calls that a stored graph is valid for.
 
     Attributes:
         parameters: The parameters of `forward`.
@@ -71,13 +71,13 @@ class Form:
 
     @classmethod
     def of_example(cls, frame: Frame) -> Form:
-        """Returns the form of calls that are exactly like the example."""
+        """Returns the form of calls that equal the example in all sizes and arguments."""
         specs = [(str(node.target), node.spec) for node in frame.inputs()]
         leaves = [spec for name, spec in specs for _, spec in tensor_leaves(name, spec)]
         return cls(list(frame.parameters), specs, [list(spec.shape) for spec in leaves], same=list(range(len(leaves))))
 
     def widen(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Extends the ranges to the sizes of a call for which the graph was found equal; returns whether it could."""
+        """Extends the ranges to the sizes of a call on which the graph equals the model; returns whether it could."""
         ranges = dict(self.ranges)
         for sizes, dims in zip(shapes, self.dims, strict=True):
             for size, dim in zip(sizes, dims, strict=True):
@@ -131,7 +131,7 @@ class Form:
 
 
 class Guard:
-    """Finds calls that a loaded graph does not hold for.
+    """Finds calls that a loaded graph is not valid for.
 
     Args:
         form: The form of the calls that it holds for.
@@ -167,7 +167,7 @@ class Guard:
 
 
 def encoded_form(form: Form) -> dict[str, Any]:
-    """Returns the JSON of a form, without parameters and specs, which are those of the root frame."""
+    """Returns the JSON of a form, without parameters and specs, which the root frame has."""
     return {
         "dims": form.dims,
         "ranges": {name: list(bounds) for name, bounds in form.ranges.items()},

@@ -175,7 +175,7 @@ def decoded_parameters(item: JsonValue) -> list[InputParameter]:
 def decoded_nodes(
     item: JsonValue, frame: Frame, lines: Sequence[SourceLine], frames: Sequence[Frame]
 ) -> dict[int, CallNode]:
-    """Adds the records in `item` to `frame`, and returns those that call, by the number of the frame they call."""
+    """Adds the records in `item` to `frame`, and returns the calls among them, by the number of the called frame."""
     calls: dict[int, CallNode] = {}
     sites: dict[tuple[int, ...], Site] = {}
     for entry in item.items():
@@ -221,7 +221,7 @@ def _target(node: Node) -> Any:
 
 
 def _no_value() -> None:
-    """Returns the value of a constant that is gone: none."""
+    """Returns `None`, for a constant that is not stored."""
 
 
 def _read_flags(fields: dict[str, JsonValue], node: Node) -> None:
@@ -351,7 +351,7 @@ def _set_forward(module: LoadedModule, frame: Frame) -> None:
 
 
 def encoded_spec(spec: ValueSpec) -> list[Any]:
-    """Returns the JSON of `spec`; a value that cannot be written is described as an object."""
+    """Returns the JSON of `spec`; a value that cannot be written becomes the description of an object."""
     if isinstance(spec, TensorSpec):
         return ["tensor", list(spec.shape), dtype_name(spec.dtype), str(spec.device), spec.type_name]
     if isinstance(spec, ContainerSpec):

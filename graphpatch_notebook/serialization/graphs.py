@@ -58,10 +58,10 @@ class Built(Protocol):
         """Returns the graph of `frame`."""
 
     def original_path(self, frame: Frame, target: str) -> str:
-        """Returns the attribute path that the graph of `frame` means by `target`."""
+        """Returns the attribute path that `target` refers to in the graph of `frame`."""
 
     def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
-        """Returns the tensor that only the graph module of `frame` has under the name `target`, not its module."""
+        """Returns the tensor that the graph module of `frame` has as `target`, and that its module does not have."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def _encoded_target(
             return {"path": modules.reach_tensor(frame.module, builds.original_path(frame, target))}
         value = built.constants[target]()
         if value is None:
-            raise UnstorableError("it uses a tensor that is gone, as neither the graph nor its module holds it")
+            raise UnstorableError("it uses a tensor that no longer exists: the graph and its module do not hold it")
         if not isinstance(value, Tensor):
             raise UnstorableError(f"it uses an object of type {type(value).__name__}")
         return {"path": modules.hold(frame.module, value)}

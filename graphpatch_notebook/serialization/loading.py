@@ -72,12 +72,12 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
 
 
 def assembled(content: dict[str, Any], tensors: Sequence[Tensor], originals: Mapping[int, Module]) -> Loaded:
-    """Returns the result of loading a document in the process that made it, over the modules of the model."""
+    """Returns the result of loading a document in the process that made it, with the modules of the model."""
     return _assembled(JsonValue(content, "the graph"), tensors, originals, _AllNames(), "the graph", is_guarded=False)
 
 
 class _AllNames(Allowed):
-    """Allows all names: those of a document that was made in this process."""
+    """Allows all names, for a document that was made in this process."""
 
     def covers(self, name: str) -> bool:
         """Returns true."""

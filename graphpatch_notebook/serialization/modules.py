@@ -50,7 +50,7 @@ class StoredForward:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises an error: there is nothing to run."""
+        """Raises an error, since there is no code to run."""
         raise UnstoredFrameError(f"this {self._class_name} cannot run: {self._reason}")
 
 
@@ -89,7 +89,7 @@ class LoadedModule(Module):
 
 
 class LoadedRoot(LoadedModule):
-    """The root of a loaded graph. If a model is given, it runs the calls that the graph does not hold for.
+    """The root of a loaded graph. If a model is given, it runs the calls that the graph is not valid for.
 
     The names of its attributes do not collide with those of submodules.
     """
@@ -130,7 +130,7 @@ _checked: ContextVar[tuple[Module, ...]] = ContextVar("graphpatch_checked_roots"
 
 
 def _advice(model: Module | None, has_edits: bool) -> str:
-    """Returns the advice for calls that the graph does not hold for, beside making another graph."""
+    """Returns the advice for calls that the graph is not valid for, other than making another graph."""
     if has_edits:
         return "; the model cannot run such calls instead, as graphs were edited or are custom, unlike its own code"
     if model is None:
@@ -423,7 +423,7 @@ class ModuleReader:
         return found
 
     def _fill(self, module: Module, fields: dict[str, JsonValue], original: Module | None) -> None:
-        """Gives the module its parameters and buffers; those of the model are shared with it."""
+        """Sets the parameters and buffers of the module. It shares those of the model."""
         parameters: dict[str, Parameter | None] = {}
         buffers: dict[str, Tensor | None] = {}
         taken: dict[str, Any] = dict(module._modules)

@@ -104,7 +104,7 @@ def _check_calls(check: Sequence[Any]) -> None:
 
 
 def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) -> Document:
-    """Returns the document of all graphs that hold, with the form of the calls that they hold for."""
+    """Returns the document of all graphs that equal their modules, with the form of the calls they are valid for."""
     root = source.root
     known = guard_of(root.module)
     if known is not None:  # it was loaded, without a model to compare it with
@@ -141,7 +141,7 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) 
 
 
 def _verify(source: GraphToSave, reasons: Reasons, call: ModelCall) -> None:
-    """Compares the graph of each frame with its module; those that read values are compared as a whole only."""
+    """Compares the graph of each frame with its module; graphs that read values only as part of the whole model."""
     frames = {format_path(frame.path): frame for frame in source.root.walk()}
     mode = torch.is_grad_enabled()
     refused = _refused(source, call, mode)
@@ -165,7 +165,7 @@ def _refused(source: GraphToSave, call: ModelCall, with_gradients: bool) -> dict
 
 
 def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelCall, Maker | None]:
-    """Returns the first call to check the graphs with, and the maker of other calls like it."""
+    """Returns the first call to check the graphs with, and an object that makes similar calls."""
     model = source.root.module
     problem = ""
     found: tuple[ModelCall, Maker] | None = None
@@ -186,7 +186,7 @@ def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelC
         return check[0], found[1] if found is not None else None
     if found is None:
         raise SerializationError(
-            "the graph cannot be compared with the model on inputs that are made up to look like the example's: "
+            "the graph cannot be compared with the model on generated inputs that are like the example's: "
             f"{problem}; give inputs to compare them with: pg.save(file, check=[((x,), {{}})])"
         )
     return found
@@ -206,7 +206,7 @@ class _Trial:
         return difference_of(self._model, self._call, self._graph, call)
 
     def find_modes(self, form: Form, call: ModelCall) -> str | None:
-        """Notes in the form for which memory and gradient modes the graph holds; returns why for none, if so."""
+        """Stores the memory layouts and gradient modes that the graph is valid for in `form`, or returns a problem."""
         form.same = list(_signature_of(form, call).same)
         problem: str | None = None
         for mode in (True, False):
@@ -337,7 +337,7 @@ class ModelRaisesError(Exception):
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes inputs like those of the example.
+    """Makes inputs similar to the example inputs.
 
     Attributes:
         frame: The root frame.
@@ -348,7 +348,7 @@ class Maker:
     bounds: tuple[int, int]
 
     def call(self, is_strided: bool = False) -> ModelCall:
-        """Returns a call, with tensors that are not contiguous if asked for.
+        """Returns a call, optionally with tensors that are not contiguous.
 
         Raises:
             UnstorableError: One of the inputs cannot be made up.
@@ -366,7 +366,7 @@ class Maker:
 
     def _tensor(self, name: str, spec: TensorSpec, generator: torch.Generator) -> Tensor:
         if spec.type_name != "Tensor":
-            raise UnstorableError(f"its input {name!r} is a {spec.type_name}, which cannot be made up")
+            raise UnstorableError(f"its input {name!r} is a {spec.type_name}, for which no values can be generated")
         shape = tuple(spec.shape)
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
             wide = torch.complex64 if spec.dtype.is_complex else torch.float32

@@ -30,7 +30,7 @@ _LARGE = (48, 307)
 
 
 def find_sizes(root: Frame, form: Form) -> None:
-    """Notes in `form` which sizes may differ from those of the example, and how far.
+    """Stores in `form` which sizes may differ from those of the example, and their ranges.
 
     Sizes that the model cannot be recorded at stay those of the example, until a call of the user shows more.
     """
@@ -64,7 +64,7 @@ class _Explorer:
             self._steps = None
 
     def sizes(self, places: Sequence[InputDim]) -> list[int]:
-        """Returns sizes at `places` with the same steps, that of the example first; none if all others differ."""
+        """Returns sizes at `places` with the same steps, the example's size first; empty if no other size has them."""
         size = self._shapes[places[0][0]][places[0][1]]
         found, is_different = [size], False
         larger = {*(size + step for step in _NEAR), 2 * size + 3, *_LARGE}
@@ -118,7 +118,7 @@ def steps_of(frame: Frame) -> Iterator[_Step]:
 
 
 def _plain(value: Any, numbers: Mapping[int, int]) -> Any:
-    """Returns arguments with the numbers of nodes in place of references to these, and each value with its type."""
+    """Returns arguments with node numbers in place of references, and each value with its type."""
     if isinstance(value, Ref):
         return "node", numbers.get(id(value.node)), value.dig
     if isinstance(value, Structure):

@@ -10,7 +10,7 @@ has which of them.
 from __future__ import annotations
 
 from graphpatch_notebook.sharded.agreement import Agreement, digest
-from graphpatch_notebook.sharded.placements import Placement
+from graphpatch_notebook.sharded.placements import Placement, same_value
 from graphpatch_notebook.sharded.processes import Processes, processes_of
 from graphpatch_notebook.sharded.sharding import Sharding, note_placements, sharding_of, with_whole_records
 from graphpatch_notebook.sharded.stages import other_stage, publish_stage
@@ -25,6 +25,7 @@ __all__ = [
     "other_stage",
     "processes_of",
     "publish_stage",
+    "same_value",
     "sharding_of",
     "with_whole_records",
 ]

@@ -44,7 +44,7 @@ class Agreement:
         )
 
     def check(self, what: str, patches: Sequence[tuple[str, Any]]) -> None:
-        """Returns once all processes have called this with the same arguments.
+        """Waits until all processes have called this with the same arguments.
 
         Args:
             what: What is called.
@@ -66,7 +66,7 @@ class Agreement:
         )
 
     def check_values(self, what: str, paths: Sequence[str], values: Tensor) -> None:
-        """Returns once all processes have called this; `values` must be the same on all of them, up to rounding.
+        """Waits until all processes have called this; `values` must be the same on all of them, up to rounding.
 
         Args:
             what: What was called.
@@ -146,7 +146,7 @@ class Agreement:
 
 
 def digest(what: str, patches: Sequence[tuple[str, Any]]) -> Tensor:
-    """Returns two numbers: one for what is called, and one for its patches, with the contents of their tensors."""
+    """Returns two digests: of the call, and of its patches with the contents of their tensors."""
     hashed = hashlib.sha256()
     for path, patch in patches:
         hashed.update(path.encode())

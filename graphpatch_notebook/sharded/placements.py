@@ -14,17 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchShapeError, PatchValueError
-from graphpatch_notebook.torch_compat import dtensor_module, strided_shard
+from graphpatch_notebook.torch_compat import dtensor_module, function_mode_depth, strided_shard
 
 _SAME = 1e-5
 _FEW = 4  # so many terms do not happen to be equal on all processes
 
 
 class AlikeValues:
-    """Sketches of the values of one call that all processes held alike in the capture: they may differ now."""
+    """Sketches of the values of one call that were the same on all processes at capture, and may differ now."""
 
     def __init__(self) -> None:
         self._sketches: dict[str, list[Tensor]] = {}
@@ -34,7 +35,7 @@ class AlikeValues:
         self._sketches.setdefault(path, []).append(sketch(value))
 
     def taken(self, paths: Sequence[str]) -> Tensor:
-        """Returns for each path the number of visits and the sum of their sketches, and forgets all of them."""
+        """Returns for each path the number of visits and the sum of their sketches, and clears them."""
         found, self._sketches = self._sketches, {}
         rows = torch.zeros(len(paths), 1 + SKETCH, dtype=torch.float64)
         for row, path in zip(rows, paths, strict=True):
@@ -70,11 +71,11 @@ class Placement:
         return "replicated" if dim is None else f"split along dimension {dim}"
 
     def size_here(self, dim: int) -> int | None:
-        """Returns how many entries of a dimension this process holds; `None` if it holds all of them."""
+        """Returns the number of entries of a dimension on this process; `None` if it has all of them."""
         return self.sizes[self.mesh.get_local_rank()] if dim == self.dim else None
 
     def whole(self, value: Tensor) -> Tensor:
-        """Returns the whole value, from what this process holds of it; the same object if that is all of it.
+        """Returns the whole value, given this process's part of it; the same object if the part is the whole.
 
         Raises:
             PatchShapeError: It is not distributed as in the capture.
@@ -102,7 +103,7 @@ class Placement:
         return joined.full_tensor()  # type: ignore[no-any-return]
 
     def local(self, whole: Any, value: Tensor) -> Any:
-        """Returns what this process holds of a patched value, in the form of `value`, which it held before."""
+        """Returns this process's part of a patched value, in the form of `value`, its part of the unpatched one."""
         kinds = dtensor_module()
         if not isinstance(whole, Tensor) and (self.dim is not None or is_distributed(value)):
             raise PatchValueError(f"{self.path!r} is distributed over processes: a patch must return a tensor for it")
@@ -126,7 +127,7 @@ class Placement:
         return dtensor_module().Shard(self.dim) if self.factor == 1 else strided_shard(self.dim, self.factor)
 
     def opened(self, value: Tensor) -> tuple[Tensor, _Gradient]:
-        """Returns a value that all processes hold, so that its patches see its whole gradient, and what `closed` needs.
+        """Returns a value that all processes have, whose patches see all of its gradient, and a state for `closed`.
 
         Downstream of the patches each process may have one term of the gradient: the patches are given the sum, and
         upstream goes the sum on the first process, and zero on the others.
@@ -136,13 +137,24 @@ class Placement:
 
     @staticmethod
     def closed(whole: Any, gradient: _Gradient) -> Any:
-        """Returns what the patches made of a value that was `opened`."""
+        """Returns the patched value for a value that was `opened`."""
         needs_gradient = isinstance(whole, Tensor) and whole.requires_grad
         return _Close.apply(whole, gradient) if needs_gradient else whole  # type: ignore[no-untyped-call]
 
 
+def same_value(value: Any, result: Any) -> Any:
+    """Returns `result`, which is the same value in another form: all of it, or what this process holds of it.
+
+    Modes that follow values, as derivative rules do, see this call, and none of those that join parts.
+    """
+    is_same_kind = isinstance(value, Tensor) and isinstance(result, Tensor)
+    if value is result or not is_same_kind or not function_mode_depth():
+        return result
+    return handle_torch_function(same_value, (), value, result)
+
+
 class _Gradient:
-    """Whether each process has one term of a gradient: known once backward has come to what the patches returned."""
+    """Whether each process has one term of a gradient: known once backward has reached the result of the patches."""
 
     def __init__(self, path: str, mesh: Any) -> None:
         self.path = path
@@ -150,7 +162,7 @@ class _Gradient:
         self.is_sum = False
 
     def total(self, terms: Tensor) -> Tensor:
-        """Returns the sum of the terms that the processes have.
+        """Returns the sum of the terms of all processes.
 
         Raises:
             PatchValueError: Some entries are terms, and others are the whole gradient on each process.
@@ -205,7 +217,7 @@ SKETCH = 3
 
 
 def sketch(value: Tensor) -> Tensor:
-    """Returns a few numbers that differ where values do: random sums of the entries, and their norm."""
+    """Returns a few numbers that differ if values differ: random sums of the entries, and their norm."""
     real = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
     rows = real.reshape(-1, real.shape[-1] if real.dim() and real.numel() else 1).to(torch.float64, copy=True)
     rows.nan_to_num_(0.5, 2.0, -2.0).clamp_(-1e30, 1e30)

@@ -1,4 +1,4 @@
-"""The processes that run one model together: what they give each other, and which of them writes files."""
+"""The processes that run one model together: exchanging objects, and choosing the one that writes files."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Processes:
         return bool(dist.get_rank() == self.ranks[0])
 
     def gathered(self, value: Any) -> list[Any]:
-        """Returns what all processes give, which is pickled, in their order."""
+        """Returns the objects of all processes in their order. The objects are pickled."""
         found: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(found, value, group=self.group)
         return found
 
     def are_same(self, value: Any) -> bool:
-        """Returns whether all processes give the same."""
+        """Returns whether the objects of all processes are equal."""
         return all(each == value for each in self.gathered(value))
 
     def on_first(self, make: Callable[[], _T]) -> _T:
-        """Returns on all processes what `make`, which runs on the first one only, returns there.
+        """Runs `make` on the first process only, and returns its result on all processes.
 
         Raises:
             Exception: What it raises there.

@@ -28,7 +28,7 @@ from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded.agreement import Agreement
 from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_same_sketch, sketch
 from graphpatch_notebook.sharded.processes import Processes, processes_of
-from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor
+from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor, without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
 
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
@@ -37,12 +37,12 @@ _LEAVES = (nn.Linear.forward, nn.Embedding.forward)
 
 
 def sharding_of(root: Frame) -> Sharding | None:
-    """Returns what is known of the sharding of the model of a capture; `None` if each process runs all of it."""
+    """Returns the sharding of the model of a capture; `None` if each process runs all of it."""
     return root.capture.findings.get(sharding_of)
 
 
 def with_whole_records(local: Frame) -> Frame:
-    """Returns the records of a capture as those of one process would be: names and shapes of whole values.
+    """Returns the records of a capture as in a single process: with names and shapes of whole values.
 
     The model of `local` may be sharded or not; where it is, `sharding_of` finds what is known of that.
 
@@ -99,7 +99,7 @@ class Sharding:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def join(self, frame: Frame, local: Frame | None, device: torch.device) -> None:
-        """Makes the records of a copy in one process those of the model, of which each process has records of its own.
+        """Replaces the records of the model, which differ by process, with those of a copy in one process.
 
         Args:
             frame: The record of the copy.
@@ -160,11 +160,11 @@ class Sharding:
         return target if node is None else replace(target, node=node)
 
     def is_leaf(self, target: Target) -> bool:
-        """Whether a value is that of a sharded `Linear` or `Embedding`, whose op sees parts only."""
+        """Whether a value belongs to a sharded `Linear` or `Embedding`, whose op has parts only."""
         return id(target.node) in self._leaves
 
     def placement(self, target: Target) -> Placement | None:
-        """Returns how a value is distributed; `None` before that was measured."""
+        """Returns the placement of a value; `None` before it was measured."""
         if not self._is_measured:
             return None
         node = self._leaves.get(id(target.node), target.node)
@@ -188,7 +188,9 @@ class Sharding:
         if not self._is_measured or (name != "forward" and hasattr(Module, name)):
             yield
             return
-        self.agreement.check(name, [(entry.target.text, patch) for entry in entries for patch in entry.patches])
+        given = [(entry.target.text, patch) for entry in entries for patch in entry.patches]
+        with without_torch_functions():  # modes of the caller see the model only
+            self.agreement.check(name, given)
         alike = [
             entry.placement.path for entry in entries if entry.placement is not None and entry.placement.dim is None
         ]
@@ -199,7 +201,8 @@ class Sharding:
         except BaseException:
             self.agreement.leave(name, paths)
             raise
-        self.agreement.check_values(name, paths, self._alike.taken(paths))
+        with without_torch_functions():
+            self.agreement.check_values(name, paths, self._alike.taken(paths))
 
     # -- measure -------------------------------------------------------------------------------------------------------
 
@@ -229,12 +232,12 @@ class Sharding:
         note_placements(nodes.root, {path: self._text(target) for path, target in targets.items()})
 
     def _text(self, target: Target) -> str:
-        """Returns how a value is distributed, or why it is refused."""
+        """Returns the placement of a value, or why it is refused."""
         problem = self.problem(target)
         return str(self.placement(target)) if problem is None else f"refused: {problem}"
 
     def _as_held(self, target: Target, own_dim: int | None = None) -> Placement:
-        """Returns the placement of a value that each process holds whole, or as a `DTensor`."""
+        """Returns the placement of a value that each process has as a whole, or as a `DTensor`."""
         return Placement(target.path, self.mesh, own_dim=own_dim, alike=self._alike)
 
     def _placed(self, target: Target, seen: list[Any]) -> Placement | str:
@@ -352,7 +355,7 @@ def note_placements(root: Frame, placements: Mapping[str, str]) -> None:
 
 
 def _with_placements(spec: ValueSpec, texts: Mapping[tuple[Any, ...], str], keys: tuple[Any, ...] = ()) -> ValueSpec:
-    """Returns a spec whose tensors say how they are distributed."""
+    """Returns a spec with the placements of its tensors."""
     if isinstance(spec, TensorSpec):
         return replace(spec, placement=texts.get(keys, ""))
     if isinstance(spec, ContainerSpec):
@@ -388,7 +391,7 @@ class _Distributed:
 
 @dataclass(kw_only=True, eq=False)
 class _Look(Patch[Any]):
-    """Keeps what tells values of processes apart."""
+    """Keeps the placement of a value, or else a sketch to compare it between processes."""
 
     observes_only: ClassVar[bool] = True
     any_shape: bool = True

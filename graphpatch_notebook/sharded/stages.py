@@ -18,7 +18,7 @@ _KEY = "graphpatch_notebook/stages/{}"
 
 
 def publish_stage(root: Frame) -> None:
-    """Writes down for the other processes which modules this one has; does nothing if it is alone."""
+    """Publishes the modules of this process for the other processes; does nothing if there are none."""
     if not _are_several():
         return
     own = sorted({format_path(frame.path) for frame in root.walk()})
@@ -26,7 +26,7 @@ def publish_stage(root: Frame) -> None:
 
 
 def other_stage(root: Frame, path: str) -> str:
-    """Returns a sentence that names the process whose stage has an unknown path; empty if none is known to have it."""
+    """Returns a sentence that names the process whose stage has an unknown path; empty if no process has it."""
     if not _are_several():
         return ""
     store, here = default_store(), dist.get_rank()

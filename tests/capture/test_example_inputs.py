@@ -48,7 +48,7 @@ def test_nothing_has_changed_at_first() -> None:
         (lambda k: k["t"].add_(1), "t was written into"),
         (lambda k: k["t"][0].zero_(), "t was written into"),
         (lambda k: k["t"].resize_(3), "t had the shape (2,), and has (3,)"),
-        (lambda k: k["t"].requires_grad_(), "t requires gradients otherwise than before"),
+        (lambda k: k["t"].requires_grad_(), "t has another requires_grad than before"),
         (lambda k: k["cache"].layers.append({}), "cache.layers.sub_1 is new"),
         (lambda k: k["cache"].layers[0]["keys"].add_(1), "cache.layers.sub_0.keys was written into"),
         (lambda k: k["cache"].layers[0].update(keys=torch.ones(1, 2)), "cache.layers.sub_0.keys is another object"),

@@ -77,7 +77,7 @@ def holds_itself(x: Tensor) -> Any:
         (holds_itself, holds_itself, ComparisonOutcome.EQUAL, ""),
         (adds, adds_otherwise, ComparisonOutcome.DIFFERENT, "output: 12 of 12 values differ"),
         (writes, lambda x: 1, ComparisonOutcome.DIFFERENT, "inputs|sub_0.sub_0: 12 of 12 values differ"),
-        (lambda x: x, switches, ComparisonOutcome.DIFFERENT, "it leaves gradients switched on or off"),
+        (lambda x: x, switches, ComparisonOutcome.DIFFERENT, "it ends in another gradient mode"),
         (lambda x: x, fails, ComparisonOutcome.RAISES, "IndexError: no such row"),
         (counts, lambda x: x, ComparisonOutcome.UNREPEATABLE, "Holder changes its 'calls' while it runs"),
         (

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.experiments import attribute_edges, composition_scores
+from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError, ZeroPatch
+from graphpatch_notebook.experiments import attribute_edges, composition_scores, keep_heads
 
 WIDTH, HEADS, SIZE, NEURONS, LENGTH = 12, 3, 4, 20, 5
 _kept: list[dict[str, Tensor]] = []
@@ -274,6 +274,45 @@ def test_heads_of_keys_are_those_that_a_head_of_queries_reads(is_tiled: bool) ->
     for head in range(4):
         feeding = [name for name, fed in edges.attrs["feeds"].items() if f"layers[0].attn.heads[{head}].z" in fed]
         assert f"layers[0].attn.heads[{read[head]}].k" in feeding
+
+
+class Grouped(nn.Module):
+    """Attention of four heads of queries and two of keys, in which the heads that share keys have a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_sequence_first = False
+        self.q, self.o = nn.Linear(WIDTH, 4 * SIZE), nn.Linear(4 * SIZE, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 2 * SIZE), nn.Linear(WIDTH, 2 * SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (2, 2, SIZE)).permute(0, 2, 3, 1, 4)
+        k, v = (part(x).unflatten(-1, (2, 1, SIZE)).permute(0, 2, 3, 1, 4) for part in (self.k, self.v))
+        return self.o(attended(q, k, v, "")[1].permute(0, 3, 1, 2, 4).flatten(2))
+
+
+def test_heads_in_two_dimensions_are_not_taken_for_those_of_one() -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
+    for block in blocks:
+        block.attn = Grouped()
+    x = torch.randn(3, LENGTH, WIDTH)
+    pg = PatchableGraph(blocks.eval(), x)
+    components = pg.components.verify()
+    assert not any(component.doubt for component in components.values())
+    z = components["layers[1].attn.z"]
+    assert (z.axes, z.shape[1:3]) == (("batch", "key_head", "query_head", "query", "channel"), (2, 2))
+    with pytest.raises(UnknownPathError, match=r"has no dimension of the heads: its axes are batch, key_head, query_"):
+        components.lookup("layers[1].attn.heads[1].z")
+    with pytest.raises(ExperimentError, match="has no dimension of heads, but batch, key_head, query_head"):
+        keep_heads(pg, [(0, 1)], method="zero")
+    with torch.no_grad():
+        handle = blocks[1].attn.o.register_forward_pre_hook(lambda _, given: (given[0].index_fill(-1, third, 0.0),))
+        third = torch.arange(2 * SIZE, 3 * SIZE)
+        expected = blocks(x)
+        handle.remove()
+        with pg.patch({"layers[1].attn.z[:, 1, 0]": ZeroPatch()}):
+            torch.testing.assert_close(pg(x), expected)
 
 
 class Experts(nn.Module):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.experiments import attribute, record_to
+from graphpatch_notebook.experiments.attribution.rules import METHODS
 from graphpatch_notebook.sharded import sharding_of
 from tests.distributed.law import compare, whole
 
@@ -113,11 +115,13 @@ def patched(pg: PatchableGraph, patches: dict[str, Any]) -> Tensor:
         return whole(pg(X)).detach()
 
 
-def split(sharded: Model, mesh: DeviceMesh) -> nn.Module:
+def split(sharded: Model, mesh: DeviceMesh, *, use_local_output: bool = True) -> nn.Module:
     plan: dict[str, Any] = {}
     for block in ("blocks.0", "blocks.1"):
         plan |= {f"{block}.{name}": ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "up")}
         plan |= {f"{block}.{name}": RowwiseParallel() for name in ("attention.o", "down")}
+    if not use_local_output:
+        plan["blocks.1.up"] = ColwiseParallel(use_local_output=False)
     return parallelize_module(sharded, mesh, plan)
 
 
@@ -133,6 +137,7 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
         ],
         "badge": "hidden: Tensor(2, 3, 16) split along dimension 2" in repr(pg.graph.blocks_0),
         "gradients of weights": gradients_of_weights(plain, pg),
+        "scores": other_scores(plain, pg),
         "collectives": collectives(pg),
         "refused": refusals(
             lambda run: run(),
@@ -146,6 +151,13 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
                     metric=torch.sum,
                     progress=False,
                     executor=ThreadPoolExecutor(1),
+                ),
+                "rules": lambda: attribute(
+                    PatchableGraph(split(model(), mesh, use_local_output=False), X),
+                    torch.sum,
+                    X,
+                    X + 1,
+                    method="relp",
                 ),
                 "longer": lambda: patched(pg, {"blocks_0.hidden": CustomPatch(lambda value: value[..., :-1])}),
             },
@@ -175,6 +187,18 @@ def gradients_of_weights(plain: PatchableGraph, pg: PatchableGraph) -> list[str]
         gradients.append({name: whole(weight.grad) for name, weight in graph.named_parameters()})
     plain_gradients, own = gradients
     return [name for name in own if not torch.allclose(own[name], plain_gradients[name], atol=1e-4, rtol=1e-4)]
+
+
+def other_scores(plain: PatchableGraph, pg: PatchableGraph) -> list[str]:
+    """The methods of `attribute` whose scores are not those of one process."""
+    wrong = []
+    for method in METHODS:
+        expected, found = (attribute(graph, torch.sum, X, X + 1, method=method) for graph in (plain, pg))
+        same = found.path.equals(expected.path) and np.allclose(
+            found.values, expected.values, atol=1e-4, rtol=1e-3, equal_nan=True
+        )
+        wrong += [] if same else [method]
+    return wrong
 
 
 def collectives(pg: PatchableGraph) -> list[int]:

@@ -32,6 +32,7 @@ def test_every_value_is_right(found: list[dict[str, Any]]) -> None:
         assert law.right > 50
         assert {kind for kind in law.kinds if kind.startswith("split")}
         assert each["gradients of weights"] == []
+        assert each["scores"] == []
         assert each["is the model's output"]
         assert each["is kept"]
         assert each["placements"] == [
@@ -53,6 +54,7 @@ def test_refusals(found: list[dict[str, Any]]) -> None:
         assert "the graphs of a model that is sharded over processes do not run" in each["verify"]
         assert "the graphs of a model that is sharded over processes do not run" in each["copy"]
         assert "executor= would mix that up" in each["executor"]
+        assert "computes with DTensors, which derivative rules cannot follow" in each["rules"]
         assert "'blocks_0.hidden' has 16 entries in dimension 2, distributed over processes" in each["longer"]
 
 

@@ -354,7 +354,7 @@ def test_a_function_that_returns_nothing(patch: Patch[Tensor]) -> None:
     """As hooks of torch may, which then keep the value."""
     pg = PatchableGraph(Inner(), X)
     for path in ("hidden", "linear.output", "output"):
-        message = rf"'{path}': {type(patch).__name__} returned None for a value of shape \(2, 3\) .* lack a return\?"
+        message = rf"'{path}': {type(patch).__name__} returned None for a value of shape .* return statement missing"
         with pytest.raises(PatchValueError, match=message), pg.patch({path: patch}):
             pg(X)
     meant = CustomPatch(lambda value: None, any_shape=True)

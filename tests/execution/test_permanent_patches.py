@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -126,6 +128,33 @@ def test_steps_are_counted_over_direct_calls(pg: PatchableGraph) -> None:
     for _ in range(2):
         assert all(map(torch.equal, decode(edited), expected))
     assert all(not torch.equal(*pair) for pair in zip(decode(pg)[1:3], expected[1:3], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ({"positions": 60}, "its positions (60) were not reached: the last call had 0 to 4"),
+        ({"positions": [2, 60]}, "not at positions 60 (of 2, 60): the last call had 0 to 4"),
+        ({"steps": "decoding"}, "its steps ('decoding') were not reached: the last call had step 0"),
+        ({"steps": [0, 7]}, "not at steps 7 (of 0, 7): the last call had step 0"),
+    ],
+    ids=str,
+)
+def test_steps_and_positions_that_are_not_reached_are_reported(
+    pg: PatchableGraph, where: dict[str, Any], why: str
+) -> None:
+    """As in a block; outside of one, with the call that does not go on, or with the next sequence."""
+    edited, why = pg.edit({MLP: AddPatch(1.0, **where)}), re.escape(why)
+    for _ in range(2):
+        with pytest.warns(PatchNotFiredWarning, match=f"during this call: .*{why}"):
+            edited(IDS)
+    with pytest.warns(PatchNotFiredWarning, match=f"in this context: .*{why}"), edited.patch({MLP: AddPatch(0.0)}):
+        edited(IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        edited(IDS, use_cache=True)  # the next call may be the next step
+    with pytest.warns(PatchNotFiredWarning, match=f"in the calls before this one: .*{why}"):
+        edited(IDS, use_cache=True)
 
 
 def test_patch_that_never_fires_is_reported_where_the_model_runs() -> None:

@@ -219,10 +219,10 @@ def test_what_cannot_be_measured_is_said(make: Any, output: Any, message: str) -
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, r"the metric gave None: does it lack a return\?"),
-        ([1.0, None], r"the metric gave \[1.0, None\], with None"),
-        (np.array([None]), "with None"),
-        ({"a": 1.0, "b": None}, "the metric gave None"),
+        (None, r"the metric returned None: is a return statement missing?"),
+        ([1.0, None], r"the metric returned \[1.0, None\], which contains None"),
+        (np.array([None]), "which contains None"),
+        ({"a": 1.0, "b": None}, "the metric returned None"),
         ("1.5", "must give a number, a tensor or a dict of numbers by name, not str"),
         ({}, "an empty dict"),
         ({"a": torch.ones(2)}, r"a dict in which 'a' is of shape \(2,\); it must"),

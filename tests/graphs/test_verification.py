@@ -175,7 +175,7 @@ def test_values_that_nobody_holds() -> None:
     assert only(PatchableGraph(Calls(lambda m, x: x + table), X), X).status == "equal"
     frame = only(PatchableGraph(Calls(lambda m, x: x + MEMORY[0]), X), X)
     assert frame.status == "not comparable"
-    assert "neither made in it nor held by its module" in str(frame.reason)
+    assert "not computed in it, and not held by its module" in str(frame.reason)
     frame = only(PatchableGraph(Calls(lambda m, x: MEMORY.append(x) or x * 2), X), X)
     assert frame.reason == "it changes the global 'MEMORY' while it runs"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -394,6 +395,52 @@ def test_sequences_of_equal_length_are_told_apart() -> None:
     assert [length for length, _ in lengths] == [5, 9]
     for whole, part in records.values():
         assert torch.equal(part.activations[0], whole.activations[0][:, 4:5])
+
+
+# -- what is never reached ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "missed"),
+    [
+        ({"positions": [2, 60]}, "positions 60 (of 2, 60): the last call had 0 to 6"),
+        ({"positions": {1, 7, 9}}, "positions 7, 9 (of 1, 7, 9): the last call had 0 to 6"),
+        ({"positions": [[2], [60], [3]]}, "positions 60 (of [2], [60], [3]): the last call had 0 to 6"),
+        ({"steps": [0, 7]}, "steps 7 (of 0, 7): the last call had step 0"),
+        ({"steps": 0, "positions": [2, 60]}, "positions 60 (of 2, 60): the last call had 0 to 6"),
+    ],
+    ids=str,
+)
+def test_what_is_listed_and_not_reached_is_reported(where: dict[str, Any], missed: str) -> None:
+    """An index out of range is an error; a position may be that of a token that is not there yet, so it is reported."""
+    _, pg = captured("llama-eager")
+    path, ids = PATHS["llama-eager"][1], tokens(3, 7)
+    message = re.escape(f"a patch fired only at some of the listed steps or positions in this context: {path!r}: ")
+    warned = pytest.warns(PatchNotFiredWarning, match=f"^{message}not at {re.escape(missed)}$")
+    with warned, pg.patch({path: ZeroPatch(**where)}):
+        pg(ids)
+    with pytest.raises(PatchNotFiredError, match=message), pg.patch({path: ZeroPatch(**where)}, strict=True):
+        pg(ids)
+    with pytest.warns(PatchNotFiredWarning, match="during this call: .* not at "), pg.patch({path: ZeroPatch(**where)}):
+        pg.generate(ids, max_new_tokens=2, min_new_tokens=2, pad_token_id=0)
+
+
+def test_positions_of_an_encoder_that_are_not_reached() -> None:
+    _, pg = captured("t5-sdpa")
+    for chosen, why in (([4, 5], "not at positions 5 .*"), (5, r"its positions \(5\) were not reached")):
+        patches = {"encoder.block_0.layer_0.SelfAttention.q.output": ZeroPatch(positions=chosen)}
+        with pytest.warns(PatchNotFiredWarning, match=f"{why}: the last call had 0 to 4$"), pg.patch(patches):
+            pg(input_ids=tokens(3, 5), decoder_input_ids=tokens(3, 9))
+
+
+def test_what_another_call_of_the_block_reaches_is_not_reported() -> None:
+    _, pg = captured("llama-eager")
+    patches = {PATHS["llama-eager"][1]: ZeroPatch(positions=[2, 8])}
+    with pg.patch(patches):
+        pg(tokens(3, 7))
+        pg(tokens(3, 9))
+    with pg.patch({PATHS["llama-eager"][1]: ZeroPatch(positions=range(2, 60))}):  # may go beyond the end
+        pg(tokens(3, 7))
 
 
 # -- gradients, in-place operations, inputs ----------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def test_custom_patch_on_a_slice_lets_gradients_through():
     ("custom_op", "index", "message"),
     [
         (lambda t: t[:2], 0, r"returned a tensor of shape \(2,\) for slice=0, which has shape \(4,\); it must return"),
-        (lambda t: None, 0, r"custom_op returned None for slice=0: does it lack a return\?"),
+        (lambda t: None, 0, r"custom_op returned None for slice=0: is a return statement missing?"),
         (lambda t: "text", (0, 1), r"custom_op returned 'text' for slice=\(0, 1\)"),
         (abs, 3, r"slice 3 of a value of shape \(3, 4\): index 3 is out of bounds"),
     ],

@@ -234,7 +234,7 @@ def test_graphs_below_an_edited_root_are_not_compared() -> None:
 
     report = edited(Mlp(), edit).verify(x())
     assert report.counts() == {"own graph": 1, "not reached": 2}
-    assert "it is called by a graph that replaces its module" in str(report)
+    assert "a graph that replaces its module calls it" in str(report)
 
 
 def test_messages_do_not_ask_for_a_model_that_was_given(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class Vmapped(nn.Module):
 
 def test_what_comes_out_of_vmap_needs_the_model(tmp_path: Path) -> None:
     model = Vmapped()
-    pg, file = saved(model, tmp_path, match="uses a tensor that is gone")
+    pg, file = saved(model, tmp_path, match="uses a tensor that no longer exists")
     with pytest.raises(UnstoredFrameError, match=r"load\(file, model=model\)"):
         PatchableGraph.load(file)(x())
     loaded = PatchableGraph.load(file, model=model)

@@ -39,7 +39,7 @@ class _Instructions:
         self.assigned: dict[int, Assigned] = {}
 
     def position(self, lasti: int) -> int:
-        """Returns the index of the instruction that `lasti` means."""
+        """Returns the index of the instruction at `lasti`."""
         while lasti >= 0 and lasti not in self.early_calls and lasti not in self.offsets:
             lasti -= 2  # a cache entry behind its instruction
         # Python 3.11 runs specialised calls in the instruction before the call itself.
@@ -59,7 +59,7 @@ def _known(code: CodeType) -> _Instructions:
 
 
 def instruction_offset(code: CodeType, lasti: int) -> int:
-    """Returns the offset of the instruction that `lasti` means, however the interpreter has specialised it.
+    """Returns the offset of the instruction at `lasti`, also if the interpreter has specialized it.
 
     The same call has other offsets in `f_lasti` before and after Python 3.11 and later specialize the code.
     """

@@ -63,7 +63,7 @@ class _Code:
         self.offsets: dict[int, int] = {}
 
     def offset(self, lasti: int) -> int:
-        """Returns the offset of the instruction that `lasti` means."""
+        """Returns the offset of the instruction at `lasti`."""
         found = self.offsets.get(lasti)
         if found is None:
             found = self.offsets[lasti] = instruction_offset(self.code, lasti)
@@ -92,12 +92,12 @@ def is_users(code: CodeType) -> bool:
 
 
 def offset_of(code: CodeType, lasti: int) -> int:
-    """Returns the offset of the instruction of `code` that `lasti` means."""
+    """Returns the offset of the instruction of `code` at `lasti`."""
     return _known(code).offset(lasti)
 
 
 def offsets_of(code: CodeType) -> dict[int, int]:
-    """Returns the offsets of instructions of `code` by what `lasti` means them, as far as they were asked for.
+    """Returns the offsets of instructions of `code` by `lasti`: those that were looked up so far.
 
     The same dictionary each time, which `offset_of` and `offset_in` fill.
     """
@@ -146,7 +146,7 @@ def is_collecting_code(code: CodeType) -> bool:
 
 
 def is_offloading(frame: FrameType | None) -> bool:
-    """Whether a torch call made from `frame` belongs to what moves weights and inputs: accelerate, or FSDP.
+    """Whether a torch call made from `frame` only moves weights and inputs, in code of accelerate or FSDP.
 
     It does if one of its hooks called it: a weight may be loaded, or quantized, by code of others.
     """
@@ -163,7 +163,7 @@ def is_offloading(frame: FrameType | None) -> bool:
 
 
 def caller_of_hidden(frame: FrameType) -> FrameType | None:
-    """Returns the caller of a frame that does not run the user's code; `None` for one that does, and at the end."""
+    """Returns the caller of a frame that does not run the user's code; `None` if the frame does, or has no caller."""
     code = frame.f_code
     if code is INVOKE or (_codes.get(id(code)) or _known(code)).is_users:
         return None
@@ -237,7 +237,7 @@ def _counts_as_forward(frame: FrameType) -> bool:
 
 
 def chain_above(leaf: FrameType) -> tuple[int, ...]:
-    """Returns the call sites above a frame of the user's code: what `chain` finds, without the leaf itself."""
+    """Returns the call sites above a frame of the user's code, as `chain` does, without the frame itself."""
     at = leaf.f_back
     if at is not None and at.f_code is INVOKE:  # the call is in `forward` itself, as most are
         return ()

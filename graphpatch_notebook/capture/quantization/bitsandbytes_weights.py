@@ -19,7 +19,7 @@ from graphpatch_notebook.values import TensorSpec
 
 
 def packing(kind: Any) -> Packing | None:
-    """Returns how modules of a class of bitsandbytes keep their weight; `None` for classes that just hold it."""
+    """Returns how modules of a class of bitsandbytes pack their weight; `None` if they do not pack it."""
     made: dict[str, Callable[[Callable[..., Any]], Packing]] = {
         "Linear8bitLt": _Linear8bit,
         "Linear4bit": _Linear4bit,
@@ -57,7 +57,7 @@ class _Packed8bit(Packing):
 
 
 class _Packed4bit(Packing):
-    """Two values in each byte, looked up in a table and scaled by block: what it takes is in `quant_state`."""
+    """Two values in each byte, looked up in a table and scaled by block; `quant_state` has the table and the scales."""
 
     def spec(self, module: Module) -> TensorSpec:
         weight: Any = module.weight

@@ -42,14 +42,14 @@ class Packing(ABC):
 
     @abstractmethod
     def unpacked(self, module: Module) -> Tensor:
-        """Returns the weight that `module` holds packed: a tensor of its own, or the parameter if it is not packed."""
+        """Returns the unpacked weight of `module`: a new tensor, or the parameter itself if it is not packed."""
 
     @abstractmethod
     def run(self, module: Module, weight: Tensor, value: Tensor) -> Tensor:
-        """Returns what `module` makes of `value` with this weight, of the dtype that its own forward returns."""
+        """Returns the output of `module` for `value` with this weight, in the dtype of its own forward."""
 
     def bound(self, module: Module, weight: Tensor, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what runs in place of `forward`, which is that of `module`.
+        """Returns the function that runs instead of `forward`, the forward of `module`.
 
         Raises:
             PatchValueError: The forward is not the library's: what it does with the weight is not known.
@@ -67,7 +67,7 @@ _packings: WeakKeyDictionary[type[Module], Packing | None] = WeakKeyDictionary()
 
 
 def packing_of(module: Module) -> Packing | None:
-    """Returns how `module` keeps its weight, or `None` if it just holds it."""
+    """Returns how `module` packs its weight; `None` if it does not."""
     kind = type(module)
     try:
         return _packings[kind]
@@ -87,7 +87,7 @@ def _packing_of(kind: type[Module]) -> Packing | None:
 
 
 def held_by(module: Module, path: str) -> tuple[Packing, Module] | None:
-    """Returns the module that holds a packed weight at this attribute path from `module`, and how; else `None`."""
+    """Returns the module with a packed weight at this attribute path from `module`, and its packing; else `None`."""
     parents, _, name = path.rpartition(".")
     holder = module_at(module, parents)
     packing = packing_of(holder) if holder is not None else None

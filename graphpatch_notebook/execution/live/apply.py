@@ -28,7 +28,7 @@ from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import Patch, RunStopped, WritingPatch, problem_of_value, shown_value
 from graphpatch_notebook.patches.slices import index_problem, selection_problem
-from graphpatch_notebook.sharded import Placement
+from graphpatch_notebook.sharded import Placement, same_value
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 from graphpatch_notebook.warning_places import warn
@@ -59,7 +59,7 @@ class Applier:
         self.values: dict[str, Any] = {}
 
     def at_boundary(self, entries: Sequence[Entry], value: Any) -> Any:
-        """Applies entries to a value that goes into a frame or out of it, where a mode of the run may be on."""
+        """Applies entries to an input or output of a frame, where a mode of the run may be active."""
         __tracebackhide__ = True
         for entry in entries:
             if (watch := entry.watch) is not None and not self.is_under_mode and type(value) is Tensor:
@@ -79,7 +79,7 @@ class Applier:
         return value
 
     def in_graph(self, entries_by_name: Mapping[str, list[Entry]], name: str, value: Any) -> Any:
-        """Applies the entries on a node of a graph that runs."""
+        """Applies the entries on a node of a graph that is running."""
         __tracebackhide__ = True
         entries = entries_by_name[name]
         patched = self.at_boundary(entries, value)
@@ -158,7 +158,7 @@ class Applier:
         return entry.restriction is None or self.steps is None or self.steps.admits(entry)
 
     def unseen(self) -> AbstractContextManager[None]:
-        """Hides torch calls from the function mode: the engine looks at tensors by these, too."""
+        """Hides torch calls from the function mode: the engine itself makes some to inspect tensors."""
         return without_torch_functions() if self.is_under_mode else _NOTHING_TO_HIDE
 
     def _steps_for(self, entry: Entry) -> GenerationSteps | None:
@@ -220,7 +220,7 @@ def _child(value: Any, key: Key) -> Any:
 
 
 def value_at(entry: Entry, value: Any) -> Any:
-    """Returns the value that `entry` is for, out of that of its node.
+    """Returns the value that `entry` patches, taken from the value of its node.
 
     Raises:
         MissingChildError: The container does not hold it.
@@ -266,21 +266,24 @@ def _apply(
 
 
 def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: GenerationSteps | None) -> Any:
-    """Returns what this process holds of a value, after patches on the whole of it."""
+    """Returns this process's part of a value, after patches on the whole value."""
     __tracebackhide__ = True
     if (apart := _heads_apart(entry.target, value, placement.size_here(1))) is not value:
         return _packed(entry, value, apart, _apply_to_whole(entry, placement, apart, steps))
-    whole = placement.whole(value)
-    is_held, observes = entry.target.node.kind in HELD_KINDS, all(patch.observes_only for patch in entry.patches)
-    needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
-    given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
-    patched = _apply_plain(entry, given, steps, None)
+    with without_torch_functions():  # modes see one call, `same_value`
+        whole = placement.whole(value)
+        is_held, observes = entry.target.node.kind in HELD_KINDS, all(patch.observes_only for patch in entry.patches)
+        needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
+        given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
+    patched = _apply_plain(entry, same_value(value, given), steps, None)
     # What a patch keeps of the whole value only has a gradient if the model goes on with it.
     has_uses = torch.is_grad_enabled() and not is_held and given.requires_grad
     keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
     if patched is given and not (has_uses and keeps):
         return value
-    return placement.local(patched if gradient is None else placement.closed(patched, gradient), value)
+    with without_torch_functions():
+        local = placement.local(patched if gradient is None else placement.closed(patched, gradient), value)
+    return same_value(patched, local)
 
 
 def _apply_plain(
@@ -311,7 +314,7 @@ def _heads_apart(target: Target, value: Tensor, here: int | None = None) -> Tens
 
 
 def _packed(entry: Entry, value: Tensor, apart: Tensor, patched: Any) -> Any:
-    """Returns a patched value with the heads where `value` has them."""
+    """Returns a patched value with the heads in the same place as in `value`."""
     if patched is apart:
         return value
     if not isinstance(patched, Tensor) or patched.shape != apart.shape:
@@ -342,7 +345,7 @@ def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:
 
 
 def _patched(entry: Entry, value: Any, indices: Indices | None, *, is_own: bool = False) -> Any:
-    """Returns the value with the patches applied: to its part that the component is, and at some positions only."""
+    """Returns the value with the patches applied to the component's part of it, and only at some positions."""
     __tracebackhide__ = True
     target = entry.target
     part = _part(entry, value)
@@ -369,7 +372,7 @@ def _patched(entry: Entry, value: Any, indices: Indices | None, *, is_own: bool 
 
 
 def _part(entry: Entry, value: Any) -> Any:
-    """Returns the part of a value that the component is: a view; the value itself if that is all of it."""
+    """Returns the component's part of a value: a view, or the value itself if the component is all of it."""
     index = entry.target.index
     if not index or not isinstance(value, Tensor):
         return value
@@ -395,7 +398,7 @@ class _Places:
         return value.gather(self.dim, self._index(value))
 
     def with_taken(self, value: Tensor, taken: Tensor) -> Tensor:
-        """Returns a copy of the value that has what was taken from it at these indices: gradients reach that."""
+        """Returns a copy of the value with `taken` at these indices, so that gradients reach `taken`."""
         return value.clone().scatter_(self.dim, self._index(value), taken)
 
     def _index(self, value: Tensor) -> Tensor:
@@ -411,7 +414,7 @@ class _Places:
         return by_row.reshape(shape).expand(wanted)
 
     def replaced(self, value: Tensor, new: Tensor) -> Tensor:
-        """Returns the value with that of `new` at these indices."""
+        """Returns the value with the entries of `new` at these indices."""
         # A clone keeps the strides: the last bits of what the model computes next may depend on them.
         result = value.clone()
         if self.row_dim is None:
@@ -507,8 +510,8 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         patched = patch.op(given)
         if patched is None and isinstance(value, Tensor) and target.node.kind != "input" and not patch.any_shape:
             raise PatchValueError(
-                f"{type(patch).__name__} returned None for a value {shown_value(value)}: does its function lack a "
-                "return? If None is to be in place of the value, give any_shape=True"
+                f"{type(patch).__name__} returned None for a value {shown_value(value)}: is a return statement "
+                "missing? To put None in place of the value, give any_shape=True"
             )
         return patched
     except GraphPatchError as error:

@@ -242,7 +242,7 @@ class Run:
 
 
 def _watch_inputs(applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Applies the entries on inputs that only look."""
+    """Applies the entries on inputs that only observe."""
     with applier.unseen():
         for position, name, entry in plan.watched_inputs:
             if position < len(args):
@@ -304,7 +304,7 @@ def _with_aliases(
 
 
 def _replacements(applier: Applier, plan: FramePlan, module: Module) -> dict[str, Tensor]:
-    """Returns the tensors that patches put in place of those that `module` holds, by attribute path."""
+    """Returns the tensors that patches put in place of parameters, buffers and attributes of `module`, by path."""
     __tracebackhide__ = True
     with applier.unseen():
         for path, entry in plan.watched_tensors:
@@ -324,7 +324,7 @@ def _replacements(applier: Applier, plan: FramePlan, module: Module) -> dict[str
 
 
 def _skipped_output(applier: Applier, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a call returns that `entry` replaces."""
+    """Returns the result of a call that `entry` replaces."""
     __tracebackhide__ = True
     target, patch = entry.target, entry.patches[-1]
     applier.fired.ids.add(id(entry))
@@ -355,7 +355,7 @@ class FrameWatch(Protocol):
     def begin(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
-        """Called when a frame begins; returns what runs in place of its `forward`, if anything does."""
+        """Called when a frame begins; returns the function that replaces its `forward`, if there is one."""
 
     def returned(self, output: Any) -> None:
         """Called when the `forward` of the innermost frame returned, before patches on its output."""

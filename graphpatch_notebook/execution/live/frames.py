@@ -80,7 +80,7 @@ class RunningFrames:
 
     @contextmanager
     def inside_one_node(self, inside: FramePlan | None = None) -> Iterator[None]:
-        """For the length of the block, no value is one of the plan's, except those of `inside`."""
+        """Inside the block, no value belongs to the plan except those of `inside`."""
         self.stack.append(FrameRun(inside))
         try:
             yield

@@ -70,7 +70,7 @@ class LiveMode(TorchFunctionMode):
         return self._patched(entries, result, args, kwargs or {})
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Applies patches on the call of an `autograd.Function`; all that happens inside is part of its one node."""
+        """Applies patches on the call of an `autograd.Function`: one node, without nodes for the code inside it."""
         __tracebackhide__ = True
         if function_mode_depth() < self.depth:  # an operator's own autograd function
             return apply(*args, **kwargs)

@@ -194,7 +194,7 @@ def tensor_at(module: Module, path: str) -> Any:
 
 
 def held_value(module: Module, path: str) -> Any:
-    """Returns the value of the node of a tensor that `module` holds: the tensor, or the weight packed in it."""
+    """Returns the value of the node of a tensor of `module`: the tensor, or the unpacked weight."""
     packed = held_by(module, path)
     return tensor_at(module, path) if packed is None else packed[0].unpacked(packed[1])
 
@@ -202,7 +202,7 @@ def held_value(module: Module, path: str) -> Any:
 def bound_with(
     module: Module, replacements: dict[str, Tensor], forward: Callable[..., Any]
 ) -> tuple[StandIn, Callable[..., Any]]:
-    """Returns a stand-in for `module` with some tensors replaced, and what to call in place of `forward`.
+    """Returns a stand-in for `module` with some tensors replaced, and the function to call instead of `forward`.
 
     Raises:
         PatchValueError: The forward cannot run with these tensors.

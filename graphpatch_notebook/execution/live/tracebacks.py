@@ -37,7 +37,7 @@ _APPLY = code_of_apply()
 
 @dataclass(slots=True)
 class _TracebackPath:
-    """The way down a traceback, as far as it has been followed.
+    """The path down a traceback, followed frame by frame.
 
     Attributes:
         frames: The captured frames that this may be: several if a module was called in a loop.

@@ -10,11 +10,9 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import memory_of
 from graphpatch_notebook.capture.observers import original_forward
+from graphpatch_notebook.checks.hooks import is_inert
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import IMMUTABLE, readable_children
-
-_INERT_HOOKS = ("transformers.utils.output_capturing", "graphpatch_notebook.")
-
 
 _STATELESS = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Softmax)
 
@@ -67,7 +65,7 @@ class GivenValues:
 
 
 def problem_of_result(given: GivenValues, output: Any) -> str | None:
-    """Returns why a run that has the result of a frame cannot leave it out; `None` if it can.
+    """Returns why a run cannot skip a frame whose result is recorded; `None` if it can.
 
     Hooks of modules inside it are another reason: see `holds_one_of`.
 
@@ -104,7 +102,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_among(values: Iterable[Any]) -> list[Tensor]:
-    """Returns the tensors among values, and in those that are containers. Fast: it runs for each call of torch."""
+    """Returns the tensors among values, also in containers. Fast, since it runs for each call of torch."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -115,7 +113,7 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Returns what identifies the memory of a tensor."""
+    """Returns a key that identifies the memory of a tensor."""
     return memory_of(tensor) or id(tensor)
 
 
@@ -140,9 +138,4 @@ def all_modules(model: Module) -> list[Module]:
 def has_hooks(module: Module) -> bool:
     """Whether a module has forward hooks that may have an effect."""
     before, after = module._forward_pre_hooks, module._forward_hooks
-    return bool(before or after) and not all(map(_is_inert, (*before.values(), *after.values())))
-
-
-def _is_inert(hook: Any) -> bool:
-    # transformers registers hooks on all layers, which have no effect unless hidden states are requested.
-    return str(getattr(hook, "__module__", "")).startswith(_INERT_HOOKS)
+    return bool(before or after) and not all(map(is_inert, (*before.values(), *after.values())))

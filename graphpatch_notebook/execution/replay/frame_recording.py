@@ -1,4 +1,4 @@
-"""Records a run: what its frames return, what they change, and which of them later runs can skip."""
+"""Records a run: the results of its frames, their side effects, and which of them later runs can skip."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from graphpatch_notebook.values import with_own_containers
 
 
 class FrameFlow(Protocol):
-    """Sees frames that are given one tensor, and decides for which of them input and output are kept."""
+    """Observes frames with one tensor as input, and decides for which of them input and output are kept."""
 
     def begins(self, node: FrameNode, value: Tensor) -> bool:
-        """Called when a frame begins that is given one tensor; returns whether to call `returns` or `fails`, too."""
+        """Called when a frame with one tensor as input begins; returns whether to call `returns` or `fails`, too."""
 
     def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
         """Called when such a frame returns; returns whether to keep its input and output."""
@@ -43,7 +43,7 @@ class FrameFlow(Protocol):
 
 
 class FrameRecording:
-    """Notes when each frame ends, what it changes, and what the frames return that an open frame calls.
+    """Records when each frame ends, what it changes, and the results of frames that a running frame calls.
 
     Args:
         tree: Where results are written to; its open frames must be marked already.
@@ -148,7 +148,7 @@ class FrameRecording:
         caller.change = caller.change or running.change
 
     def close(self) -> bool:
-        """Ends the recording; returns whether the model wrote into what a frame returned: then record once more."""
+        """Ends the recording; returns whether the model wrote into the result of a frame: if so, record again."""
         is_spoilt = False
         hooked = [module for module in all_modules(self._model) if has_hooks(module)]
         if self.state_change is None and self._state is not None:

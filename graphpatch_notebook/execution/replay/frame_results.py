@@ -68,7 +68,7 @@ class FrameNode:
 
 
 class FrameTree:
-    """All frames of a model that were seen.
+    """All observed frames of a model.
 
     Attributes:
         root: The frame above the model.
@@ -80,12 +80,12 @@ class FrameTree:
         self.clock = 0
 
     def tick(self) -> int:
-        """Returns a time that is later than all before."""
+        """Returns a time that is later than all earlier ones."""
         self.clock += 1
         return self.clock
 
     def modules_around(self, nodes: Iterable[FrameNode]) -> list[Module]:
-        """Returns the modules whose calls must be seen to identify some frames: theirs, and all that call these."""
+        """Returns the modules whose calls must be observed to identify some frames: their modules, and all callers."""
         ids = {id(node.module) for node in nodes}
         found: dict[int, Module] = {}
         for node in self.root.walk()[:0:-1]:  # callees first
@@ -95,7 +95,7 @@ class FrameTree:
         return list(found.values())
 
     def replayable(self, until: float, among: Container[FrameNode] | None = None) -> list[FrameNode]:
-        """Returns the outermost frames (of those `among`) that ended before a time and that a run can leave out."""
+        """Returns the outermost frames (of those `among`) that ended before a time and that a run can skip."""
         found: list[FrameNode] = []
         frames = list(self.root.children.values())
         while frames:
@@ -139,7 +139,7 @@ Substitute = Callable[..., Any]
 
 
 class FrameReplay:
-    """Leaves frames out of a run, in whole or in part.
+    """Skips frames of a run, wholly or in part.
 
     Args:
         tree: The frames.
@@ -159,7 +159,7 @@ class FrameReplay:
         self._substitutes = substitutes or {}
 
     def modules(self) -> list[Module]:
-        """Returns the modules whose calls must be seen: those of its frames, and all that call one of these."""
+        """Returns the modules whose calls must be observed: those of its frames, and all callers of these."""
         return self._tree.modules_around((*self._values, *self._substitutes))
 
     def begin(

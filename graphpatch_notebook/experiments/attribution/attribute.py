@@ -339,7 +339,7 @@ def _data_array(
 
 
 def _conservation(pg: PatchableGraph, found: AttributionResults) -> dict[str, float]:
-    """Returns how far the scores of each cut through the model are from the change of the metric, relative to it."""
+    """Returns the relative difference between the scores of each cut through the model and the change of the metric."""
     if found.changes:
         return {
             path: abs(float(found.scores[path].sum()) - change) / (abs(change) or 1.0)

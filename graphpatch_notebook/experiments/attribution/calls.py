@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.checks.sharding import is_distributed
+from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.scored_nodes import has_storage
-from graphpatch_notebook.torch_compat import base_of, is_overload, overload_path
+from graphpatch_notebook.torch_compat import base_of, is_awaited, is_overload, overload_path
 
 if TYPE_CHECKING:
     from graphpatch_notebook.experiments.attribution.rules import DerivativeRules
@@ -52,7 +54,7 @@ class PairedCall:
         self.surrogate: Surrogate | None = None
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Returns the result of the function for other inputs. It never writes into them."""
+        """Returns the result of the function for other inputs, which do not change."""
         return self.take(self.function, *inputs)
 
     def take(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -120,7 +122,7 @@ class Rule:
 
 @cache
 def family_name(function: Callable[..., Any]) -> str:
-    """Returns the name that all forms of a function share: function, method, operator, and in place."""
+    """Returns the name that all forms of a function share: function, method, operator, in-place method."""
     if is_overload(function) and not str(overload_path(function)).startswith("aten."):
         return str(overload_path(function))
     raw, name = raw_name(function), function_name(function)
@@ -171,6 +173,18 @@ class HeldTensors:
         self.size = 0
 
     def hold(self, tensor: Tensor) -> Held:
+        """Returns a tensor as it is now.
+
+        Raises:
+            ExperimentError: It is a `DTensor`.
+        """
+        if is_distributed(tensor):
+            raise ExperimentError(
+                'the model computes with DTensors, which derivative rules cannot follow: use method="gradient", or a '
+                "plan whose modules return local tensors (use_local_output=True)"
+            )
+        if is_awaited(tensor):
+            tensor = tensor.detach().clone()  # which waits for it
         held, storage = Held(tensor), tensor.untyped_storage()
         known = self._by_storage.setdefault(storage.data_ptr(), [])
         if not known and not is_weight(tensor):

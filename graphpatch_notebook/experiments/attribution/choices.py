@@ -20,7 +20,7 @@ _CHOICES = operations.CHOICES | {"argsort", "argmin", "min"}
 
 
 class Choices:
-    """The choices of a pair of runs: the numbers that `topk`, `sort`, `argmax`, `max` and their like return.
+    """The choices of a pair of runs: the indices that `topk`, `sort`, `argmax`, `max` and similar functions return.
 
     With frozen routing, the corrupted run takes the numbers of the clean run, and its own values at these numbers. With
     free routing, nothing is done.
@@ -63,7 +63,7 @@ class Choices:
 
 
 class _Choosing(TorchFunctionMode):
-    """Decides the numbers that functions return, and takes their values from these places."""
+    """Sets the indices that functions return, and gathers the values at these indices."""
 
     def __init__(self, decide: Callable[[Tensor], Tensor]) -> None:
         self._decide = decide

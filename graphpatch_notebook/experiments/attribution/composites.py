@@ -24,7 +24,7 @@ def attention(*args: Any, **kwargs: Any) -> Any:
 
 
 def refused_attention(call: PairedCall) -> bool:
-    """Whether attention is random, so that its steps would draw other numbers, or cannot be taken apart."""
+    """Whether attention has dropout, so that its steps would draw other random numbers, or cannot be decomposed."""
     decomposition = decomposition_of(functional.scaled_dot_product_attention)
     is_random = bool(call.argument(4, "dropout_p", 0.0))
     return is_random or decomposition is None or call.take(decomposition.problem, *call.inputs) is not None
@@ -34,7 +34,7 @@ def refused_attention(call: PairedCall) -> bool:
 
 
 def normed(steps: Callable[..., Tensor]) -> Surrogate:
-    """Returns the rule of `layer_norm` or `rms_norm`: what their steps come to if only `x` differs between the runs."""
+    """Returns the rule of `layer_norm` or `rms_norm`: that of their steps if only `x` differs between the runs."""
 
     def surrogate(call: PairedCall, *inputs: Tensor) -> Any:
         if any(call.differs[1:]):
@@ -129,14 +129,22 @@ def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: 
     return x / norm(x, p, dim, keepdim=True).clamp_min(eps)
 
 
-def norm(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
-    """`torch.norm`, `torch.linalg.vector_norm`."""
+def norm(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **given: Any) -> Tensor:
+    """`torch.norm`, `torch.linalg.vector_norm`, and `torch.linalg.norm` of vectors."""
+    p = given.get("ord", p)
     dims = tuple(range(x.dim())) if dim is None else dim
     if p in (None, "fro", 2):
         return x.square().sum(dims, keepdim=keepdim).sqrt()
     if math.isinf(p):
         return (amax if p > 0 else amin)(x.abs(), dims, keepdim)
     return x.abs().pow(p).sum(dims, keepdim=keepdim).pow(1 / p)
+
+
+def is_norm_of_matrix(call: PairedCall) -> bool:
+    """Whether a call of `torch.linalg.norm` is that of a matrix, which is not computed entry by entry."""
+    order, dim = call.argument(1, "ord"), call.argument(2, "dim")
+    count = call.inputs[0].dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    return order not in (None, "fro") and count > 1
 
 
 def std(*args: Any, **kwargs: Any) -> Tensor:
@@ -187,7 +195,7 @@ def _max_or_min(x: Tensor, dim: Any, keepdim: bool, choose: Callable[[Tensor, Te
 
 
 def _folded(x: Tensor, dim: Any, keepdim: bool, choose: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Returns the result of a choice among the entries along dimensions, two by two."""
+    """Returns the result of a choice among the entries along dimensions, made pair by pair."""
     dims = [dim] if isinstance(dim, int) else list(dim) or list(range(x.dim()))
     for each in dims:
         while (size := x.shape[each]) > 1:
@@ -200,7 +208,7 @@ def _folded(x: Tensor, dim: Any, keepdim: bool, choose: Callable[[Tensor, Tensor
 
 
 def max_pool(call: PairedCall, *inputs: Tensor) -> Any:
-    """The rule of `max_pool1d` to `max_pool3d`: by their steps, where there are no gaps."""
+    """The rule of `max_pool1d` to `max_pool3d`: by their steps, without dilation and `ceil_mode`."""
     has_gaps = call.argument(4, "dilation", 1) not in (1, (1,), (1, 1), (1, 1, 1)) or call.argument(
         5, "ceil_mode", False
     )

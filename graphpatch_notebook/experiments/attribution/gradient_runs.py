@@ -233,7 +233,7 @@ class AttributionRuns:
         return wanted
 
     def _scored(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> set[str]:
-        """Scores as many of the paths as fit into memory; returns the others."""
+        """Scores as many paths as fit into memory, and returns the remaining ones."""
         compared = self._compared(wanted, state, is_careful)
         self._score(compared, state)
         return compared.left
@@ -306,7 +306,7 @@ class AttributionRuns:
             wanted = clean.left | rewritten
 
     def _score_alone(self, path: str, clean: list[Tensor], state: ModuleState) -> str | None:
-        """Scores one value, or returns why that cannot be."""
+        """Scores one value, or returns why that is not possible."""
         rules = rules_of(self._method)
         restored, cut = Restored(path, clean), Cut(path)
         with torch.no_grad(), rules.recording():
@@ -383,7 +383,7 @@ def no_gradient() -> ExperimentError:
 
 
 def metric_number(value: Any) -> Tensor:
-    """Returns what a metric returned, as a tensor without dimensions.
+    """Returns the result of a metric as a tensor without dimensions.
 
     Raises:
         ExperimentError: It is not a single number that has a gradient.
@@ -516,7 +516,7 @@ _SHARED = "the same tensor has another name and other uses, which cannot be sepa
 
 
 class Roots:
-    """The values at which the runs begin to differ, and which other values depend on them.
+    """The first values that differ between the runs, and the values that depend on them.
 
     Attributes:
         clean: The clean values of the roots.
@@ -596,7 +596,7 @@ def _difference(clean: Tensor, value: Tensor) -> Tensor:
 
 
 class Restored:
-    """The listener of a run on the corrupted inputs in which one value is that of the clean run.
+    """The listener of a run on the corrupted inputs in which one value is replaced by its clean value.
 
     Attributes:
         problem: Why it cannot be.
@@ -898,7 +898,7 @@ class KeptDims:
         return sums.T if kept != sorted(kept) else sums
 
     def _at_columns(self, product: Tensor, row: int, position: int) -> Tensor:
-        """Returns a tensor with the columns in place of the positions."""
+        """Returns a tensor with the selected columns instead of the positions."""
         by_row = product.movedim((row, position), (0, 1))
         rows = torch.arange(len(by_row), device=product.device)
         columns = torch.tensor(self.columns, device=product.device)

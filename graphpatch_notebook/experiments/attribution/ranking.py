@@ -121,7 +121,7 @@ def same_values(nodes: NodeMap, scored_nodes: Iterable[ScoredNode]) -> dict[str,
 
 
 def _origin(value: SourceValue, spec: TensorSpec, known: dict[Any, Any]) -> Any:
-    """Returns the key of the first name of a value; adds all names on the way to `known`."""
+    """Returns the key of the first name of a value; adds all names passed on the way to `known`."""
     way = [value.key]
     while way[-1] not in known and (before := _previous_name(value, spec)) is not None:
         value = before

@@ -7,6 +7,7 @@ its steps are computed from elementwise: `ElementwiseRoots` finds it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.functions import raw_name
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.experiments.attribution.calls import PairedCall, family_name, is_weight
 from graphpatch_notebook.torch_compat import base_of
 
 ACTIVATIONS = operations.NONLINEARITIES - {"glu", "softmax", "pow", "square", "exp"}
-DENOMINATORS = frozenset({"rsqrt", "sqrt", "var", "std", "norm", "vector_norm"})
+DENOMINATORS = frozenset("rsqrt sqrt var std norm vector_norm linalg_vector_norm linalg_norm".split())
 
 
 def identity(call: PairedCall, x: Tensor, *_: Tensor) -> Tensor:
@@ -41,6 +43,28 @@ def half(call: PairedCall, *inputs: Tensor) -> Any:
 def constant(call: PairedCall, *inputs: Tensor) -> Any:
     """A constant. Its derivative is 0, and not missing: the steps before it have scores, too."""
     return call(*(x.detach() for x in inputs)) + 0 * sum(x.sum() for x in inputs)
+
+
+def power(call: PairedCall, *inputs: Tensor) -> Any:
+    """The rule of `pow`: a root is a denominator, and a whole power a product of equal factors that share it."""
+    exponent = _exponent(call.function, call.argument(1, "exponent"))
+    return constant(call, *inputs) if _is_root(exponent) else call(*inputs) / exponent
+
+
+def refused_power(call: PairedCall) -> bool:
+    """Whether a power is neither a root nor a product of equal factors."""
+    exponent = _exponent(call.function, call.argument(1, "exponent"))
+    return not (_is_root(exponent) or (exponent > 1 and exponent == int(exponent)))
+
+
+def _exponent(function: Callable[..., Any], given: Any) -> float:
+    """Returns the exponent of a call of `pow`; 1 if it is no number, or the base is."""
+    is_number = isinstance(given, (int, float)) and math.isfinite(given)
+    return float(given) if is_number and raw_name(function) != "__rpow__" else 1.0
+
+
+def _is_root(exponent: float) -> bool:
+    return abs(exponent) == 0.5
 
 
 def by_first(call: PairedCall, first: Tensor, second: Tensor) -> Any:
@@ -81,9 +105,16 @@ class ElementwiseRoots:
         return value.requires_grad and not is_weight(value) and not any(known)
 
     def of(self, value: Tensor) -> Root:
-        """Returns the root of a value: itself, unless it was computed elementwise from a single one."""
+        """Returns the root of a value: the value itself, unless it was computed elementwise from a single one."""
         known = self._by_id.get(id(value))
         return known if known is not None and known.value is value else Root(value, value, True)
+
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        """Notes that a result is the same value in another form."""
+        known = self.of(value)
+        self._by_id[id(result)] = Root(result, result if known.root is value else known.root, known.is_multiple)
+        if not self.varies(value):
+            self._constants[id(result)] = result
 
     def note(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
         """Notes the root of a result, or that it is a constant."""
@@ -95,11 +126,12 @@ class ElementwiseRoots:
         varying = [self.of(part) for part in given if self.varies(part)]
         others = [part for part in given if not self.varies(part)]
         self._constants.pop(id(result), None)  # a result of an operation in place is known already
-        if name in DENOMINATORS or (not varying and any(part.requires_grad for part in given)):
+        is_root = name == "pow" and len(args) > 1 and _is_root(_exponent(function, args[1]))
+        if name in DENOMINATORS or is_root or (not varying and any(part.requires_grad for part in given)):
             self._constants[id(result)] = result
         if not varying or any(root.root is not varying[0].root for root in varying):
             return
-        if any(other.numel() != 1 for other in others) or result.shape != varying[0].root.shape:
+        if any(other.numel() != 1 for other in others) or result.shape != varying[0].value.shape:
             return
         if name in ACTIVATIONS or name in ("pow", "square", "exp"):
             is_multiple = False

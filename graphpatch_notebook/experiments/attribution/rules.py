@@ -62,6 +62,8 @@ from graphpatch_notebook.experiments.attribution.secants import (
     quotient,
     softmax,
 )
+from graphpatch_notebook.sharded import same_value
+from graphpatch_notebook.torch_compat import base_of
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 Method: TypeAlias = Literal["gradient", "integrated", "relp", "secant"]
@@ -116,6 +118,7 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "norm": composites.norm,
     "vector_norm": composites.norm,
     "linalg_vector_norm": composites.norm,
+    "linalg_norm": composites.norm,
     "std": composites.std,
     "cosine_similarity": composites.cosine_similarity,
     "glu": composites.glu,
@@ -132,6 +135,7 @@ _SECANT: dict[Any, Rule] = {
     **dict.fromkeys(("var", "var_mean", "mse_loss"), Rule(multilinear)),
     **dict.fromkeys(_APPROXIMATED.split(), Rule(path_average, is_exact=False)),
     **{name: Rule(by_steps(steps)) for name, steps in _COMPOSITES.items()},
+    "linalg_norm": Rule(by_steps(composites.norm), refusal=composites.is_norm_of_matrix),
     **{name: Rule(composites.normed(_COMPOSITES[name])) for name in ("layer_norm", "rms_norm")},
     **dict.fromkeys(("softmax", "_safe_softmax", "_softmax"), Rule(softmax)),
     **dict.fromkeys(("log_softmax", "_log_softmax"), Rule(log_softmax)),
@@ -145,6 +149,9 @@ _RELP: dict[Any, Rule] = {
     **dict.fromkeys(relp.ACTIVATIONS, Rule(relp.identity)),
     **dict.fromkeys(relp.DENOMINATORS, Rule(relp.constant)),
     **dict.fromkeys(("mul", "multiply"), Rule(relp.half, is_multilinear=True)),
+    "square": Rule(relp.half),
+    "pow": Rule(relp.power, refusal=relp.refused_power),
+    "glu": Rule(by_steps(composites.glu)),
     **{name: Rule(by_steps(_COMPOSITES[name])) for name in _NORMS},
 }
 _OPENED = frozenset({"multi_head_attention_forward"})
@@ -173,7 +180,7 @@ def register_rule(function: Callable[..., Any], surrogate: Surrogate, *, is_exac
 
 
 def warn_of_loss(what: str, loss: float, fallbacks: Mapping[str, str], *, is_half: bool) -> None:
-    """Warns if scores of the secant do not sum to what they should, and names what may be the cause.
+    """Warns if scores of the secant do not have the expected sum, and names possible causes.
 
     Args:
         what: Which scores, and what they should sum to.
@@ -243,6 +250,9 @@ class DerivativeRules:
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         """Is given the result of each call of the run with gradients."""
 
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        """Is given a value of the run with gradients, and the same in another form."""
+
 
 class SecantRules(DerivativeRules):
     """Rules that take each derivative from two runs."""
@@ -303,7 +313,7 @@ class SecantRules(DerivativeRules):
             clean = self._decisions[self._decided] if self._decided < len(self._decisions) else None
             self._decided += 1
             if clean is None or clean.shape != decision.shape or not torch.equal(clean, decision):
-                self.fallbacks.setdefault(name, "it decides otherwise in the other run")
+                self.fallbacks.setdefault(name, "it decides differently in the other run")
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         results = [part for part in _parts(result) if part.is_floating_point() or part.is_complex()]
         self._seen.update(part.grad_fn for part in (*results, *inputs))
@@ -326,9 +336,12 @@ class SecantRules(DerivativeRules):
                 kind = type(node).__name__.removesuffix("Backward")
                 self.fallbacks.setdefault(kind, "it is not a function that torch dispatches, and keeps its derivative")
 
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        self._seen.add(result.grad_fn)
+
     def _parted(self, clean: _Recorded | None, corrupted: _Recorded | None) -> str:
         return (
-            f"the secant pairs the operations of the two runs, which part at operation {self._at + 1}: "
+            f"the secant pairs the operations of the two runs, which diverge at operation {self._at + 1}: "
             f"{clean or 'nothing more'} in the clean run, {corrupted or 'nothing more'} in the corrupted run (mixtures "
             'of experts do that); use routing="frozen" or method="gradient", or inputs for which the model takes the '
             "same steps"
@@ -363,16 +376,16 @@ class RelPRules(DerivativeRules):
 
     def clean_counterpart(self, call: PairedCall) -> _Recorded:
         call.differs = tuple(map(self._roots.varies, call.inputs))
-        name = family_name(call.function)
         roots = [self._roots.of(x) for x in call.inputs if self._roots.varies(x)]
-        if name in relp.ACTIVATIONS and roots and roots[0].root is not call.inputs[0]:
-            call.differs = (False,)  # a step of an activation that is written out, the product of which has the rule
         if len(roots) == 2 and roots[0].root is roots[1].root and call.inputs[0] is not call.inputs[1]:
             call.surrogate = relp.by_first if roots[0].is_multiple else relp.by_second if roots[1].is_multiple else None
-        return _Recorded(name, [Held(x) for x in call.inputs])
+        return _Recorded(family_name(call.function), [Held(x) for x in call.inputs])
 
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         self._roots.note(function, args, result)
+
+    def pass_on(self, value: Tensor, result: Tensor) -> None:
+        self._roots.pass_on(value, result)
 
 
 @dataclass
@@ -420,8 +433,15 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self._rules = rules
         self._writes = HeldTensors()
+        self._weights: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is same_value:
+            value, result = args
+            if self._is_weight(value):
+                self._weights[id(result)] = result
+            self._rules.pass_on(value, result)
+            return result
         kwargs = kwargs or {}
         self._rules.before(args)
         if family_name(func) in _OPENED:
@@ -432,15 +452,19 @@ class _Mode(TorchFunctionMode):
         rule = self._rules.rule_for(func)
         call = None if rule is None else PairedCall(func, args, kwargs, self._rules)
         if rule is not None and call is not None and _fits(rule, call):
-            if not rule.is_multilinear or sum(not is_weight(x) for x in call.inputs) > 1:
+            if not rule.is_multilinear or sum(not self._is_weight(x) for x in call.inputs) > 1:
                 return self._with_rule(rule, call, args, kwargs)
         else:
             rule = None
         self._writes.before(func, args, kwargs)
         return self._plain(func, args, kwargs, has_rule=rule is not None)
 
+    def _is_weight(self, value: Tensor) -> bool:
+        known = (self._weights.get(id(each)) is each for each in (value, base_of(value)) if each is not None)
+        return is_weight(value) or any(known)
+
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
-        """Calls a function that keeps its derivative, because it has no rule, or because that is what its rule says."""
+        """Calls a function that keeps its own derivative: it does not have a rule, or its rule says so."""
         raise NotImplementedError
 
     def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
@@ -585,7 +609,7 @@ class _ReplacedCall:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Returns a tensor in single precision if it has half, as sums over many products need it."""
+    """Returns a half-precision tensor in single precision, which sums over many products need."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 

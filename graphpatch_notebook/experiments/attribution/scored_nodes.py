@@ -253,7 +253,7 @@ def _is_computed_float(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _SequenceDim:
-    """The sequence dimension of a value, and whether it is that of an encoder."""
+    """The sequence dimension of a value, and whether the sequence belongs to an encoder."""
 
     dim: int
     is_encoder: bool = False
@@ -319,7 +319,7 @@ class PositionAxis:
             self.positions = list(range(len(self._columns)))
 
     def of_rows(self, path: str) -> dict[str, Any]:
-        """Returns the fields of `KeptDims` for positions of each row."""
+        """Returns the fields of `KeptDims` for positions that differ by row."""
         return {"row": self._row_dims[path], "columns": self._columns} if self._columns else {}
 
     def _find_rows(self, node: ScoredNode) -> None:

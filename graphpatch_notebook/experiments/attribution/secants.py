@@ -1,4 +1,4 @@
-"""The derivatives of the secant: means of the Jacobian between two runs, which explain the whole change of a result."""
+"""The derivatives of the secant: means of the Jacobian between two runs, which account for all of a result's change."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _orders(different: Sequence[int], number: int) -> Iterator[tuple[set[int], f
 
 
 def softmax(call: PairedCall, scores: Tensor) -> Tensor:
-    """Softmax's own Jacobian, taken at the logarithmic mean of the two results.
+    """The Jacobian of softmax at the logarithmic mean of the two results.
 
     It explains the whole change, is indifferent to a shift of all scores, and stays within the bounds of the derivative
     whatever the scores are. The quotients of exp and of the division conserve too, but with large scores they are
@@ -133,7 +133,7 @@ def _finite(scores: Tensor) -> Tensor:
 
 
 def by_steps(steps: Callable[..., Any]) -> Surrogate:
-    """Returns the rule that takes a function apart: `steps` has its signature, and each step its own rule."""
+    """Returns the rule that decomposes a function: `steps` has its signature, and each step has its own rule."""
 
     def surrogate(call: PairedCall, *inputs: Tensor) -> Any:
         rules = call.rules.another()
@@ -160,7 +160,7 @@ def _gap(clean: Tensor, corrupted: Tensor) -> Tensor:
 
 @cache
 def _gauss(points: int) -> list[tuple[float, float]]:
-    """Returns the points and weights of Gauss and Legendre between 0 and 1."""
+    """Returns the points and weights of Gauss-Legendre quadrature between 0 and 1."""
     at, weights = np.polynomial.legendre.leggauss(points)
     return [(float(x + 1) / 2, float(w) / 2) for x, w in zip(at, weights, strict=True)]
 

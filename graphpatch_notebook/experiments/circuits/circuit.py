@@ -60,7 +60,7 @@ class Edge:
 
 @dataclass(frozen=True, repr=False)
 class Circuit:
-    """Some edges between the components of a model: what `circuit` returns.
+    """Some edges between the components of a model, as `circuit` returns them.
 
     Attributes:
         edges: The edges, largest magnitude of the score first.
@@ -119,7 +119,7 @@ class Circuit:
         return f"{len(self.edges):,} of {self.candidates:,} edges{known}"
 
     def strongest(self, count: int | None) -> Circuit:
-        """Returns the circuit with only so many of its edges, those with the largest scores; `None` for all."""
+        """Returns the circuit with only the `edges` with the largest scores; `None` for all."""
         if count is None or len(self.edges) <= count:
             return self
         return replace(self, edges=tuple(sorted(self.edges, key=lambda edge: -abs(edge.score))[:count]))
@@ -136,7 +136,7 @@ class Circuit:
         return tuple(name for name in dict.fromkeys((*starts, *order, *ends)) if name in used)
 
     def targets(self, receiver: str) -> tuple[str, ...]:
-        """Returns the nodes that a receiver belongs to: the senders that are computed from it, or itself if none is."""
+        """Returns the nodes that a receiver belongs to: the senders that are computed from it, or else itself."""
         return self.feeds[receiver] or (receiver,)
 
     def without_dead_ends(self) -> Circuit:
@@ -196,7 +196,7 @@ class Circuit:
         return json.dumps(document, indent=1)
 
     def to_python(self, graph: str = "pg", inputs: str = "clean", corrupted: str = "corrupted") -> str:
-        """Returns Python code that makes the circuit, and runs the model as it.
+        """Returns Python code that makes the circuit, and runs the model with only its edges.
 
         Args:
             graph: The variable of the `PatchableGraph`.
@@ -214,7 +214,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
 '''
 
     def to_svg(self, file: str | os.PathLike[str] | None = None, *, edges: int | None = None) -> str:
-        """Returns a picture of the circuit, for papers, and writes it into a file if one is given.
+        """Returns a picture of the circuit for papers, and writes it to a file if `file` is given.
 
         Layers go upwards; if edges have positions, tokens go across, with dotted lines from where a component reads
         keys and values to the later positions at which it writes (to all if it is not causal). The width of an edge is
@@ -286,7 +286,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
 
 
 def place_of(edge: Edge) -> int | None:
-    """Returns the position of the senders that an edge leads to; `None`: any, as a key is read from later positions."""
+    """Returns the position of the senders that an edge leads to; `None` for any, since later positions read a key."""
     return edge.position if edge.receiver.rpartition(".")[2] in ("q", "mlp") else None
 
 

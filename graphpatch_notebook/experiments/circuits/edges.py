@@ -61,6 +61,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def attribute_edges(
 
 
 def _ends(one_sided: bool | RestoredEnd, method: str) -> Sequence[RestoredEnd]:
-    """Returns the ends of edges that are restored alone, for scores that are the mean over these.
+    """Returns the ends of edges whose single restorations the scores are averaged over.
 
     Raises:
         ExperimentError: Something else was given, or the scores have no such ends.
@@ -227,7 +228,7 @@ def _ends(one_sided: bool | RestoredEnd, method: str) -> Sequence[RestoredEnd]:
 
 
 def _warn_of_skipped(nodes: Nodes) -> None:
-    """Warns if whole components are missing: the scores are then those of a part of the model."""
+    """Warns if whole components are missing: then the scores cover only a part of the model."""
     if missing := nodes.missing:
         name, why = next(iter(missing.items()))
         warn(
@@ -239,7 +240,7 @@ def _warn_of_skipped(nodes: Nodes) -> None:
 
 
 def _warn_of_loss(nodes: Nodes, scored: ScoredEdges) -> None:
-    """Warns if scores of the secant do not sum to what they should, and names what may be the cause."""
+    """Warns if scores of the secant do not have the expected sum, and names possible causes."""
     if nodes.missing or not scored.fallbacks or not scored.losses:  # without fallbacks, the runs differ elsewhere, too
         return
     what = max(scored.losses, key=scored.losses.__getitem__)
@@ -295,7 +296,7 @@ def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> l
 
 
 def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) -> list[str]:
-    """Returns the names that patterns mean, in order; `*` is any number.
+    """Returns the names that match patterns, in order; `*` is any number.
 
     Raises:
         UnknownPathError: The name does not exist.
@@ -493,7 +494,7 @@ Values: TypeAlias = "Mapping[str, Tensor]"
 
 
 def recorded_paths(nodes: Nodes) -> list[str]:
-    """Returns the paths of all that senders write and norms read, and of what receivers read without a linear map."""
+    """Returns the paths of values that senders write, that norms read, and that receivers read without a linear map."""
     paths = [path for writer in nodes.writers for path in writer.paths]
     paths += nodes.norm_paths
     paths += [path for reader in nodes.readers if reader.projection is None for path in reader.paths]
@@ -519,7 +520,7 @@ class _Runs:
             return self._scores(state)
 
     def one_sided_scores(self, ends: Sequence[RestoredEnd], rows: Sequence[str], columns: Sequence[str]) -> EdgeScores:
-        """Returns scores as the mean of those in which one end of the edges alone is restored.
+        """Returns the mean of the scores in which only one end of the edges is restored.
 
         Args:
             ends: The ends.
@@ -606,7 +607,7 @@ class _Runs:
     def _gradient_run(
         self, rules: DerivativeRules, clean: Values, fraction: float, state: ModuleState
     ) -> tuple[Values, Tensor, Mapping[str, Tensor | None]]:
-        """Returns the values, the metric and the gradients of a run between the two, mostly at the corrupted one."""
+        """Returns the values, the metric and the gradients of a run at a point between the two runs."""
         starts = {path: clean[path] if fraction else None for path in self.nodes.streams.values()}
         with rules.applied(), torch.enable_grad():
             run = _GradientRun(starts, fraction, self._reads)
@@ -665,7 +666,8 @@ class _Runs:
         with self.pg.patch(merged, strict=True), choices:
             output = inputs.run(self.pg)
         metric = metric_number(self.batch.metric(output))
-        return {path: probe.activation.detach() for path, probe in probes.items()}, metric
+        with without_torch_functions():
+            return {path: probe.activation.detach() for path, probe in probes.items()}, metric
 
 
 def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple[_Group, str, int]]:
@@ -684,7 +686,7 @@ def _restoring(clean: Tensor, corrupted: Tensor, columns: Tensor | None) -> Patc
 
 
 class _GradientRun:
-    """The patches of a run with gradients: its values begin at new leaves, and those that receivers read are kept."""
+    """The patches of a run with gradients: its values start at new leaves, and the inputs of receivers are kept."""
 
     def __init__(self, starts: Mapping[str, Tensor | None], fraction: float, reads: Sequence[str]) -> None:
         self._fraction = fraction
@@ -696,10 +698,11 @@ class _GradientRun:
         self.patches: dict[str, Patch[Any]] = {**begins, **self._probes}
 
     def _begin(self, value: Tensor, clean: Tensor | None) -> Tensor:
-        start = value.detach()
-        if clean is not None:
-            start = torch.lerp(start, clean, self._fraction)
-        return start.clone().requires_grad_().clone()  # the model may write into it
+        with without_torch_functions():  # derivative rules would take it for a step of the model
+            start = value.detach()
+            if clean is not None:
+                start = torch.lerp(start, clean, self._fraction)
+            return start.clone().requires_grad_().clone()  # the model may write into it
 
     def gradients(self, metric: Tensor, reads: Sequence[str]) -> dict[str, Tensor | None]:
         """Returns the gradient at each path; `None` where the metric does not depend on it."""
@@ -832,7 +835,7 @@ class _Backwards:
     def _stacks(
         self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]
     ) -> Iterator[tuple[list[str], Tensor]]:
-        """Yields gradients by what receivers read, of shape `(receivers, rows, channels)`, as many as fit."""
+        """Yields gradients at inputs of receivers, of shape `(receivers, rows, channels)`, as many as memory allows."""
         names: list[str] = []
         parts: list[Tensor] = []
         for name, part in self._parts(readers, gradients):
@@ -883,7 +886,7 @@ class _Backwards:
             self._add(names, direct, gradient)
 
     def _add(self, names: Sequence[str], writers: Sequence[Writer], gradient: Tensor) -> None:
-        """Adds the scores of edges, from the gradients of what is written."""
+        """Adds the scores of edges, computed from the gradients of the written values."""
         rows, positions = [self.found.rows[name] for name in names], self.found.positions
         if positions is None:
             for columns, delta in self.deltas.together(writers):
@@ -901,7 +904,7 @@ class _Backwards:
         self.found.values[rows, columns, number] += scores.detach().cpu().double().numpy() / self.count
 
     def _through(self, norm: NormOfSum, gradient: Tensor) -> Tensor:
-        """Returns gradients at what a norm reads, from those of its result."""
+        """Returns gradients at the input of a norm, from those at its result."""
         rules = rules_of(self.method)
         if self.method == "secant":
             with rules.recording(), torch.no_grad():

@@ -232,7 +232,7 @@ class _Picture:
         ]
 
     def _route(self, number: int, edge: Edge, target: int) -> _Route:
-        """Returns a line. The strongest have places in the rows between; others pass behind the nodes there."""
+        """Returns a line. The strongest lines get space in the rows between; others pass behind the nodes there."""
         first, last = self.of_node[self.index[edge.sender, edge.position]], self.of_node[target]
         room = _EDGE_ROOM + self._thickness(edge)
         rows = range(first.row + 1, last.row) if number < READABLE else ()
@@ -386,7 +386,7 @@ class _Picture:
         return round(_THINNEST + (_WIDEST - _THINNEST) * abs(edge.score) / largest, 2)
 
     def _spread(self) -> tuple[list[float], list[float]]:
-        """Returns where each line begins and ends: at a port, or beside others, in the order of what is next to it."""
+        """Returns where each line begins and ends: at a port, or next to others, in the order of their neighbors."""
         starts, stops = [0.0] * len(self.routes), [0.0] * len(self.routes)
         leaving: dict[int, list[int]] = {}
         entering: dict[int, list[int]] = {}
@@ -459,7 +459,7 @@ def _placed(name: str, position: int | None) -> PlacedNode:
 
 
 def _offsets(row: Sequence[_Item]) -> list[float]:
-    """Returns how far each item is from the first one, if they are as close as may be."""
+    """Returns the distance of each item from the first one, if they are as close as possible."""
     offsets = [0.0]
     for left, right in pairwise(row):
         gap = _GAP if left.node is not None and right.node is not None else _GAP / 2

@@ -87,7 +87,7 @@ class Nodes:
 
     @property
     def norm_paths(self) -> list[str]:
-        """The paths of what the norms on the way to receivers read."""
+        """The paths of the inputs of norms before receivers."""
         return list(dict.fromkeys(norm.path for reader in self.readers for norm in norms_in(reader.source)))
 
 
@@ -126,7 +126,7 @@ def norms_in(source: Sum) -> list[NormOfSum]:
 
 
 def writers_in(source: Sum) -> set[Writer]:
-    """Returns the writers that a sum consists of, also through norms."""
+    """Returns the writers that are the terms of a sum, also through norms."""
     sums = [source, *(norm.source for norm in norms_in(source))]
     return {term.source for each in sums for term in each if isinstance(term.source, Writer)}
 
@@ -198,7 +198,7 @@ class _Finder:
         self._written[f"{named.name}{each.kind}"] = tuple(name for writer in writers for name in writer.names)
 
     def _steps_to(self, written: Value, writer: Writer) -> tuple[StreamStep, ...]:
-        """Returns what is done with what a sender writes, before it is added to the stream."""
+        """Returns the operations on the value of a sender before it is added to the stream."""
         term, steps = LinearPaths(self._trails, {writer.value: writer}).of(written)[0], tuple[StreamStep, ...]()
         while isinstance(term.source, NormOfSum):
             steps = (*term.steps, *steps)
@@ -225,7 +225,7 @@ class _Finder:
         return writer
 
     def _of_experts(self, named: NamedLayer, written: Value, router: Value) -> list[Writer]:
-        """Returns the writers of the experts, if what the chosen ones write is summed for each row.
+        """Returns the writers of the experts, if the outputs of the chosen ones are summed for each row.
 
         What is added beside them, as by a shared expert, is a sender of its own.
         """
@@ -242,7 +242,7 @@ class _Finder:
         ]
 
     def _summands(self, value: Value) -> list[Value]:
-        """Returns the values whose sum a value is, in order of execution."""
+        """Returns the terms of a sum, in order of execution."""
         moving = self._flow.moving(value.node)
         if value.op != "sum" and is_same(value) and len(moving) == 1:
             return self._summands(moving[0])
@@ -252,7 +252,7 @@ class _Finder:
         return [value]
 
     def _routed(self, named: NamedLayer, value: Value, router: Value) -> Writer | str:
-        """Returns the writer of a sum over the chosen experts, or why a value is not one."""
+        """Returns the writer of a sum over the chosen experts, or why a value is not such a sum."""
         flow, moving, made = self._flow, self._flow.moving(value.node), value.node.whole
         dim = made.kwargs.get("dim", made.args[1] if len(made.args) > 1 else None)
         if value.op in _INTO_ROWS:
@@ -267,7 +267,7 @@ class _Finder:
         return Writer(names, value, flow.path(moving[0]), choice=numbers[0])
 
     def _input_path(self, linear: Value) -> str:
-        """Returns the path of what a linear map reads: at the input of its module, if it is that of a module."""
+        """Returns the path of the input of a linear map: the input of its module, if it is a module."""
         value = self._flow.moving(linear.node)[0]
         frame = self._flow.frame_of[linear.node]
         while True:
@@ -297,7 +297,7 @@ class _Finder:
             self.found.skipped[f"{name}.heads[*]"] = problem
 
     def _add_heads(self, name: str, each: NamedWrite) -> str:
-        """Adds the receivers of queries, keys and values; returns why there are none, or nothing."""
+        """Adds the receivers of queries, keys and values; returns why there are none, or an empty string."""
         found: dict[str, Projection] = {}
         try:
             for letter in _LETTERS:
@@ -337,7 +337,7 @@ class _Finder:
                 raise NoPathError(f"{self._flow.path(Value(node))} has outputs that are not queries, keys or values")
 
     def _output_path(self, linear: Value) -> str:
-        """Returns the path of the result of a linear map: of the module's output, if it is that."""
+        """Returns the path of the result of a linear map: the output of its module, if it is a module."""
         value = linear
         while True:
             path = self._flow.path(value)
@@ -423,7 +423,7 @@ class _Finder:
     # -- both ends -----------------------------------------------------------------------------------------------------
 
     def _add_link(self, stack: Stack) -> None:
-        """Adds a receiver for what a stack begins with, if that is computed from the end of another one."""
+        """Adds a receiver for the start of a stack, if it is computed from the end of another stack."""
         value = stack.layers[0].start.value
         writer = self._by_value.get(value)
         others = {own: each for own, each in self._by_value.items() if each is not writer}

@@ -1,4 +1,4 @@
-"""Which position in the sequence each row has of what senders write, and whether later positions are read."""
+"""The sequence position of each row of the values that senders write, and whether later positions are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from graphpatch_notebook.patches.kinds import CustomPatch
 
 
 class WrittenPositions:
-    """The positions of the rows of what senders write, as far as they are chosen.
+    """The positions of the rows of the values that senders write, among the chosen positions.
 
     Args:
         root: The root frame of the capture.
@@ -76,7 +76,7 @@ class WrittenPositions:
             self._numbers[stream] = self._numbered(shape, *dims[stream], by_row)
 
     def _numbered(self, shape: tuple[int, ...], dim: int, batch: int | None, by_row: list[list[int]] | None) -> Tensor:
-        """Returns for each row of a stream the number of its position among the chosen ones; -1: it is none of them."""
+        """Returns for each row of a stream the number of its position among the chosen ones, or -1."""
         found = torch.full(shape, -1)
         if by_row is None:
             for number, position in enumerate(self.labels):
@@ -92,7 +92,7 @@ class WrittenPositions:
         return found.reshape(-1, 1)
 
     def of(self, writer: Writer) -> Tensor:
-        """Returns for each row of what a sender writes the number of its position in `labels`, or -1."""
+        """Returns for each row of a sender's value the number of its position in `labels`, or -1."""
         known = self._known.get(writer)
         if known is None:
             known = self._numbers[writer.stream]
@@ -102,7 +102,7 @@ class WrittenPositions:
         return known
 
     def are_kept(self, writer: Writer, positions: Iterable[int]) -> Tensor:
-        """Returns which rows of what a sender writes are at some positions, as booleans."""
+        """Returns which rows of a sender's value are at some positions, as booleans."""
         numbers = [number for number, label in enumerate(self.labels) if label in positions]
         return torch.isin(self.of(writer), torch.tensor(numbers, dtype=torch.long))
 
@@ -120,7 +120,7 @@ def _dims(root: Frame, stream: str, shape: tuple[int, ...]) -> tuple[int, int | 
 
 
 def read_ahead(pg: PatchableGraph, inputs: Inputs) -> list[str]:
-    """Returns the attention whose queries read later keys, such as `layers[2].attn`: that which is not causal.
+    """Returns the attention that is not causal, such as `layers[2].attn`: its queries read later keys.
 
     Args:
         pg: The graph.

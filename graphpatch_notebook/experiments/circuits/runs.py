@@ -34,7 +34,7 @@ Kept: TypeAlias = "Mapping[str, Mapping[str, frozenset[int] | None]]"
 
 
 def circuit_patches(pg: PatchableGraph, circuit: Circuit, corrupted: Any) -> dict[str, Patch[Any]]:
-    """Returns the patches under which a model runs as a circuit.
+    """Returns the patches that make a model run as a circuit.
 
     Under them, a call of `pg` on the clean inputs computes what the circuit computes: each receiver reads what it reads
     on the corrupted inputs, plus the changes that its edges pass on. With all edges, that is what the model computes;
@@ -72,7 +72,7 @@ def circuit_patches(pg: PatchableGraph, circuit: Circuit, corrupted: Any) -> dic
 
 
 def nodes_like(pg: PatchableGraph, feeds: Mapping[str, Sequence[str]]) -> Nodes:
-    """Returns the nodes of a model that feed each other so: with heads of attention as nodes, or without.
+    """Returns the nodes of a model that match the nodes of a circuit: with attention heads as nodes, or without.
 
     Raises:
         ExperimentError: The model has other nodes.
@@ -110,7 +110,7 @@ def kept_edges(nodes: Nodes, circuit: Circuit) -> Kept:
 
 
 def base_paths(nodes: Nodes) -> list[str]:
-    """Returns the paths of what senders write, norms read and receivers read."""
+    """Returns the paths of the values that senders write, norms read and receivers read."""
     paths = [*(path for writer in nodes.writers for path in writer.paths), *nodes.norm_paths]
     paths += [path for reader in nodes.readers for path in reader.paths]
     return list(dict.fromkeys(paths))
@@ -187,7 +187,7 @@ class CircuitRuns:
 
 
 class Stream:
-    """The stream of the corrupted run, and how changes of what senders write change what receivers read.
+    """The stream of the corrupted run, and the effect of changes of senders on the inputs of receivers.
 
     Attributes:
         values: The values of the corrupted run, by path.
@@ -200,7 +200,7 @@ class Stream:
         self._written: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def written(self, writer: Writer, now: Mapping[str, Tensor]) -> Tensor:
-        """Returns what senders write in a run, minus what they write in the corrupted one; once for each run."""
+        """Returns the values of senders in a run, minus those of the corrupted run; once for each run."""
         key = (threading.get_ident(), id(writer))
         known = self._written.get(key)
         if known is None or known[0] is not now[writer.path]:
@@ -278,7 +278,7 @@ def _mask(
 
 @dataclass(eq=False)
 class ReadPatch(Patch[Any]):
-    """Replaces what receivers read by what they read in the corrupted run, plus the changes of the senders they keep.
+    """Replaces the inputs of receivers by those of the corrupted run, plus the changes of the senders that they keep.
 
     Attributes:
         stream: The stream of the corrupted run.
@@ -302,7 +302,7 @@ class ReadPatch(Patch[Any]):
         return list(dict.fromkeys(path for writer in used for path in writer.paths))
 
     def reading(self, values: Sequence[Any]) -> ReadPatch:
-        """Returns a copy whose `op` uses these values of the senders."""
+        """Returns a copy with an `op` that uses these values of the senders."""
         result = copy.copy(self)
         result._read = dict(zip(self.sources, values, strict=True))
         return result

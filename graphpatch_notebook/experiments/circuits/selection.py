@@ -208,7 +208,7 @@ def faithfulness(
     executor: Any = None,
     recipe: Any = None,
 ) -> Dataset:
-    """Returns how much of an effect circuits of several sizes keep, in exact runs of the model.
+    """Returns the share of an effect that circuits of several sizes keep, measured in runs of the model.
 
     The faithfulness of a circuit is `(metric of the circuit - corrupted) / (clean - corrupted)`: 1 if its edges alone
     pass on the whole effect. There is one run for each ranking, size and batch, and two more for each batch.
@@ -332,7 +332,7 @@ def _counts(sizes: Iterable[int | float], candidates: int) -> list[int]:
 
 
 def _areas(shares: Any, curve: Any) -> tuple[float, float]:
-    """Returns the areas under a curve, and between it and 1, over shares from 0, where nothing is kept."""
+    """Returns the area under a curve and the area between it and 1, over shares from 0, where no edge is kept."""
     places, heights = (shares, curve) if shares[0] == 0 else (np.append(0, shares), np.append(0, curve))
     widths = np.diff(places)
     under = float(((heights[1:] + heights[:-1]) / 2 * widths).sum())

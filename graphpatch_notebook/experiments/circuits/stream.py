@@ -1,4 +1,4 @@
-"""The linear paths of a model: what a value is the sum of, as far as it is a sum.
+"""The linear paths of a model: the terms of values that are sums.
 
 From a value that a component reads, additions, scalings by constants, and operations that only rearrange lead back to
 what other components added to the residual stream (`Writer`). A norm on the way is that of another sum (`NormOfSum`).
@@ -68,7 +68,7 @@ class Writer:
         return (self.path, self.choice) if self.choice else (self.path,)
 
     def change(self, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
-        """Returns what each sender writes in one run, minus the same in another: `(senders, rows, channels)`.
+        """Returns the value of each sender in one run, minus its value in another: `(senders, rows, channels)`.
 
         Args:
             now: The values of a run, by path.
@@ -105,7 +105,7 @@ class Scaling:
         return rows
 
     def back(self, gradients: Tensor) -> Tensor:
-        """Returns the gradients of what is multiplied."""
+        """Returns the gradients of the factor that is not constant."""
         return self.on(gradients)
 
 
@@ -132,7 +132,7 @@ class Move:
     source: Value
 
     def order(self, rows: Tensor) -> Tensor:
-        """Returns which row each row of the result is."""
+        """Returns the row of the source for each row of the result."""
         shape = self._shape(rows.shape[-2])
         numbers = torch.arange(rows.shape[-2], device=rows.device).view(*shape[:-1], 1).expand(*shape[:-1], 2)
         made = self.node.whole
@@ -187,7 +187,7 @@ class Summand:
     steps: tuple[StreamStep, ...] = ()
 
     def on(self, rows: Tensor) -> Tensor:
-        """Returns what becomes of rows of the source."""
+        """Returns rows of the source after all steps."""
         for step in self.steps:
             rows = step.on(rows)
         return rows
@@ -218,7 +218,7 @@ class LinearPaths:
         self._depends: dict[Node, bool] = {}
 
     def of(self, value: Value) -> Sum:
-        """Returns the terms whose sum a value is, up to what is the same in all runs.
+        """Returns the terms of a value, up to a sum that is the same in all runs.
 
         Raises:
             NoPathError: It depends on a writer in another way.
@@ -229,7 +229,7 @@ class LinearPaths:
         return self._known[value]
 
     def _chain(self, value: Value) -> list[Value]:
-        """Returns the values that lead to a value and are not known yet, in order of execution."""
+        """Returns the values that a value is computed from and that are not known yet, in order of execution."""
         found, waiting = [value], [value]
         seen = {value}
         while waiting:
@@ -398,7 +398,7 @@ def _with(terms: Sum, step: StreamStep) -> Sum:
 
 
 def is_same(value: Value) -> bool:
-    """Whether an operation returns the values of what it reads, in the same rows or in others."""
+    """Whether an operation returns the values that it reads, possibly in other rows."""
     if value.op in _ALTERED:
         return False
     return value.op in SAME_VALUES or value.op in _MOVES or value.op in _IN_ORDER & VIEWS
@@ -442,12 +442,12 @@ def in_order(value: Value, source: Value) -> bool:
 
 
 def rows_of(value: Tensor) -> Tensor:
-    """Returns a value with all dimensions but the last, the channels, as one: a view where there is one."""
+    """Returns a value with all dimensions before the last one, the channels, flattened: a view if possible."""
     return value.reshape(-1, value.shape[-1])
 
 
 def index_of(numbers: Tensor) -> slice | Tensor:
-    """Returns numbers as a slice, if they follow each other."""
+    """Returns numbers as a slice, if they are consecutive."""
     first, last = int(numbers[0]), int(numbers[-1])
     is_range = last - first + 1 == len(numbers) and bool((numbers.diff() == 1).all())
     return slice(first, last + 1) if is_range else numbers

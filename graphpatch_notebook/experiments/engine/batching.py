@@ -185,6 +185,7 @@ class Batching:
         output: Where the rows are in the output.
         layouts: Where the rows are in what frames returned.
         of_paths: Where the rows are in patched values.
+        shapes: The shapes of patched values in the clean run.
         problems: Why some paths cannot be patched in a batch, by path.
         most: The maximum number of cells in one forward.
         cost: The cost of a run.
@@ -197,6 +198,7 @@ class Batching:
     output: Layout
     layouts: Mapping[FrameNode, Layout]
     of_paths: Mapping[str, BatchRows]
+    shapes: Mapping[str, Sequence[int]]
     problems: Mapping[str, str]
     most: int
     cost: RunCost
@@ -215,11 +217,11 @@ class Batching:
                 return f"{path!r}: other patches of the cell are on parts of the same value"
             where = entry.restriction
             if where is not None and (
-                (where.steps is not None and 0 not in where.steps)
+                not where.is_whole_in(self.shapes[path])
                 or (where.positions is not None and where.dim == self.of_paths[path].dim)
                 or where.row_dim not in (None, self.of_paths[path].dim)
             ):
-                return f"{path!r}: the patch is for some steps, or for rows"
+                return f"{path!r}: the patch is for some steps, for rows, or for positions that are not there"
         return None
 
 
@@ -258,14 +260,14 @@ def batching_of(
     assumed = _assumed(clean, moving, size) if may_assume else None
     output, layouts, of_paths, problems = assumed or _looked_up(pg, clean, [t for t in targets if t.path in moving])
     problems = {**problems, **more}
-    return Batching(
-        layout, output, layouts, of_paths, problems, most, cost, extra, instead, is_assumed=assumed is not None
-    )
+    shapes = {path: mark.value.shape for path, mark in clean.marks.items() if isinstance(mark.value, Tensor)}
+    is_assumed = assumed is not None
+    return Batching(layout, output, layouts, of_paths, shapes, problems, most, cost, extra, instead, is_assumed)
 
 
 def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:
     """Returns the paths in modules that check whether two inputs are the same object: batching breaks that identity."""
-    why = "nn.MultiheadAttention does another thing for inputs that are the same object"
+    why = "nn.MultiheadAttention treats inputs that are the same object differently"
     return {target.path: why for target in targets if _is_within(target.frame, nn.MultiheadAttention)}
 
 
@@ -277,7 +279,7 @@ def _is_within(frame: Frame | None, kind: type[nn.Module]) -> bool:
 
 def _read_after(pg: PatchableGraph, inputs: Inputs, clean: CleanRun, targets: Sequence[Target]) -> dict[str, str]:
     """Returns the paths after which Python reads values: the model may then take different branches for each cell."""
-    why = "the model looks at values, and may do another thing for each cell"
+    why = "the model reads values, and may behave differently in each cell"
     if clean.last_read == NEVER:
         # This run did not record reads, but the capture did.
         has_doubts = any(frame.doubts for frame in captured(pg).root.walk())

@@ -51,11 +51,14 @@ class CellResult:
         number: The number of the cell.
         measurement: The metric; `None` for a cell that failed.
         error: The message of its error, if it failed.
+        has_changed_state: Whether its patches changed what they refer to, which cells that run elsewhere, or after a
+            restart, do not have.
     """
 
     number: int
     measurement: Measurement | None
     error: str | None = None
+    has_changed_state: bool = False
 
 
 def axes_of(axes: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -113,7 +113,9 @@ def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
         return np.array(value.detach().to("cpu").double().numpy())
     if _has_none(value):  # numpy would convert it to NaN
         raise ExperimentError(
-            "the metric gave None: does it lack a return?" if value is None else f"the metric gave {value!r}, with None"
+            "the metric returned None: is a return statement missing?"
+            if value is None
+            else f"the metric returned {value!r}, which contains None"
         )
     try:
         if not isinstance(value, (str, bytes)):

@@ -85,7 +85,7 @@ class PrivateCopies:
     def _patch(self, patch: Any) -> Patch[Any]:
         kind = type(patch)
         if not declares(patch, "is_pure"):
-            raise ImpureError(f"a {kind.__name__} may do something else each time")
+            raise ImpureError(f"a {kind.__name__} may behave differently each time")
         if not kind.__dataclass_fields__.keys() >= patch.__dict__.keys():
             raise ImpureError(f"a {kind.__name__} has an attribute of its own")
         copied: Patch[Any] = object.__new__(kind)
@@ -205,7 +205,7 @@ class MadeCells:
         """Messages about the cells that do not share work."""
         count = len(self.alone) + len(self.later)
         total = len(self.shared) + count
-        return [f"{count:,} of {total:,} cells ran one by one, each as a whole: {self.why}"] if count else []
+        return [f"{count:,} of {total:,} cells ran one by one, each in full: {self.why}"] if count else []
 
 
 def made_cells(

@@ -553,7 +553,7 @@ def _assure_same_alone(
             fill(trimmed, alone, is_last=is_last)
             is_same = measurement(metric(alone)).is_close(measurement(metric(trimmed)))
     if not is_same:
-        raise RowsError("in one forward with others, a cell has other numbers than alone")
+        raise RowsError("in one forward with others, a cell has other numbers than in a forward of its own")
     with suppress(TypeError):
         if effects[most] > 0:
             passed.add(metric)

@@ -26,7 +26,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
 
-_ONE_BY_ONE = "cells ran one by one, each as a whole"
+_ONE_BY_ONE = "cells ran one by one, each in full"
 MEMORY = "the metric, or the model, changes what the metric refers to when it is called"
 
 
@@ -101,7 +101,7 @@ class SweepSetup:
 
     def without_replay(self) -> SweepSetup:
         """Returns the setup for a model that returns something else with recorded results."""
-        remark = "every cell ran as a whole: with recorded results the model does not return the same"
+        remark = "every cell ran in full: with recorded results, the model does not return the same output"
         return replace(self, replays=False).remarked(remark)
 
     def without_batch(self, why: str) -> SweepSetup:

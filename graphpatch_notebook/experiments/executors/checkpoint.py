@@ -277,8 +277,8 @@ class Checkpoint:
         except OSError as error:
             self._is_writable = False
             warn_each_time(
-                f"checkpoint={str(self.file)!r} cannot be written any more ({error.strerror or error}); the sweep goes "
-                "on, but what comes now is in memory only",
+                f"checkpoint={str(self.file)!r} can no longer be written ({error.strerror or error}); the sweep "
+                "continues, but further results are kept in memory only",
                 ExperimentWarning,
             )
 
@@ -290,13 +290,17 @@ def _line(data: Any) -> bytes:
 def _written(result: CellResult) -> list[Any]:
     if result.measurement is None:
         return [result.number, None, result.error]
-    return [result.number, result.measurement.to_json()]
+    return [result.number, result.measurement.to_json(), *([True] if result.has_changed_state else [])]
 
 
 def _results(line: bytes) -> list[CellResult]:
     """Returns the results in a line, without failed cells; an empty list if the line cannot be read."""
     try:
         cells = json.loads(line)["cells"]
-        return [CellResult(int(number), Measurement.from_json(data)) for number, data, *_ in cells if data is not None]
+        return [
+            CellResult(int(number), Measurement.from_json(data), has_changed_state=state == [True])
+            for number, data, *state in cells
+            if data is not None
+        ]
     except (KeyError, TypeError, ValueError):
         return []

@@ -299,7 +299,7 @@ class Dispatch:
                 if isinstance(error, ExperimentError):
                     raise
                 if self._cluster is not None or (not self._workers and not self._out):
-                    raise ExperimentError(f"executor= takes no work: {type(error).__name__}: {error}") from error
+                    raise ExperimentError(f"executor= does not accept work: {type(error).__name__}: {error}") from error
                 self._breakage = error
                 self._again.appendleft(portion)
                 return
@@ -373,10 +373,10 @@ class Dispatch:
             self._again.extend(again)
             return
         if not self._workers and not is_lost:
-            raise ExperimentError(f"nothing can be run by this executor: {error}") from error
+            raise ExperimentError(f"this executor cannot run anything: {error}") from error
         text = f"{type(error).__name__}: {error}"
         if is_lost:
-            text = f"its worker was lost {portion.attempt + 1} times, at last with nothing else to do: {text}"
+            text = f"its worker was lost {portion.attempt + 1} times, the last time with no other work running: {text}"
         self._results.fail(portion.pieces, text)
         del self._out[portion]
 
@@ -440,7 +440,7 @@ class Dispatch:
                     waiting.extend(_Portion([piece], portion.attempt + 1) for piece in portion.pieces)
                 else:
                     self._results.fail(
-                        portion.pieces, f"its process was lost twice, at last with nothing else to do: {error}"
+                        portion.pieces, f"its process was lost twice, the last time with no other work running: {error}"
                     )
             except ExperimentError as error:
                 self._results.fail(portion.pieces, f"{type(error).__name__}: {error}")

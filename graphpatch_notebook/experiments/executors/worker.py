@@ -163,14 +163,14 @@ def _outcome(runner: Runner, pieces: Sequence[tuple[int, Any]], messages: list[s
     return Outcome(results, messages, list(runner.remarks), worker, seconds)
 
 
-class _WorkersRunner(CellRunner):
-    """Runs cells in a worker, and warns of patches that change what they refer to: cells in other workers miss that."""
+class WatchedRunner(CellRunner):
+    """Runs cells, and notes those whose patches change what they refer to."""
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
         refers = self._impure(cells)
         results = super().run(cells)
         if refers is not None and refers != self._impure(cells):
-            warn_each_time(_STATEFUL, ExperimentWarning)
+            results = [replace(result, has_changed_state=True) for result in results]
         return results
 
     def _impure(self, cells: Sequence[tuple[int, PatchMap]]) -> ReferredValues | None:
@@ -179,6 +179,16 @@ class _WorkersRunner(CellRunner):
         # What a probe has seen is for the user, or for functions, which refer to it.
         found = [patch for patches in several for patch in patches if not declares(patch, "only_keeps")]
         return ReferredValues(*found) if found else None
+
+
+class _WorkersRunner(WatchedRunner):
+    """Runs cells in a worker, and warns of patches that change what they refer to: cells in other workers miss that."""
+
+    def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
+        results = super().run(cells)
+        if any(result.has_changed_state for result in results):
+            warn_each_time(_STATEFUL, ExperimentWarning)
+        return results
 
 
 _STATEFUL = (

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.components import Weights
-from graphpatch_notebook.errors import ExperimentError, add_note
+from graphpatch_notebook.components.ends import table_of
+from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError, add_note
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names
@@ -80,14 +81,20 @@ def head_scores(
     given = Inputs(inputs, input_kwargs)
     if not inputs and not input_kwargs:
         given = Inputs((_repeated_tokens(pg.weights[stack], length, rows, seed),))
-    tokens = _tokens(given)
-    masks = [mask.to(tokens.device) for mask in _masks(tokens)]
+    embedded = _embedded(pg, prefix)
+    tokens = _tokens(given) if embedded is None else None
     try:
-        values = record(pg, given, list(found.values())).values
+        values = record(pg, given, [*found.values(), *([] if embedded is None else [embedded])]).values
     except Exception as error:
+        if isinstance(error, PatchNotFiredError) and embedded is not None and repr(embedded) in str(error):
+            raise ExperimentError("no input is a tensor of tokens, of shape (batch, position)") from error
         if not inputs and not input_kwargs:
             add_note(error, f"head_scores gave the model {2 * length} tokens: if it takes fewer, give length=")
         raise
+    if embedded is not None:
+        tokens = values[embedded]
+    assert tokens is not None
+    masks = [mask.to(tokens.device) for mask in _masks(tokens)]
     scores: dict[int, list[Tensor]] = {}
     for layer, name in found.items():
         pattern = arranged(values[name], pg.components[name].axes, ["batch", "head", "position", "key"])
@@ -113,11 +120,38 @@ def _repeated_tokens(weights: Weights, length: int, rows: int, seed: int) -> Ten
     return torch.cat([once, once], 1).to(table.device)
 
 
+def _embedded(pg: PatchableGraph, prefix: str) -> str | None:
+    """Returns the path of the tokens, `(batch, position)`, whose embeddings a stack begins with; `None` if unknown.
+
+    Raises:
+        ExperimentError: The model has several stacks, and this one does not begin with such tokens.
+    """
+    components = pg.components
+    flow = components.evidence.trails.flow
+    tables = [
+        (table.shape[0], index)
+        for start, found in components.evidence.starts
+        for value in found.tokens
+        if start == prefix and (table := table_of(flow, value)) is not None
+        for index in flow.moving(value.node)
+        if value.shape[:2] == index.shape and found.axes.get(value, ("batch",))[0] == "batch"
+    ]
+    if tables:  # there are fewer kinds of tokens than tokens
+        return flow.path(max(tables, key=lambda each: each[0])[1])
+    if len(components.layers) > 1:
+        raise ExperimentError(f"{prefix}layers[0] does not read embeddings of tokens, of shape (batch, position)")
+    return None
+
+
 def _tokens(inputs: Inputs) -> Tensor:
-    for tensor in inputs.tensors():
-        if tensor.ndim == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
-            return tensor
-    raise ExperimentError("no input is a tensor of tokens, of shape (batch, position)")
+    found = [each for each in inputs.tensors() if each.ndim == 2 and not each.is_floating_point()]
+    found = [each for each in found if each.dtype != torch.bool]
+    if len(found) != 1:
+        count = "no input is a tensor" if not found else f"{len(found)} inputs are tensors"
+        raise ExperimentError(
+            f"{count} of tokens, of shape (batch, position), and the model does not embed one of them"
+        )
+    return found[0]
 
 
 def _masks(tokens: Tensor) -> list[Tensor]:

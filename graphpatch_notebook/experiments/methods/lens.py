@@ -16,7 +16,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import Component
 from graphpatch_notebook.components.chain import Norm
 from graphpatch_notebook.components.mlp import members_like
-from graphpatch_notebook.components.operations import SAME_VALUES
+from graphpatch_notebook.components.operations import SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.extras import extra
@@ -308,6 +308,7 @@ class _Parts:
         self.end = component(pg, f"{self.start}layers[{self.count - 1}].resid_post").name
         self.norm = next((n for n in (f"{self.start}@final_norm", "@final_norm") if n in pg.components), None)
         self.unembedding = pg.weights[stack].unembedding
+        self.scale = _scale_before(pg, self.unembedding, self.end if self.norm is None else self.norm)
         self.writes: dict[tuple[str, int], str] = {}
         pattern = re.compile(re.escape(self.start) + r"layers\[(\d+)\]\.(\w+)_out")
         for name in pg.components:
@@ -338,6 +339,25 @@ class _Parts:
         before = [norm.given.path for norm in self.norms.values()]
         before += [path for mixture in self.mixtures.values() for path in mixture.inputs.values()]
         return [self.embed, *self.writes.values(), *self.inner.values(), *before, self.end, *norm, self.unembedding]
+
+
+def _scale_before(pg: PatchableGraph, unembedding: str, name: str) -> float:
+    """Returns the number that a component is multiplied with before the unembedding, as in T5; 1.0 if with none."""
+    evidence, scale = pg.components.evidence, 1.0
+    flow, end = evidence.trails.flow, evidence.values[name]
+    linear = next((each.unembedding for _, each in evidence.ends if each.unembedding is not None), None)
+    value = flow.moving(linear.node)[0] if linear is not None and flow.path(linear) == unembedding else end
+    while value != end:
+        moving = flow.moving(value.node)
+        if value.op not in SAME_VALUES | VIEWS | SCALINGS or len(moving) != 1:
+            return 1.0  # something else, which the check of the result finds
+        if value.op in SCALINGS:
+            numbers = [given for given in value.node.args[1:] if isinstance(given, (int, float))]
+            if len(value.node.args) != 2 or len(numbers) != 1 or value.node.kwargs:
+                return 1.0
+            scale *= float(value.node.target(torch.ones((), dtype=torch.float64), *numbers))
+        value = moving[0]
+    return scale
 
 
 def _norm_before(pg: PatchableGraph, name: str) -> Norm | None:
@@ -426,7 +446,7 @@ class _Attribution:
     def _direction(self, tokens: Any) -> Tensor:
         """Returns the columns of the unembedding of the tokens of each row."""
         matrix: Tensor = self._pg.weights[self._parts.stack].W_U.detach()
-        return matrix[:, self._of_rows(tokens).to(matrix.device)].T.double()
+        return matrix[:, self._of_rows(tokens).to(matrix.device)].T.double() * self._parts.scale
 
     def _of_rows(self, tokens: Any) -> Tensor:
         numbers = torch.as_tensor(tokens, device=self._end.device)

@@ -404,6 +404,23 @@ def _insides(pg: PatchableGraph) -> tuple[Flow, dict[str, frozenset[Node]]]:
     return flow, insides
 
 
+def _read_by(pg: PatchableGraph, name: str) -> str | None:
+    """Returns what stands for a whole component, such as `layers[1].mlp`, as a receiver; `None` if it is none."""
+    found = find(pg.nodes.root)
+    flow = found.evidence.trails.flow
+    for _, layers in found.evidence.stacks:
+        for layer in layers:
+            for named in layer.writes:
+                if f"{layer.name}{named.kind}" != name.replace("[*]", "[0]"):
+                    continue
+                norm = named.write.norm
+                # In a parallel or post-norm block, others read what the norm returns, too.
+                if norm is not None and set(flow.users[norm.returned.value.node]) <= named.write.inside:
+                    return f"{norm.returned.path!r}, which it reads"
+                return "the path of what it reads, the input of its module"
+    return None
+
+
 Endpoint: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"
 """A sender or receiver: a path, or a path and an index into its value (one head, one position)."""
 
@@ -491,9 +508,8 @@ def _ends(pg: PatchableGraph, item: Any, what: str) -> list[EdgeEnd]:
             "several in a list"
         )
     ends = []
-    read = f"{str(path).removesuffix('.mlp')}.ln2"
-    if str(path).endswith("].mlp") and read in pg.components and what == "receiver":
-        raise UnknownPathError(f"{str(path)!r} is a receiver of attribute_edges: write {read!r}, which the MLP reads")
+    if what == "receiver" and (read := _read_by(pg, str(path))) is not None:
+        raise UnknownPathError(f"{str(path)!r} is a receiver of attribute_edges: write {read}")
     for target in targets(pg, [str(path)]).values():
         if not isinstance(target.spec, TensorSpec):
             raise ExperimentError(

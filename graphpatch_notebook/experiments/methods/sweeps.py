@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook import interrupts
-from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.purity import made_cells
@@ -18,7 +18,7 @@ from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
 from graphpatch_notebook.experiments.executors.dispatch import Dispatch, check_executor, task_maker
 from graphpatch_notebook.experiments.executors.scheduling import Ledger, Progress, remaining, run_here, shown_progress
-from graphpatch_notebook.experiments.executors.worker import Reference, SweepWork
+from graphpatch_notebook.experiments.executors.worker import Reference, SweepWork, WatchedRunner
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
@@ -29,7 +29,9 @@ from graphpatch_notebook.experiments.methods.arguments import (
 )
 from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded import processes_of
+from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -71,10 +73,10 @@ def run_sweep(
     cells = making.unmade
     is_all = checkpoint is not None or executor is not None
     made = made_cells(pg, making, inputs, metric, is_all=is_all, backward=backward)
-    request = _worthwhile(
-        SweepRequest(inputs, metric, made.paths, None if batch == 1 else batch, backward), len(made.shared)
-    )
-    runner = CellRunner(pg, request, look=made.look, baseline=made.baseline)
+    _check_probes(made.alone if executor is not None else ())
+    request = SweepRequest(inputs, metric, made.paths, None if batch == 1 else batch, backward)
+    request = _worthwhile(request, len(made.shared))
+    runner = (CellRunner if checkpoint is None else WatchedRunner)(pg, request, look=made.look, baseline=made.baseline)
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
     file: Checkpoint | None = None
     results: dict[int, CellResult] = {}
@@ -85,8 +87,7 @@ def run_sweep(
     dispatch = None
     if executor is not None and chunks:
         work = SweepWork(request, Reference.of(pg, inputs, runner.baseline))
-        parts = [("the metric", metric), ("what the model runs on", inputs)]
-        task = task_maker(executor, recipe, pg, work, parts)
+        task = task_maker(executor, recipe, pg, work, [("the metric", metric), ("what the model runs on", inputs)])
         dispatch = Dispatch(executor, task, lambda cells, ledger: run_here(runner, [cells], ledger))
 
     def run(shown: Progress) -> None:
@@ -119,20 +120,52 @@ def _worthwhile(request: SweepRequest, count: int) -> SweepRequest:
     return replace(request, paths=()) if count < (_FEW if may_share else _FEW_ALONE) else request
 
 
+def _check_probes(cells: Sequence[Cell]) -> None:
+    """Checks that no patch keeps values of several cells: in another order, and elsewhere, they would be of any cell.
+
+    Raises:
+        ExperimentError: One does.
+    """
+    keeping: dict[int, Cell] = {}
+    for cell in cells:
+        for path, given in cell.patches.items():
+            for patch in given if isinstance(given, (list, tuple)) else [given]:
+                if isinstance(patch, Patch) and patch.only_keeps and keeping.setdefault(id(patch), cell) is not cell:
+                    raise ExperimentError(
+                        f"several cells ({keeping[id(patch)]}; {cell}) have the same {type(patch).__name__} on "
+                        f"{str(path)!r}: with executor= they run in any order, so it would hold what any of them kept. "
+                        "Make one for each cell, or leave out executor="
+                    )
+
+
+_LOST_STATE = (
+    "patches of cells that are done in checkpoint={file!r} changed what they refer to when they ran, or used an "
+    "iterator; the other cells run without that, so their numbers may not be those of a loop: delete the file to get "
+    "these"
+)
+
+
 def _opened(
     name: str | os.PathLike[str], own: dict[str, Any], cells: Sequence[Cell], pg: PatchableGraph
 ) -> tuple[Checkpoint | None, dict[int, CellResult]]:
     """Returns the file of a sweep, which the first of several processes writes, and what is done."""
     if (processes := processes_of(captured(pg).root)) is None:
         file = Checkpoint(name, own, cells)
-        return file, dict(file.done)
+        return file, _warned_of(file, cells)
     if not processes.are_same((os.fspath(name), own | {"baseline": None})):  # of which last digits may differ
         raise ExperimentError(
             "checkpoint= is one file of all processes, but they give other names, inputs, metrics or patches: give the "
             "same on all of them, or leave it out"
         )
     file = processes.on_first(lambda: Checkpoint(name, own, cells))
-    return (file if processes.is_first else None), dict(file.done)
+    return (file if processes.is_first else None), _warned_of(file, cells)
+
+
+def _warned_of(file: Checkpoint, cells: Sequence[Cell]) -> dict[int, CellResult]:
+    """Returns what is done; warns if the other cells would need what these have changed."""
+    if len(file.done) < len(cells) and any(result.has_changed_state for result in file.done.values()):
+        warn_each_time(_LOST_STATE.format(file=str(file.file)), ExperimentWarning)
+    return dict(file.done)
 
 
 def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:

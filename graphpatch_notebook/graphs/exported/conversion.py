@@ -186,7 +186,7 @@ def _container(variants: list[Module]) -> Module:
 
 
 def _attribute(group: Group, variant: Module, target: str) -> str:
-    """Returns the path in a group's module of what a variant holds at `target`; stores it there first if needed."""
+    """Returns the path in a group's module of the value that a variant has at `target`; stores it there if needed."""
     *path, name = target.split(".")
     plain = [base_name(part) for part in path]
     assert group.module is not None
@@ -229,7 +229,7 @@ def root_graph(source: fx.Graph, inputs: Sequence[ProgramInput], output_structur
 def _take_apart(
     graph: fx.Graph, node: fx.Node, structure: Any, parts: Sequence[fx.Node], made: dict[fx.Node, fx.Node]
 ) -> None:
-    """Adds nodes for the flat values in the container that `node` holds, as far as the program uses them."""
+    """Adds nodes for the flat values in the container of `node` that the program uses."""
     if not any(part.users for part in parts):
         return
     if not _is_plain(structure):
@@ -256,7 +256,7 @@ def _add_part(graph: fx.Graph, node: fx.Node, key: Any, part: fx.Node, made: dic
 
 
 def copied_into(graph: fx.Graph, source: fx.Graph, made: dict[fx.Node, fx.Node]) -> Any:
-    """Copies all nodes of `source` but its placeholders to `graph`, and returns the output over nodes of `graph`.
+    """Copies all nodes of `source` except its placeholders to `graph`, and returns the output in terms of these.
 
     Args:
         graph: The graph to copy to.

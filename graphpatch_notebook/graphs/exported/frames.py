@@ -40,7 +40,7 @@ _TRACE_LINE = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def frames_of(converter: Converter) -> Frame:
-    """Returns the root frame of a program, with all below it. Notes the calls at the modules, too."""
+    """Returns the root frame of a program, with all frames below it. Also records the calls at the modules."""
     return _FrameBuilder(converter).build()
 
 
@@ -59,7 +59,7 @@ class _FrameBuilder:
         return root
 
     def _fill(self, frame: Frame, group: Group, number: int, given: dict[str, Any]) -> Any:
-        """Makes the nodes of a frame, and returns the example of what it returns.
+        """Makes the nodes of a frame, and returns the example value of its output.
 
         Args:
             frame: The frame, which is already part of the hierarchy.
@@ -135,7 +135,7 @@ def _kind(module: Module, path: str) -> Kind:
 
 
 def _site(fx_node: fx.Node) -> SavedSite | None:
-    """Returns the lines of the model's code that the program remembers, in place of a call site."""
+    """Returns the lines of the model's code that the program has recorded, in place of a call site."""
     found = _TRACE_LINE.findall(fx_node.meta.get("stack_trace") or "")
     lines = tuple(SourceLine(file, int(line), function) for file, line, function in found)
     return SavedSite((), lines) if lines and fx_node.op not in ("placeholder", "get_attr") else None
@@ -161,7 +161,7 @@ def _is_taken_apart(container: fx.Node, records: dict[fx.Node, Node]) -> bool:
 
 
 def _mark_written(records: dict[fx.Node, Node]) -> None:
-    """Marks the nodes that operators write into, and those whose values share memory with these."""
+    """Marks the nodes into which operators write, and those whose values share memory with them."""
     memory: dict[fx.Node, fx.Node] = {}
     views: dict[fx.Node, list[Node]] = {}
     for fx_node, record in records.items():
@@ -182,7 +182,7 @@ def _written(fx_node: fx.Node) -> Iterable[tuple[int | str, fx.Node]]:
 
 
 def _aliased(fx_node: fx.Node) -> Iterable[fx.Node]:
-    """Yields the arguments whose memory the result of an operator has."""
+    """Yields the arguments that share memory with the result of an operator."""
     if fx_node.target is operator.getitem and isinstance(fx_node.args[0], fx.Node):
         return [fx_node.args[0]]
     return [node for _, node in _arguments(fx_node, lambda alias: alias is not None)]
@@ -200,7 +200,7 @@ def _arguments(fx_node: fx.Node, is_wanted: Any) -> list[tuple[int | str, fx.Nod
 
 
 def _name(frame: Frame) -> None:
-    """Names the nodes: those of the model's own names first, then the rest as the program does."""
+    """Names the nodes: first those with names from the model, then the rest with names from the program."""
     calls: dict[int, list[CallNode]] = {}
     for call in frame.calls():
         calls.setdefault(id(call.frame.module), []).append(call)
@@ -243,12 +243,12 @@ class ExampleValues:
         return map_arguments(node.args, self._lookup), map_arguments(node.kwargs, self._lookup)
 
     def returned(self) -> Any:
-        """Returns the example of what the graph returns, out of its tuple."""
+        """Returns the example value of the graph's output, without the tuple around it."""
         output = next(iter(reversed(self._graph.nodes)))
         return map_arguments(output.args[0], self._lookup)[0]
 
     def example(self, node: fx.Node) -> Any:
-        """Finds, notes and returns the example value of a node."""
+        """Finds, stores and returns the example value of a node."""
         value = self._example(node)
         self._values[node] = value
         return value
@@ -303,7 +303,7 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _hint(size: Any) -> Any:
-    """Returns the number that a symbol had for the example inputs; another number if the program does not have it."""
+    """Returns the value of a symbol for the example inputs; another number if the program does not have it."""
     if not isinstance(size, (SymInt, SymFloat, SymBool)):
         return size
     hint = getattr(size.node, "hint", None)

@@ -70,7 +70,7 @@ class Group:
         return name if kind is not None and name.isidentifier() else "ExportedModule"
 
     def name_parameters(self) -> list[InputParameter]:
-        """Settles the names of the placeholders, and returns the parameters of `forward`."""
+        """Chooses the names of the placeholders, and returns the parameters of `forward`."""
         by_variant = [placeholder_names(variant) for variant in self.graphs()]
         union = list(dict.fromkeys(name for names in by_variant for name in names))
         self._common = {name for name in union if all(name in names for names in by_variant)}
@@ -121,7 +121,7 @@ def _values_by_position(variant: Module) -> dict[str, str]:
 
 
 def graph_in(variant: Module) -> fx.Graph | None:
-    """Returns the graph of a module that `unflatten` made, if it is ever called."""
+    """Returns the graph of a module that `unflatten` made, if it is called anywhere."""
     graph = getattr(variant, "graph", None)
     return graph if isinstance(graph, fx.Graph) and len(graph.nodes) else None
 

@@ -45,7 +45,7 @@ class ProgramInput:
 
 
 def program_inputs(unflattened: UnflattenedModule) -> list[ProgramInput]:
-    """Returns the parameters of the program, named as those of the `forward` that was exported."""
+    """Returns the parameters of the program, with the names from the exported `forward`."""
     signature = unflattened.module_call_graph[0].signature
     assert signature is not None
     positional, by_name = parts_of(signature.in_spec)

@@ -80,7 +80,7 @@ class ExportedModule(Module):
         )
 
     def __getitem__(self, position: int) -> Module:
-        """Returns a child by its position, where the children are numbered, as those of a `Sequential` are."""
+        """Returns a child by its position, if the children are numbered as in a `Sequential`."""
         found = self._modules.get(str(position))
         if found is None:
             raise IndexError(f"{type(self).__name__} has no child {position}")
@@ -92,7 +92,7 @@ class ExportedModule(Module):
 
 
 class ExportedRoot(ExportedModule):
-    """The whole program. Abstract. Checks its inputs as the program does, before anything runs."""
+    """The whole program. Abstract. Checks its inputs before it runs, as the program does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Checks the inputs, brings them into the form that the program was exported with, and runs it."""

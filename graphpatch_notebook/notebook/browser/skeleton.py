@@ -186,7 +186,7 @@ class Skeleton:
         raise UnknownPathError(f"there is no {path!r} in the tree" + (f"; nearest: {close}" if close else ""))
 
     def _parsed(self, path: str) -> ParsedPath:
-        """Returns the path, or that of the component with this name, taken apart."""
+        """Returns the parsed path, or the parsed path of the component with this name."""
         return parse(resolve(self.nodes.root, path).path if is_component_name(path) else path)
 
     def _nearest(self, parsed: ParsedPath) -> list[str]:

@@ -167,7 +167,7 @@ class _Asked:
 
     @classmethod
     def of(cls, workspace: Workspace, text: str, *more: str) -> _Asked:
-        """Returns what a text asks for, which may also have `more` options."""
+        """Returns the request in a text, which may also have `more` options."""
         known = dict.fromkeys((*more, "--tokenizer", "--inputs"), True)
         options, rest = split_options(_without_note(text), known)
         active = workspace.current()
@@ -176,7 +176,7 @@ class _Asked:
 
 @contextmanager
 def _problems_as_messages() -> Iterator[None]:
-    """Shows errors about what was asked for without their traceback."""
+    """Shows errors about the user's request without their traceback."""
     try:
         yield
     except (GraphError, ExperimentError, TypeError) as problem:
@@ -196,7 +196,7 @@ def _token(text: str) -> int | str | None:
 
 
 def _shared_options(active: ActiveGraph, workspace: Workspace, options: dict[str, str]) -> tuple[Any, str | None]:
-    """Returns the tokenizer and the inputs that were typed; `None` for what was not."""
+    """Returns the typed tokenizer and inputs; `None` for those that were not typed."""
     tokenizer = None
     if (name := options.get("--tokenizer")) is not None:
         if name not in workspace.namespace:

@@ -1,7 +1,7 @@
-"""The kinds of patches that users choose by name: one entry a kind.
+"""The kinds of patches that users choose by name, each in one `PatchKind`.
 
-From its entry come the command of `%graphpatch` with its help and completion, the fields of the editor, the checks of
-a chosen patch, and the code that is exported for it.
+It defines the command of `%graphpatch` with its help and completion, the fields of the editor, the checks of a chosen
+patch, and the code that is exported for it.
 """
 
 from __future__ import annotations

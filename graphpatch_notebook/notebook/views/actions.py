@@ -1,4 +1,4 @@
-"""Makes patches of what is selected: an action of a view, as patches that users could have typed.
+"""Makes patches from the selection: an action of a view becomes patches in the form that users type.
 
 A position becomes `positions`, which also holds in a generation, at the step that computes it; a slice, only if the
 positions of the value are not known.
@@ -184,7 +184,7 @@ def _inputs(value: str | None) -> str:
 
 
 def _mean(place: _Place) -> str:
-    """Returns the code of a function that replaces what is selected by its mean.
+    """Returns the code of a function that replaces the selected part by its mean.
 
     Raises:
         SessionError: It is not known which dimensions the mean is over, or it is one weight of a pattern.

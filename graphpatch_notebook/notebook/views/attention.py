@@ -53,7 +53,7 @@ MEAN = -1
 
 @dataclass(frozen=True)
 class AxisTokens:
-    """The texts beside the patterns.
+    """The texts next to the patterns.
 
     Attributes:
         queries: Of each row of the batch, the texts of its tokens; of the decoder, if there is one.
@@ -217,7 +217,7 @@ class AttentionView(ComputedView):
     def _head(self, version: int, run: str, layer: int, head: int) -> list[tuple[bytes, float]]:
         found = {"clean": self._clean, "patched": self._patched}.get(run)
         if version != self._version or found is None:
-            raise SessionError("the patterns have changed meanwhile; look again")
+            raise SessionError("the patterns have changed in the meantime; look at them again")
         if not 0 <= layer < len(found) or not 0 <= head < found[layer].cells.cells.shape[1]:
             raise SessionError(f"there is no head {head} in layer {layer} of this view")
         place, weighted = self._place, found[layer].weighted(self._place)
@@ -236,7 +236,7 @@ class AttentionView(ComputedView):
 
     @property
     def _place(self) -> int:
-        """The place of the row in what is kept, which begins with the mean if there are several rows."""
+        """The index of the row in the stored patterns, which begin with the mean if there are several rows."""
         row = max(MEAN, min(int(self.row), self._count - 1))
         return row + 1 if self._count > 1 else 0
 
@@ -364,12 +364,12 @@ def picture_of(layers: Sequence[Tensor]) -> bytes:
     step = _SIDE + _GAP
     image = torch.full((len(layers) * step, max(len(cells) for cells in layers) * step), 255, dtype=torch.uint8)
     for number, cells in enumerate(layers):
-        small = pooled(cells, _SIDE)
+        small = _brightened(pooled(cells, _SIDE))
         repeats = [max(1, _SIDE // size) for size in small.shape[1:]]
         large = small.repeat_interleave(repeats[0], 1).repeat_interleave(repeats[1], 2)
         for head, one in enumerate(large):
             # The last color is that of the gaps.
-            image[number * step :, head * step :][: one.shape[0], : one.shape[1]] = one.clamp_max(254)
+            image[number * step :, head * step :][: one.shape[0], : one.shape[1]] = one
     stops = torch.tensor(_VIRIDIS, dtype=torch.float32)
     places = torch.linspace(0, len(stops) - 1, 255)
     low = places.floor().long().clamp_max(len(stops) - 2)
@@ -379,6 +379,17 @@ def picture_of(layers: Sequence[Tensor]) -> bytes:
     header = struct.pack(">IIBBBBB", image.shape[1], image.shape[0], 8, 3, 0, 0, 0)
     parts = [("IHDR", header), ("PLTE", palette.numpy().tobytes()), ("IDAT", zlib.compress(rows.numpy().tobytes(), 9))]
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in [*parts, ("IEND", b"")])
+
+
+def _brightened(cells: Tensor) -> Tensor:
+    """Returns the cells of heads, from 0 to 254, so that each head's brightest color is what nearly all do not exceed.
+
+    As thumbnails.ts does: in a causal pattern, the first query has nothing but one weight of 1.
+    """
+    numbers = cells.flatten(1).float()
+    strong = numbers.masked_fill(numbers == 0, float("nan")).nanquantile(0.98, dim=1).nan_to_num(255.0)
+    bright: Tensor = (cells * (254 / strong).view(-1, 1, 1)).clamp_max(254).to(torch.uint8)
+    return bright
 
 
 def _chunk(name: str, data: bytes) -> bytes:

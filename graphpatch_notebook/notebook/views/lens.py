@@ -360,6 +360,6 @@ def _table(
 
 
 def _cell(token: Any, probability: Any, text: Callable[[int], str]) -> str:
-    return (
-        f"<td><code>{escaped(tick_text(text(int(token)), is_token=True))}</code> {100 * float(probability):.0f}%</td>"
-    )
+    percent = f"{100 * float(probability):.0f}%"
+    shown = {"0%": "&lt;1%", "100%": "&gt;99%"}.get(percent, percent)
+    return f"<td><code>{escaped(tick_text(text(int(token)), is_token=True))}</code> {shown}</td>"

@@ -54,7 +54,7 @@ def problem_of(items: Any) -> str | None:
 
 
 class SelectionFollower(Protocol):
-    """What is told of changes of a selection."""
+    """An object that is notified of changes of a selection."""
 
     def follow_selection(self) -> None:
         """Called after each change."""

@@ -1,4 +1,4 @@
-"""Functions and classes by their names: those of torch are known, others are looked up only if the caller allows it."""
+"""Functions and classes by name: those of torch are known, others are looked up only if the caller allows it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def is_name(text: str) -> bool:
 
 
 def dotted(text: str) -> str:
-    """Returns a name as people, and `allow`, write it."""
+    """Returns a name in the form that users write and `allow` takes."""
     return text.replace(":", ".")
 
 
@@ -348,7 +348,7 @@ def _encoded_other(function: Any) -> Any:
     module = str(getattr(function, "__module__", "") or "")
     if module.split(".", maxsplit=1)[0] in ("torch", "builtins", "os", "sys", "subprocess", "_operator", ""):
         name = getattr(function, "__qualname__", None) or repr(function)[:60]
-        raise UnstorableError(f"it calls {module}.{name}, which is none of the operators that files may call")
+        raise UnstorableError(f"it calls {module}.{name}, which is not one of the operators that files may call")
     return {"function": name_of_object(function)}
 
 
@@ -359,7 +359,7 @@ def check_method(name: str) -> str:
         UnstorableError: It is not such a name.
     """
     if name not in _methods():
-        raise UnstorableError(f"it calls the method {name[:60]!r}, which is none of the operators that files may call")
+        raise UnstorableError(f"it calls the method {name[:60]!r}, which files may not call")
     return name
 
 
@@ -402,7 +402,7 @@ def decoded_function(item: JsonValue, allowed: Allowed) -> Function:
     if type(item.value) is str:
         function = functions().get(item.text())
         if function is None:
-            raise item.error(f"{item.text()[:80]!r} is none of the functions that a file may call")
+            raise item.error(f"{item.text()[:80]!r} is not one of the functions that a file may call")
         return function
     kind = next(iter(item.entries()), "")
     if kind in ("make", "keys"):

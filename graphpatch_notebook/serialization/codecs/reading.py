@@ -50,7 +50,7 @@ class JsonValue:
         return self.value
 
     def one_of(self, choices: Sequence[str]) -> str:
-        """Returns it as one of these texts."""
+        """Returns it as text, which must be one of the given ones."""
         if type(self.value) is not str or self.value not in choices:
             raise self._expected(f"one of {', '.join(choices)}")
         return self.value
@@ -76,7 +76,7 @@ class JsonValue:
         return [JsonValue(item, f"{self.where}[{i}]") for i, item in enumerate(self.value)]
 
     def fields(self, *required: str, optional: Sequence[str] = ()) -> dict[str, JsonValue]:
-        """Returns the fields of an object that has all of `required`, and nothing but these and the `optional` ones."""
+        """Returns the fields of an object that has all of `required`, and otherwise only `optional` ones."""
         if type(self.value) is not dict:
             raise self._expected("an object")
         for name in required:
@@ -88,7 +88,7 @@ class JsonValue:
         return {name: JsonValue(value, f"{self.where}.{name}") for name, value in self.value.items()}
 
     def entries(self) -> dict[str, JsonValue]:
-        """Returns the fields of an object whose names are data."""
+        """Returns the fields of an object with any names."""
         if type(self.value) is not dict:
             raise self._expected("an object")
         return {name: JsonValue(value, f"{self.where}.{name[:_SHOWN]}") for name, value in self.value.items()}

@@ -35,7 +35,7 @@ _LARGEST = 2**48
 
 
 def check_storable(tensor: Tensor) -> None:
-    """Checks that a tensor is a part of a storage, and nothing else.
+    """Checks that a tensor is a plain view of a storage.
 
     Raises:
         UnstorableError: It is not; the message gives the reason.
@@ -104,7 +104,7 @@ class TensorTable:
         self._names: set[str] = set()
 
     def add(self, tensor: Tensor, name: str) -> int:
-        """Returns the number of `tensor`; `name` is what its storage is called if it is the first one in it.
+        """Returns the number of `tensor`; `name` becomes the name of its storage if the storage is new.
 
         Raises:
             UnstorableError: It cannot be written.
@@ -155,7 +155,7 @@ class TensorTable:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Returns the bytes of its storage that a tensor uses: the first, and the one after the last."""
+    """Returns the range of bytes of its storage that a tensor uses: start and end."""
     if tensor.numel() == 0:
         return 2**63, 0
     last = sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -213,7 +213,7 @@ class StoredTensor:
         return (self.offset + last + 1) * self.dtype.itemsize
 
     def of(self, storage: Tensor) -> Tensor:
-        """Returns the tensor over `storage`, the bytes of its storage.
+        """Returns the tensor as a view of `storage`, which has the bytes.
 
         Raises:
             SerializationError: It is not inside the storage.
@@ -229,7 +229,7 @@ class StoredTensor:
 
 
 def made_tensors(entries: list[StoredTensor], contents: dict[str, Tensor]) -> list[Tensor]:
-    """Returns the tensors of a file over new storages, each on the device that it was on.
+    """Returns the tensors of a file with new storages, each on its original device.
 
     Args:
         entries: The table.

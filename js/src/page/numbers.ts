@@ -37,6 +37,15 @@ export function formatNumber(value: number | null, digits = 4): string {
   return (value < 0 ? "-" : "") + formatMagnitude(Math.abs(value), digits);
 }
 
+/** A number that is known up to `error`, without the digits beyond that: `0.24` for 0.2392 and 0.002. */
+export function formatWithin(value: number, error: number): string {
+  if (!(error > 0) || value === 0 || !Number.isFinite(value)) return formatNumber(value, 5);
+  const place = Math.ceil(Math.log10(error));
+  const digits = Math.floor(Math.log10(Math.abs(value))) - place + 1;
+  if (digits < 1) return `${value < 0 ? ">-" : "<"}${formatNumber(2 * 10 ** place)}`; // with the error, at most that
+  return formatNumber(value, Math.min(digits, 5));
+}
+
 export function formatCount(count: number, noun: string, plural = `${noun}s`): string {
   return `${formatNumber(count)} ${count === 1 ? noun : plural}`;
 }

@@ -13,6 +13,8 @@ export interface Pattern {
   values: Float32Array;
   /** Whether it has all queries and keys. */
   isWhole: boolean;
+  /** About how far from the model's a value may be: they are sent as bytes. */
+  error: number;
 }
 
 interface Head {
@@ -94,8 +96,10 @@ export class Patterns {
     for (let index = 0; index < values.length; index++) {
       values[index] = (first.cells[index] ?? 0) * up - (second?.cells[index] ?? 0) * down;
     }
-    if (mode === "values" && !isProduct) this.weigh(values, place, run, rows, columns);
-    return { rows, columns, values, isWhole };
+    // A byte is half a step off at most; of a mean of products, both factors are.
+    const error = isProduct ? up : (up + down) / 2;
+    const longest = mode === "values" && !isProduct ? this.weigh(values, place, run, rows, columns) : 1;
+    return { rows, columns, values, isWhole, error: error * longest };
   }
 
   /** Asks the kernel for the whole patterns of a head; resolves to whether they are known then. */
@@ -145,11 +149,14 @@ export class Patterns {
     return found;
   }
 
-  /** Multiplies with the lengths of the value vectors; in a smaller picture, with the largest one of each block. */
-  private weigh(values: Float32Array, place: Place, run: AttentionRun, rows: number, columns: number): void {
+  /**
+   * Multiplies with the lengths of the value vectors; in a smaller picture, with the largest one of each block. Returns
+   * the largest of all.
+   */
+  private weigh(values: Float32Array, place: Place, run: AttentionRun, rows: number, columns: number): number {
     const { heads, full, value_heads } = this.layer(place);
     const lengths = this.runs.get(run)?.[place.layer]?.lengths[Math.floor((place.head * value_heads) / heads)];
-    if (lengths === undefined) return;
+    if (lengths === undefined) return 1;
     const block = Math.ceil(full[1] / columns);
     for (let column = 0; column < columns; column++) {
       const longest = Math.max(...lengths.cells.subarray(column * block, (column + 1) * block));
@@ -157,5 +164,6 @@ export class Patterns {
       for (let row = 0; row < rows; row++)
         values[row * columns + column] = (values[row * columns + column] ?? 0) * factor;
     }
+    return lengths.scale;
   }
 }

@@ -5,6 +5,7 @@
  */
 import type { AttentionLayer, AttentionRun, AttentionTraits, Item } from "../kernel/protocol";
 import { element, replaceChildren, setAttribute } from "../page/dom";
+import { formatWithin } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { HeatmapFigure, type ResultOptions } from "../plots/heatmap";
 import { type ColorMap, cssColor, type Rgb } from "../plots/plane";
@@ -440,6 +441,7 @@ class AttentionView implements Part {
         this.pointed = cell === null || !pattern.isWhole ? null : { query: cell[0], key: cell[1] };
         this.showTokens();
       },
+      valueText: (row, column) => formatWithin(combined.values[row * combined.columns + column] ?? 0, combined.error),
       box,
       ...(found.length > 1 && !this.isMean ? { mixed: this.mixed(found, places, most) } : {}),
     };
@@ -483,7 +485,8 @@ class AttentionView implements Part {
   /** One pattern of several: their mean, or where they are overlaid the strongest of each weight. */
   private combined(found: readonly Pattern[], first: Pattern): Pattern {
     if (found.length < 2) return first;
-    return { ...first, values: this.isMean ? meanOf(found) : greatest(found) };
+    const error = Math.max(...found.map((one) => one.error));
+    return { ...first, values: this.isMean ? meanOf(found) : greatest(found), error };
   }
 
   /** The largest weight of the same heads in the other run, so that both have one scale. */

@@ -1,6 +1,6 @@
 /** The tokens twice: what a token looks at, and who looks at it. Pointing at one previews, a click pins. */
 import { element, replaceChildren, setAttribute } from "../page/dom";
-import { formatNumber } from "../page/numbers";
+import { formatWithin } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import type { Pattern } from "./attention_data";
 
@@ -46,6 +46,7 @@ export class TokenStrips {
   show({ pattern, queries, keys, query, key, run }: StripContent): void {
     const [looksAt, lookedAt] = this.strips;
     const { rows, columns, values, isWhole } = pattern;
+    for (const strip of this.strips) strip.error = pattern.error;
     const isUsable = isWhole && queries.length === rows && keys.length === columns;
     const row = isUsable && query !== null ? values.subarray(query * columns, (query + 1) * columns) : null;
     const column =
@@ -71,6 +72,8 @@ class Strip {
   private readonly line: HTMLElement;
   private texts: readonly string[] = [];
   private at = 0;
+  /** How far from the model's the weights may be. */
+  error = 0;
 
   constructor(
     private readonly verb: string,
@@ -154,7 +157,7 @@ class Strip {
     const named = order
       .slice(0, NAMED)
       .filter((at) => weights[at] !== 0)
-      .map((at) => `${visibleToken(this.texts[at] ?? "")} (${at}) ${formatNumber(weights[at] ?? 0, 3)}`);
+      .map((at) => `${visibleToken(this.texts[at] ?? "")} (${at}) ${formatWithin(weights[at] ?? 0, this.error)}`);
     return named.join(", ") || "0 everywhere";
   }
 

@@ -113,7 +113,7 @@ test("the number of a layer selects its heads, which are overlaid, or averaged; 
   expect(text(".gp-attention-title")).toBe("Mean of Layer 1, head 0; Layer 1, head 1");
   // Of 8 rows of two heads, key 2 has the query 2 twice, and 3 once; key 3 has one.
   const received = [...el.querySelectorAll(".gp-strip-title")].at(-1)?.textContent;
-  expect(received).toBe("received, mean over the queries: ␣sat (2) 0.375, The (0) 0.25, ␣cat (1) 0.25");
+  expect(received).toBe("received, mean over the queries: ␣sat (2) 0.38, The (0) 0.25, ␣cat (1) 0.25");
 });
 
 test("a token shows what it looks at and what looks at it", async () => {

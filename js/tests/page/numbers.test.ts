@@ -1,5 +1,12 @@
 import { describe, expect, it } from "vitest";
-import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape } from "../../src/page/numbers";
+import {
+  formatCount,
+  formatNumber,
+  formatPercent,
+  formatSeconds,
+  formatShape,
+  formatWithin,
+} from "../../src/page/numbers";
 import { visibleToken } from "../../src/page/visible";
 import { statisticsRows } from "../../src/plots/statistics";
 import { statistics } from "../job_fixtures";
@@ -97,5 +104,30 @@ describe("statistics", () => {
       ([term]) => term,
     );
     expect(terms).toEqual(["shape", "dtype", "device", "values", "NaN"]);
+  });
+});
+
+describe("formatWithin", () => {
+  it.each([
+    [0.2392, 0.00196, "0.24"],
+    [-0.1372, 0.0039, "-0.14"],
+    [0.0039, 0.00196, "<0.02"],
+    [-0.0039, 0.00196, ">-0.02"],
+    [1, 0.00196, "1"],
+    [1.098, 0.004, "1.10"],
+    [0.01961, 0.00004, "0.0196"],
+    [0, 0.002, "0"],
+    [0.123456, 0, "0.12346"],
+  ])("writes %d, known up to %d, as %s", (value, error, text) => expect(formatWithin(value, error)).toBe(text));
+
+  it("says of a number that was sent as a byte nothing that is not so", () => {
+    const scale = 0.83;
+    for (let at = 1; at < 1000; at++) {
+      const exact = (at / 1000) * scale;
+      const sent = (Math.round((exact * 255) / scale) / 255) * scale;
+      const shown = formatWithin(sent, scale / 510);
+      if (shown.startsWith("<")) expect(exact).toBeLessThan(Number(shown.slice(1)));
+      else expect(Math.abs(Number(shown) - exact)).toBeLessThan(0.01);
+    }
   });
 });

@@ -89,7 +89,10 @@ POINTWISE = {
     "rms_norm": lambda x: F.rms_norm(x, (6,)), "rms_norm-hand": rms_norm_by_hand,
     "group_norm": lambda x: F.group_norm(x, 2), "instance_norm": lambda x: F.instance_norm(x.transpose(1, 2)),
     "batch_norm": lambda x: F.batch_norm(x.transpose(1, 2), None, None, training=True), "normalize": F.normalize,
-    "norm": lambda x: x.norm(dim=-1) + x.norm(p=1, dim=-1), "std": lambda x: x.std(-1),
+    "norm": lambda x: x.norm(dim=-1) + x.norm(p=1, dim=-1),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, ord=1, dim=-1) + torch.linalg.vector_norm(x, math.inf, -1),
+    "linalg_norm": lambda x: torch.linalg.norm(x, dim=-1) + torch.linalg.norm(x, ord=1, dim=-1) + torch.linalg.norm(x),
+    "std": lambda x: x.std(-1),
     "var": lambda x: torch.var(x, -1),
     "max": lambda x: x.max(-1).values + x.amax(-1) + x.max(), "min": lambda x: x.min(1)[0] + x.amin(1),
     "max_pool": lambda x: F.max_pool1d(x, 3, 2, 1), "max_pool2d": lambda x: F.max_pool2d(x[:, None], 2),
@@ -213,6 +216,62 @@ def test_relp_by_hand() -> None:
     of_gelu = weights * 0.5 * (1 + torch.tanh(x + 0.1 * x**3))
     torch.testing.assert_close(found[0], weights * F.silu(gate) / 2 + of_norm + of_gelu)
     torch.testing.assert_close(found[1], weights * x * torch.sigmoid(gate) / 2)
+
+
+def with_slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of entries as a constant multiple of them."""
+    return x * ((function(x) - function(torch.zeros_like(x))) / x).detach()
+
+
+def of_constant_size(size: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return x / size(x).detach()
+
+
+def square_mean(x: Tensor) -> Tensor:
+    return x.square().mean(-1, keepdim=True) + 1e-6
+
+
+SPELLED = {
+    "** -0.5": (lambda x: x * square_mean(x) ** -0.5, lambda x: of_constant_size(lambda y: square_mean(y).sqrt(), x)),
+    "pow(-0.5)": (
+        lambda x: x * torch.pow(square_mean(x), exponent=-0.5),
+        lambda x: of_constant_size(lambda y: square_mean(y).sqrt(), x),
+    ),
+    "** 0.5": (lambda x: x / square_mean(x) ** 0.5, lambda x: of_constant_size(lambda y: square_mean(y).sqrt(), x)),
+    "linalg.norm": (
+        lambda x: x / torch.linalg.norm(x, dim=-1, keepdim=True),
+        lambda x: of_constant_size(lambda y: y.norm(dim=-1, keepdim=True), x),
+    ),
+    "linalg.vector_norm": (
+        lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+        lambda x: of_constant_size(lambda y: y.norm(dim=-1, keepdim=True), x),
+    ),
+    "squared relu": (lambda x: F.relu(x).square(), lambda x: with_slope(lambda y: F.relu(y) ** 2, x)),
+    "squared relu, **": (lambda x: F.relu(x) ** 2, lambda x: with_slope(lambda y: F.relu(y) ** 2, x)),
+    "squared relu, *": (lambda x: F.relu(x) * F.relu(x), lambda x: with_slope(lambda y: F.relu(y) ** 2, x)),
+    "cube": (lambda x: torch.pow(x, 3), lambda x: with_slope(lambda y: y * y * y, x)),
+    "softcap": (lambda x: 3 * torch.tanh(x / 3), lambda x: with_slope(lambda y: 3 * torch.tanh(y / 3), x)),
+    "power of a number": (lambda x: 2**x, lambda x: 2**x),  # an exponential: its own derivative
+    "glu": (
+        F.glu,
+        lambda x: (
+            (x[..., :3] * x[..., 3:].sigmoid().detach() + x[..., :3].detach() * with_slope(torch.sigmoid, x[..., 3:]))
+            / 2
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_relp_is_the_same_however_a_function_is_written(name: str) -> None:
+    """A root is a denominator, a power a product of equal factors, and any function of entries a multiple of them."""
+    written, defined = SPELLED[name]
+    x, rules = numbers(4, 6, seed=1).requires_grad_(), rules_of("relp")
+    with rules.applied():
+        result = weighted(written(x))
+    (found,) = torch.autograd.grad(result, x)
+    (expected,) = torch.autograd.grad(weighted(defined(x)), x)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -468,7 +527,9 @@ def test_runs_that_take_other_steps_are_an_error() -> None:
     case = case_by_name("mixtral-expert-loop-eager")
     model = case.build()
     clean, corrupted = tokens(1, 6), tokens(1, 6, seed=5)
-    with pytest.raises(ExperimentError, match=r"part at operation \d+: .* in the clean run, .* in the corrupted run"):
+    with pytest.raises(
+        ExperimentError, match=r"diverge at operation \d+: .* in the clean run, .* in the corrupted run"
+    ):
         attribute(PatchableGraph(model, clean), a_logit, clean, corrupted, method="secant")
 
 

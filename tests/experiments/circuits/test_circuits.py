@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
@@ -61,6 +62,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         "Gemma2ForCausalLM", "Gemma2Config", **SIZES, num_key_value_heads=2, head_dim=8
     ),
     "neox (parallel blocks)": lambda: made("GPTNeoXForCausalLM", "GPTNeoXConfig", **SIZES),
+    "gptj (one norm)": lambda: made("GPTJForCausalLM", "GPTJConfig", **SIZES, rotary_dim=4, tie_word_embeddings=False),
     "olmo2 (norms over heads)": lambda: made("Olmo2ForCausalLM", "Olmo2Config", **SIZES, num_key_value_heads=2),
     "bert (post-norm)": lambda: made("BertForMaskedLM", "BertConfig", **SIZES),
     "t5 (encoder and decoder)": lambda: made(
@@ -93,6 +95,7 @@ EDGES = {
     "llama (grouped heads)": 82,
     "gemma2 (sandwich norms)": 82,
     "neox (parallel blocks)": 102,
+    "gptj (one norm)": 102,
     "olmo2 (norms over heads)": 54,
     "bert (post-norm)": 110,
     "t5 (encoder and decoder)": 48,
@@ -139,7 +142,7 @@ def test_laws(name: str) -> None:
     """The secant explains the whole effect; all edges are the model on clean inputs, and none on corrupted ones."""
     it = task(name)
     scores, placed = it.scores("secant"), it.scores("secant", positions=True)
-    assert scores.attrs["edges"] == EDGES[name]
+    assert (scores.attrs["edges"], scores.attrs["fallbacks"]) == (EDGES[name], {})
     np.testing.assert_allclose(placed.sum("position", min_count=1).values, scores.values, atol=1e-9)
     with torch.no_grad():
         clean, corrupted = (it.model(**inputs).logits for inputs in (it.clean, it.corrupted))
@@ -249,6 +252,20 @@ def test_exact_edges_are_path_patching(name: str) -> None:
     exact = it.scores("exact", senders=sender, receivers=receiver)
     patched = path_patch(it.pg, sender, receiver, it.clean, it.corrupted, it.metric, progress=False)
     assert exact.item() == pytest.approx(patched.item() - patched.attrs["corrupted"], rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2 (sandwich norms)", "bert (post-norm)", "gptj (one norm)"])
+def test_a_whole_component_as_the_receiver_of_a_path(name: str) -> None:
+    """The error names a path only if patching it is what the edge is: others may read the norm of a block, too."""
+    it, sender, receiver = task(name), "layers[0].mlp_out", "layers[1].mlp"
+    with pytest.raises(UnknownPathError, match="is a receiver of attribute_edges: write") as error:
+        path_patch(it.pg, sender, receiver, it.clean, it.corrupted, it.metric, progress=False)
+    paths = re.findall(r"write '(.*)', which it reads", str(error.value))
+    assert len(paths) == (not name.startswith(("bert", "gptj"))), str(error.value)
+    for path in paths:
+        patched = path_patch(it.pg, sender, path, it.clean, it.corrupted, it.metric, progress=False)
+        exact = it.scores("exact", senders=sender, receivers=receiver)
+        assert exact.item() == pytest.approx(patched.item() - patched.attrs["corrupted"], rel=1e-6, abs=1e-12)
 
 
 # -- by hooks ----------------------------------------------------------------------------------------------------------

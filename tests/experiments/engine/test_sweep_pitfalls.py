@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,16 @@ class Tokens(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
         return self.b(h - h.mean() if self.centred else h)
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(6, 4), nn.Linear(4, 4)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.embed(input_ids)))
 
 
 def graph(centred: bool = False) -> tuple[PatchableGraph, Tensor]:
@@ -71,7 +82,7 @@ def test_a_metric_that_reads_a_probe_has_the_probe_of_its_cell() -> None:
     result = swept(pg, make, x, metric)
 
     assert result.values.tolist() == loop(pg, make, x, metric)
-    assert "a ProbePatch may do something else each time" in " ".join(result.attrs["remarks"])
+    assert "a ProbePatch may behave differently each time" in " ".join(result.attrs["remarks"])
 
 
 def test_a_metric_that_reads_what_a_hook_kept_has_that_of_its_cell() -> None:
@@ -86,6 +97,35 @@ def test_a_metric_that_reads_what_a_hook_kept_has_that_of_its_cell() -> None:
 
     assert result.values.tolist() == loop(pg, strengthened, x, metric)
     assert "hooks" in " ".join(result.attrs["remarks"])
+
+
+@pytest.mark.parametrize("others", [[], [1]], ids=["alone", "with another"])
+def test_positions_that_the_sequence_does_not_have_are_reported_as_in_the_loop(others: list[int]) -> None:
+    ids = torch.tensor([[3, 1, 2, 5]])
+    pg = PatchableGraph(Embedded().eval(), input_ids=ids)
+
+    def make(position: int) -> dict[str, Any]:
+        return {"embed.output": AddPatch(value=1.0, positions=[*others, position])}
+
+    def reported(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            return run(), sorted(str(warning.message) for warning in caught)
+
+    def looped() -> list[float]:
+        found = []
+        for position in range(8):
+            with torch.no_grad(), pg.patch(make(position)):
+                found.append(float(pg(input_ids=ids).sum()))
+        return found
+
+    expected, told = reported(looped)
+    result, also_told = reported(
+        lambda: pg.sweep({"position": range(8)}, make, input_ids=ids, metric=torch.sum, batch=4, progress=False)
+    )
+    assert result.values.tolist() == pytest.approx(expected, rel=2e-6)
+    assert also_told == told
+    assert len(told) == 4
 
 
 def test_patches_that_read_a_probe_read_that_of_their_cell() -> None:
@@ -168,7 +208,7 @@ def test_a_metric_that_reads_what_a_patch_left_behind_has_that_of_its_cell() -> 
     result = swept(pg, make, x, metric)
 
     assert result.values.tolist() == loop(pg, make, x, metric)
-    assert "a CustomPatch may do something else each time" in " ".join(result.attrs["remarks"])
+    assert "a CustomPatch may behave differently each time" in " ".join(result.attrs["remarks"])
 
 
 class Masked(nn.Module):
@@ -197,7 +237,7 @@ def test_rows_are_given_up_only_where_python_looks_at_what_may_be_patched(own: b
     result = swept(pg, make, ids, torch.sum)
 
     assert result.values.tolist() == pytest.approx(loop(pg, make, ids, torch.sum), rel=2e-6)
-    assert ("looks at values" in " ".join(result.attrs["remarks"])) == own
+    assert ("reads values" in " ".join(result.attrs["remarks"])) == own
 
 
 def test_the_model_in_place_of_its_graph_is_told() -> None:

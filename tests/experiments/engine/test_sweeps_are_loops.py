@@ -151,7 +151,7 @@ def test_functions_are_called_as_often_and_draw_what_they_draw_in_a_loop(model: 
     )
     assert (found.values == expected).all()
     assert called == [0, 1, 2, 3, 4]
-    assert "5 of 5 cells ran one by one, each as a whole: a CustomPatch" in found.remarks[0]
+    assert "5 of 5 cells ran one by one, each in full: a CustomPatch" in found.remarks[0]
 
 
 def test_pure_cells_before_the_first_other_one_share_forwards(model: nn.Module) -> None:

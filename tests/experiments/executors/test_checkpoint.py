@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,10 @@ def swept(pg: PatchableGraph, file: Path | None, runs: list[Any] | None = None, 
     )  # fmt: skip
 
 
+# A list of runs is state, for all that the package knows.
+tells_of_runs = pytest.mark.filterwarnings("ignore:patches of cells that are done")
+
+
 @dataclasses.dataclass
 class Told:
     path: str
@@ -112,6 +117,7 @@ def test_done_cells_are_not_run_again(pg: PatchableGraph, tmp_path: Path) -> Non
     assert result.values.tobytes() == loaded.values.tobytes()
 
 
+@tells_of_runs
 @pytest.mark.parametrize("keep", range(7))
 def test_each_line_that_is_whole_counts(pg: PatchableGraph, tmp_path: Path, keep: int) -> None:
     file = tmp_path / "sweep.jsonl"
@@ -126,6 +132,7 @@ def test_each_line_that_is_whole_counts(pg: PatchableGraph, tmp_path: Path, keep
     assert sorted(file.read_bytes().splitlines()) == sorted(line.rstrip(b"\n") for line in lines)
 
 
+@tells_of_runs
 def test_a_damaged_line_is_run_again(pg: PatchableGraph, tmp_path: Path) -> None:
     file = tmp_path / "sweep.jsonl"
     result = swept(pg, file)
@@ -137,6 +144,7 @@ def test_a_damaged_line_is_run_again(pg: PatchableGraph, tmp_path: Path) -> None
     assert runs == [("sub_0.output", 1)]
 
 
+@tells_of_runs
 def test_failed_cells_are_run_again(pg: PatchableGraph, tmp_path: Path) -> None:
     file, switch = tmp_path / "sweep.jsonl", tmp_path / "repaired"
 
@@ -243,9 +251,47 @@ def test_a_sweep_outlives_its_file(pg: PatchableGraph, tmp_path: Path) -> None:
         return output.sum()
 
     runs: list[Any] = []
-    with pytest.warns(ExperimentWarning, match="cannot be written any more"):
+    with pytest.warns(ExperimentWarning, match="can no longer be written"):
         result = swept(pg, file, runs, metric=metric)
     assert result.identical(swept(pg, None, metric=metric).rename(result.name))
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["reads", "changes"])
+def test_state_of_patches_is_lost_where_a_checkpoint_goes_on(
+    pg: PatchableGraph, tmp_path: Path, is_other: bool
+) -> None:
+    """The state is gone with the process; that it was needed is in the file."""
+    file = tmp_path / "sweep.jsonl"
+
+    def swept_from(state: dict[str, float], fails_at: int | None = None, **options: Any) -> Any:
+        def patches(path: str, unit: int) -> dict[str, CustomPatch]:
+            def op(value: torch.Tensor) -> torch.Tensor:
+                if unit == 0 or is_other:
+                    state["count"] = state.get("count", 0.0) + 1.0
+                return value + state.get("count", 0.0)
+
+            return {path: CustomPatch(op)}
+
+        def metric(output: torch.Tensor) -> torch.Tensor:
+            measured.append(1)
+            if len(measured) == fails_at:
+                raise KeyboardInterrupt
+            return output.sum()
+
+        measured: list[int] = []
+        return pg.sweep(AXES, patches, X, metric=metric, batch=None, checkpoint_key="1", progress=False, **options)
+
+    whole = swept_from({})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KeyboardInterrupt):
+            swept_from({}, 4, checkpoint=file)
+    with pytest.warns(ExperimentWarning, match="changed what they refer to when they ran, .* without that"):
+        rest = swept_from({}, checkpoint=file)
+    assert not np.array_equal(rest.values, whole.values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swept_from({}, checkpoint=file)  # nothing is left to do
 
 
 def test_gradients_are_not_kept(pg: PatchableGraph, tmp_path: Path) -> None:

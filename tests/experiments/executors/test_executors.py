@@ -24,7 +24,15 @@ import numpy as np
 import pytest
 import torch
 
-from graphpatch_notebook import AddPatch, CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ReplacePatch
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExperimentError,
+    ExperimentWarning,
+    PatchableGraph,
+    ProbePatch,
+    ReplacePatch,
+)
 from graphpatch_notebook.experiments import (
     LogitDifference,
     Noise,
@@ -41,7 +49,7 @@ from graphpatch_notebook.experiments import (
     path_patch,
     record_to,
 )
-from graphpatch_notebook.experiments.executors import clusters, executors
+from graphpatch_notebook.experiments.executors import clusters, dispatch
 from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
 
 WIDTH = 128
@@ -82,6 +90,24 @@ def swept(pg: PatchableGraph, make_patches: Callable[..., Any] = doubled, **opti
     if "checkpoint" in options:
         options["checkpoint_key"] = "doubled"
     return pg.sweep(AXES, make_patches, options.pop("inputs", X), **options)
+
+
+def test_one_probe_for_several_cells_is_refused(pg: PatchableGraph) -> None:
+    """It would hold what any of them kept: the metric would read the value of another cell."""
+    probe = ProbePatch()
+
+    def probed(layer: int, unit: int) -> dict[str, Any]:
+        return {**doubled(layer, unit), "sub_4.output": probe}
+
+    with pg.patch({"sub_4.output": probe}):
+        pg(X)
+    kept = probe.activation
+    with ThreadPoolExecutor(2) as executor:
+        with pytest.raises(ExperimentError, match=r"several cells \(layer=0, unit=0; layer=0, unit=1\) have the same"):
+            swept(pg, probed, metric=lambda _: probe.activation.sum(), executor=executor)
+        assert probe.activation is kept  # nothing ran
+        found = swept(pg, lambda layer, unit: {f"sub_{2 * layer}.output": ProbePatch()}, executor=executor)
+    assert len(set(found.values.ravel().tolist())) == 1
 
 
 def acting(act: Callable[[int, int], None]) -> Callable[..., Any]:
@@ -296,7 +322,7 @@ def test_processes_build_the_graph_once_and_are_sent_no_weights(
         return build()
 
     weighing = Weighing(processes)
-    monkeypatch.setattr(executors, "_WORTH", 0.0)
+    monkeypatch.setattr(dispatch, "_WORTH", 0.0)
     result = swept(pg, executor=weighing, recipe=recipe, checkpoint=file)
     assert result.values.tobytes() == here.values.tobytes()
     assert re.fullmatch(r"executor= took .* without executor= this call would be faster", result.remarks.pop())
@@ -627,7 +653,7 @@ def test_a_sweep_that_is_done_needs_no_workers(pg: PatchableGraph, here: Any, tm
     with ThreadPoolExecutor(1) as executor:
         pass
     assert swept(pg, checkpoint=file, executor=executor).identical(here)
-    with pytest.raises(ExperimentError, match="executor= takes no work: RuntimeError: .*shutdown"):
+    with pytest.raises(ExperimentError, match="executor= does not accept work: RuntimeError: .*shutdown"):
         swept(pg, executor=executor)
 
 
@@ -746,7 +772,9 @@ def test_a_cluster_that_goes_away_is_an_error(pg: PatchableGraph, gone: str, tmp
         going = threading.Thread(target=go_away)
         going.start()
         for _ in range(2):
-            with pytest.raises(ExperimentError, match="client of the cluster was closed|takes no work: ClosedClient"):
+            with pytest.raises(
+                ExperimentError, match="client of the cluster was closed|does not accept work: ClosedClient"
+            ):
                 swept(pg, acting(act), executor=client, recipe=build, checkpoint=file)
             going.join()
     assert 1 < len(file.read_text().splitlines()) < 18

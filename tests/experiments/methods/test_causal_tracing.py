@@ -226,7 +226,7 @@ def pg() -> PatchableGraph:
         ({"paths": None}, "paths is None; give a list of paths"),
         ({"paths": CLEAN}, "paths is a Tensor; give a list of paths"),
         ({"corrupted": Noise}, r"corrupted is the class Noise; give Noise\(path, ...\)"),
-        ({"metric": lambda output: None}, "the metric gave None: does it lack a return"),
+        ({"metric": lambda output: None}, "the metric returned None: is a return statement missing"),
         ({"metric": lambda output: output}, "'logits' is of shape .*: is it the whole output of the model"),
         ({"window": 0}, "window must be a positive number of paths"),
         ({"corrupted": CLEAN, "normalize": True}, "cannot normalize: the metric is"),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import composition_scores, head_scores, keep_heads
@@ -59,6 +67,39 @@ def test_fused_attention_has_the_same_scores(pg: PatchableGraph) -> None:
     fused = GPT2LMHeadModel(GPT2Config.from_dict(pg.config.to_dict(), attn_implementation="sdpa")).eval()
     fused.load_state_dict(pg._module.state_dict())
     np.testing.assert_allclose(head_scores(PatchableGraph(fused, IDS), IDS), head_scores(pg, IDS), atol=1e-5)
+
+
+def test_tokens_are_those_that_the_stack_embeds(pg: PatchableGraph) -> None:
+    torch.manual_seed(0)
+    config = T5Config(d_model=32, d_kv=8, num_heads=4, d_ff=48, num_layers=2, vocab_size=9, decoder_start_token_id=0)
+    model, mask = T5ForConditionalGeneration(config).eval(), torch.ones_like(IDS)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    given = {"attention_mask": mask, "input_ids": IDS, "decoder_input_ids": IDS.flip(0, 1)}
+    both = PatchableGraph(model, **given)
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(**given, output_attentions=True)
+    stacks = {"encoder": (IDS, output.encoder_attentions), "decoder": (IDS.flip(0, 1), output.decoder_attentions)}
+    for stack, (ids, patterns) in stacks.items():
+        scores = head_scores(both, stack=stack, **given)
+        for kind in scores.coords["score"].values:
+            for layer, pattern in enumerate(patterns):
+                np.testing.assert_allclose(scores.sel(score=kind)[layer], looped(pattern, ids, kind), atol=1e-5)
+    assert head_scores(pg, attention_mask=mask, input_ids=IDS).equals(head_scores(pg, IDS))
+
+
+def test_a_stack_that_does_not_embed_tokens_has_no_scores() -> None:
+    sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 20, "num_mel_bins": 8}
+    heads = {f"{stack}_{part}": 2 for stack in ("encoder", "decoder") for part in ("layers", "attention_heads")}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = WhisperConfig(**sizes, **heads, **tokens, max_source_positions=12, max_target_positions=12)
+    given = {"input_features": torch.randn(2, 8, 24), "decoder_input_ids": IDS}
+    pg = PatchableGraph(WhisperForConditionalGeneration(config).eval(), **given)
+    assert head_scores(pg, stack="model.decoder", **given).shape == (3, 2, 2)
+    with pytest.raises(ExperimentError, match=r"model.encoder.layers\[0\] does not read embeddings of tokens"):
+        head_scores(pg, stack="model.encoder", **given)
 
 
 def test_a_head_that_only_looks_back_scores_one(pg: PatchableGraph) -> None:

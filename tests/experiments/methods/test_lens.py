@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph
@@ -90,6 +91,26 @@ def test_contributions_add_up_to_the_logit(name: str, by: str) -> None:
         part = parts["attn" if by == "head" else "mlp"]
         assert part.dims == ("layer", by, "batch")
         assert part.shape[:2] == (2, {"head": 4, "neuron": 48 if name != "gpt2" else 128}[by])
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("by", ["layer", "head", "neuron"])
+def test_contributions_to_a_stream_that_is_scaled_before_the_unembedding(by: str, is_tied: bool) -> None:
+    torch.manual_seed(0)
+    settings = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2, "vocab_size": 60}
+    config = transformers.T5Config(**settings, decoder_start_token_id=0, tie_word_embeddings=is_tied)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    given = {"input_ids": torch.randint(0, 60, (2, 7)), "decoder_input_ids": torch.randint(0, 60, (2, 5))}
+    pg = PatchableGraph(model, **given)
+    with torch.no_grad():
+        logits = model(**given).logits[[0, 1], [2, -1]]
+    options = {"target": TOKENS, "minus": 1, "by": by, "position": [2, -1], "stack": "decoder"}
+    parts = direct_logit_attribution(pg, **options, **given)
+    total = sum(part.sum([dim for dim in part.dims if dim != "batch"]) for part in parts.values())
+    np.testing.assert_allclose(total, logits[[0, 1], TOKENS] - logits[:, 1], atol=1e-4)
+    assert abs(parts["bias"]).max() < 1e-4  # T5 has none
 
 
 def test_contributions_are_those_of_plain_torch() -> None:

@@ -396,7 +396,10 @@ FIRST, LAST = "transformer.h_0.mlp.output", "transformer.h_2.mlp.output"
             rf"'{FIRST}\[:1, 0, 0, 0\]': index does not fit the value of shape \(1, 7, 16\)",
         ),
         ({"sender": "transformer.h_0.mlp.outptu"}, "nearest: 'transformer.h_0.mlp.output'"),
-        ({"receiver": "layers[1].mlp"}, r"'layers\[1\].mlp' is a receiver of attribute_edges: write 'layers\[1\].ln2'"),
+        (
+            {"receiver": "layers[1].mlp"},
+            r"'layers\[1\].mlp' is a receiver of attribute_edges: write '.*h_1.ln_2.output'",
+        ),
         ({"components": FIRST}, r"components must be a list"),
         ({"components": ["nothing"]}, "no node 'nothing'"),
         ({"corrupted": CORRUPTED[:, 1:]}, r"\(1, 7, 16\) on the clean inputs and \(1, 6, 16\) on the corrupted"),

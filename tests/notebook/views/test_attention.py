@@ -28,7 +28,7 @@ from graphpatch_notebook.experiments import show_attention
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.views.actions import patches_of
-from graphpatch_notebook.notebook.views.attention import AttentionView
+from graphpatch_notebook.notebook.views.attention import AttentionView, picture_of
 from graphpatch_notebook.notebook.views.requests import answer
 from graphpatch_notebook.notebook.views.selection import item_of
 from tests.notebook.shells import Shell
@@ -306,3 +306,15 @@ def test_the_magic_the_browser_and_pages_without_scripts(shell: Shell) -> None:
     with pytest.raises(ValueError, match="there is no view 'lens_'; views are 'attention' and 'lens'"):
         pg.browse(views=("lens_",))
     assert patches_of(session_of(pg), "zero", view.selection, None, set())[0].path == "layers[1].attn.heads[3].z"
+
+
+def test_a_picture_of_even_attention_is_not_dark() -> None:
+    even = torch.ones(32, 32).tril()
+    cells = (even / even.sum(1, keepdim=True) * 255).round().to(torch.uint8)
+    data = picture_of([torch.stack([cells, torch.zeros_like(cells)])])
+    start = data.index(b"IDAT") + 4
+    pixels = torch.tensor([*zlib.decompress(data[start:-16])]).view(35, -1)[:, 1:]
+    # Nearly all weights are at most 1/5: the last query, which has 1/32 for each key, is a sixth of that. It was 7.
+    assert (pixels[31, :32] > 30).all()
+    assert (pixels[0, 0], pixels[0, 1]) == (254, 0)
+    assert not pixels[:32, 35:67].any()

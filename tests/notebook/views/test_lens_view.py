@@ -13,7 +13,7 @@ import pytest
 import torch
 import traitlets
 from torch import Tensor, nn
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.errors import SessionError
@@ -113,6 +113,17 @@ def test_what_is_sent_is_what_the_models_last_modules_say(view: LensView, gpt2: 
     html = view._static_html() or ""
     assert "&lt;5&gt;" in html or "&lt;" in html
     assert "<5>" not in html
+
+
+def test_small_probabilities_are_not_zero_where_no_script_runs() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=300)).eval()
+    torch.nn.init.zeros_(model.transformer.ln_f.bias)
+    torch.nn.init.zeros_(model.transformer.ln_f.weight)  # all tokens are as probable: 1/300
+    ids = torch.arange(3)[None]
+    with contextlib.closing(show_lens(PatchableGraph(model, ids))) as view:
+        html = view._static_html() or ""
+    assert html.count("&lt;1%") == 6
+    assert " 0%" not in html
 
 
 def test_the_row_of_the_batch_is_sent(view: LensView) -> None:
