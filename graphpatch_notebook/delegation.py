@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-# What `nn.Module` defines and the module may define anew: always read from the module.
+# Attributes of `nn.Module` that the module may override: always read from the module.
 _DELEGATED = (
     "add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter "
     "get_submodule half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters "

@@ -3,7 +3,7 @@
 The function with the steps runs under the mode that records or patches, so that each step is seen. Its code counts as
 the user's: call sites go through it, and names of nodes are its local variables.
 
-Some calls are opened by default, as far as they have *inner nodes*: capture records the call as one op, with nodes for
+Some calls are opened by default, if they have *inner nodes*: capture records the call as one op, with nodes for
 its most important steps, and the steps run only in calls in which one of these is patched.
 """
 
@@ -102,7 +102,7 @@ class Decomposition:
         """Returns why this call cannot be opened; `None` if it can."""
         try:
             return self.problem(*args, **kwargs)
-        except (TypeError, AttributeError, RuntimeError) as error:  # the function itself will say what is wrong
+        except (TypeError, AttributeError, RuntimeError) as error:  # the function itself raises the error
             return f"its arguments are invalid ({error})"
 
 
@@ -263,7 +263,7 @@ def _scores_shape(query: Tensor, key: Tensor, attn_mask: Tensor | None, enable_g
     heads = (*key.shape[:-3], 1) if enable_gqa else key.shape[:-2]
     shapes = [(*query.shape[:-1], 1), (*heads, 1, key.shape[-2]), () if attn_mask is None else attn_mask.shape]
     sizes = []
-    # Not by `torch.broadcast_shapes`, the first call of which takes seconds, as it imports half of torch.
+    # Not by `torch.broadcast_shapes`: its first call takes seconds, since it imports half of torch.
     for along in zip_longest(*map(reversed, shapes), fillvalue=1):
         different = {size for size in along if size != 1}
         if len(different) > 1:
@@ -490,7 +490,7 @@ def _multi_head_specs(*args: Any, **kwargs: Any) -> tuple[TensorSpec, ...]:
     given = _signature(_opened_multi_head_attention()).bind(*args, **kwargs)
     given.apply_defaults()
     query, keys = given.arguments["query"], given.arguments["static_k"]
-    if _is_autocast(query):  # which casts other steps than those of the call
+    if _is_autocast(query):  # autocast would cast the steps differently from the call
         return ()
     rows = query.shape[1] if query.dim() == 3 else 1
     length = given.arguments["key"].shape[0] if keys is None else keys.shape[1]

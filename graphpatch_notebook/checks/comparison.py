@@ -117,7 +117,7 @@ def run_and_compare(
         except Exception as error:
             return expected(*args, **kwargs), _not_copied(error)
         had_gradients = torch.is_grad_enabled()
-        context = copy_context()  # what `expected` puts into context variables is not for `found`, nor the reverse
+        context = copy_context()  # `expected` and `found` must not see the context variables that the other one sets
         result = expected(*args, **kwargs)
         if (change := before.unrepeatable_change()) is not None:
             return result, RunComparison(ComparisonOutcome.UNREPEATABLE, str(change))

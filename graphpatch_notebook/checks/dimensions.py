@@ -96,7 +96,7 @@ class Dimensions:
         self._profiles: dict[int, tuple[Profile, ...]] = {}
         self._reordered: dict[int, set[Profile]] | None = None
         self._is_far = False
-        # A copy of the model runs, but that may draw random numbers, and write into what is outside of the model.
+        # A copy of the model runs, but it may draw random numbers, and write into objects outside the model.
         with afterwards(ModuleState(root.module).restore):
             try:
                 self._note_run(run_on_meta(root, self._sizes[0]))
@@ -137,7 +137,7 @@ class Dimensions:
     def _vary(self, places: list[InputDim]) -> bool:
         """Runs the model with other sizes at `places`; returns whether it could."""
         size = self._size(places[0])
-        # Not one: where one input alone has a size of one, it is broadcast, and what is computed keeps its size.
+        # Not one: if only one input has a size of one, it is broadcast, and the results keep their size.
         if not any(self._run(self._at(places, other)) for other in (2 * size + 3, size + 1, size - 1) if other > 1):
             return False
         self.groups.append(places)
@@ -245,7 +245,7 @@ class Dimensions:
         if not growing:
             return None
         sizes = known[growing[0]]
-        # Where inputs may have batches of their own, each run changes that of one of them.
+        # If inputs may have separate batches, each run changes the batch of one of them.
         if len(growing) > 1 or any(sizes[run] not in (sizes[0], sizes[0] * factor) for run, factor in runs.items()):
             raise NoBatchError(f"a value of shape {tuple(spec.shape)} does not grow as the batch does")
         return growing[0]
@@ -383,7 +383,7 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Call
     if len(spec.shape) != len(shape):
         dimensions = "1 dimension" if len(spec.shape) == 1 else f"{len(spec.shape)} dimensions"
         return f"it had {dimensions} when it was captured, and has {len(shape)} now"
-    if frame.opaque_reason is not None or frame.has_own_graph:  # what a value is made of is not recorded
+    if frame.opaque_reason is not None or frame.has_own_graph:  # the record has no contents of the value
         return None
     if frame.parent is None and any(spec is given for node in frame.inputs() for given in tensor_specs(node.spec)):
         return None

@@ -52,7 +52,7 @@ def check_input_names(
             )
 
 
-@functools.lru_cache(maxsize=256)  # `pg.record` asks at each call
+@functools.lru_cache(maxsize=256)  # `pg.record` calls this each time
 def _similar_options(names: tuple[str, ...], function: Callable[..., Any]) -> dict[str, str]:
     options = option_names(function)
     return {name: found for name in names if name not in _OF_MODELS and (found := nearest_option(name, options))}

@@ -171,7 +171,7 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
         if "__slotnames__" in vars(kind):
             delattr(kind, "__slotnames__")
     for module in reachable_modules(root.module):
-        if (packing := packing_of(module)) is not None:  # kernels of its own work on values
+        if (packing := packing_of(module)) is not None:  # its own kernels work on values
             spec, twin = packing.spec(module), memo[id(module)]
             name = innermost_forward(twin)
             weight, forward = torch.empty(spec.shape, dtype=spec.dtype, device=META), getattr(twin, name)
@@ -270,7 +270,7 @@ def _matched(captured: Frame, found: Frame) -> list[tuple[int, ValueSpec]]:
 
 
 def nodes_by_key(frame: Frame) -> dict[Any, Node]:
-    """Returns the nodes of a frame by what identifies them in another run: see `node_key`."""
+    """Returns the nodes of a frame by a key that identifies them in another run: see `node_key`."""
     found: dict[Any, Node] = {}
     for node in frame.nodes:
         if node.kind != "op" or node.site is not None:

@@ -111,10 +111,10 @@ def _opened(flow: Flow, softmax: Node) -> Attention | None:
     products = _products_before(flow, softmax)
     after = _products_after(flow, softmax)
     if not products or len(after) != 1 or _products_after(flow, after[0][0].node):
-        return None  # a pattern that is read in parts, or multiplied with another one, is not that of the heads
+        return None  # a pattern that is read in parts, or multiplied with another one, is not the pattern of the heads
     z, pattern, v = after[0]
     own = Value(softmax)
-    # A model may merge batch and heads for the product: the softmax has them apart.
+    # A model may merge batch and heads for the product, and separate them for the softmax.
     if len(pattern.shape) < 4 <= len(own.shape):
         pattern = own
     dot, (q, k) = next((found for found in products if found[0].size == own.size), products[0])
@@ -497,7 +497,7 @@ def _trace(
     place_of = between.waists.index
     known = _known_axes(between, operand)
     rotated = [waist for waist in between.waists if _is_rotation(between, waist)]
-    # What a cache, or other heads, add: `k` and `v` are those of the positions and heads of the call.
+    # A cache, or repeated heads, add to these: `k` and `v` have the positions and heads of the call.
     stop_at = [w for before, w in pairwise(between.waists) if w.size > before.size or between.ops[w] == ("cat",)]
     # Queries and keys are often scaled before the product; values are what the pattern is multiplied with.
     scaled = [w for w in between.waists if between.ops[w] and set(between.ops[w]) <= SCALINGS and name != "v"]

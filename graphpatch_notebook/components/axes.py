@@ -134,7 +134,7 @@ def product_letters(node: Node, one: Value, other: Value) -> tuple[str, str, str
     count = max(map(len, leading))
     sizes = list(zip(*((1,) * (count - len(each)) + each for each in leading), strict=True))
     names = string.ascii_lowercase[:count]
-    # A dimension of one element, repeated along that of the other tensor, is not the same dimension.
+    # A dimension of one element that is broadcast to a dimension of the other tensor is not the same dimension.
     repeated = [
         "".join(name if pair[which] == max(pair) else name.upper() for name, pair in zip(names, sizes, strict=True))
         for which in range(2)

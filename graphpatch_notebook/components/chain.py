@@ -153,7 +153,7 @@ class Trails:
         if any(parameter.squeeze().ndim > 1 for parameter in frame.module.parameters()):
             return None
         given, returned = self.flow.inputs(frame), self.flow.outputs(frame)
-        if len(returned) > 1:  # an exported norm returns its input, too, if others read that as it cast it
+        if len(returned) > 1:  # an exported norm also returns its input, if other operations read the cast input
             returned = [place for place in returned if not self.is_same(place.value, given[0].value)]
         is_norm = bool(given) and len(returned) == 1 and given[0].value.shape == returned[0].value.shape
         return Norm(frame, given[0], returned[0]) if is_norm else None
@@ -276,7 +276,7 @@ class Stacks:
     def _holds_stack(self, frame: Frame) -> bool:
         """Whether a frame holds layers itself: members of one class that pass the stream on, one after the other.
 
-        The last parts of a layer may be such a chain, too (MobileBERT): then there is attention beside it.
+        The last parts of a layer may be such a chain, too (MobileBERT): then the layer also has attention.
         """
         for inner in frame.walk():
             for _, members in lists(inner):

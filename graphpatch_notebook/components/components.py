@@ -73,7 +73,7 @@ class _Findings:
 
 
 Verify: TypeAlias = "Callable[[Callable[[ProofRun, Collection[str]], None], tuple[Any, ...], dict[str, Any]], None]"
-"""Calls a function with what runs the captured model on inputs, and the paths that can be patched."""
+"""Calls a function with a runner of the captured model on inputs, and the paths that can be patched."""
 
 
 class Components(Mapping[str, Component]):
@@ -438,7 +438,7 @@ class _Finder:
                 self.found.missing[name] = f"the first layer's input is a sum of {len(values)} such embeddings"
 
     def _add_end(self, stacks: Sequence[Stack]) -> None:
-        ends = [(stack, end_of(self._trails, stack)) for stack in reversed(stacks)]
+        ends = [(stack, end_of(self._trails, stack, stacks)) for stack in reversed(stacks)]
         for stack, end in ends:
             prefix = f"{stack.name}." if stack.name else ""
             self.found.evidence.ends.append((prefix, end))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from graphpatch_notebook.components.axes import Axes, axes_before, stream_axes
@@ -69,7 +69,7 @@ def start_of(trails: Trails, stack: Stack) -> Start:
 
 
 def table_of(flow: Flow, value: Value) -> Value | None:
-    """Returns the table of which a value has a row for each number in a tensor; `None` if it is not such a value."""
+    """Returns the table whose rows a value has, one for each number in a tensor; `None` for other values."""
     reads = flow.reads(value.node)
     if value.op == "embedding":
         return next((read for read in reads if read.is_float and len(read.shape) == 2), None)
@@ -149,11 +149,19 @@ class End:
     unembedding: Value | None
 
 
-def end_of(trails: Trails, stack: Stack) -> End:
-    """Returns the values at the end of the stream of a stack."""
+def end_of(trails: Trails, stack: Stack, stacks: Sequence[Stack]) -> End:
+    """Returns the values at the end of the stream of a stack.
+
+    Args:
+        trails: How values lead to others.
+        stack: The stack.
+        stacks: All stacks of the model: the layers of others may read the stream, too.
+    """
     flow = trails.flow
     last = stack.layers[-1].end.value
-    norm = next((value for value, found in trails.norms.items() if trails.is_same(found.given.value, last)), None)
+    others = {id(layer.frame) for other in stacks if other is not stack for layer in other.layers}
+    norms = (value for value, found in trails.norms.items() if trails.is_same(found.given.value, last))
+    norm = next((n for n in norms if others.isdisjoint(map(id, flow.frames_around(n)))), None)
     for place in flow.outputs(flow.root):
         if place.value.is_float and (unembedding := _unembedding(trails, place.value, last, norm)) is not None:
             return End(norm, place, unembedding)

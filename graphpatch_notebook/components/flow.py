@@ -127,7 +127,7 @@ class Flow:
         self.frames.append(frame)
         for node in frame.nodes:
             self.frame_of[node] = frame
-            if node.is_inner:  # its call stands for it in the flow
+            if node.is_inner:  # the flow uses its call instead
                 continue
             if isinstance(node, ElementNode):
                 self._elements.setdefault((node.whole, node.position), node)
@@ -302,7 +302,7 @@ def _keys_of(spec: ValueSpec, texts: tuple[str, ...]) -> tuple[Key, ...]:
     keys: list[Key] = []
     for text in texts:
         found = spec.child(text) if isinstance(spec, ContainerSpec) else None
-        assert found is not None  # `texts` are those of `leaves(spec)`
+        assert found is not None  # `texts` comes from `leaves(spec)`
         keys.append(found[0])
         spec = found[1]
     return tuple(keys)

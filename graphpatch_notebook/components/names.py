@@ -337,7 +337,7 @@ def _of_layer(found: FoundComponents, name: ComponentName, text: str) -> list[Co
 def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
     """Yields the components that a name with one layer and without `*` in its words refers to.
 
-    If it is one of those that a pattern stands for, its numbers are those of query heads.
+    If it comes from a pattern, its numbers are those of query heads.
     """
     if name.words[-1] == "result" and name.words[0].endswith("attn"):
         raise UnknownPathError(f"{text!r}: {_of_result(name)}")
@@ -347,7 +347,7 @@ def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: 
         return
     word = next(word for word in name.words if word in MEMBERS)
     separate = _separate(found, bare)
-    if separate:  # such as experts that are modules of their own
+    if separate:  # such as experts that are separate modules
         chosen = list(_counted(name.members or 0, len(separate), word, text))
         there = [number for number in chosen if separate[number] in found]
         if not there or (there != chosen and not isinstance(name.members, slice)):

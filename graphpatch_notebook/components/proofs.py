@@ -69,7 +69,7 @@ class Evidence:
     Attributes:
         trails: The flow of values, and the norms.
         stacks: The layers of each stack.
-        starts, ends: Both ends of each stack, with what the names of their components begin with.
+        starts, ends: Both ends of each stack, with the prefix of the names of their components.
         values: The value of each component, by name.
     """
 
@@ -400,7 +400,7 @@ class _Prover:
         """Whether queries and keys give the scores, before masks and biases; of a fused call, whether all give `z`."""
         product = attention.dot if attention.dot is not None else attention.z
         if any(read.op in CREATIONS for read in self._reads(product.node)):
-            return None  # the model fills these in, after what is recorded
+            return None  # the model fills these in after the recorded value
         if attention.dot is None or attention.dot.op == "baddbmm" or not {"q", "k", "dot"} <= set(operands):
             return (
                 None if is_close(self._computed(product.node), self._value(product)) else "the product's rerun differs"
@@ -695,7 +695,7 @@ class NoiseRuns:
         state = write.state
         path = self._flow.path(state)
         given = [place.path for place in self._flow.inputs(layer.frame) if place.value == state]
-        if len(given) == 1:  # else noise at the input would leave the others as they are
+        if len(given) == 1:  # else noise at the input would not change the others
             path = given[0]
         own = self._flow.path(write.value)
         for frame in self._flow.frames_around(write.value):  # with noise, other experts may write the result

@@ -39,7 +39,7 @@ class Write:
 
     Attributes:
         value: What is added.
-        kind: What computes it; `unknown` if calls do that of which there are no records.
+        kind: The part that computes it; `unknown` if calls without records compute it.
         state: The stream that it is computed from.
         step: The addition.
         inside: The nodes that compute it from the stream.
@@ -184,7 +184,7 @@ class Writes:
         is_same = self._trails.is_same
         for value, norm in self._trails.norms.items():
             given = norm.given.value
-            # The stream may go on from what the norm casts its input to, as in exported programs.
+            # The stream may continue from the cast input of the norm, as in exported programs.
             if value.node in found.inside and (is_same(given, state) or is_same(state, given)):
                 return norm
         return None

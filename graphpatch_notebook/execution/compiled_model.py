@@ -90,7 +90,7 @@ class CompiledModel:
         try:
             return self._compiled(*args, **kwargs)
         except Exception as error:
-            # The compiler hides why the graph refused inputs or values behind an error of its own: without it, the
+            # The compiler hides why the graph refused inputs or values behind its own error: without it, the
             # graph raises that error itself.
             self.graph(*args, **kwargs)
             if not type(error).__module__.startswith("torch._dynamo"):
@@ -329,7 +329,7 @@ def patches_in_steps(entries: Sequence[Entry], step: CapturedModel) -> dict[Any,
     places: dict[str, Any] = {}
     for entry in entries:
         target = entry.target
-        text = target.text if target.index else target.path  # without the encoder, names of layers are others
+        text = target.text if target.index else target.path  # without the encoder, layers have other names
         places[text] = _place(target)
         patch_map.setdefault(text, []).extend(entry.patches)
     try:

@@ -268,7 +268,7 @@ def _entries(root: Frame, target: Target, given: Any, problems: list[str]) -> li
         problems += found
         return []
     if not patches:
-        return []  # an empty list means no patch here, as an empty patch map does anywhere
+        return []  # an empty list has no patch for this value, as an empty patch map has none at all
     if not any(map(_stands_alone, patches)):
         return [Entry(target, tuple(patches))]
     entries = [_entry(root, target, patch, problems) for patch in patches]

@@ -62,7 +62,7 @@ class _Keeping(ProbePatch):
         return original_output
 
 
-_Keeping.__name__ = "pg.record"  # what messages say of a patch, and what the user called
+_Keeping.__name__ = "pg.record"  # the words for a patch in messages, and those for the user's call
 
 
 class Recording(Mapping[str, Any]):

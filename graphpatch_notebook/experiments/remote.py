@@ -434,7 +434,7 @@ class Engines:
             raise
         for message, category in dict.fromkeys(given for _, warned, _ in answers.values() for given in warned):
             warn_each_time(message, category)
-        for engine, (is_right, _, data) in answers.items():  # the first that failed is why others did
+        for engine, (is_right, _, data) in answers.items():  # the first failure caused the others
             if not is_right:
                 result = unpacked(data)[0]
                 if len(self._ids) > 1:
@@ -464,7 +464,7 @@ class Engines:
                 del waiting[engine]
                 try:
                     answers[engine] = unpacked(result.get())[0]
-                except Exception as error:  # ipyparallel raises errors of its own
+                except Exception as error:  # ipyparallel raises its own errors
                     raise ExperimentError(
                         f"engine {engine} of the cluster did not answer: {type(error).__name__}: {error}. If it died, "
                         "start the cluster again and make the graph again"

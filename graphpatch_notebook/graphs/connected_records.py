@@ -77,7 +77,7 @@ class _Connector:
         if not isinstance(record, Node):
             return self._without_record(fx_node, args)
         wrote = record.written_of(fx_node.args, fx_node.kwargs) if record.is_in_place else None
-        if isinstance(wrote, fx.Node):  # what reads the tensor from now on reads what was written
+        if isinstance(wrote, fx.Node):  # later nodes that read the tensor read the written value
             self._values[wrote] = Ref(record)
         return Ref(record)
 

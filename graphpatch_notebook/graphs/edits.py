@@ -225,7 +225,7 @@ def check_edited(graph: fx.Graph, frame: Frame, owner: Module, original_path: Ca
     Raises:
         GraphError: A check fails; the message names the node and the repair.
     """
-    # Custom graphs run with the user's module, which must have what they refer to.
+    # Custom graphs run with the user's module, which must have the attributes that they refer to.
     is_custom = frame.custom_graph is not None
     owner, put = (frame.module, MODULE_GETS_TENSOR) if is_custom else (owner, _GRAPH_MODULE_GETS_TENSOR)
     nodes = [node for node in graph.nodes if not _reads_as_recorded(node, original_path)]

@@ -123,7 +123,7 @@ def name_assigned_at(code: CodeType, line: int) -> str | None:
     """Returns the name of the node whose value a line of generated code computes; `None` for other code."""
     if not code.co_filename.startswith(_FILE):
         return None
-    # The value of `x[i] = v` is that of the node that the rest of the line names.
+    # The value of `x[i] = v` belongs to the node that the rest of the line names.
     found = re.match(r"\s*(?:\w+\[.*\] = .*;  )?(\w+)(?: : [^=]+)? = ", linecache.getline(code.co_filename, line))
     return found.group(1) if found else None
 

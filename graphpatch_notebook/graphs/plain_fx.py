@@ -82,7 +82,7 @@ def plain_fx_module(
     Args:
         root: The graph module of the whole model.
         patched: The patches.
-        examples: The example inputs by parameter, as far as they are known.
+        examples: The known example inputs, by parameter.
         any_size: Whether inputs of other sizes than the example's are accepted.
 
     Raises:
@@ -162,7 +162,7 @@ class PatchedValue(Module):
             is_tensor = isinstance(value, Tensor)
             if patch.observes_only:
                 if self.is_shown_alias and is_tensor and value.requires_grad and torch.is_grad_enabled():
-                    value = value.view_as(value)  # its gradient is that of this use of the tensor only
+                    value = value.view_as(value)  # its gradient is only the one of this use of the tensor
                 patch.op(value.clone() if self.is_shown_copied and is_tensor else value)
             else:
                 value = self._after(patch, value.clone() if patch.requires_clone and is_tensor else value)

@@ -249,7 +249,7 @@ def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
         if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
         hooks = [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
-        # Others either change tensors, which is part of the graph, or are only meant for the module's own run.
+        # Other hooks change tensors, which is part of the graph, or only concern the module's own run.
         if HookOwner.USER in map(owner_of, hooks):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, type(module).__name__)
 

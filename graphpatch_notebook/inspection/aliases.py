@@ -114,7 +114,7 @@ def _name_inside_attention(root: Frame, text: str) -> str | None:
 
 
 def _in_layer(root: Frame, number: str, part: str) -> str:
-    # With several stacks, as tools for single stacks have it: that of the decoder, which is the last.
+    # With several stacks: the decoder, which is the last one, as in tools for single stacks.
     stack = (list(find(root).layers) or [""])[-1]
     return f"{stack}.layers[{number}].{part}" if stack else f"layers[{number}].{part}"
 

@@ -127,7 +127,7 @@ def bound_arguments(frame: Frame) -> Mapping[str, Any]:
     kinds = [inspect.Parameter(p.name, p.kind) for p in frame.parameters if str(p.name).isidentifier()]
     try:
         return inspect.Signature(kinds).bind_partial(*frame.call.args, **frame.call.kwargs).arguments
-    except (TypeError, ValueError):  # a hook changed what was given
+    except (TypeError, ValueError):  # a hook changed the argument
         return {}
 
 

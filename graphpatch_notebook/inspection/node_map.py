@@ -231,7 +231,7 @@ def _leaves(path: str, spec: ValueSpec) -> dict[str, ValueSpec]:
     """Returns the leaves of the value at `path`, by their own paths."""
     inside: dict[str, ValueSpec] = {}
     for dig, leaf in leaves(spec):
-        # If two keys have the same text (1 and "1"), a path means the first.
+        # If two keys have the same text (1 and "1"), a path refers to the first.
         inside.setdefault(f"{path}|{'.'.join(map(format_segment, dig))}" if dig else path, leaf)
     return inside
 

@@ -336,7 +336,7 @@ def _stops_at_container(spec: ContainerSpec, path: str, parsed: ParsedPath) -> U
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the names could have meant
+# What the names may refer to
 
 
 def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> Unresolvable:

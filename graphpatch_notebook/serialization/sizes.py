@@ -34,7 +34,7 @@ def find_sizes(root: Frame, form: Form) -> None:
 
     Sizes that the model cannot be recorded at stay those of the example, until a call of the user shows more.
     """
-    with afterwards(ModuleState(root.module).restore):  # a copy runs, but may write into what is outside of the model
+    with afterwards(ModuleState(root.module).restore):  # a copy runs, but may write into objects outside the model
         explorer = _Explorer(root)
         groups = [g for g in dimensions_of(root).groups if all(number < len(form.dims) for number, _ in g)]
         found = [(places, sizes) for places in groups if (sizes := explorer.sizes(places))]

@@ -21,7 +21,7 @@ from graphpatch_notebook.errors import PatchShapeError, PatchValueError
 from graphpatch_notebook.torch_compat import dtensor_module, function_mode_depth, strided_shard
 
 _SAME = 1e-5
-_FEW = 4  # so many terms do not happen to be equal on all processes
+_FEW = 4  # this many terms are not equal on all processes by chance
 
 
 class AlikeValues:
@@ -208,7 +208,7 @@ class _Close(torch.autograd.Function):
         mine = sketch(grad).to(grad.device)
         sketches = [torch.empty_like(mine) for _ in range(gradient.mesh.size())]
         dist.all_gather(sketches, mine, group=gradient.mesh.get_group())
-        gradient.is_sum = not all(is_same_sketch(sketches[0], each) for each in sketches)  # on all processes alike
+        gradient.is_sum = not all(is_same_sketch(sketches[0], each) for each in sketches)  # the same on all processes
         return gradient.total(grad) if gradient.is_sum else grad, None
 
 

@@ -30,7 +30,7 @@ class Processes:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = sorted(ranks)
-        # Other processes, with replicas of the model, make groups of their own.
+        # Other processes, with replicas of the model, make their own groups.
         self.group: Any = dist.new_group(self.ranks, _LIMIT, "gloo", use_local_synchronization=True)
 
     @property

@@ -208,6 +208,27 @@ def test_modules_that_a_plain_dict_holds_are_absent_with_the_reason() -> None:
     assert "no module of a list" in pg.components.missing["layers[*]"]
 
 
+class InTwoLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [Block(number, "", False) for number in range(4)]
+        self.parts = nn.ModuleList(nn.ModuleList(blocks[start : start + 2]) for start in (0, 2))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            for block in part:
+                x = block(x)
+        return self.norm(x)
+
+
+def test_a_norm_of_the_next_list_of_layers_is_not_the_final_one() -> None:
+    components = PatchableGraph(InTwoLists().eval(), torch.randn(2, LENGTH, WIDTH)).components
+    assert components.layers == {"parts_0": 2, "parts_1": 2}
+    assert components["parts_1.@final_norm"].path == "norm.output"
+    assert components.why_missing("parts_0.@final_norm") == "no norm reads what the last layer returns"
+
+
 class ByHead(nn.Module):
     """Attention with a module for each head."""
 

@@ -31,8 +31,8 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
 
 def invoke(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a module's `forward`: the Python frame at which the walk up the stack ends."""
-    # Here and in what else of the engine stands between the user's code and the model's: IPython and pytest leave such
-    # frames out of tracebacks, in which there would be more of them than of all others.
+    # Also in other functions of the engine between the user's code and the model's: IPython and pytest leave such
+    # frames out of tracebacks, where they would be the majority.
     __tracebackhide__ = True
     return forward(*args, **kwargs)
 

@@ -276,7 +276,7 @@ def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: Ge
         needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
         given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
     patched = _apply_plain(entry, same_value(value, given), steps, None)
-    # What a patch keeps of the whole value only has a gradient if the model goes on with it.
+    # A value that a patch keeps only has a gradient if the model continues with it.
     has_uses = torch.is_grad_enabled() and not is_held and given.requires_grad
     keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
     if patched is given and not (has_uses and keeps):
@@ -516,7 +516,7 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         return patched
     except GraphPatchError as error:
         raise type(error)(f"{target.text!r}: {error}") from (None if isinstance(patch, WritingPatch) else error)
-    except (StopIteration, StopAsyncIteration):  # which mean something to the interpreter
+    except (StopIteration, StopAsyncIteration):  # which the interpreter treats specially
         raise
     except Exception as error:
         if isinstance(patch, WritingPatch) and isinstance(error, (RuntimeError, IndexError, TypeError, ValueError)):

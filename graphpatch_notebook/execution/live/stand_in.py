@@ -69,7 +69,7 @@ class StandIn:
         self._original = module
         self._inner: list[StandIn] = []
         self.module: Module = object.__new__(type(module))
-        # A dict of its own first: some models override `__setattr__`.
+        # A separate dict first: some models override `__setattr__`.
         state = dict(module.__dict__)
         for registry in _REGISTRIES:
             state[registry] = type(state[registry])(state[registry])
@@ -185,7 +185,7 @@ def tensor_at(module: Module, path: str) -> Any:
     """Returns the tensor that `module` holds at an attribute path."""
     *parents, name = path.split(".")
     for parent in parents:
-        child = module._modules.get(parent)  # an attribute of that name may be something else: `half`, say
+        child = module._modules.get(parent)  # an attribute of that name may not be a tensor, such as `half`
         module = child if child is not None else getattr(module, parent)
     for holder in (module._parameters, module._buffers, module.__dict__):
         if name in holder:

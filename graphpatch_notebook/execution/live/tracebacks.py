@@ -130,7 +130,7 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
     for python_frame, lasti in _entries(traceback):
         if python_frame.f_code is _OPENED:  # the steps of an opened call are nodes themselves
             way.call, way.opened = None, list(way.steps)
-        if way.call is None:  # what any other call does inside belongs to its one node
+        if way.call is None:  # operations inside any other call belong to the node of the call
             _follow(way, python_frame, lasti)
     candidates = [(frame, node) for frame, node in way.nodes() if node.whole is node] or way.nodes()
     line = str(_line(way)) if way.steps else ""

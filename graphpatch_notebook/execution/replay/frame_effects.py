@@ -31,7 +31,7 @@ class GivenValues:
         self.tensors: list[tuple[Tensor, int | None]] = []
         self._containers: list[tuple[Any, list[tuple[Any, Any]]]] = []
         self.unknown: str | None = None
-        for value in (*args, *kwargs.values()):  # the tuple and the dict are made anew for each call
+        for value in (*args, *kwargs.values()):  # the tuple and the dict are new in each call
             self._look(value)
 
     def _look(self, value: Any) -> None:

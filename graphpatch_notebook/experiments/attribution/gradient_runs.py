@@ -86,7 +86,7 @@ class WatchPatch(Patch[Any]):
 
     any_shape = True
 
-    def __init__(self, node: ScoredNode, current: WatchedRuns) -> None:  # faster than that of a dataclass
+    def __init__(self, node: ScoredNode, current: WatchedRuns) -> None:  # faster than the one of a dataclass
         self.node = node
         self.current = current
 
@@ -644,7 +644,7 @@ class Cut:
         if self.problem is not None:
             return value
         self.values.append(_writable_copy(value.detach()))
-        # The model may write into what it is given, but the gradient is that of the value before.
+        # The model may write into its argument, but the gradient belongs to the value before.
         return self.values[-1].clone() if torch.is_grad_enabled() else value
 
 
@@ -731,7 +731,7 @@ class GradientRun:
         stays = node.node.is_mutated_later or node.node.is_in_place or value.layout is not torch.strided
         stays |= node.is_in_container  # a view would need a copy of the container
         if stays or not node.can_be_cut or not torch.is_grad_enabled():
-            # With a view, the gradient of what the model writes in place would be lost.
+            # With a view, the gradient of values that the model writes in place would be lost.
             if not torch.is_grad_enabled() or not self._roots.flow.has_one_use(before):
                 self._shared.add(edge)
             if edge in self._shared:
@@ -759,7 +759,7 @@ class GradientRun:
         if value.requires_grad and self._depends_on_root(value):
             self._roots.tracked.add(id(node.node))
             self._note(path, occurrence, value, self._edge(value))
-        elif torch.equal(clean[occurrence].tensor, value):
+        elif _is_equal(clean[occurrence].tensor, value):
             differences.by_path.setdefault(path, []).append(None)
             self.by_path.setdefault(path, []).append(None)
         elif path in differences.rewritten:
@@ -847,6 +847,11 @@ class GradientRun:
             else:
                 waiting += [other for other in inner if other not in known]
         return known[value.grad_fn]
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    with without_torch_functions():  # derivative rules would take it for a step of the model
+        return torch.equal(one, other)
 
 
 def _node_of(value: Tensor) -> GradientNode:

@@ -223,6 +223,7 @@ class DerivativeRules:
         self.fallbacks: dict[str, str] = {}
         self.recorded_bytes = 0
         self.is_open = False
+        self._seen: set[Any] = set()
 
     def recording(self) -> AbstractContextManager[Any]:
         """Returns a context manager for the run on the clean inputs, and its metric."""
@@ -245,10 +246,23 @@ class DerivativeRules:
         raise NotImplementedError
 
     def before(self, args: Sequence[Any]) -> None:
-        """Is given the arguments of each call of the run with gradients."""
+        """Names what computed the arguments of a call of the run with gradients, if torch did not dispatch it."""
+        for value in args:
+            node = value.grad_fn if isinstance(value, Tensor) else None
+            if node is not None and node not in self._seen and not type(node).__name__.startswith(_TRANSPARENT):
+                kind = type(node).__name__.removesuffix("Backward")
+                self.fallbacks.setdefault(kind, "it is not a function that torch dispatches, and keeps its derivative")
 
-    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
+    def after(
+        self,
+        function: Callable[..., Any],  # others look at it
+        args: Sequence[Any],
+        result: Any,
+        *,
+        has_rule: bool,
+    ) -> None:
         """Is given the result of each call of the run with gradients."""
+        self._seen.update(value.grad_fn for value in (*_parts(result), *args) if isinstance(value, Tensor))
 
     def pass_on(self, value: Tensor, result: Tensor) -> None:
         """Is given a value of the run with gradients, and the same in another form."""
@@ -265,7 +279,6 @@ class SecantRules(DerivativeRules):
         self._at = 0
         self._decisions: list[Tensor] = []
         self._decided = 0
-        self._seen: set[Any] = set()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -308,6 +321,7 @@ class SecantRules(DerivativeRules):
         self._decisions += _decisions(function, args, result)
 
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
+        super().after(function, args, result, has_rule=has_rule)
         name = family_name(function)
         for decision in _decisions(function, args, result):
             clean = self._decisions[self._decided] if self._decided < len(self._decisions) else None
@@ -316,7 +330,6 @@ class SecantRules(DerivativeRules):
                 self.fallbacks.setdefault(name, "it decides differently in the other run")
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         results = [part for part in _parts(result) if part.is_floating_point() or part.is_complex()]
-        self._seen.update(part.grad_fn for part in (*results, *inputs))
         if inputs and results:
             if not torch.is_grad_enabled():
                 self.fallbacks.setdefault(name, "the model computes it under torch.no_grad()")
@@ -327,17 +340,6 @@ class SecantRules(DerivativeRules):
                 self.fallbacks.setdefault(name, "it has no rule here, and the derivative of torch")
         if inputs and raw_name(function) in VALUE_READS:
             self.fallbacks.setdefault(name, "the model computes in Python with its result")
-
-    def before(self, args: Sequence[Any]) -> None:
-        """Names what computed the arguments, if it was not a function that torch dispatches."""
-        for value in args:
-            node = value.grad_fn if isinstance(value, Tensor) else None
-            if node is not None and node not in self._seen and not type(node).__name__.startswith(_TRANSPARENT):
-                kind = type(node).__name__.removesuffix("Backward")
-                self.fallbacks.setdefault(kind, "it is not a function that torch dispatches, and keeps its derivative")
-
-    def pass_on(self, value: Tensor, result: Tensor) -> None:
-        self._seen.add(result.grad_fn)
 
     def _parted(self, clean: _Recorded | None, corrupted: _Recorded | None) -> str:
         return (
@@ -369,6 +371,7 @@ class RelPRules(DerivativeRules):
             with _Applied(self):
                 yield
         finally:
+            self._seen.clear()
             self._roots = relp.ElementwiseRoots()
 
     def rule_for(self, function: Callable[..., Any]) -> Rule | None:
@@ -382,6 +385,7 @@ class RelPRules(DerivativeRules):
         return _Recorded(family_name(call.function), [Held(x) for x in call.inputs])
 
     def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
+        super().after(function, args, result, has_rule=has_rule)
         self._roots.note(function, args, result)
 
     def pass_on(self, value: Tensor, result: Tensor) -> None:
@@ -623,7 +627,7 @@ class _Replaced(torch.autograd.Function):
         if replaced.call.is_in_place:
             ctx.mark_dirty(inputs[0])
             return run()
-        # With gradients, as the model itself: without, some kernels (such as that of an LSTM) round differently.
+        # With gradients, as in the model itself: without, some kernels (such as the LSTM's) round differently.
         with torch.enable_grad():
             result = run()
         if isinstance(result, Tensor):

@@ -71,7 +71,7 @@ def _slope(call: PairedCall, number: int, inputs: list[Tensor]) -> Tensor:
     with torch.no_grad():
         clean_result, corrupted_result = call.results or (function(clean), function(corrupted))
         run, rise = _gap(clean, corrupted), _gap(clean_result, corrupted_result)
-        # The quotient of close values is mostly rounding, and cannot be told apart from the derivative.
+        # The quotient of close values is mostly rounding error; the derivative is used instead.
         size = torch.maximum(clean_result.abs(), corrupted_result.abs()) + corrupted.abs()
         error = (derivative * run - rise).abs()
         is_close = (error <= 4 * torch.finfo(rise.dtype).eps * size).logical_or_(run.bool().logical_not_())

@@ -137,7 +137,7 @@ def attribute_edges(
             or a slice, as for `attribute`. The score of an edge at a position is that of what the sender writes there.
             Scores of all positions sum to those without `positions`, except for `"exact"`, which has the effect of each
             position alone.
-        max_bytes: The memory limit for what is computed beside the runs. Scores do not change.
+        max_bytes: The memory limit for computations other than the runs. Scores do not change.
         batch: For `"exact"`: how many edges run in one forward, as for `pg.sweep`.
         executor: Runs batches elsewhere, as for `pg.sweep`.
         recipe: As for `pg.sweep`.
@@ -367,7 +367,7 @@ class ScoredEdges:
         clean: The metric of the clean run.
         corrupted: The metric of the corrupted run.
         positions: The positions; `None`: one score for all.
-        losses: By how much scores miss what they should sum to, by what that is.
+        losses: The difference between sums of scores and their expected values, by the name of the sum.
         fallbacks: Why the derivative of a function does not explain its whole change, by its name.
         is_half: Whether the model computes in half precision, also in parts.
     """
@@ -537,7 +537,7 @@ class _Runs:
             found.is_half = deltas.coarsest > 1e-6
 
             def restored(group: Writer | Reader, number: int) -> dict[str, Patch[Any]]:
-                if isinstance(group, Writer) and group.choice:  # what the chosen experts of a row write is summed
+                if isinstance(group, Writer) and group.choice:  # the outputs of the chosen experts of a row are summed
                     return {group.path: AddPatch(value=deltas.of(group)[number], slice=(slice(None), 0))}
                 heads = None if group.projection is None else group.projection.heads[number]
                 return {path: _restoring(clean[path], corrupted[path], heads) for path in group.paths}
@@ -645,7 +645,7 @@ class _Runs:
                 deltas = self._deltas(clean, base)
                 found.is_half = deltas.coarsest > 1e-6
             self._add_scores(self.nodes.readers, clean, corrupted, gradients, deltas, found)
-        # Those into the logits sum to it in any case: what is between the components does not matter to them.
+        # The edges into the logits have this sum in any case, whatever is between the components.
         begins = [f"{stream}@embed" for stream in self.nodes.streams]
         columns = [found.columns[name] for name in begins if name in found.columns]
         change = found.clean - found.corrupted

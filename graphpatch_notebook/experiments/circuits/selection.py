@@ -225,7 +225,7 @@ def faithfulness(
             0.001 to 1.
         selection: How circuits are chosen, as for `circuit`.
         absolute: Whether scores count by magnitude, as for `circuit`.
-        random: The seed of a random ranking beside the others, under the name `"random"`; `None` for none.
+        random: The seed of an additional random ranking with the name `"random"`; `None` for none.
         executor: Runs batches elsewhere, as for `pg.sweep`.
         recipe: As for `pg.sweep`.
 
@@ -256,7 +256,7 @@ def faithfulness(
     check_graph(pg)
     xarray = extra("xarray", "a dataset of curves")
     batches = batches_of(pg, metric, clean, corrupted)
-    given: Any = scores  # an array is a mapping, too, as far as a type checker knows
+    given: Any = scores  # for a type checker, an array may be a mapping, too
     named: dict[str, DataArray] = dict(given) if isinstance(given, Mapping) else {"scores": given}
     for each in named.values():
         _check_scores(each)

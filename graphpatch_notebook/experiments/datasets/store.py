@@ -111,7 +111,7 @@ def record_to(
     }
     processes = processes_of(captured(pg).root)
     if processes is not None and not processes.are_same(str(Path(folder).absolute())):
-        processes = None  # under FSDP, each may have a dataset and a folder of its own
+        processes = None  # under FSDP, each may have its own dataset and folder
     is_writing = processes is None or processes.is_first  # all of them have the whole values
     writer = _Writer(Path(folder), reader, settings, shard_bytes, is_writing=is_writing)
     running: deque[Inputs] = deque()

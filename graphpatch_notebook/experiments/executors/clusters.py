@@ -238,7 +238,7 @@ class _RayFuture(Future[Any]):
             self.set_exception(cause if isinstance(cause, BaseException) else error)
 
     def cancel(self) -> bool:
-        if self._ray.is_initialized():  # or Ray would start a cluster of its own
+        if self._ray.is_initialized():  # or Ray would start a new cluster
             self._ray.cancel(self._reference)
         return super().cancel()
 

@@ -69,9 +69,7 @@ def unpacked(data: bytes) -> list[Any]:
 def sendable(error: BaseException) -> BaseException:
     """Returns an error that can be pickled and unpickled: the same, or an `ExperimentError` with its text."""
     try:
-        unpacked(
-            packed([("the error", error)])
-        )  # errors with parameters of their own may be pickled, and not come back
+        unpacked(packed([("the error", error)]))  # errors with own parameters may be pickled, but not unpickled
     except Exception:
         return ExperimentError(f"{type(error).__name__}: {error}")
     return error

@@ -350,7 +350,7 @@ def _scale_before(pg: PatchableGraph, unembedding: str, name: str) -> float:
     while value != end:
         moving = flow.moving(value.node)
         if value.op not in SAME_VALUES | VIEWS | SCALINGS or len(moving) != 1:
-            return 1.0  # something else, which the check of the result finds
+            return 1.0  # another operation, which the check of the result finds
         if value.op in SCALINGS:
             numbers = [given for given in value.node.args[1:] if isinstance(given, (int, float))]
             if len(value.node.args) != 2 or len(numbers) != 1 or value.node.kwargs:
@@ -407,7 +407,7 @@ class _Attribution:
         return _LinearNorm.of(target.frame, values[name], self._tolerance)
 
     def _with_batch(self, name: str, value: Tensor) -> Tensor:
-        """Returns a value with batch and positions apart, which some MLPs merge."""
+        """Returns a value with separate dimensions for batch and positions, which some MLPs merge."""
         found = self._pg.components.get(name)
         is_merged = found is not None and found.axes[0] == "token" and self._end.ndim == 3
         return value.unflatten(0, self._end.shape[:2]) if is_merged else value

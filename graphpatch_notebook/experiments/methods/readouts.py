@@ -293,7 +293,7 @@ class Readouts:
         marks = {path: Mark(tree=tree) for path in patches}
         last = Mark(tree=tree)
         state = ModuleState(captured(self._pg).module)
-        # In one context: a patch on a part of a splice needs the splice beside it.
+        # In one context: a patch on a part of a splice needs the splice in the same patch map.
         marked: PatchMap = {path: [*given, marks[path]] for path, given in patches.items()}
         with afterwards(state.restore), self._pg.patch(marked), self._pg.patch({self._last.path: last}):
             run = record(self._pg, self._inputs, names, metric)

@@ -152,7 +152,7 @@ def _opened(
     if (processes := processes_of(captured(pg).root)) is None:
         file = Checkpoint(name, own, cells)
         return file, _warned_of(file, cells)
-    if not processes.are_same((os.fspath(name), own | {"baseline": None})):  # of which last digits may differ
+    if not processes.are_same((os.fspath(name), own | {"baseline": None})):  # whose last digits may differ
         raise ExperimentError(
             "checkpoint= is one file of all processes, but they give other names, inputs, metrics or patches: give the "
             "same on all of them, or leave it out"

@@ -368,7 +368,7 @@ def picture_of(layers: Sequence[Tensor]) -> bytes:
         repeats = [max(1, _SIDE // size) for size in small.shape[1:]]
         large = small.repeat_interleave(repeats[0], 1).repeat_interleave(repeats[1], 2)
         for head, one in enumerate(large):
-            # The last color is that of the gaps.
+            # The last color is for the gaps.
             image[number * step :, head * step :][: one.shape[0], : one.shape[1]] = one
     stops = torch.tensor(_VIRIDIS, dtype=torch.float32)
     places = torch.linspace(0, len(stops) - 1, 255)

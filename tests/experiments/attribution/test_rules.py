@@ -15,7 +15,7 @@ from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.experiments.attribution.calls import is_weight
-from graphpatch_notebook.experiments.attribution.rules import register_rule, rules_of
+from graphpatch_notebook.experiments.attribution.rules import METHODS, register_rule, rules_of
 from graphpatch_notebook.experiments.attribution.secants import by_steps, path_average
 from tests.laws.captures import leaves_its_state_alone, some_cases
 from tests.zoo import Case, case_by_name, seed_all
@@ -485,6 +485,24 @@ def test_one_sided_scores_sum_to_exact_patching(gpt2: Any) -> None:
         attribute(pg, a_logit, clean, corrupted, one_sided=True)
 
 
+class WeightPlusOne(nn.Module):
+    """A norm as in Gemma, with a factor that is computed from a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(floats(3, seed=7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + self.weight.float())
+
+
+def test_steps_of_the_engine_are_not_named() -> None:
+    pg = PatchableGraph(WeightPlusOne(), floats(2, 3))
+    for method in METHODS:
+        scores = attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method=method)
+        assert scores.attrs["fallbacks"] == {}, method
+
+
 class Custom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -507,6 +525,9 @@ def test_what_has_no_rule_is_named() -> None:
     with pytest.warns(ExperimentWarning, match=r"differ from the change of the metric by .*It may be: .*Custom"):
         scores = attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method="secant")
     assert "Custom" in scores.attrs["fallbacks"]
+    assert [*attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method="relp").attrs["fallbacks"]] == [
+        "Custom"
+    ]
 
 
 class WithoutGradient(nn.Module):
