@@ -44,7 +44,7 @@ from graphpatch_notebook.execution.positions import (
 from graphpatch_notebook.execution.recording import Recording, record, results_of
 from graphpatch_notebook.execution.skipped_calls import call_problem, target_of_call
 from graphpatch_notebook.execution.splices import is_part_of_splice
-from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
+from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount, is_given_cache
 from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "generating_with",
     "held_value",
     "innermost",
+    "is_given_cache",
     "is_part_of_splice",
     "no_compile_arguments",
     "patches_in_steps",

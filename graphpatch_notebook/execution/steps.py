@@ -127,7 +127,7 @@ class GenerationSteps:
 
     Attributes:
         before: What the calls before this one did not reach, if this one begins another sequence.
-        may_continue: Whether later calls may go on with the sequence: those of the same block, or, outside of blocks,
+        may_continue: Whether later calls may continue the sequence: those of the same block, or, outside of blocks,
             if this call has a cache or asks for one.
     """
 
@@ -200,7 +200,7 @@ class GenerationSteps:
         return max((_length_of(name, cache) for name, cache in caches if cache is not None), default=0)
 
     def _input(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return kwargs[name] if name in kwargs else given_input(self._root.parameters, name, args, kwargs)
+        return _input_of(self._root, name, args, kwargs)
 
     # -- what of a patch belongs to the step ---------------------------------------------------------------------------
 
@@ -337,6 +337,15 @@ class GenerationSteps:
     @property
     def _call(self) -> str:
         return "the last call" if self.is_direct else "this call"
+
+
+def is_given_cache(root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a model is given a cache, so that its first token may not be at position 0."""
+    return any(_input_of(root, name, args, kwargs) is not None for name in CACHES)
+
+
+def _input_of(root: Frame, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return kwargs[name] if name in kwargs else given_input(root.parameters, name, args, dict(kwargs))
 
 
 def _length_among(names: Iterable[str], inputs: Mapping[str, Any]) -> int | None:

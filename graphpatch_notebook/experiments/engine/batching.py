@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.checks.dimensions import Dimensions, NoBatchError, dimensions_of
-from graphpatch_notebook.execution import Entry
+from graphpatch_notebook.execution import Entry, is_given_cache
 from graphpatch_notebook.execution.replay import (
     NEVER,
     FrameNode,
@@ -165,7 +165,8 @@ class Batching:
         output: Where the rows are in the output.
         layouts: Where the rows are in what frames returned.
         of_paths: Where the rows are in patched values.
-        shapes: The shapes of patched values in the clean run.
+        shapes: The shapes of patched values in the clean run; `None` if the model is given a cache, so that rows do not
+            begin at position 0.
         problems: Why some paths cannot be patched in a batch, by path.
         most: The maximum number of cells in one forward.
         cost: The cost of a run.
@@ -178,7 +179,7 @@ class Batching:
     output: Layout
     layouts: Mapping[FrameNode, Layout]
     of_paths: Mapping[str, BatchRows]
-    shapes: Mapping[str, Sequence[int]]
+    shapes: Mapping[str, Sequence[int]] | None
     problems: Mapping[str, str]
     most: int
     cost: RunCost
@@ -197,7 +198,8 @@ class Batching:
                 return f"{path!r}: other patches of the cell are on parts of the same value"
             where = entry.restriction
             if where is not None and (
-                not where.is_whole_in(self.shapes[path])
+                self.shapes is None
+                or not where.is_whole_in(self.shapes[path])
                 or (where.positions is not None and where.dim == self.of_paths[path].dim)
                 or where.row_dim not in (None, self.of_paths[path].dim)
             ):
@@ -243,8 +245,21 @@ def batching_of(
     output, layouts, of_paths, problems = assumed or _looked_up(pg, clean, [t for t in targets if t.path in moving])
     problems = {**problems, **more}
     shapes = {path: mark.value.shape for path, mark in clean.marks.items() if isinstance(mark.value, Tensor)}
+    has_cache = is_given_cache(captured(pg).root, inputs.args, inputs.kwargs)
     is_assumed = assumed is not None
-    return Batching(layout, output, layouts, of_paths, shapes, problems, most, cost, extra, instead, is_assumed)
+    return Batching(
+        layout,
+        output,
+        layouts,
+        of_paths,
+        None if has_cache else shapes,
+        problems,
+        most,
+        cost,
+        extra,
+        instead,
+        is_assumed,
+    )
 
 
 def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:

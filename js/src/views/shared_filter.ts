@@ -5,6 +5,7 @@
 import type { Item, LinkedTraits } from "../kernel/protocol";
 import { element, replaceChildren } from "../page/dom";
 import type { Model } from "../view";
+import { isOfOneStack } from "./selection";
 
 const [CHANGED, ASKED] = ["graphpatch:filter", "graphpatch:filter-asked"];
 
@@ -96,11 +97,15 @@ export function makeFilterNote(filter: SharedFilter, onRemove: (undo: () => void
   return note;
 }
 
-/** Whether two items mean, at least in part, the same: what both say is equal. */
+/** Whether what is left and another item mean, at least in part, the same: what both say is equal. */
 function meet(one: Item, other: Item): boolean {
   const shared = (["layer", "head", "position"] as const).filter((key) => one[key] !== null && other[key] !== null);
   if (shared.some((key) => one[key] !== other[key])) return false;
   if (one.name === null || other.name === null) return shared.length > 0;
+  // Heads have no scores of their own in a result over the stream: those of its layers are left.
+  if (other.head !== null && /\.resid_\w+$/.test(one.name)) {
+    return one.layer !== null && one.layer === other.layer && isOfOneStack(one.name, other.name);
+  }
   return one.name === other.name || (one.layer !== null && blockOf(one.name) === blockOf(other.name));
 }
 

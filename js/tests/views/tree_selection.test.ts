@@ -112,6 +112,10 @@ test("the filter of the tree's scores is that of all views, and the filter of an
   before.set({ items: [itemOf(null, { layer: 1, head: 2 })], words: "the head" });
   expect(state.filter).toBeNull();
   expect(isThere()).toEqual([false, true]);
+  before.set({ items: [itemOf("layers[1].resid_post", { position: 2 })], words: "the stream" });
+  const heads = [0, 1].map((layer) => itemOf(`layers[${layer}].attn.heads[3].z`));
+  expect(heads.map((item) => before.leaves(item))).toEqual([false, true]);
+  expect(before.leaves(itemOf("layers[1].mlp_out"))).toBe(false);
   before.set(null);
   expect(view.filter.left).toBeNull();
   state.setFilter({ count: 1 });

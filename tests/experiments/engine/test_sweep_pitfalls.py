@@ -99,6 +99,46 @@ def test_a_metric_that_reads_what_a_hook_kept_has_that_of_its_cell() -> None:
     assert "hooks" in " ".join(result.attrs["remarks"])
 
 
+@torch.no_grad()
+def test_positions_count_on_after_a_cache_of_tuples() -> None:
+    """Rows of a forward that cells share began at position 0."""
+
+    class Cached(Embedded):
+        def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Tensor:
+            keys = self.embed(input_ids)
+            if past_key_values is not None:
+                keys = torch.cat([past_key_values[0][0][:, 0], keys], dim=1)
+            return self.out(torch.tanh(keys))
+
+    model = Cached().eval()
+    pg = PatchableGraph(model, torch.tensor([[3, 1, 2, 5]]))
+    past, ids = ((torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 4)),), torch.tensor([[4, 0, 1]])
+    patches = {
+        "steps": lambda cell: {"steps": cell % 2},
+        "positions": lambda cell: {"positions": slice(cell % 7, None)},
+    }
+    for name, where in patches.items():
+        expected = []
+        for cell in range(24):
+            strength = 1.0 if cell % 7 else 5.0
+            first = max(cell % 7 - 4, 0) if name == "positions" else 3 * (cell % 2 == 0)  # the call is step 1
+
+            def add(_module: nn.Module, _args: Any, output: Tensor, first: int = first, by: float = strength) -> Tensor:
+                return torch.cat([output[:, :first], output[:, first:] + by], dim=1)
+
+            handle = model.embed.register_forward_hook(add)
+            expected.append(float(model(ids, past).sum()))
+            handle.remove()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of cells for step 0
+            result = pg.sweep(
+                {"cell": range(24)},
+                lambda cell, where=where: {"embed.output": AddPatch(1.0 if cell % 7 else 5.0, **where(cell))},
+                ids, past_key_values=past, metric=torch.sum, batch=8, progress=False,
+            )  # fmt: skip
+        assert result.values.tolist() == pytest.approx(expected, rel=2e-5)
+
+
 @pytest.mark.parametrize("others", [[], [1]], ids=["alone", "with another"])
 def test_positions_that_the_sequence_does_not_have_are_reported_as_in_the_loop(others: list[int]) -> None:
     ids = torch.tensor([[3, 1, 2, 5]])
