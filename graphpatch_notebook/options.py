@@ -29,7 +29,7 @@ class ExtractionOptions:
             output, parameters, buffers and tensor attributes can be patched.
         classes_to_skip_compiling: The same for modules of exactly these classes only.
         error_on_compilation_failure: Raise the original exception of a module that cannot be captured.
-        warn_on_compilation_failure: Give a `CompilationWarning` with that exception instead, and go on with an
+        warn_on_compilation_failure: Give a `CompilationWarning` with that exception instead, and continue with an
             `OpaqueGraphModule`. Without either option this fallback is silent, but can be seen: in the tree, and as
             `OpaqueGraphModule.reason`.
         allow_unused_submodules: Whether submodules that the example inputs do not reach are fine (they become

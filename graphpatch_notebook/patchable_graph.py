@@ -785,7 +785,7 @@ class PatchableGraph(ModuleDelegate):
             return self(*inputs, **input_kwargs)
 
     def edit(self, patch_map: Mapping[str | NodePath, Patch[Any] | Sequence[Patch[Any]]]) -> PatchableGraph:
-        """Returns a `PatchableGraph` of the same model, all calls of which run with these patches.
+        """Returns a `PatchableGraph` of the same model whose calls all run with these patches.
 
         This one, and the model, stay as they are; nothing runs, and no weight is copied. Patches of
         `with edited.patch(...)` run after the permanent ones, and so do those of sweeps and experiments. The result can
@@ -863,7 +863,7 @@ class PatchableGraph(ModuleDelegate):
                 is refused and left unchanged. In the same environment, the result has the same bits as that of an
                 uninterrupted sweep. As with `executor`, all patch maps are made before any cell runs, so functions
                 cannot use state that earlier cells changed; it is an error if what the patches of a cell refer to
-                changes before the last map is made. A sweep that goes on warns if cells that are done changed such
+                changes before the last map is made. A sweep that resumes warns if cells that are done changed such
                 state.
             checkpoint_key: A text that identifies the version of your functions; change it when you change them. The
                 code of functions is not compared, so `checkpoint` requires a key unless patches are `ZeroPatch`,

@@ -82,7 +82,7 @@ def _read_segment(text: str, position: int) -> tuple[str, int]:
 
 
 def is_pattern(text: str) -> bool:
-    """Whether the text of a path may stand for several: it contains `*`."""
+    """Whether the text of a path is a pattern for several paths: it contains `*`."""
     return "*" in text
 
 

@@ -470,7 +470,7 @@ STRUCTURE_FUNCTIONS = frozenset(
         torch.fx._pytree.tree_flatten_spec,
     }
 )
-"""What graphs of exported programs call to take values apart and put them together again.
+"""The functions that graphs of exported programs call to flatten and unflatten values.
 
 `torch.utils._pytree`, `torch.fx._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
 """
@@ -511,7 +511,7 @@ def native_namespaces() -> dict[str, object]:
 
 
 set_grad_enabled = torch._C._set_grad_enabled
-"""What `torch.no_grad()` and the like call, and function modes see.
+"""The functions that `torch.no_grad()` and similar contexts call, and that function modes see.
 
 `torch._C._set_grad_enabled`: torch 2.0 to 2.13. Tested by: tests/serialization/codecs/test_functions.py.
 """

@@ -202,7 +202,7 @@ def run_custom(
         graph: The graph.
         module: What `get_attr` and `call_module` nodes refer to.
         bound_inputs: The given inputs by parameter of `forward`: `*args` as a tuple, `**kwargs` as a dict.
-        on_value: Called with each node but the output and its value; returns the value to go on with.
+        on_value: Called with each node except the output, and its value; returns the value to use.
     """
     values: dict[fx.Node, Any] = {}
     last_uses = _last_uses(graph)

@@ -270,7 +270,7 @@ def _matched(captured: Frame, found: Frame) -> list[tuple[int, ValueSpec]]:
 
 
 def nodes_by_key(frame: Frame) -> dict[Any, Node]:
-    """Returns the nodes of a frame by what identifies them in another run: see `node_key`."""
+    """Returns the nodes of a frame by a key that identifies them in another run: see `node_key`."""
     found: dict[Any, Node] = {}
     for node in frame.nodes:
         if node.kind != "op" or node.site is not None:

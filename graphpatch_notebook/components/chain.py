@@ -276,7 +276,7 @@ class Stacks:
     def _holds_stack(self, frame: Frame) -> bool:
         """Whether a frame holds layers itself: members of one class that pass the stream on, one after the other.
 
-        The last parts of a layer may be such a chain, too (MobileBERT): then there is attention beside it.
+        The last parts of a layer may be such a chain, too (MobileBERT): then the layer also has attention.
         """
         for inner in frame.walk():
             for _, members in lists(inner):

@@ -73,7 +73,7 @@ class _Findings:
 
 
 Verify: TypeAlias = "Callable[[Callable[[ProofRun, Collection[str]], None], tuple[Any, ...], dict[str, Any]], None]"
-"""Calls a function with what runs the captured model on inputs, and the paths that can be patched."""
+"""Calls a function with a runner of the captured model on inputs, and the paths that can be patched."""
 
 
 class Components(Mapping[str, Component]):

@@ -69,7 +69,7 @@ def start_of(trails: Trails, stack: Stack) -> Start:
 
 
 def table_of(flow: Flow, value: Value) -> Value | None:
-    """Returns the table of which a value has a row for each number in a tensor; `None` if it is not such a value."""
+    """Returns the table whose rows a value has, one for each number in a tensor; `None` for other values."""
     reads = flow.reads(value.node)
     if value.op == "embedding":
         return next((read for read in reads if read.is_float and len(read.shape) == 2), None)

@@ -337,7 +337,7 @@ def _of_layer(found: FoundComponents, name: ComponentName, text: str) -> list[Co
 def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
     """Yields the components that a name with one layer and without `*` in its words refers to.
 
-    If it is one of those that a pattern stands for, its numbers are those of query heads.
+    If it comes from a pattern, its numbers are those of query heads.
     """
     if name.words[-1] == "result" and name.words[0].endswith("attn"):
         raise UnknownPathError(f"{text!r}: {_of_result(name)}")

@@ -69,7 +69,7 @@ class Evidence:
     Attributes:
         trails: The flow of values, and the norms.
         stacks: The layers of each stack.
-        starts, ends: Both ends of each stack, with what the names of their components begin with.
+        starts, ends: Both ends of each stack, with the prefix of the names of their components.
         values: The value of each component, by name.
     """
 

@@ -2,7 +2,7 @@
 
 The operations between a linear map and the heads only rearrange values. They are run again on numbers: the number of
 each output of the linear map ends where the head is that it belongs to. So it makes no difference how a model stores
-its weights: fused or apart, transposed or not, interleaved, with fewer heads for keys and values.
+its weights: fused or separate, transposed or not, interleaved, with fewer heads for keys and values.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Write:
 
     Attributes:
         value: What is added.
-        kind: What computes it; `unknown` if calls do that of which there are no records.
+        kind: The part that computes it; `unknown` if calls without records compute it.
         state: The stream that it is computed from.
         step: The addition.
         inside: The nodes that compute it from the stream.

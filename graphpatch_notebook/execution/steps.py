@@ -127,7 +127,7 @@ class GenerationSteps:
 
     Attributes:
         before: What the calls before this one did not reach, if this one begins another sequence.
-        may_continue: Whether later calls may go on with the sequence: those of the same block, or, outside of blocks,
+        may_continue: Whether later calls may continue the sequence: those of the same block, or, outside of blocks,
             if this call has a cache or asks for one.
     """
 

@@ -59,7 +59,7 @@ OWNER_NAMES = ("self", "this", "graph_module", "graph_module_")
 """What generated code calls the graph module: the first name that no parameter of `forward` has."""
 
 AUXILIARY = "graphpatch_auxiliary"
-"""The key in `fx.Node.meta` that marks what a graph needs beside its records: containers, what is taken out of them."""
+"""The key in `fx.Node.meta` that marks nodes without a record: containers, and values that are read from them."""
 
 _EMPTY = inspect.Parameter.empty
 _PRINTABLE = (

@@ -82,7 +82,7 @@ def plain_fx_module(
     Args:
         root: The graph module of the whole model.
         patched: The patches.
-        examples: The example inputs by parameter, as far as they are known.
+        examples: The known example inputs, by parameter.
         any_size: Whether inputs of other sizes than the example's are accepted.
 
     Raises:

@@ -54,7 +54,7 @@ class Form:
         ranges: The smallest and the largest size that the graph was checked for, by the name of the size.
         same: For each tensor among the inputs, the number of the first one that is the same object.
         grad_modes: Whether gradients may be on, off, or both.
-        is_contiguous: Whether it only holds for contiguous inputs.
+        is_contiguous: Whether it is only valid for contiguous inputs.
         note: Why fixed sizes are fixed.
         default_dtype: The default dtype of torch when it was saved.
     """
@@ -134,7 +134,7 @@ class Guard:
     """Finds calls that a loaded graph is not valid for.
 
     Args:
-        form: The form of the calls that it holds for.
+        form: The form of the calls that it is valid for.
         modules: The saved modules.
     """
 

@@ -102,7 +102,7 @@ class LoadedRoot(LoadedModule):
         """Makes `guard` check all calls.
 
         Args:
-            guard: Checks whether the graph holds for a call.
+            guard: Checks whether the graph is valid for a call.
             model: The model, if it is given.
             has_edits: Whether some graphs are not records of the model, so that the model cannot run in their place.
         """

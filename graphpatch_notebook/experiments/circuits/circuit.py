@@ -30,7 +30,7 @@ from graphpatch_notebook.errors import ExperimentError
 _FORMAT = "graphpatch circuit 1"
 _LISTED = 10
 READABLE = 60
-"""The edges that a picture begins with are at most so many, the strongest: more are hard to tell apart."""
+"""The largest number of edges in a picture at first, the strongest ones: more are hard to distinguish."""
 
 
 @dataclass(frozen=True, slots=True)

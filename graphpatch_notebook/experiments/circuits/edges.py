@@ -137,7 +137,7 @@ def attribute_edges(
             or a slice, as for `attribute`. The score of an edge at a position is that of what the sender writes there.
             Scores of all positions sum to those without `positions`, except for `"exact"`, which has the effect of each
             position alone.
-        max_bytes: The memory limit for what is computed beside the runs. Scores do not change.
+        max_bytes: The memory limit for computations other than the runs. Scores do not change.
         batch: For `"exact"`: how many edges run in one forward, as for `pg.sweep`.
         executor: Runs batches elsewhere, as for `pg.sweep`.
         recipe: As for `pg.sweep`.
@@ -367,7 +367,7 @@ class ScoredEdges:
         clean: The metric of the clean run.
         corrupted: The metric of the corrupted run.
         positions: The positions; `None`: one score for all.
-        losses: By how much scores miss what they should sum to, by what that is.
+        losses: The difference between sums of scores and their expected values, by the name of the sum.
         fallbacks: Why the derivative of a function does not explain its whole change, by its name.
         is_half: Whether the model computes in half precision, also in parts.
     """

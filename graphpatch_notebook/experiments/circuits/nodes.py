@@ -227,7 +227,7 @@ class _Finder:
     def _of_experts(self, named: NamedLayer, written: Value, router: Value) -> list[Writer]:
         """Returns the writers of the experts, if the outputs of the chosen ones are summed for each row.
 
-        What is added beside them, as by a shared expert, is a sender of its own.
+        Other terms, such as the output of a shared expert, are separate senders.
         """
         summands = self._summands(written)
         found = [self._routed(named, value, router) for value in summands]

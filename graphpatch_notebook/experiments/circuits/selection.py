@@ -225,7 +225,7 @@ def faithfulness(
             0.001 to 1.
         selection: How circuits are chosen, as for `circuit`.
         absolute: Whether scores count by magnitude, as for `circuit`.
-        random: The seed of a random ranking beside the others, under the name `"random"`; `None` for none.
+        random: The seed of an additional random ranking with the name `"random"`; `None` for none.
         executor: Runs batches elsewhere, as for `pg.sweep`.
         recipe: As for `pg.sweep`.
 

@@ -2,7 +2,7 @@
 
 From a value that a component reads, additions, scalings by constants, and operations that only rearrange lead back to
 what other components added to the residual stream (`Writer`). A norm on the way is that of another sum (`NormOfSum`).
-What is found holds for any model whose operations are these, whatever its layers are called.
+This works for any model with these operations, whatever the names of its layers are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Writer:
         projection: The linear map of the heads.
         choice: The path of the numbers of the chosen experts, of shape `(rows, chosen)`.
         stream: The stack that it belongs to: what the names of its layers begin with.
-        steps: What is done with what it writes, before it is added to the stream.
+        steps: The operations on its value before it is added to the stream.
     """
 
     names: tuple[str, ...]

@@ -87,7 +87,7 @@ def digest_of(batch: Inputs) -> str:
 
 
 def numbered(batches: Iterable[Inputs], first: int = 0) -> Iterator[tuple[int, Inputs]]:
-    """Yields batches with the numbers of their first examples, of which the first is `first`."""
+    """Yields each batch with the number of its first example; the first batch begins at `first`."""
     for batch in batches:
         yield first, batch
         first += batch.rows or 0
@@ -111,7 +111,7 @@ class ExampleRows:
 
 
 class RowReader:
-    """Takes values of a model apart into rows, one for each position of each example. It can be pickled.
+    """Splits values of a model into rows, one for each position of each example. It can be pickled.
 
     Args:
         pg: The graph.
@@ -173,7 +173,7 @@ class RowReader:
         return bind(self._signature, batch.args, batch.kwargs) or {}
 
     def rows(self, batch: Inputs, first: int) -> ExampleRows:
-        """Returns the rows of a batch, the first example of which has number `first`."""
+        """Returns the rows of a batch whose first example has the number `first`."""
         tokens, name = self.tokens(batch), self._token_input(batch)
         if tokens is None or name is None:
             count = batch.rows or 0

@@ -114,7 +114,7 @@ class CleanRun:
     def span_of(self, target: Target) -> tuple[float, float]:
         """Returns when the outermost frame began and ended that holds a value and was recorded as a whole.
 
-        A value of which this is not known has all the time, from 0 to `NEVER`.
+        If this is not known for a value, the time is from 0 to `NEVER`.
         """
         node: FrameNode | None = self.tree.root
         for frame in _chain(target):

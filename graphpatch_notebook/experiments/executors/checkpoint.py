@@ -105,7 +105,7 @@ class Digester:
 def weights_digest(pg: PatchableGraph) -> str:
     """Returns a digest of the modes of a model, and of names, shapes, dtypes and some values of parameters and buffers.
 
-    If the model is sharded, that is those of all processes, all of which must call this.
+    If the model is sharded, the digest covers all processes, and all of them must call this.
 
     Raises:
         GraphError: The model has no weights.

@@ -22,7 +22,7 @@ class Progress(Protocol):
         """Adds `n` completed cells."""
 
     def set_postfix_str(self, s: str, refresh: bool = True) -> object:
-        """Shows a text beside the count."""
+        """Shows a text next to the count."""
 
 
 class _Silent:

@@ -407,7 +407,7 @@ class _Attribution:
         return _LinearNorm.of(target.frame, values[name], self._tolerance)
 
     def _with_batch(self, name: str, value: Tensor) -> Tensor:
-        """Returns a value with batch and positions apart, which some MLPs merge."""
+        """Returns a value with separate dimensions for batch and positions, which some MLPs merge."""
         found = self._pg.components.get(name)
         is_merged = found is not None and found.axes[0] == "token" and self._end.ndim == 3
         return value.unflatten(0, self._end.shape[:2]) if is_merged else value

@@ -405,7 +405,7 @@ def _insides(pg: PatchableGraph) -> tuple[Flow, dict[str, frozenset[Node]]]:
 
 
 def _read_by(pg: PatchableGraph, name: str) -> str | None:
-    """Returns what stands for a whole component, such as `layers[1].mlp`, as a receiver; `None` if it is none."""
+    """Returns the receiver for a whole component, such as `layers[1].mlp`; `None` for other names."""
     found = find(pg.nodes.root)
     flow = found.evidence.trails.flow
     for _, layers in found.evidence.stacks:

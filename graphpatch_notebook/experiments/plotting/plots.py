@@ -431,7 +431,7 @@ def show_generation(
     """Returns a view of the tokens that the model generates, colored by a score of each step.
 
     Tokens are chosen greedily. Pointing at a token shows the probable ones of its step; a click on one of these
-    branches there: the generation goes on with that token, and both lines are shown. With patches, the lines without
+    branches there: the generation continues with that token, and both lines are shown. With patches, the lines without
     and with them are shown. Selected tokens can be patched: the patch acts in their steps only.
 
     Args:

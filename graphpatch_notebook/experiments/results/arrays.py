@@ -88,7 +88,7 @@ def data_array(
 
 @dataclass(frozen=True)
 class ComponentGrid:
-    """The dimensions that component names stand for.
+    """The dimensions in component names.
 
     Attributes:
         axes: The labels of each dimension.
@@ -152,7 +152,7 @@ def with_component_dims(data: Scores, labels: Labels) -> tuple[Scores, Labels, t
 
 
 def component_grid(labels: Sequence[Any]) -> ComponentGrid | None:
-    """Returns the dimensions that the labels of an axis stand for, if they are component names in all combinations.
+    """Returns the dimensions in the labels of an axis, if they are component names in all combinations.
 
     Example:
         >>> names = ["layers[0].attn_out", "layers[0].mlp_out", "layers[1].attn_out", "layers[1].mlp_out"]

@@ -101,7 +101,7 @@ def placeholder_names(variant: Module) -> list[str]:
 def _values_by_position(variant: Module) -> dict[str, str]:
     """Returns the names of the values of placeholders that have only generated names.
 
-    A module whose signature is preserved takes its arguments apart first: `x` is the first value of the first argument.
+    A module whose signature is preserved splits its arguments first: `x` is the first value of the first argument.
     """
     graph = graph_in(variant)
     positional = [name for name in placeholder_names(variant) if name.startswith(_POSITIONAL_ARGUMENT)]

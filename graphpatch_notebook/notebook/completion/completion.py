@@ -225,7 +225,7 @@ def _path_offers(root: Location, typed: str, *, patchable: bool) -> Offers | Non
 
 
 def _component_offers(root: Location, typed: str) -> Iterator[Offer]:
-    """Yields the names of components that begin with what was typed, once it cannot be a path."""
+    """Yields the names of components that begin with the typed text, once it cannot be a path."""
     if not root.names and (typed == "@" or is_component_name(typed)):
         found = find(root.root)
         yield from (Offer(name, " ".join(found[name].axes)) for name in found if name.startswith(typed))

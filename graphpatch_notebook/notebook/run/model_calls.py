@@ -45,7 +45,7 @@ class RunInputs:
     Attributes:
         args: The positional arguments.
         kwargs: The keyword arguments.
-        text: The arguments as Python code, as far as known.
+        text: The known arguments, as Python code.
         examples: The example inputs, if these are the inputs. They must not change before they are copied.
         remark: A message about the inputs.
     """
