@@ -169,7 +169,8 @@ class Recorder(TorchFunctionMode):
         if cls.__module__.startswith(_AROUND_CALLS):
             with self.mute():
                 results = apply(*args, **kwargs)
-            for value, result in zip(args, results if isinstance(results, tuple) else (results,), strict=False):
+            given = [value for value in args if isinstance(value, Tensor)]  # FSDP gives an object of its own first
+            for value, result in zip(given, results if isinstance(results, tuple) else (results,), strict=False):
                 self.stack[-1].pass_through(value, result)
             return results
 

@@ -83,9 +83,9 @@ class Agreement:
             for path, one, *others in zip(paths[first : first + _ROWS], *rows, strict=False):
                 if not all(one[0] == each[0] and is_same_sketch(one[1:], each[1:]) for each in others):
                     raise ShardedCallError(
-                        f"{path!r} differs between the processes, and is patched. When the model was captured, all of "
-                        "them held the same value, so it is not known what a patch means here: do the processes have "
-                        "the same inputs, and is the model in evaluation mode?"
+                        f"{path!r} differs between the processes, and is patched, so it is not known what that "
+                        "means here: do the processes have the same inputs, do functions in patches give the same on "
+                        "all of them (random numbers, too), and is the model in evaluation mode?"
                     )
 
     def leave(self, what: str, paths: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function
 
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import PatchShapeError, PatchValueError
+from graphpatch_notebook.patches.kinds import Patch, declares
 from graphpatch_notebook.torch_compat import dtensor_module, function_mode_depth, strided_shard
 
 _SAME = 1e-5
@@ -126,6 +127,11 @@ class Placement:
         assert self.dim is not None
         return dtensor_module().Shard(self.dim) if self.factor == 1 else strided_shard(self.dim, self.factor)
 
+    def note_patched(self, whole: Any, patches: Sequence[Patch[Any]]) -> None:
+        """Notes what functions made of a value, which must be the same on all processes."""
+        if isinstance(whole, Tensor) and not is_distributed(whole) and not all(map(is_known, patches)):
+            self.alike.add(self.path, whole)
+
     def opened(self, value: Tensor) -> tuple[Tensor, _Gradient]:
         """Returns a value that all processes have, whose patches see all of its gradient, and a state for `closed`.
 
@@ -140,6 +146,11 @@ class Placement:
         """Returns the patched value for a value that was `opened`."""
         needs_gradient = isinstance(whole, Tensor) and whole.requires_grad
         return _Close.apply(whole, gradient) if needs_gradient else whole  # type: ignore[no-untyped-call]
+
+
+def is_known(patch: Patch[Any]) -> bool:
+    """Whether equal patches make equal values of equal ones: others run functions, which processes may have changed."""
+    return patch.observes_only or declares(patch, "is_pure")
 
 
 def same_value(value: Any, result: Any) -> Any:

@@ -26,7 +26,7 @@ from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, resolve
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded.agreement import Agreement
-from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_same_sketch, sketch
+from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_known, is_same_sketch, sketch
 from graphpatch_notebook.sharded.processes import Processes, processes_of
 from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor, without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
@@ -178,8 +178,9 @@ class Sharding:
     def checked_call(self, function: Callable[..., Any], entries: Sequence[Any]) -> Iterator[None]:
         """Checks that all processes call the model, or a method of it, with the same patches, and then what they saw.
 
-        A value that all processes held alike in the capture must be alike where it is patched. Methods that all modules
-        have, such as `eval`, do not run the model.
+        A value that all processes held alike in the capture must be alike where it is patched, and so must be what
+        functions make of a value: the comparison of patches does not see their code, or what they draw. Methods that
+        all modules have, such as `eval`, do not run the model.
 
         Raises:
             ShardedCallError: They do not, or it is not.
@@ -192,7 +193,9 @@ class Sharding:
         with without_torch_functions():  # modes of the caller see the model only
             self.agreement.check(name, given)
         alike = [
-            entry.placement.path for entry in entries if entry.placement is not None and entry.placement.dim is None
+            entry.placement.path
+            for entry in entries
+            if entry.placement is not None and (entry.placement.dim is None or not all(map(is_known, entry.patches)))
         ]
         paths = list(dict.fromkeys(alike))
         self._alike.taken(())
@@ -263,7 +266,7 @@ class Sharding:
         if len(differing) > 1 or sum(sizes) != whole[differing[0]]:
             shapes = ", ".join(str(one.shape) for one in seen)
             return f"the processes hold values of shape {shapes}, which do not add up to {tuple(whole)}"
-        return Placement(target.path, self.mesh, differing[0], sizes)
+        return Placement(target.path, self.mesh, differing[0], sizes, alike=self._alike)
 
     def _refuse_packed(self, root: Frame) -> None:
         """Finds the values in which the parts of packed weights lie, and refuses those made of them.

@@ -229,6 +229,13 @@ def different_patches(pg: PatchableGraph) -> dict[str, Any]:
             lambda patches: patched(pg, patches), {path: AddPatch(value=torch.full((16,), 1 + rank * 1e-6))}
         ),
         "same": refusal(lambda patches: patched(pg, patches), {path: AddPatch(value=torch.ones(16))}),
+        "function": refusal(
+            lambda patches: patched(pg, patches), {path: CustomPatch(lambda value: value * (1 + rank))}
+        ),
+        "function of all": refusal(
+            lambda patches: patched(pg, patches), {"blocks_0.output": CustomPatch(lambda value: value * (1 + rank))}
+        ),
+        "same function": refusal(lambda patches: patched(pg, patches), {path: CustomPatch(lambda value: value * 2)}),
         "failed": refusal(lambda patches: patched(pg, patches), {"output": CustomPatch(fails_on_the_second)}),
         "values": refusal(pg.edit({"blocks_0.output": ProbePatch()}), X + rank),
         "same values": refusal(pg.edit({"blocks_0.output": ProbePatch()}), X + 1),
@@ -266,6 +273,7 @@ def fully_sharded(mesh: DeviceMesh) -> dict[str, Any]:
                 plain(X)
             found[has_grad] = {
                 "names": names == {path: node.shape for path, node in plain.nodes.items()},
+                "components": list(pg.components) == list(plain.components) and len(pg.components.layers) > 0,
                 "differ": [
                     path
                     for path, probe in plain_probes.items()

@@ -64,7 +64,9 @@ def test_ranks_that_differ(found: list[dict[str, Any]]) -> None:
         for name in ("none", "slice", "edited", "contents"):
             assert said[name].startswith("ShardedCallError: the patches differ between the processes"), name
         assert f"process {rank} has patches on {'blocks_0.up.linear' if rank else 'none'}" in said["none"]
-        assert said["same"] == said["same values"] == "it ran"
+        assert said["same"] == said["same values"] == said["same function"] == "it ran"
+        assert said["function"].startswith("ShardedCallError: 'blocks_0.up.output' differs between the processes")
+        assert said["function of all"].startswith("ShardedCallError: 'blocks_0.output' differs between the processes")
         assert said["values"].startswith("ShardedCallError: 'blocks_0.output' differs between the processes")
         assert len(said["late"]) == 1 - rank
     failed = [one["tensor parallel"]["other"]["failed"] for one in found]
@@ -79,6 +81,7 @@ def test_fully_sharded(found: list[dict[str, Any]]) -> None:
     """Under FSDP values are whole: names, shapes and numbers are those of the unsharded model, weights included."""
     for each in (one["fully sharded"][has_grad] for one in found for has_grad in (False, True)):
         assert each["names"]
+        assert each["components"]
         assert each["differ"] == []
         assert each["weights"] == ["Tensor"]  # copies: the parameters themselves are empty by now
         assert each["wrong"] == []
