@@ -120,7 +120,7 @@ class PatchContext:
             self._leave_innermost()
             raise
         if kind is None and context is not None:
-            report_idle(context)
+            report_idle(context, is_by_user=not is_own(sys._getframe(1).f_code))
 
     def __repr__(self) -> str:
         if entered_by(self):
@@ -439,7 +439,7 @@ def _observed(
         raise
 
 
-def report_idle(context: ActiveContext) -> None:
+def report_idle(context: ActiveContext, *, is_by_user: bool) -> None:
     """Reports the patches of a context that was left: those for steps or positions that no direct call reached.
 
     All of them, if the model itself was called in it and the `PatchableGraph` never was: calling both is meant as a
@@ -455,7 +455,9 @@ def report_idle(context: ActiveContext) -> None:
         return
     if context.origin.is_of_one_call:  # the next call may be the next step
         return
-    entries = context.plan.entries if innermost(context.captured) is None else context.own
+    # Permanent patches are reported by blocks of the user, not by each cell of a sweep.
+    is_outermost = is_by_user and innermost(context.captured) is None
+    entries = context.plan.entries if is_outermost else context.own
     reports.unreached(context.step_count.take(entries), "in this context")
 
 

@@ -157,6 +157,20 @@ def test_steps_and_positions_that_are_not_reached_are_reported(
         edited(IDS, use_cache=True)
 
 
+def test_a_sweep_of_an_edited_graph_reports_once_what_is_not_reached(pg: PatchableGraph) -> None:
+    edited = pg.edit({MLP: AddPatch(1.0, positions=60)})
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        edited.sweep(
+            {"unit": range(8)},
+            lambda unit: {STREAM: ZeroPatch(slice=(..., unit))},
+            IDS,
+            metric=lambda output: output.logits.sum(),
+            progress=False,
+        )
+    assert len([warning for warning in shown if warning.category is PatchNotFiredWarning]) == 1
+
+
 def test_patch_that_never_fires_is_reported_where_the_model_runs() -> None:
     class Branch(nn.Module):
         def forward(self, x: Tensor, doubled: bool = True) -> Tensor:

@@ -84,7 +84,7 @@ def attribute(
       estimate of it.
     - `"secant"`: each operation has a derivative that explains its whole change between the two runs. The scores of
       each cut through the model (all positions of the residual stream after a layer) sum to the change of the metric.
-      This is the most accurate method for most values, at about 1.2 times the cost.
+      This is the most accurate method for most values, at about 1.3 times the cost.
     - `"integrated"`: the mean of the gradients at `steps` points between the corrupted and the clean run, for which the
       values at which the runs begin to differ (such as the embeddings) are interpolated. It takes `steps` times as
       long.

@@ -6,7 +6,7 @@ chunked    groups cells whose first patched values occur at about the same time;
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -58,30 +58,36 @@ class RunCost:
     Attributes:
         ends: For each frame, without the frames that it calls: the time when it ended, its work per row, and its work
             for a row that no patch has changed.
+        works: The work of each frame, without the frames that it calls.
         total: The sum of the work.
         calls: The number of frames.
     """
 
     ends: tuple[tuple[float, int, int], ...]
+    works: Mapping[FrameNode, int]
     total: int
     calls: int
 
     @classmethod
     def of(cls, tree: FrameTree, changed_only: Container[FrameNode] = ()) -> RunCost:
         """Returns the cost of a recorded run; frames in `changed_only` compute only positions that patches change."""
-        ends = []
+        ends, works = [], {}
         for node, is_idle in _frames(tree.root, changed_only):
             if node.module is None or node.ended == NEVER:
                 continue
             is_table = isinstance(node.module, torch.nn.Embedding)
             own = 0 if is_table else sum(p.numel() for p in node.module._parameters.values() if p is not None)
-            whole = own + _WORK_OF_A_CALL
+            whole = works[node] = own + _WORK_OF_A_CALL
             ends.append((node.ended, whole, _IDLE_WORK_OF_A_CALL if node in changed_only else 0 if is_idle else whole))
-        return cls(tuple(ends), sum(work for _, work, _ in ends) or 1, len(ends))
+        return cls(tuple(ends), works, sum(works.values()) or 1, len(ends))
 
     def fraction_after(self, since: float) -> float:
         """Returns the fraction of the work that is done after a time."""
         return sum([work for ended, work, _ in self.ends if ended >= since]) / self.total
+
+    def fraction_of(self, frames: Iterable[FrameNode]) -> float:
+        """Returns the fraction of the work that is done in frames, and in those that they call."""
+        return sum([self.works.get(node, 0) for frame in frames for node in frame.walk()]) / self.total
 
     def idle(self, since: float, until: float) -> float:
         """Returns the fraction of the work that an unchanged row costs between two times."""
@@ -145,6 +151,20 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
             if start + most < len(cells):
                 chunks.append(open_chunk)
     return [*chunks, open_chunk] if open_chunk else chunks
+
+
+def most_cells(inputs: Inputs, batch: int | str) -> int:
+    """Returns the number of cells to run in one forward, at least 2.
+
+    Raises:
+        RowsError: One cell is enough work for a forward, or the inputs have no rows.
+    """
+    row_inputs(inputs)
+    tokens, device = _size(inputs)
+    most = rows_at_once(tokens, device) if batch == "auto" else int(batch)
+    if most < 2:
+        raise RowsError(f"one forward has {tokens:,} tokens already")
+    return most
 
 
 # -- where the rows are ------------------------------------------------------------------------------------------------
@@ -226,9 +246,7 @@ def batching_of(
     """
     layout = row_inputs(inputs)
     tokens, device = _size(inputs)
-    most = rows_at_once(tokens, device) if batch == "auto" else int(batch)
-    if most < 2:
-        raise RowsError(f"one forward has {tokens:,} tokens already")
+    most = most_cells(inputs, batch)
     if any(not isinstance(leaf, (Tensor, *IMMUTABLE)) for leaf in leaves_of(clean.output)):
         raise RowsError("the output holds an object that has no rows")
     instead = substitutes(clean.tree, most)

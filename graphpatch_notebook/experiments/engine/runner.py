@@ -14,6 +14,7 @@ with the reason. The runner then falls back to a simpler setup; a remark gives t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -52,7 +53,7 @@ from graphpatch_notebook.experiments.engine.rows import (
     taken,
 )
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest, SweepSetup, sweep_setup
-from graphpatch_notebook.experiments.engine.trimming import ReadElsewhereError, watched_metric
+from graphpatch_notebook.experiments.engine.trimming import ReadElsewhereError, fill, is_part, watched_metric
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 
@@ -89,9 +90,9 @@ class CellRunner:
         """Switches to this setup."""
         self._setup = setup
         self._plain = Plain(setup)
-        # Batches on trimmed inputs were not compared with the replay of a single cell.
         self._replays = Replays(setup) if setup.clean is not None and setup.replays else None
-        self._replayed = None if self._replays is None or setup.is_trimmed else Replayed(setup, self._replays)
+        may_replay = self._replays is not None and setup.has_same_bits
+        self._replayed = Replayed(setup, self._replays) if self._replays is not None and may_replay else None
         self._batched = Batched(setup) if setup.batching is not None else None
 
     @property
@@ -108,9 +109,11 @@ class CellRunner:
         """Groups pure cells into chunks for `run`, in the order in which to run them."""
         self._known_entries = {id(cell.patches): (cell.patches, entries_by_number[cell.number]) for cell in cells}
         clean, batching = self._setup.clean, self._setup.batching
-        if clean is None or batching is None:
-            return [[cell] for cell in cells]
         entries = [entries_by_number[cell.number] for cell in cells]
+        if clean is None or batching is None:
+            if self._replayed is not None:
+                self._replayed.expect(entries)
+            return [[cell] for cell in cells]
         problems = {n: why for n, own in enumerate(entries) if (why := batching.problem(own)) is not None}
         if problems:
             first = min(problems)
@@ -211,7 +214,6 @@ class CellRunner:
 
 # -- the three ways ----------------------------------------------------------------------------------------------------
 
-_UNVERIFIED_RUNS = 2
 _LITTLE_WORK = 0.05
 
 
@@ -229,12 +231,20 @@ class Plain:
     def __init__(self, setup: SweepSetup) -> None:
         self._setup = setup
 
-    def measured(self, patches: PatchMap, entries: Sequence[Entry] | None = None) -> Measurement:
-        """Returns the metric of a cell, given by its patch map, and by its entries if they are known."""
+    def measured(
+        self, patches: PatchMap, entries: Sequence[Entry] | None = None, inputs: Inputs | None = None
+    ) -> Measurement:
+        """Returns the metric of a cell, given by its patch map, and by its entries if they are known.
+
+        Args:
+            patches: The patch map.
+            entries: Its entries.
+            inputs: Inputs in place of those of the sweep.
+        """
         setup = self._setup
         graph = captured(setup.pg)
         with PatchContext(graph, patches) if entries is None else PatchContext.of_entries(graph, patches, entries):
-            value = setup.request.metric(setup.request.inputs.run(setup.pg))
+            value = setup.request.metric((inputs or setup.request.inputs).run(setup.pg))
             if setup.request.backward:
                 _backward(value)
         return measurement(value)
@@ -287,15 +297,21 @@ class Replayed:
     """Runs a cell, and replays the frames that end before its first patched value.
 
     Args:
-        setup: How the cells of the sweep run; it has a clean run on the whole inputs.
+        setup: How the cells of the sweep run; it has a clean run, with the bits of one on the whole inputs.
         replays: The replays of this run.
     """
 
     def __init__(self, setup: SweepSetup, replays: Replays) -> None:
         assert setup.clean is not None
-        self._clean, self._replays = setup.clean, replays
+        self._setup, self._clean, self._replays = setup, setup.clean, replays
         self._plain = Plain(setup)
-        self._runs_until: dict[frozenset[FrameNode], int] = {}
+        self._cost = RunCost.of(self._clean.tree)
+        self._cells: Counter[float] = Counter()
+        self._runs: Counter[float] = Counter()
+
+    def expect(self, cells: Sequence[Sequence[Entry]]) -> None:
+        """Notes which cells there are, given by their entries; without this, the decisions follow from those so far."""
+        self._cells = Counter(map(self._first_of, cells))
 
     def measured(self, patches: PatchMap, entries: Sequence[Entry]) -> Measurement:
         """Returns the metric of a pure cell.
@@ -303,14 +319,25 @@ class Replayed:
         Raises:
             NotReplayableError: With recorded results, the model returns something else.
         """
-        frames = frozenset(self._clean.tree.replayable(self._clean.first_of(e.target.path for e in entries)))
-        count = self._runs_until[frames] = self._runs_until.get(frames, 0) + 1
-        if not frames or count <= _UNVERIFIED_RUNS:  # the comparison costs a run, which few cells would not repay
+        until = self._first_of(entries)
+        self._runs[until] += 1
+        frames = frozenset(self._clean.tree.replayable(until))
+        saved = self._cost.fraction_of(frames)
+        # A comparison is one more run, and replays the same frames.
+        if max(self._cells[until], self._runs[until]) * saved <= 1 - saved:
             return self._plain.measured(patches, entries)
         if not self._replays.are_equal_without(frames):
             raise NotReplayableError
-        with self._replays.without(frames):
-            return self._plain.measured(patches, entries)
+        try:
+            with self._replays.without(frames):
+                return self._plain.measured(patches, entries, self._setup.inputs)
+        except Exception:
+            if not self._setup.is_trimmed:
+                raise
+        return self._plain.measured(patches, entries)  # the metric may read an output that was skipped
+
+    def _first_of(self, entries: Sequence[Entry]) -> float:
+        return self._clean.first_of(entry.target.path for entry in entries)
 
 
 class Batched:
@@ -518,9 +545,13 @@ def _assure_same_alone(
     most = effects.index(max(effects))
     with setup.pg.patch(maps[most]).quiet():
         alone = setup.request.inputs.run(setup.pg)
-        is_same = _is_same(alone, outputs[most], is_last=setup.keeps_last_logits)
+        is_last = setup.keeps_last_logits
+        is_same = is_part(outputs[most], alone, is_close, is_last=is_last)
         if is_same and setup.is_trimmed:
-            is_same = measurement(metric(alone)).is_close(measurement(metric(own_tensors(outputs[most]))))
+            # Of the same numbers: rounding may be more than a small difference of logits.
+            trimmed = own_tensors(outputs[most])
+            fill(trimmed, alone, is_last=is_last)
+            is_same = measurement(metric(alone)).is_close(measurement(metric(trimmed)))
     if not is_same:
         raise RowsError("in one forward with others, a cell has other numbers than in a forward of its own")
     with suppress(TypeError):
@@ -535,19 +566,6 @@ def _distance(values: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     if math.isfinite(total):
         return total
     return sum(difference.nan_to_num(0, 0, 0).sum().item() for difference in differences)
-
-
-def _is_same(whole: Any, part: Any, *, is_last: bool) -> bool:
-    """Whether `part` equals the output `whole`, or its last position if `is_last`."""
-    if isinstance(part, Tensor):
-        if not isinstance(whole, Tensor):
-            return False
-        return is_close(part, whole[:, -1:] if is_last and whole.shape != part.shape else whole)
-    inside = readable_children(part)
-    if inside is None:
-        return bool(part == whole)
-    among = dict(readable_children(whole) or ())
-    return all(key in among and _is_same(among[key], child, is_last=is_last) for key, child in inside)
 
 
 def _floats(output: Any) -> Sequence[Tensor]:

@@ -6,19 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import FUSED_MODULES, innermost
 from graphpatch_notebook.execution.replay import NEVER, all_modules, has_hooks, own_tensors
-from graphpatch_notebook.experiments.engine.batching import Batching, batching_of
+from graphpatch_notebook.experiments.engine.batching import Batching, batching_of, most_cells
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun, Mark, clean_run
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.engine.rows import RowsError
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
-from graphpatch_notebook.experiments.engine.trimming import last_position_value, trims
+from graphpatch_notebook.experiments.engine.trimming import is_part, last_position_value, trims
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.interrupts import on_error
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -47,6 +48,15 @@ class SweepRequest:
     batch: int | str | None = "auto"
     backward: bool = False
 
+    def why_alone(self) -> str | None:
+        """Returns why cells that may share forwards cannot do so with these inputs, as a message."""
+        if self.batch is not None:
+            try:
+                most_cells(self.inputs, self.batch)
+            except RowsError as problem:
+                return str(problem)
+        return None
+
     def baseline(self, pg: PatchableGraph) -> Measurement:
         """Runs the model without patches of its own, and returns the metric."""
         return baseline_of(self.metric, self.inputs.run(pg))
@@ -65,6 +75,7 @@ class SweepSetup:
         batching: How cells share a forward; `None` if they do not.
         replays: Whether recorded results are used.
         keeps_last_logits: Whether the model computes the logits of the last position only.
+        has_same_bits: Whether single cells may run on `inputs`, too: without patches these give the same bits.
         remarks: Messages for the user about how cells run.
     """
 
@@ -76,11 +87,12 @@ class SweepSetup:
     batching: Batching | None = None
     replays: bool = False
     keeps_last_logits: bool = False
+    has_same_bits: bool = True
     remarks: tuple[str, ...] = ()
 
     @property
     def is_trimmed(self) -> bool:
-        """Whether cells that share a forward skip outputs."""
+        """Whether runs skip outputs."""
         return self.inputs is not self.request.inputs
 
     def remarked(self, text: str) -> SweepSetup:
@@ -170,7 +182,9 @@ def _looked_at(
     if why is not None:
         state.restore()
         return plain(request.baseline(pg)).remarked(f"{_ONE_BY_ONE}: {why}")
-    setup = _trimmed(pg, request, targets, state, known)
+    why_alone = request.why_alone()
+    may_share = request.batch is not None and why_alone is None
+    setup = _trimmed(pg, request, targets, state, known, may_share=may_share)
     assert setup.clean is not None
     reason: object = setup.clean.state_change or change_by(lambda: request.baseline(pg), captured(pg).module, state)
     has_memory = reason is None and referred != ReferredValues(request.metric)
@@ -179,23 +193,14 @@ def _looked_at(
         is_asked_again = not has_memory or setup.is_trimmed
         baseline = request.baseline(pg) if is_asked_again else setup.baseline
         return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or MEMORY}")
-    if request.batch is None:
-        return setup
-    try:
-        return setup._with_batch(targets)
-    except RowsError as reason:
-        return _whole(setup, targets).remarked(f"cells ran one by one: {reason}")
-
-
-def _whole(setup: SweepSetup, targets: Sequence[Target]) -> SweepSetup:
-    """Returns the setup without trimmed inputs: a single cell then has the same bits as in a plain loop."""
-    if not setup.is_trimmed:
-        return setup
-    inputs = setup.request.inputs
-    clean = clean_run(setup.pg, inputs, targets)
-    baseline = baseline_of(setup.request.metric, clean.returned)
-    clean = replace(clean, returned=None)
-    return replace(setup, inputs=inputs, keeps_last_logits=False, clean=clean, baseline=baseline)
+    if may_share:
+        try:
+            return setup._with_batch(targets)
+        except RowsError as problem:
+            why_alone = str(problem)
+            if setup.is_trimmed:
+                setup = _trimmed(pg, request, targets, state, known, may_share=False)
+    return setup if why_alone is None else setup.remarked(f"cells ran one by one: {why_alone}")
 
 
 def why_plain(pg: PatchableGraph) -> str | None:
@@ -220,21 +225,28 @@ def _trimmed(
     targets: Sequence[Target],
     state: ModuleState,
     known: Measurement | None,
+    *,
+    may_share: bool,
 ) -> SweepSetup:
-    """Returns the setup, without batches, for the run that skips the most outputs."""
-    inputs, metric, batch = request.inputs, request.metric, request.batch
+    """Returns the setup, without batches, for the run that skips the most outputs.
+
+    Cells that do not share forwards have the same bits as in a plain loop. They skip the cache alone, if the bits stay
+    the same: frames that write into it would have to run in each cell.
+    """
+    inputs, metric = request.inputs, request.metric
     holds_fused = any(isinstance(module, FUSED_MODULES) for module in all_modules(captured(pg).module))
     # Torch's fused kernels may have run in the clean run and not in patched ones, or the reverse.
     is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
     full = known or (request.baseline(pg) if is_fused else None)
     # Under a mode, torch does not use its fused kernels, so the numbers would differ.
-    notes_reads = batch is not None and not holds_fused
+    notes_reads = may_share and not holds_fused
 
     def run(given: Inputs) -> CleanRun:
         keeps_pairs = notes_reads and not request.backward
         return clean_run(pg, given, targets, notes_reads=notes_reads, keeps_pairs=keeps_pairs, state=state)
 
-    for extra in trims(captured(pg).root, inputs, targets) if batch is not None else []:
+    extras = trims(captured(pg).root, inputs, targets, keeps_logits=not may_share)
+    for extra in extras if may_share or not is_fused else []:
         given = replace(inputs, kwargs={**inputs.kwargs, **extra})
         clean = run(given)
         if not all(map(_is_far_from_inputs, clean.marks.values())):
@@ -245,15 +257,24 @@ def _trimmed(
                 continue
             baseline = full or measurement(value)
         else:
-            baseline = full = full or request.baseline(pg)
-            if not _gives(metric, own_tensors(clean.output), full):
+            whole = inputs.run(pg) if full is None or not may_share else None
+            has_same_bits = may_share or is_part(clean.output, whole, torch.equal)
+            baseline = full = full or baseline_of(metric, whole)
+            if not has_same_bits or not _gives(metric, own_tensors(clean.output), full):
                 continue
-        clean = replace(clean, returned=None)
-        return SweepSetup(pg, request, given, baseline, clean, replays=not is_fused, keeps_last_logits=keeps_last)
+        return SweepSetup(
+            pg,
+            request,
+            given,
+            baseline,
+            replace(clean, returned=None),
+            replays=not is_fused,
+            keeps_last_logits=keeps_last,
+            has_same_bits=not may_share,
+        )
     clean = run(inputs)
     baseline = full or baseline_of(metric, clean.returned)
-    clean = replace(clean, returned=None)
-    return SweepSetup(pg, request, inputs, baseline, clean, replays=not is_fused)
+    return SweepSetup(pg, request, inputs, baseline, replace(clean, returned=None), replays=not is_fused)
 
 
 def _is_far_from_inputs(mark: Mark) -> bool:

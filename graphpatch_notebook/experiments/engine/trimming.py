@@ -17,7 +17,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution.replay import leaves_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.values import IMMUTABLE
+from graphpatch_notebook.values import IMMUTABLE, readable_children
 
 _LOGITS, _CACHE = "logits_to_keep", "use_cache"
 _LEAVES = (Tensor, *IMMUTABLE)
@@ -107,13 +107,41 @@ def watched_metric(metric: Callable[[Any], Any], output: Any) -> Any:
     return value
 
 
-def trims(root: Frame, inputs: Inputs, targets: Sequence[Target]) -> list[dict[str, Any]]:
+def is_part(part: Any, whole: Any, is_equal: Callable[[Tensor, Tensor], bool], *, is_last: bool = False) -> bool:
+    """Whether a trimmed output has what the whole output has, or its last position if `is_last`."""
+    if isinstance(part, Tensor):
+        return isinstance(whole, Tensor) and is_equal(part, _as_in(part, whole, is_last=is_last))
+    inside = readable_children(part)
+    if inside is None:
+        return bool(part == whole)
+    among = dict(readable_children(whole) or ())
+    return all(key in among and is_part(child, among[key], is_equal, is_last=is_last) for key, child in inside)
+
+
+def fill(part: Any, whole: Any, *, is_last: bool) -> None:
+    """Writes the numbers of the whole output into a trimmed one."""
+    if isinstance(part, Tensor):
+        part.copy_(_as_in(part, whole, is_last=is_last))
+    elif (inside := readable_children(part)) is not None:
+        among = dict(readable_children(whole) or ())
+        for key, child in inside:
+            fill(child, among[key], is_last=is_last)
+
+
+def _as_in(part: Tensor, whole: Tensor, *, is_last: bool) -> Tensor:
+    return whole[:, -1:] if is_last and whole.shape != part.shape else whole
+
+
+def trims(
+    root: Frame, inputs: Inputs, targets: Sequence[Target], *, keeps_logits: bool = False
+) -> list[dict[str, Any]]:
     """Returns keyword arguments that make a run skip outputs; those that skip most are first.
 
     Args:
         root: The root frame of the capture.
         inputs: The inputs of the model; arguments that they contain are not replaced.
         targets: The values that are patched.
+        keeps_logits: Whether the logits of all positions are needed.
     """
     given = {*inputs.kwargs, *(parameter.name for parameter in root.parameters[: len(inputs.args)])}
     free = {parameter.name for parameter in root.parameters} - given
@@ -121,7 +149,7 @@ def trims(root: Frame, inputs: Inputs, targets: Sequence[Target]) -> list[dict[s
     if _CACHE in free and not any("past" in name or "cache" in name for name in given):
         without_cache = {_CACHE: False}
     found = []
-    if _LOGITS in free and "labels" not in given and not any(_is_late(root, t) for t in targets):
+    if not keeps_logits and _LOGITS in free and "labels" not in given and not any(_is_late(root, t) for t in targets):
         found.append({**without_cache, _LOGITS: 1})
     if without_cache:
         found.append(without_cache)

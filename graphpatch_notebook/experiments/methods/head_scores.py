@@ -40,7 +40,7 @@ def head_scores(
 
     A score is the attention that a head pays to certain positions, averaged over the positions that have such: to the
     one before (previous token), to earlier ones with the same token (duplicate token), and to those right after these
-    (induction). A head that only does this has a score of 1.
+    (induction). A head that only does this has a score of 1. Padding counts as tokens: give rows of one length.
 
     Args:
         pg: The graph.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook import interrupts
@@ -35,8 +36,9 @@ from graphpatch_notebook.warning_places import warn_each_time
 if TYPE_CHECKING:
     from xarray import DataArray
 
-_FEW = 4
-"""With fewer cells, sharing costs more than it saves: they run as in a plain loop."""
+_FEW, _FEW_ALONE = 4, 8
+"""With fewer cells, sharing costs more than it saves: they run as in a plain loop. The second is for cells that share
+recorded results alone, and no forwards."""
 
 
 def run_sweep(
@@ -72,8 +74,8 @@ def run_sweep(
     is_all = checkpoint is not None or executor is not None
     made = made_cells(pg, making, inputs, metric, is_all=is_all, backward=backward)
     _check_probes(made.alone if executor is not None else ())
-    is_few = len(made.shared) < _FEW
-    request = SweepRequest(inputs, metric, () if is_few else made.paths, None if batch == 1 else batch, backward)
+    request = SweepRequest(inputs, metric, made.paths, None if batch == 1 else batch, backward)
+    request = _worthwhile(request, len(made.shared))
     runner = (CellRunner if checkpoint is None else WatchedRunner)(pg, request, look=made.look, baseline=made.baseline)
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
     file: Checkpoint | None = None
@@ -110,6 +112,12 @@ def run_sweep(
     if not is_whole:
         raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
     return result
+
+
+def _worthwhile(request: SweepRequest, count: int) -> SweepRequest:
+    """Returns the request for this number of cells that may share work: as in a plain loop, if these are few."""
+    may_share = request.batch is not None and request.why_alone() is None
+    return replace(request, paths=()) if count < (_FEW if may_share else _FEW_ALONE) else request
 
 
 def _check_probes(cells: Sequence[Cell]) -> None:

@@ -123,7 +123,7 @@ class Session:
         """
         graph = self._graph()
         if graph is None:
-            raise SessionError("the PatchableGraph of this session was deleted; make it again")
+            raise SessionError("the PatchableGraph of this session is gone; make it again")
         return graph
 
     @property

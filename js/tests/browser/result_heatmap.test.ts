@@ -402,6 +402,10 @@ test("a cell of a component of each layer has its name, and is patched", async (
   expect(model.get("selection")).toEqual([item]);
   expect(el.querySelector(".gp-selected-text")?.textContent).toBe("encoder.layers[1].resid_post[:, 2]");
   await userEvent.click(zero as HTMLElement);
+  for (const isLight of [true, false]) {
+    setTheme(isLight);
+    await vi.waitFor(async () => expect((await axe.run(el)).violations.map(({ id }) => id)).toEqual([]));
+  }
   const sent = model.sent.map((message) => message as { request: string; payload: unknown });
   expect(sent.at(-1)).toMatchObject({ request: "edit", payload: { edit: { act: "zero", items: [item] } } });
   await vi.waitFor(() => expect(model.saved).toBe(2)); // the cell, and the selection
