@@ -39,7 +39,7 @@ from graphpatch_notebook import (
     ProbePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import attribute, record_to
+from graphpatch_notebook.experiments import attribute, attribute_edges, record_to, ridge_probes
 from graphpatch_notebook.experiments.attribution.rules import METHODS
 from graphpatch_notebook.sharded import sharding_of
 from tests.distributed.law import compare, whole
@@ -68,6 +68,18 @@ class Block(nn.Module):
         x = x + self.attention(x)
         hidden = F.gelu(self.up(x))
         return x + self.down(hidden)
+
+
+class Normed(Block):
+    """A block with norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_2 = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class Model(nn.Module):
@@ -151,6 +163,14 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
                     metric=torch.sum,
                     progress=False,
                     executor=ThreadPoolExecutor(1),
+                ),
+                "ridge": lambda: ridge_probes(
+                    pg,
+                    "blocks_0.output",
+                    X.repeat(4, 1, 1),
+                    torch.arange(8.0),
+                    batch_size=2,
+                    baselines=["random_weights"],
                 ),
                 "rules": lambda: attribute(
                     PatchableGraph(split(model(), mesh, use_local_output=False), X),
@@ -309,7 +329,12 @@ def fully_sharded(mesh: DeviceMesh) -> dict[str, Any]:
             found[has_grad]["custom"] = torch.equal(
                 patched(pg, {"blocks_0.output": CustomPatch(lambda value: value)}), whole(model()(X))
             )
-    return found | {"files": files(pg)}
+    normed = Model()
+    normed.blocks = nn.ModuleList([Normed(), Normed()])
+    for part in (*normed.blocks, normed):
+        fully_shard(part, mesh=mesh)
+    edges = refusal(lambda x: attribute_edges(PatchableGraph(normed, X), torch.sum, X, x), X + 1)
+    return found | {"files": files(pg), "edges": edges}
 
 
 def files(pg: PatchableGraph) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def test_refusals(found: list[dict[str, Any]]) -> None:
         assert "the graphs of a model that is sharded over processes do not run" in each["verify"]
         assert "the graphs of a model that is sharded over processes do not run" in each["copy"]
         assert "executor= would mix that up" in each["executor"]
+        assert "baselines=['shuffled_labels', 'bag_of_tokens']" in each["ridge"]
         assert "computes with DTensors, which derivative rules cannot follow" in each["rules"]
         assert "'blocks_0.hidden' has 16 entries in dimension 2, distributed over processes" in each["longer"]
 
@@ -88,6 +89,8 @@ def test_fully_sharded(found: list[dict[str, Any]]) -> None:
         assert each["weight patched"]
         assert each["scores"]
         assert each["custom"]  # and the model still runs
+    for each in (one["fully sharded"] for one in found):
+        assert "whose weights are only whole while the model runs" in each["edges"]
 
 
 def test_one_process_writes_files(found: list[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.chain import Norm, Trails
 from graphpatch_notebook.components.flow import Flow, Value
@@ -349,6 +350,11 @@ class LinearPaths:
             raise NoPathError(f"the norm at {self._flow.path(value)} takes several arguments")
 
         def function(rows: Tensor) -> Any:
+            if any(is_distributed(held) for held in frame.module.parameters(recurse=False)):
+                raise ExperimentError(
+                    f"edges need the function of the norm at {self._flow.path(value)}, whose weights are only whole "
+                    "while the model runs (FSDP, sequence parallelism): use attribute(), or the model in one process"
+                )
             args, kwargs = (map_leaves(each, lambda g: rows if isinstance(g, Ref) else g) for each in _call_of(frame))
             return original_forward(frame.module)(*args, **kwargs)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import SharedRandomState
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.datasets.batches import Dataset as Examples
 from graphpatch_notebook.experiments.datasets.batches import ExampleRows, RowReader, batches_of, numbered, read_batch
@@ -278,6 +279,12 @@ class _AllSums:
 
 def _with_shuffled_weights(pg: PatchableGraph, seed: int) -> PatchableGraph:
     """Returns a copy in which the entries of each parameter are in another order: the same sizes, nothing learned."""
+    if any(map(is_distributed, pg.parameters())):
+        raise ExperimentError(
+            "the baseline 'random_weights' shuffles the weights of a copy, and the weights of this model are "
+            "distributed over processes: give the other baselines, "
+            "baselines=['shuffled_labels', 'bag_of_tokens']"
+        )
     result, random = copy.deepcopy(pg), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in result.parameters():
