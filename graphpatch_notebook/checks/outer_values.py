@@ -15,6 +15,11 @@ from graphpatch_notebook.values import ABSENT
 COMPARED = frozenset({bool, int, float, str, list, dict, set, deque})
 """The classes of plain data and containers."""
 
+_CODE = frozenset(
+    {types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.NoneType, type, property, staticmethod}
+)
+"""The classes of most outer values, which hold no data."""
+
 _NO_FUNCTIONS = frozenset({*COMPARED, tuple, type(None), OrderedDict})  # most attributes of a module
 
 
@@ -31,14 +36,14 @@ class OuterValue(NamedTuple):
 
 
 def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the globals and closure variables that the module's own functions use, by name."""
+    """Returns the data in globals and closure variables that the module's own functions use, by name."""
     return {outer.name: value for outer, value in _outer_values(module, forward)}
 
 
 def outer_values_of_modules(
     modules: Iterable[Module], forward_of: Callable[[Module], Any]
 ) -> Iterator[tuple[type, OuterValue, Any]]:
-    """Yields the class attributes of modules, and the globals and closure variables that their functions use.
+    """Yields the data in class attributes of modules, and in globals and closure variables that their functions use.
 
     Each comes with the first class that reads it, and with its value.
 
@@ -52,7 +57,7 @@ def outer_values_of_modules(
         seen.update(own)
         for base in own:
             for name, value in [*vars(base).items()]:
-                if "__" not in name:
+                if type(value) not in _CODE and "__" not in name:
                     yield kind, OuterValue(f"{base.__name__}.{name}", vars(base), name), value
         outer_values = _outer_values(module, forward_of(module))
         by_name = {(outer.name, id(value)): (outer, value) for outer, value in outer_values}
@@ -62,9 +67,9 @@ def outer_values_of_modules(
 
 
 def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple[OuterValue, Any]]:
-    """Yields the variables that the module's own functions use, with their values."""
+    """Yields the variables that the module's own functions use, with their values, but for code."""
     for function in _functions(module, forward):
-        yield from ((outer, outer.value()) for outer in outer_values_of(function))
+        yield from ((o, value) for o in outer_values_of(function) if type(value := o.value()) not in _CODE)
 
 
 def outer_values_of(function: types.FunctionType) -> Iterator[OuterValue]:

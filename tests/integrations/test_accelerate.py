@@ -130,7 +130,8 @@ def test_probes_keep_real_values_of_all_that_modules_hold(case: Case) -> None:
 def test_weights_of_components_are_loaded_where_they_are_read(case: Case) -> None:
     before, plain = devices(case.model), PatchableGraph(case.original(), INPUT_IDS)
     pg = PatchableGraph(case.model, INPUT_IDS)
-    for name in dir(pg.weights):
+    absent = {"W_pos"} if case.model.config.model_type == "llama" else set()
+    for name in {*dir(pg.weights)} - absent:
         of_model, expected = getattr(pg.weights, name), getattr(plain.weights, name)
         if isinstance(expected, Tensor):
             assert torch.equal(of_model, expected), name

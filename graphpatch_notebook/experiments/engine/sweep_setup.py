@@ -246,7 +246,8 @@ def _trimmed(
         return clean_run(pg, given, targets, notes_reads=notes_reads, keeps_pairs=keeps_pairs, state=state)
 
     extras = trims(captured(pg).root, inputs, targets, keeps_logits=not may_share)
-    for extra in extras if may_share or not is_fused else []:
+    # A cell that fails on trimmed inputs runs again, which must not accumulate its gradients twice.
+    for extra in extras if may_share or not (is_fused or request.backward) else []:
         given = replace(inputs, kwargs={**inputs.kwargs, **extra})
         clean = run(given)
         if not all(map(_is_far_from_inputs, clean.marks.values())):
