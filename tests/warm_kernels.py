@@ -92,6 +92,7 @@ def _end_with(asking: socket.socket) -> None:
 
 
 def _be_kernel(address: str, arguments: list[str]) -> None:
+    parent = os.getppid()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
         request = json.dumps([arguments, str(Path.cwd()), dict(os.environ)]).encode()
@@ -100,7 +101,11 @@ def _be_kernel(address: str, arguments: list[str]) -> None:
         kernel = int.from_bytes(_received(server, _LENGTH), "big")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os.kill(kernel, number))
-        server.recv(1)
+        server.settimeout(1)
+        while os.getppid() == parent:  # Jupyter may be killed, and cannot end its kernels then
+            with contextlib.suppress(TimeoutError):
+                server.recv(1)
+                return
 
 
 def _received(source: socket.socket, size: int) -> bytes:
