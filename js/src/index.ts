@@ -1,7 +1,6 @@
 /** What anywidget loads: puts the parts of a view together. */
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
-import { makeActivation } from "./details/activation_view";
-import { makePopup } from "./details/popup";
+import { NodePopup } from "./details/popup";
 import { inflated } from "./inflate";
 import type {
   AttentionTraits,
@@ -15,17 +14,17 @@ import type {
 import { showFailure, watchErrors } from "./page/boundary";
 import { copyText, element } from "./page/dom";
 import { followTheme } from "./page/theme";
-import { makeEditor } from "./patches/editor";
+import { PatchEditor } from "./patches/editor";
 import { tryEdit } from "./patches/edits";
-import { makePatchList } from "./patches/patch_list";
+import { PatchList } from "./patches/patch_list";
 import { makeResultHeatmap, makeResultView } from "./plots/result_heatmap";
-import { makeRunPanel } from "./runs/run_panel";
+import { RunPanel } from "./runs/run_panel";
 import { keepKeys, type TreeActions, watchKeys } from "./tree/keyboard";
 import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
-import { makeToolbar } from "./tree/toolbar";
+import { Toolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
-import { makeTree } from "./tree/tree_view";
-import type { Model, View } from "./view";
+import { TreeView } from "./tree/tree_view";
+import { listen, type Model, type View } from "./view";
 import { makeAttentionView } from "./views/attention_view";
 import { makeGenerationView } from "./views/generation_view";
 import { makeLensView } from "./views/lens_view";
@@ -117,13 +116,13 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
     copy: (text) => copyText(text, root),
   };
   const state = new TreeState(view);
-  const tree = makeTree(view, state, actions);
-  const toolbar = makeToolbar(view, state);
-  const popup = makePopup(view, [makeActivation]);
-  const editor = makeEditor(view);
+  const tree = new TreeView(view, state, actions);
+  const toolbar = new Toolbar(view, state);
+  const popup = new NodePopup(view);
+  const editor = new PatchEditor(view);
   const circuit = makeCircuitPanel(view, state);
   const filtered = { element: makeFilterNote(view.filter, onRemove) };
-  const parts = [circuit, toolbar, notices, filtered, tree, popup, editor, makePatchList(view), makeRunPanel(view)];
+  const parts = [circuit, toolbar, notices, filtered, tree, popup, editor, new PatchList(view), new RunPanel(view)];
   root.append(...parts.map((part) => part.element));
   watchKeys(view, toolbar);
   joinSelection(view, state);
@@ -138,16 +137,15 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
 }
 
 /** Asks the kernel for the components, unless they are saved here; without an answer, the tree stays as it is. */
-async function nameComponents({ kernel, model, onRemove }: View, state: TreeState): Promise<void> {
+async function nameComponents(view: View, state: TreeState): Promise<void> {
+  const { kernel, model } = view;
   const show = async () => {
     const data = model.get("components");
     if (!data?.byteLength) return;
     const components = JSON.parse(await inflated(data)) as Component[];
     if (components.length > 0) state.setComponents(components);
   };
-  const again = () => void show();
-  model.on("change:components", again);
-  onRemove(() => model.off("change:components", again));
+  listen(view, "change:components", show);
   await show();
   if (state.components.size > 0 || kernel.state === "lost") return;
   await kernel.ask("components", {}, true).catch(() => null);

@@ -36,6 +36,42 @@ export interface Model<T = Traits> {
   widget_manager?: unknown;
 }
 
+/** Calls `listener` at each event of a model, until the view is removed. */
+export function listen(
+  view: { readonly model: Pick<Model, "on" | "off">; onRemove(undo: () => void): void },
+  event: string,
+  listener: Parameters<Model["on"]>[1],
+): void {
+  const { model } = view;
+  model.on(event, listener);
+  view.onRemove(() => model.off(event, listener));
+}
+
+/** Listeners of one kind of change. */
+export class Listeners<T = void> {
+  private readonly all = new Set<(change: T) => void>();
+
+  /** Returns a function that removes the listener. */
+  add(listener: (change: T) => void): () => void {
+    this.all.add(listener);
+    return () => this.all.delete(listener);
+  }
+
+  notify(change: T): void {
+    for (const listener of [...this.all]) listener(change);
+  }
+}
+
+/** Sends the traits that were set to the kernel. Returns whether that was possible: hosts throw without a connection. */
+export function saveChanges(model: Pick<Model, "save_changes">): boolean {
+  try {
+    model.save_changes();
+    return true;
+  } catch {
+    return false;
+  }
+}
+
 /** A reply, with the binary parts that came beside it. */
 export interface Answer<N extends RequestName> {
   result: Requests[N]["result"];

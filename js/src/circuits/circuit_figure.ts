@@ -3,7 +3,7 @@
  * pointer and keyboard: a slider leaves out weak edges, what is pointed at is shown with its neighbors, a click pins it.
  */
 import type { CircuitEdge, CircuitNode, CircuitPicture, Pinned } from "../kernel/protocol";
-import { copyText, element, icon, replaceChildren, setAttribute, svgElement } from "../page/dom";
+import { buttonElement, copyText, element, icon, replaceChildren, setAttribute, svgElement } from "../page/dom";
 import { formatCount, formatNumber } from "../page/numbers";
 
 interface FigureOptions {
@@ -189,7 +189,7 @@ export class CircuitFigure {
     const copy = async () => {
       said.textContent = (await copyText(text, this.element)) ? "copied" : "the browser does not allow copying";
     };
-    const button = element("button", { type: "button", class: "gp-button", onclick: copy }, icon("copy"), name);
+    const button = buttonElement({ onclick: copy }, icon("copy"), name);
     return element("span", {}, button, said);
   }
 
@@ -345,7 +345,7 @@ export class CircuitFigure {
       this.choose(null);
       this.nodes[this.active]?.group.focus();
     };
-    return element("button", { type: "button", class: "gp-button", onclick: close }, "Unpin");
+    return buttonElement({ onclick: close }, "Unpin");
   }
 
   private table(title: string, edges: CircuitEdge[], text: (edge: CircuitEdge) => string): HTMLElement | null {

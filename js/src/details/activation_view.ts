@@ -1,21 +1,17 @@
 /** What a node's value is, on request: statistics, a plot of a 2-D slice of it, and steps through the other slices. */
 import { Poller, type Reported } from "../kernel/polling";
 import type { ActivationStatus, ActivationView } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element, showFieldError } from "../page/dom";
 import { makePlot } from "../plots/plots";
 import { makeStatistics } from "../plots/statistics";
 import { choiceOf, describeInputs, inputsOf } from "../runs/inputs";
 import { Progress } from "../runs/progress";
 import { type Part, RequestFailed, type View } from "../view";
 
-export interface ActivationPart extends Part {
-  /** Interrupts the run, and drops the value in the kernel. */
-  close(): void;
-}
-
 let fields = 0;
 
-class Activation implements ActivationPart {
+/** The activation section of a popup. It does not send requests before the user presses its button. */
+export class ActivationSection implements Part {
   readonly element: HTMLElement;
   private readonly button: HTMLButtonElement;
   private readonly isPatched = element("input", { type: "checkbox", checked: true });
@@ -41,8 +37,7 @@ class Activation implements ActivationPart {
     private readonly view: View,
     private readonly row: number,
   ) {
-    const label = { type: "button", class: "gp-button", onclick: () => this.show(this.plane) };
-    this.button = element("button", label, "Show activation");
+    this.button = buttonElement({ onclick: () => this.show(this.plane) }, "Show activation");
     this.progress = new Progress("Progress of the activation", view.kernel, () => this.interrupt());
     this.sliceRow = this.makeSliceRow();
     const ask = (id: number) => this.hear(view.kernel.ask("activation_status", { id }));
@@ -58,6 +53,7 @@ class Activation implements ActivationPart {
     this.listen();
   }
 
+  /** Interrupts the run, and drops the value in the kernel. */
   close(): void {
     if (this.isClosed) return;
     this.isClosed = true;
@@ -150,10 +146,7 @@ class Activation implements ActivationPart {
     this.finish();
     const field = reason instanceof RequestFailed ? reason.error.field : null;
     if (field === "plane") {
-      this.slice.setAttribute("aria-invalid", "true");
-      this.slice.setAttribute("aria-describedby", this.sliceError.id);
-      this.sliceError.textContent = reason.message;
-      this.sliceError.hidden = false;
+      showFieldError(this.slice, this.sliceError, reason.message);
       this.result.classList.remove("gp-dimmed");
     } else this.fail(field === "inputs" ? `The inputs, as typed under “Run”: ${reason.message}` : reason.message);
   }
@@ -171,9 +164,7 @@ class Activation implements ActivationPart {
 
   private clearErrors(): void {
     this.error.hidden = true;
-    this.sliceError.hidden = true;
-    this.slice.removeAttribute("aria-invalid");
-    this.slice.removeAttribute("aria-describedby");
+    showFieldError(this.slice, this.sliceError, null);
   }
 
   private fill(shown: ActivationView, buffers: DataView[]): void {
@@ -201,10 +192,8 @@ class Activation implements ActivationPart {
   private stepper({ dimension, index, size }: Leading): HTMLElement {
     const name = `Dimension ${dimension}`;
     const step = (by: number, text: string, word: string) =>
-      element(
-        "button",
+      buttonElement(
         {
-          type: "button",
           class: "gp-step",
           "aria-label": `${name}: ${word}`,
           "aria-disabled": index + by < 0 || index + by >= size,
@@ -236,11 +225,6 @@ class Activation implements ActivationPart {
     this.slice.value = moved;
     this.show(moved);
   }
-}
-
-/** The activation section of a popup. It does not send requests before the user presses its button. */
-export function makeActivation(view: View, row: number): ActivationPart {
-  return new Activation(view, row);
 }
 
 /** A dimension that one can walk along. */

@@ -1,6 +1,6 @@
 /** Requests to the kernel, and its state: idle, busy, or lost. */
 
-import { type Answer, type Kernel, type KernelState, type Model, RequestFailed } from "../view";
+import { type Answer, type Kernel, type KernelState, Listeners, listen, type Model, RequestFailed } from "../view";
 import { GONE, SAVED, UNCONNECTED, watchLife } from "./kernel_life";
 import type { LinkedTraits, Reply, Request, RequestError, RequestName, Requests } from "./protocol";
 
@@ -19,9 +19,7 @@ interface Open {
 /** Returns the kernel of a model; its listeners are removed through `onRemove`. */
 export function connect(model: Model<LinkedTraits>, onRemove: (undo: () => void) => void): Kernel {
   const connection = new Connection(model);
-  const listener = (content: unknown, buffers: unknown) => connection.receive(content, buffers);
-  model.on("msg:custom", listener);
-  onRemove(() => model.off("msg:custom", listener));
+  listen({ model, onRemove }, "msg:custom", (content, buffers) => connection.receive(content, buffers));
   onRemove(() => connection.close());
   watchLife(model, model.get("about")?.model_id, connection, onRemove);
   return connection;
@@ -33,7 +31,7 @@ class Connection implements Kernel {
   // Replies reach every view of the model, also those in other windows: the numbers must be unique.
   private last = Math.floor(Math.random() * 2 ** 52);
   private readonly open = new Map<number, Open>();
-  private readonly listeners = new Set<(state: KernelState) => void>();
+  private readonly listeners = new Listeners<KernelState>();
   private readonly graces = new Set<ReturnType<typeof setTimeout>>();
   private patience: ReturnType<typeof setTimeout> | undefined;
 
@@ -67,8 +65,7 @@ class Connection implements Kernel {
   }
 
   onState(listener: (state: KernelState) => void): () => void {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
+    return this.listeners.add(listener);
   }
 
   receive(content: unknown, buffers: unknown): void {
@@ -102,7 +99,6 @@ class Connection implements Kernel {
   close(): void {
     clearTimeout(this.patience);
     for (const grace of this.graces) clearTimeout(grace);
-    this.listeners.clear();
   }
 
   /** The kernel is idle until half a second has passed without any answer. */
@@ -137,7 +133,7 @@ class Connection implements Kernel {
   }
 
   private tell(): void {
-    for (const listener of [...this.listeners]) listener(this.state);
+    this.listeners.notify(this.state);
   }
 }
 

@@ -5,7 +5,7 @@
  *   down: there `comm_live` stays true;
  * - every host: a `send` that throws, which is seen where it is called.
  */
-import type { Model } from "../view";
+import { listen, type Model } from "../view";
 
 export const GONE = "The kernel has stopped: run the cell again, after those that create the graph.";
 export const CLOSED = "The kernel has closed this view: run the cell again.";
@@ -41,13 +41,10 @@ export function watchLife(
   const checkComm = async (why: string) => {
     if ((await commLive(model.widget_manager, id)) === false) life.lost(why);
   };
-  const listen = (event: string, listener: () => void) => {
-    model.on(event, listener);
-    onRemove(() => model.off(event, listener));
-  };
-  listen("comm_live_update", () => checkComm(GONE));
-  listen("comm:close", closed);
-  listen("destroy", closed);
+  const view = { model, onRemove };
+  listen(view, "comm_live_update", () => checkComm(GONE));
+  listen(view, "comm:close", closed);
+  listen(view, "destroy", closed);
   watchSession(model.widget_manager, life, onRemove);
   void checkComm(SAVED);
 }

@@ -159,7 +159,7 @@ export interface AttentionLayer {
 /** The traits of a lens view, which `show_lens` shows. Besides `selection`, the front end sets `stream`. */
 export interface LensTraits extends LinkedTraits {
   lens: Lens;
-  /** Deflated numbers: see `readLens` in lens_data.ts. */
+  /** Deflated numbers: see `readLens` in lens_view.ts. */
   cells: DataView;
   /** The stream that is shown. */
   stream: string;
@@ -202,7 +202,7 @@ interface LensRow {
 /** The traits of a generation view, which `show_generation` shows. */
 export interface GenerationTraits extends LinkedTraits {
   generation: Generation;
-  /** Deflated numbers: see `readGeneration` in generation_data.ts. */
+  /** Deflated numbers: see `readGeneration` in generation_view.ts. */
   numbers: DataView;
 }
 

@@ -19,6 +19,11 @@ export function element<K extends keyof HTMLElementTagNameMap>(
   return filled(document.createElement(tag), attributes, children);
 }
 
+/** A button that does not submit a form, of class `gp-button` unless another class is given. */
+export function buttonElement(attributes: Record<string, AttributeValue>, ...children: Child[]): HTMLButtonElement {
+  return element("button", { type: "button", class: "gp-button", ...attributes }, ...children);
+}
+
 /** An element of a picture, as `element`. */
 export function svgElement<K extends keyof SVGElementTagNameMap>(
   tag: K,
@@ -54,6 +59,14 @@ function append(target: Element, children: Child[]): void {
   for (const child of children) {
     if (child !== null && child !== undefined && child !== false) target.append(child);
   }
+}
+
+/** Shows why the text of a field is invalid in `message`, which must have an id; `null`: it is valid. */
+export function showFieldError(field: Element, message: HTMLElement, error: string | null): void {
+  message.textContent = error;
+  message.hidden = error === null;
+  setAttribute(field, "aria-invalid", error === null ? null : "true");
+  setAttribute(field, "aria-describedby", error === null ? null : message.id);
 }
 
 /** Outlines of 16 by 16, drawn with a line of 1.4. */

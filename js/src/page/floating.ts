@@ -1,22 +1,12 @@
 /** A dialog beside what it is about: a popover, or a panel below the tree in browsers that have none. */
 
-import type { View } from "../view";
+import type { Part, View } from "../view";
 import { element } from "./dom";
 
 const MARGIN = 8;
 const GAP = 4;
 /** Where there is less room than this, a dialog goes to the other side of its anchor. */
 const LEAST_HEIGHT = 220;
-
-export interface Floating {
-  /** `role=dialog`; the caller adds the content. */
-  readonly element: HTMLElement;
-  readonly isOpen: boolean;
-  /** Shows it beside `anchor`, under the name that screen readers say. */
-  open(anchor: Element, name: string): void;
-  /** Closes it; the keyboard's focus, if it is inside, goes back to where it came from. */
-  close(): void;
-}
 
 interface Options {
   class: string;
@@ -30,20 +20,11 @@ interface Options {
   onClose?(): void;
 }
 
-export function makeFloating(view: View, options: Options): Floating {
-  const floating = new Dialog(view, options);
-  view.onRemove(() => floating.forget());
-  return floating;
-}
-
-function hasPopovers(): boolean {
-  return typeof HTMLElement.prototype.showPopover === "function";
-}
-
-class Dialog implements Floating {
+export class Dialog implements Part {
+  /** `role=dialog`; the caller adds the content. */
   readonly element: HTMLElement;
   isOpen = false;
-  private readonly isPopover = hasPopovers();
+  private readonly isPopover = typeof HTMLElement.prototype.showPopover === "function";
   /** Where the anchor is within the view: scrolling replaces the elements of rows, so the element itself cannot be used. */
   private place = { top: 0, bottom: 0, left: 0 };
   private side: "below" | "above" = "below";
@@ -63,8 +44,10 @@ class Dialog implements Floating {
       onkeydown: (event: KeyboardEvent) => this.onKey(event),
     });
     this.element.classList.toggle("gp-inline", !this.isPopover);
+    view.onRemove(() => this.stopListening());
   }
 
+  /** Shows it beside `anchor`, under the name that screen readers say. */
   open(anchor: Element, name: string): void {
     this.element.setAttribute("aria-label", name);
     this.measure(anchor);
@@ -78,10 +61,11 @@ class Dialog implements Floating {
     this.position();
   }
 
+  /** Closes it; the keyboard's focus, if it is inside, goes back to where it came from. */
   close(): void {
     if (!this.isOpen) return;
     const hadFocus = this.element.contains(focusedElement(this.view.root));
-    this.forget();
+    this.stopListening();
     if (this.isPopover) this.element.hidePopover();
     else this.element.hidden = true;
     if (hadFocus) this.giveFocusBack();
@@ -91,8 +75,7 @@ class Dialog implements Floating {
     this.element.replaceChildren();
   }
 
-  /** Stops listening, without touching what is shown. */
-  forget(): void {
+  private stopListening(): void {
     this.isOpen = false;
     for (const undo of this.undos.splice(0)) undo();
   }

@@ -1,7 +1,7 @@
 /** What the view has to say: to screen readers, in an error bar, and of a kernel that is busy, lost, or was never there. */
 
 import type { Kernel, Notices, Part } from "../view";
-import { element, icon } from "./dom";
+import { buttonElement, element, icon } from "./dom";
 
 const BUSY = "The kernel is busy: the answer follows when it is idle.";
 const LOST_TOO = "You can still browse the tree.";
@@ -10,11 +10,7 @@ const LOST_TOO = "You can still browse the tree.";
 export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void): Notices & Part {
   const spoken = element("div", { class: "gp-unseen", role: "status", "aria-live": "polite" });
   const words = element("div", { class: "gp-notice-text" });
-  const close = element(
-    "button",
-    { type: "button", class: "gp-button gp-quiet", "aria-label": "Close the message" },
-    icon("close"),
-  );
+  const close = buttonElement({ class: "gp-button gp-quiet", "aria-label": "Close the message" }, icon("close"));
   const bar = element("div", { class: "gp-notice gp-notice-error", hidden: true }, icon("warning"), words, close);
   // The alert is there before it says anything: one that comes with its text is not read out everywhere.
   const alert = element("div", { role: "alert" }, bar);

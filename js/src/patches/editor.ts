@@ -2,10 +2,10 @@
 
 import { closeButton } from "../details/popup";
 import { wordsOf } from "../kernel/kernel";
-import type { PatchKind, PatchState, RequestError } from "../kernel/protocol";
-import { element, replaceChildren, setAttribute } from "../page/dom";
-import { type Floating, makeFloating } from "../page/floating";
-import type { Part, PatchTarget, View } from "../view";
+import type { Checked, PatchKind, PatchState, RequestError } from "../kernel/protocol";
+import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
+import { Dialog } from "../page/floating";
+import { listen, type Part, type PatchTarget, type View } from "../view";
 import { Checker } from "./checker";
 import {
   type Draft,
@@ -19,26 +19,15 @@ import {
   mistake,
   newDraft,
 } from "./draft";
-import { describe, describeAll, fieldsOf, makeEdit } from "./edits";
-import { Outcome } from "./outcome";
+import { describe, describeAll, fieldsOf, makeEdit, shapeText } from "./edits";
 import { PatchForm } from "./patch_form";
 import { whyUnpatchable } from "./patchable";
 
-export interface Editor extends Part {
-  open(target: PatchTarget, anchor: Element): void;
-  /** Closes the editor and drops the texts. */
-  close(): void;
-}
-
 let editors = 0;
 
-export function makeEditor(view: View): Editor {
-  return new PatchEditor(view);
-}
-
-class PatchEditor implements Editor {
+export class PatchEditor implements Part {
   readonly element: HTMLElement;
-  private readonly floating: Floating;
+  private readonly dialog: Dialog;
   private readonly form = new PatchForm(() => this.typed());
   private readonly outcome = new Outcome();
   private readonly failure = element("div", { class: "gp-form-failure", role: "alert" });
@@ -55,17 +44,15 @@ class PatchEditor implements Editor {
 
   constructor(private readonly view: View) {
     this.checker = new Checker(view.kernel, () => this.show());
-    this.floating = makeFloating(view, {
+    this.dialog = new Dialog(view, {
       class: "gp-editor",
       height: 320,
       isLight: false,
       onEscape: () => this.close(),
     });
-    this.element = this.floating.element;
+    this.element = this.dialog.element;
     this.form.showKinds(this.kinds());
-    const changed = () => this.sessionChanged();
-    view.model.on("change:session", changed);
-    view.onRemove(() => view.model.off("change:session", changed));
+    listen(view, "change:session", () => this.sessionChanged());
     view.onRemove(view.kernel.onState(() => this.show()));
     view.onRemove(() => this.checker.forget());
     editors += 1;
@@ -96,14 +83,15 @@ class PatchEditor implements Editor {
     this.form.write(chosen === null ? { ...draft, positions } : draft);
     this.failure.textContent = "";
     this.fill(this.content());
-    this.floating.open(anchor, this.title());
+    this.dialog.open(anchor, this.title());
     this.form.focus();
     this.check();
   }
 
+  /** Closes the editor and drops the texts. */
   close(): void {
     this.forget();
-    this.floating.close();
+    this.dialog.close();
   }
 
   private forget(): void {
@@ -147,7 +135,7 @@ class PatchEditor implements Editor {
       if (instead !== null) this.open({ row: instead }, anchor);
     };
     const other = instead === null ? "" : this.view.skeleton.path(instead);
-    const button = element("button", { type: "button", class: "gp-button gp-primary", onclick: go }, `Patch ${other}`);
+    const button = buttonElement({ class: "gp-button gp-primary", onclick: go }, `Patch ${other}`);
     this.fill(
       element(
         "div",
@@ -156,12 +144,12 @@ class PatchEditor implements Editor {
         instead === null ? null : element("div", {}, button),
       ),
     );
-    this.floating.open(anchor, this.title());
+    this.dialog.open(anchor, this.title());
     (instead === null ? this.element : button).focus({ preventScroll: true });
   }
 
   private content(): HTMLElement {
-    const cancel = element("button", { type: "button", class: "gp-button", onclick: () => this.close() }, "Cancel");
+    const cancel = buttonElement({ onclick: () => this.close() }, "Cancel");
     const form = element(
       "form",
       { class: "gp-floating-body", novalidate: true },
@@ -296,7 +284,7 @@ class PatchEditor implements Editor {
 
   /** The patches have changed elsewhere: the texts stay, and a message describes the change. */
   private sessionChanged(): void {
-    if (!this.floating.isOpen || this.changing === null || this.isApplying) return;
+    if (!this.dialog.isOpen || this.changing === null || this.isApplying) return;
     const now = this.patch(this.changing.number);
     const before = this.changing;
     if (now === null) {
@@ -312,4 +300,37 @@ class PatchEditor implements Editor {
     }
     this.show();
   }
+}
+
+/** What a patch would be applied to, as the kernel says: recorded shape, the part of it, warnings. */
+class Outcome {
+  readonly element = element("div", { class: "gp-outcome", role: "status" });
+
+  /** The next answer is awaited: the last one stays, paler, so that nothing jumps while one types. */
+  wait(): void {
+    this.element.classList.add("gp-stale");
+  }
+
+  clear(): void {
+    this.element.classList.remove("gp-stale");
+    replaceChildren(this.element);
+  }
+
+  /** @param isKept Whether the part is kept in a variable rather than patched. */
+  show({ shape, sliced, warning }: Checked, isKept: boolean): void {
+    this.element.classList.remove("gp-stale");
+    replaceChildren(
+      this.element,
+      element("div", { class: "gp-shapes" }, ...shapes(shape, sliced, isKept ? "kept" : "patched")),
+      warning === null ? null : element("div", { class: "gp-warning" }, warning),
+    );
+  }
+}
+
+function shapes(shape: number[] | null, sliced: number[] | null, what: string): (string | HTMLElement)[] {
+  const code = (sizes: number[]) => element("code", {}, shapeText(sizes));
+  if (shape === null) return sliced === null ? [] : [code(sliced), ` ${what}`];
+  if (sliced === null) return ["Recorded ", code(shape)];
+  if (shapeText(sliced) === shapeText(shape)) return ["Recorded ", code(shape), `, all of it ${what}`];
+  return ["Recorded ", code(shape), " → ", code(sliced), ` ${what}`];
 }

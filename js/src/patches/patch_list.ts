@@ -2,11 +2,20 @@
 
 import { wordsOf } from "../kernel/kernel";
 import type { Edit, PatchState, SessionState } from "../kernel/protocol";
-import { type AttributeValue, copyText, element, type ICONS, icon, replaceChildren, setAttribute } from "../page/dom";
+import {
+  type AttributeValue,
+  buttonElement,
+  copyText,
+  element,
+  type ICONS,
+  icon,
+  replaceChildren,
+  setAttribute,
+} from "../page/dom";
 import { focusedElement } from "../page/floating";
 import { visible } from "../page/visible";
 import { inputsOf } from "../runs/inputs";
-import type { Part, View } from "../view";
+import { listen, type Part, type View } from "../view";
 import { describe, place, restrictions, shapeText, tryEdit } from "./edits";
 import { findPlace } from "./new_cell";
 
@@ -15,11 +24,7 @@ const NO_CELLS =
   "This notebook editor does not let widgets insert cells. The code is in the clipboard: paste it into a new cell.";
 const TO_COPY = "The browser does not allow copying: copy the selected text by hand.";
 
-export function makePatchList(view: View): Part {
-  return new PatchList(view);
-}
-
-class PatchList implements Part {
+export class PatchList implements Part {
   readonly element: HTMLElement;
   private readonly list = element("ol", { class: "gp-patches" });
   private readonly empty = element("p", { class: "gp-muted gp-patches-empty" }, EMPTY);
@@ -49,8 +54,7 @@ class PatchList implements Part {
       this.box,
     );
     const show = () => this.show(view.model.get("session"));
-    view.model.on("change:session", show);
-    view.onRemove(() => view.model.off("change:session", show));
+    listen(view, "change:session", show);
     this.watchDrags();
     show();
   }
@@ -233,7 +237,7 @@ class PatchList implements Part {
       this.box.hidden = true;
       this.copy.focus();
     };
-    const button = element("button", { type: "button", class: "gp-button", onclick: close }, "Close");
+    const button = buttonElement({ onclick: close }, "Close");
     replaceChildren(this.box, element("p", { role: "status" }, words), area, element("div", {}, button));
     this.box.hidden = false;
     area.focus();
@@ -251,8 +255,7 @@ class PatchList implements Part {
   }
 
   private button(name: string, picture: keyof typeof ICONS, onclick: () => unknown): HTMLButtonElement {
-    const attributes: Record<string, AttributeValue> = { type: "button", class: "gp-button" };
-    const button = element("button", attributes, icon(picture), name);
+    const button = buttonElement({}, icon(picture), name);
     button.addEventListener("click", () => {
       if (button.getAttribute("aria-disabled") !== "true") onclick();
     });
@@ -281,10 +284,8 @@ interface Context {
 function patchItem(patch: PatchState, position: number, { count, act }: Context): HTMLLIElement {
   const what = `#${patch.number} ${patch.kind} ${place(patch)}`;
   const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") =>
-    element(
-      "button",
+    buttonElement(
       {
-        type: "button",
         class: "gp-button gp-quiet",
         "data-action": action,
         "aria-label": `${name} ${what}`,
@@ -334,13 +335,12 @@ function placeButton(patch: PatchState, act: PatchAction): HTMLElement {
   const slice = patch.slice === null ? null : element("span", { class: "gp-patch-slice" }, `[${patch.slice}]`);
   if (patch.row < 0) return element("span", { class: "gp-patch-place" }, path, slice);
   const attributes: Record<string, AttributeValue> = {
-    type: "button",
     class: "gp-node-link gp-patch-place",
     "data-action": "reveal",
     title: "Show it in the tree",
     onclick: (event: MouseEvent) => act("reveal", patch, event.currentTarget as Element),
   };
-  return element("button", attributes, path, slice);
+  return buttonElement(attributes, path, slice);
 }
 
 function facts(patch: PatchState): HTMLElement[] {
@@ -363,14 +363,12 @@ function trust(patch: PatchState, act: PatchAction): HTMLElement[] {
   const file = visible(untrusted);
   const why = `This value is code from ${file}, which you have not trusted: it is not run. Read it first.`;
   const attributes: Record<string, AttributeValue> = {
-    type: "button",
-    class: "gp-button",
     "data-action": "trust",
     "aria-label": `Trust file ${file}, which #${number} is from`,
     title: "Run the code of all values from this file, as long as the file does not change",
     onclick: (event: MouseEvent) => act("trust", patch, event.currentTarget as Element),
   };
-  const button = element("button", attributes, "Trust file");
+  const button = buttonElement(attributes, "Trust file");
   return [element("div", { class: "gp-warning" }, icon("warning"), element("span", {}, why), button)];
 }
 

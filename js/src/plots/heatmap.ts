@@ -1,7 +1,7 @@
 /** A matrix as colors: on a canvas, with axes, a scale, and a cell cursor that follows the mouse and the arrow keys. */
 
 import type { Heatmap } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element } from "../page/dom";
 import { formatCount, formatNumber, sentence } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { type AxisLabels, HeatmapFrame, makeZoom, widest, type Zoom } from "./heatmap_frame";
@@ -67,6 +67,9 @@ export interface ResultOptions {
   /** About how large the cells get together. */
   box?: CellSize;
 }
+
+/** The value that a heatmap shows a part of; a result has no slice. */
+type HeatmapSource = Pick<Heatmap, "full" | "reduced"> & { slice?: string };
 
 export type Cell = [row: number, column: number];
 /** A cell that is selected; with `null`, a whole row or column. */
@@ -138,9 +141,9 @@ function drawPlane(
   }
 }
 
-/** What one knows of a heatmap without seeing it. */
-function describeHeatmap(heatmap: Heatmap, summary: Summary, title: string): string {
-  const size = `${formatCount(heatmap.rows, "row")} by ${formatCount(heatmap.columns, "column")}`;
+/** The text of a heatmap for screen readers. */
+function describeHeatmap(heatmap: HeatmapSource, { rows, columns }: Plane, summary: Summary, title: string): string {
+  const size = `${formatCount(rows, "row")} by ${formatCount(columns, "column")}`;
   const parts = [`${title}: heatmap of ${size}`];
   if (heatmap.reduced !== null) parts.push(heatmap.reduced);
   if (summary.minimum === null) parts.push("no finite values");
@@ -195,7 +198,7 @@ export class HeatmapFigure {
   private chosen: readonly Place[] = [];
 
   constructor(
-    private readonly heatmap: Heatmap,
+    private readonly heatmap: HeatmapSource,
     private readonly plane: Plane,
     private readonly options: PlotOptions,
   ) {
@@ -203,7 +206,7 @@ export class HeatmapFigure {
     this.isCut = this.summary.cut !== null;
     const { result } = options;
     this.fitting = this.fittingCell();
-    const label = describeHeatmap(heatmap, this.summary, options.title);
+    const label = describeHeatmap(heatmap, plane, this.summary, options.title);
     const more = result ? " Enter selects one." : "";
     this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label + more });
     const cells = element("div", { class: "gp-heatmap-cells" }, this.canvas, this.marks, this.cursor);
@@ -373,11 +376,7 @@ export class HeatmapFigure {
     ];
     if (cut === null) return parts;
     const text = this.isCut ? `${formatCount(beyond, "value")} beyond the scale` : "Outliers included";
-    const toggle = element(
-      "button",
-      { type: "button", class: "gp-underlined", "aria-pressed": String(this.isCut) },
-      text,
-    );
+    const toggle = buttonElement({ class: "gp-underlined", "aria-pressed": String(this.isCut) }, text);
     toggle.title = this.isCut
       ? `Values go from ${formatNumber(this.summary.minimum)} to ${formatNumber(this.summary.maximum)}. Click for colors over all of them.`
       : "Click for colors over nearly all values, without the outliers.";

@@ -1,5 +1,5 @@
 /** The frame in which the cells of a heatmap scroll, with the labels beside them, and arrows to what is out of sight. */
-import { element, icon, replaceChildren, setAttribute } from "../page/dom";
+import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
 import type { CellSize } from "./plane";
 
 /** The labels of the rows or columns. */
@@ -143,7 +143,7 @@ export function makeZoom(most: number, onChange: () => void): Zoom {
   let steps = 0;
   const largest = Math.max(0, Math.floor(Math.log(Math.max(most, 1)) / Math.log(STEP)));
   const button = (by: number, text: string, label: string) =>
-    element("button", { type: "button", class: "gp-step", "aria-label": label, onclick: () => change(by) }, text);
+    buttonElement({ class: "gp-step", "aria-label": label, onclick: () => change(by) }, text);
   const smaller = button(-1, "−", "Smaller cells");
   const larger = button(1, "+", "Larger cells");
   const show = () => {

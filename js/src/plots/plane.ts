@@ -88,7 +88,7 @@ export interface Plane {
 }
 
 /** Copies the values. A typed array over the buffer would need an aligned start. */
-export function readPlane(heatmap: Heatmap, buffers: readonly DataView[]): Plane {
+export function readPlane(heatmap: Pick<Heatmap, "rows" | "columns" | "buffer">, buffers: readonly DataView[]): Plane {
   const { rows, columns, buffer } = heatmap;
   const view = buffers[buffer];
   const count = rows * columns;
@@ -171,6 +171,13 @@ export function summarise(plane: Plane): Summary {
   const cut = cutScale(amounts, whole);
   const beyond = cut === null ? 0 : amounts.filter((value) => value < cut.low || value > cut.high).length;
   return { minimum, maximum, mean, missing, whole, cut, beyond };
+}
+
+/** The largest distance from zero; 0 without values. */
+export function largestMagnitude(values: ArrayLike<number>): number {
+  let largest = 0;
+  for (let at = 0; at < values.length; at++) largest = Math.max(largest, Math.abs(values[at] ?? 0));
+  return largest;
 }
 
 /** `null`: the value has no place on any scale. */

@@ -1,10 +1,10 @@
 /** The heatmap of a result: what `show_heatmap` of the kernel shows. A click on a cell goes back as the trait `cell`. */
 
 import { GONE, SAVED, watchLife } from "../kernel/kernel_life";
-import type { Heatmap, HeatmapTraits, Item, LinkedTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
+import type { HeatmapTraits, Item, LinkedTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
 import { element, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
-import type { Linked, Model } from "../view";
+import { type Linked, listen, type Model, saveChanges } from "../view";
 import { makeActions } from "../views/actions";
 import { type MakeView, makePatchStrip } from "../views/linked_view";
 import { isOfOneStack } from "../views/selection";
@@ -61,11 +61,7 @@ export function makeResultHeatmap(
     const isSame = before !== null && before[0] === row && before[1] === column;
     model.set("cell", isSame ? null : [row, column]);
     linked?.click(row, column, isMore);
-    try {
-      model.save_changes();
-    } catch {
-      if (view === null) lost(GONE); // hosts throw without a connection
-    }
+    if (!saveChanges(model) && view === null) lost(GONE);
   };
   const warning = element("p", { class: "gp-note gp-error", role: "status", hidden: true });
   const lost = (why: string) => {
@@ -89,8 +85,8 @@ export function makeResultHeatmap(
     choose,
     ...(linked && { isLeft: linked.isLeft }),
   };
-  const heatmap = asHeatmap(result);
-  const figure = new HeatmapFigure(heatmap, readPlane(heatmap, [values]), {
+  const size = { rows: rows.values.length, columns: columns.values.length };
+  const figure = new HeatmapFigure(result, readPlane({ ...size, buffer: 0 }, [values]), {
     title: title ?? result.name,
     result: options,
   });
@@ -104,8 +100,7 @@ export function makeResultHeatmap(
     onRemove(linked.selection.onChange(follow));
     onRemove(linked.filter.onChange(() => figure.draw()));
   }
-  model.on("change:cell", showCell);
-  onRemove(() => model.off("change:cell", showCell));
+  listen({ model, onRemove }, "change:cell", showCell);
   showCell();
   const heading = title !== null && element("h3", { class: "gp-heading" }, title);
   return element(
@@ -120,11 +115,6 @@ export function makeResultHeatmap(
     linked && view && makeActions(view).element,
     linked && view && makePatchStrip(view).element,
   );
-}
-
-function asHeatmap({ rows, columns, full, reduced }: ResultHeatmap): Heatmap {
-  const size = { rows: rows.values.length, columns: columns.values.length };
-  return { type: "heatmap", buffer: 0, ...size, full, reduced, slice: "", minimum: 0, maximum: 0, constant: null };
 }
 
 /** Cells as items of the selection of a graph; `null` if they are none. */

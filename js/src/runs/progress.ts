@@ -1,7 +1,7 @@
 /** How far a job is: a bar, the time so far, and a button that stops it. */
 
 import type { JobStatus } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element } from "../page/dom";
 import { formatSeconds } from "../page/numbers";
 import type { Kernel } from "../view";
 
@@ -19,7 +19,7 @@ export class Progress {
     interrupt: () => void,
   ) {
     this.bar = element("progress", { class: "gp-progress-bar", max: 1, "aria-label": name });
-    this.button = element("button", { type: "button", class: "gp-button", onclick: interrupt }, "Interrupt");
+    this.button = buttonElement({ onclick: interrupt }, "Interrupt");
     this.element = element("div", { class: "gp-progress", hidden: true }, this.bar, this.text, this.button);
   }
 

@@ -2,20 +2,20 @@
 
 import { Poller, type Reported } from "../kernel/polling";
 import type { RunReport, RunStatus } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element, showFieldError } from "../page/dom";
 import { formatSeconds } from "../page/numbers";
-import { type Part, RequestFailed, type View } from "../view";
+import { listen, type Part, RequestFailed, type View } from "../view";
 import { choiceOf, inputsOf, numbersOf, setInputs, unwritten } from "./inputs";
 import { Progress } from "./progress";
 import { makeRunReport } from "./run_report";
 
 let panels = 0;
 
-class RunPanel implements Part {
+export class RunPanel implements Part {
   readonly element: HTMLElement;
   private readonly inputs = element("input", { type: "text", class: "gp-field gp-typed", spellcheck: "false" });
   private readonly inputsError = element("p", { class: "gp-small-error gp-error", role: "alert", hidden: true });
-  private readonly button = element("button", { type: "button", class: "gp-button gp-primary" }, "Run");
+  private readonly button = buttonElement({ class: "gp-button gp-primary" }, "Run");
   private readonly progress: Progress;
   private readonly message = element("p", { class: "gp-message gp-error", role: "alert", hidden: true });
   private readonly stale = element("p", { class: "gp-message gp-outdated", hidden: true });
@@ -71,14 +71,11 @@ class RunPanel implements Part {
   }
 
   private listen(): void {
-    const { model } = this.view;
-    const onRun = () => this.onRun();
-    const onSession = () => this.showStaleness();
-    model.on("change:run", onRun);
-    model.on("change:session", onSession);
+    listen(this.view, "change:run", () => this.onRun());
+    listen(this.view, "change:session", () => this.showStaleness());
     this.inputs.addEventListener("input", () => {
       setInputs(this.view, this.inputs.value);
-      this.showInputsError(null);
+      showFieldError(this.inputs, this.inputsError, null);
     });
     this.inputs.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.isComposing) return;
@@ -88,8 +85,6 @@ class RunPanel implements Part {
     this.view.onRemove(() => {
       this.poller.stop();
       this.progress.hide();
-      model.off("change:run", onRun);
-      model.off("change:session", onSession);
     });
   }
 
@@ -118,7 +113,7 @@ class RunPanel implements Part {
     this.button.setAttribute("aria-disabled", "true");
     this.message.hidden = true;
     this.stale.hidden = true;
-    this.showInputsError(null);
+    showFieldError(this.inputs, this.inputsError, null);
     this.result.classList.add("gp-dimmed");
     this.progress.showWaiting();
   }
@@ -155,7 +150,7 @@ class RunPanel implements Part {
     const wasRunning = this.isRunning;
     this.end();
     const isInputs = reason instanceof RequestFailed && reason.error.field === "inputs";
-    if (isInputs) this.showInputsError(reason.message);
+    if (isInputs) showFieldError(this.inputs, this.inputsError, reason.message);
     // A run of a kernel that was restarted does not matter any more.
     else if (this.isOwn || wasRunning) this.fail(reason.message);
     if (isInputs) {
@@ -188,18 +183,6 @@ class RunPanel implements Part {
     this.message.hidden = false;
   }
 
-  private showInputsError(message: string | null): void {
-    this.inputsError.hidden = message === null;
-    this.inputsError.textContent = message ?? "";
-    if (message === null) {
-      this.inputs.removeAttribute("aria-invalid");
-      this.inputs.removeAttribute("aria-describedby");
-    } else {
-      this.inputs.setAttribute("aria-invalid", "true");
-      this.inputs.setAttribute("aria-describedby", this.inputsError.id);
-    }
-  }
-
   /** For a run that another view started, only the numbers of the patches can be compared. */
   private showStaleness(): void {
     if (this.report === null || this.isRunning) return;
@@ -209,8 +192,4 @@ class RunPanel implements Part {
     this.stale.hidden = !isStale;
     this.stale.textContent = isStale ? "The chosen patches have changed since: run again." : "";
   }
-}
-
-export function makeRunPanel(view: View): Part {
-  return new RunPanel(view);
 }

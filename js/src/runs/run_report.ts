@@ -1,6 +1,6 @@
 /** What a run has shown: the next tokens, what changed at the output, what the probes saw. */
 import type { Change, ProbeChange, ProbeReport, RunReport, Token } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element } from "../page/dom";
 import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape, sentence } from "../page/numbers";
 import { visible, visibleLines, visibleToken } from "../page/visible";
 import { makePlot } from "../plots/plots";
@@ -117,11 +117,7 @@ function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HT
   const link =
     reveal === null
       ? place
-      : element(
-          "button",
-          { type: "button", class: "gp-underlined", onclick: reveal, title: "Show in the tree" },
-          place,
-        );
+      : buttonElement({ class: "gp-underlined", onclick: reveal, title: "Show in the tree" }, place);
   const options = {
     title: `${name}, ${path}`,
     rowTokens: report.row_labels,

@@ -1,6 +1,6 @@
 /** The legend of the scores: their name, colors and range; sorts the tree by them, and filters it. */
 
-import { element, icon, setAttribute } from "../page/dom";
+import { buttonElement, element, icon, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
 import type { Part, View } from "../view";
 import { type ScoreFilter, type Scores, scoreText } from "./scores";
@@ -8,11 +8,7 @@ import type { TreeState } from "./tree_state";
 
 const STRONGEST = [10, 50, 200];
 
-export function makeLegend(view: View, tree: TreeState): Part {
-  return new Legend(view, tree);
-}
-
-class Legend implements Part {
+export class Legend implements Part {
   readonly element = element("div", { class: "gp-scores", role: "group", "aria-label": "Scores", hidden: true });
   private shown: Scores | null = null;
   private sort: HTMLButtonElement | null = null;
@@ -42,14 +38,8 @@ class Legend implements Part {
     const { tree } = this;
     const { isBySize, maximum, minimum } = scores;
     const middle = (isBySize ? Math.max(-minimum, maximum) : minimum + maximum) / 2;
-    this.sort = element(
-      "button",
-      {
-        type: "button",
-        class: "gp-button",
-        "aria-pressed": tree.isSorted,
-        onclick: () => tree.setSorted(!tree.isSorted),
-      },
+    this.sort = buttonElement(
+      { "aria-pressed": tree.isSorted, onclick: () => tree.setSorted(!tree.isSorted) },
       isBySize ? "Sort by size of score" : "Sort by score",
     );
     this.least = element("input", {
@@ -87,10 +77,8 @@ class Legend implements Part {
       this.sort,
       this.filter,
       this.least,
-      element(
-        "button",
+      buttonElement(
         {
-          type: "button",
           class: "gp-button gp-quiet",
           "aria-label": "Hide scores",
           title: "Hide scores",

@@ -2,7 +2,7 @@
 
 import type { Component, PatchState, Spec } from "../kernel/protocol";
 import { FLAG } from "../kernel/protocol";
-import { element, replaceChildren, setAttribute } from "../page/dom";
+import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount } from "../page/numbers";
 import { visible } from "../page/visible";
 import { sortOf } from "./component_names";
@@ -64,8 +64,8 @@ export class RowView {
       this.op,
       " ",
       label && valueLabel(label, skeleton.specOf(id)),
-      !folded && element("button", rowButton("info", `Details of ${name}`, "Details (Enter)")),
-      isPatchable && element("button", rowButton("add", `Patch ${name}`, "Patch (+)")),
+      !folded && rowButton("info", `Details of ${name}`, "Details (Enter)"),
+      isPatchable && rowButton("add", `Patch ${name}`, "Patch (+)"),
     );
     if (mark) this.element.dataset.mark = kind === "folded" ? "folded" : mark.split(" ")[0];
     if (folded?.name === PLUMBING) this.element.dataset.mark = PLUMBING;
@@ -179,14 +179,13 @@ export class RowView {
 
 function badge(patch: PatchState): HTMLElement {
   const attributes = {
-    type: "button",
     tabindex: -1,
     class: "gp-badge",
     "data-number": patch.number,
     "data-off": !patch.is_enabled,
     title: `Change patch #${patch.number}${patch.is_enabled ? "" : " (switched off)"}`,
   };
-  return element("button", attributes, badgeText(patch));
+  return buttonElement(attributes, badgeText(patch));
 }
 
 function badgeText({ kind, number }: PatchState): string {
@@ -217,15 +216,9 @@ function valueLabel(label: string, spec: Spec | null): HTMLElement {
   return element("span", attributes, badge, " ", label.replace(` ${word}`, ""));
 }
 
-function rowButton(action: string, name: string, title: string) {
-  return {
-    type: "button",
-    tabindex: -1,
-    class: `gp-row-button gp-row-${action}`,
-    "data-action": action,
-    "aria-label": name,
-    title,
-  };
+function rowButton(action: string, name: string, title: string): HTMLElement {
+  const marks = { class: `gp-row-button gp-row-${action}`, "data-action": action };
+  return buttonElement({ ...marks, tabindex: -1, "aria-label": name, title });
 }
 
 function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {

@@ -1,24 +1,18 @@
 /** Above the tree: the search field, what it found, what is shown of the graph, and the legend of the scores. */
 
-import { element, icon, replaceChildren, setAttribute } from "../page/dom";
+import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount, formatNumber } from "../page/numbers";
 import type { Part, View } from "../view";
 import type { SearchBox } from "./keyboard";
-import { makeLegend } from "./legend";
+import { Legend } from "./legend";
 import type { TreeState } from "./tree_state";
 
 /** Announcing every letter's count would talk over the typing. */
 const SAY_AFTER = 600;
 
-export interface Toolbar extends Part, SearchBox {}
-
-export function makeToolbar(view: View, tree: TreeState): Toolbar {
-  return new ToolbarView(view, tree);
-}
-
 let made = 0;
 
-class ToolbarView implements Toolbar {
+export class Toolbar implements Part, SearchBox {
   readonly element: HTMLElement;
   private readonly field: HTMLInputElement;
   private readonly count = element("span", { class: "gp-found-count gp-muted" });
@@ -59,7 +53,7 @@ class ToolbarView implements Toolbar {
       this.bar(),
       this.error,
       this.hint,
-      makeLegend(view, tree).element,
+      new Legend(view, tree).element,
     );
     view.onRemove(tree.onChange((change) => change === "lines" && this.show()));
     view.onRemove(() => clearTimeout(this.saying));
@@ -202,13 +196,9 @@ function keysHelp(): HTMLElement {
 }
 
 function iconButton(name: Parameters<typeof icon>[0], label: string, title: string, onclick: () => void) {
-  return element(
-    "button",
-    { type: "button", class: "gp-button gp-quiet", "aria-label": label, title, onclick },
-    icon(name),
-  );
+  return buttonElement({ class: "gp-button gp-quiet", "aria-label": label, title, onclick }, icon(name));
 }
 
 function toggle(label: string, title: string, onclick: () => void): HTMLButtonElement {
-  return element("button", { type: "button", class: "gp-button", "aria-pressed": false, title, onclick }, label);
+  return buttonElement({ "aria-pressed": false, title, onclick }, label);
 }

@@ -4,7 +4,7 @@
  */
 import type { Component, PatchState } from "../kernel/protocol";
 import { SharedTraits } from "../kernel/shared_traits";
-import type { View } from "../view";
+import { Listeners, type View } from "../view";
 import { Folding, firstOpen, type Lines, layerOf, layOut, layOutComponents, withAncestors } from "./rows";
 import { type ScoreFilter, Scores } from "./scores";
 import { Found, nextPosition } from "./search";
@@ -74,7 +74,7 @@ export class TreeState {
   private readonly closedFound = new Set<number>();
   /** By whether sizes are shown. */
   private readonly foldings = new Map<boolean, Folding>();
-  private readonly listeners = new Set<(change: Change) => void>();
+  private readonly listeners = new Listeners<Change>();
 
   constructor(view: View) {
     this.skeleton = view.skeleton;
@@ -101,10 +101,9 @@ export class TreeState {
     traits.listen("scores_name", () => this.changed(() => this.readScores()));
   }
 
-  /** Returns what stops that. */
+  /** Returns a function that removes the listener. */
   onChange(listener: (change: Change) => void): () => void {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
+    return this.listeners.add(listener);
   }
 
   get query(): string {
@@ -142,7 +141,7 @@ export class TreeState {
   /** What a click does: selects a row, also again, so that all views follow; `isMore`: besides what is selected there. */
   click(id: number, isMore: boolean): void {
     this.isMore = isMore;
-    if (id === this.active) this.tell("selected");
+    if (id === this.active) this.listeners.notify("selected");
     else this.select(id);
     this.isMore = false;
   }
@@ -151,7 +150,7 @@ export class TreeState {
     if (id === this.active) return;
     this.active = id;
     this.traits.set("selected", id < 0 ? ~id : id);
-    this.tell("selected");
+    this.listeners.notify("selected");
   }
 
   selectLine(line: number): void {
@@ -271,7 +270,7 @@ export class TreeState {
       this.closedFound.clear();
       if (isByComponent) this.openFoldedAbove(this.activeRow);
     });
-    this.tell("followed");
+    this.listeners.notify("followed");
   }
 
   /** The name that a line shows: that of its row; in the view by components that of the layer, or of what is in it. */
@@ -392,11 +391,7 @@ export class TreeState {
   private changed(change: () => void): void {
     change();
     this.lines = this.layOut();
-    this.tell("lines");
-  }
-
-  private tell(change: Change): void {
-    for (const listener of this.listeners) listener(change);
+    this.listeners.notify("lines");
   }
 
   // -- traits ----------------------------------------------------------------------------------------------------------
@@ -432,8 +427,8 @@ export class TreeState {
     if (selected === (this.active < 0 ? ~this.active : this.active)) return;
     this.active = selected;
     this.showActive();
-    this.tell("lines");
-    this.tell("followed");
+    this.listeners.notify("lines");
+    this.listeners.notify("followed");
   }
 
   /** Opens what folds the selected row away; what is closed above it stays closed. */

@@ -10,19 +10,9 @@ import type { TreeState } from "./tree_state";
 const MORE = 5;
 const HIGHEST = 420;
 
-interface Tree extends Part {
-  focus(): void;
-  /** Scrolls a row into sight; one far away into the middle. */
-  show(id: number): void;
-}
-
 let made = 0;
 
-export function makeTree(view: View, tree: TreeState, actions: TreeActions): Tree {
-  return new TreeView(view, tree, actions);
-}
-
-class TreeView implements Tree {
+export class TreeView implements Part {
   readonly element: HTMLDivElement;
   private readonly space = element("div", { role: "none", class: "gp-space" });
   private readonly rows = new Map<number, RowView>();
@@ -51,6 +41,7 @@ class TreeView implements Tree {
     this.element.focus({ preventScroll: true });
   }
 
+  /** Scrolls a row into sight; one far away into the middle. */
   show(id: number): void {
     const top = this.tree.lines.lineOf(id) * ROW;
     const { scrollTop, clientHeight } = this.element;

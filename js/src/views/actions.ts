@@ -1,6 +1,6 @@
 /** What can be done with the selection: the patches of a click, which go to the list of patches of the graph. */
 import type { Act, Item } from "../kernel/protocol";
-import { copyText, element, type ICONS, icon, replaceChildren } from "../page/dom";
+import { buttonElement, copyText, element, type ICONS, icon, replaceChildren } from "../page/dom";
 import { tryEdit } from "../patches/edits";
 import type { Linked, Part } from "../view";
 
@@ -35,7 +35,7 @@ const NO_KERNEL = "The kernel is not running: patches need it.";
 export function makeActions(view: Linked): Part {
   const form = element("form", { class: "gp-line gp-action-form", hidden: true });
   const buttons = CHOICES.map((choice) => {
-    const button = element("button", { type: "button", class: "gp-button", title: choice.title }, choice.name);
+    const button = buttonElement({ title: choice.title }, choice.name);
     button.addEventListener("click", () => {
       if (choice.field === undefined) act(choice.act, null);
       else ask(choice, button);
@@ -62,7 +62,7 @@ export function makeActions(view: Linked): Part {
       button.focus();
     };
     const apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
-    const cancel = element("button", { type: "button", class: "gp-button", onclick: close }, "Cancel");
+    const cancel = buttonElement({ onclick: close }, "Cancel");
     replaceChildren(form, element("span", { class: "gp-muted" }, `${field?.label}:`), input, apply, cancel);
     form.onsubmit = (event) => {
       event.preventDefault();
@@ -114,5 +114,5 @@ function pathOf({ name, position, key }: Item): string | null {
 }
 
 function textButton(picture: keyof typeof ICONS, name: string): HTMLButtonElement {
-  return element("button", { type: "button", class: "gp-button" }, icon(picture), name);
+  return buttonElement({}, icon(picture), name);
 }

@@ -4,12 +4,12 @@
  * the model with them, and the patterns without and with them are side by side.
  */
 import type { AttentionLayer, AttentionRun, AttentionTraits, Item } from "../kernel/protocol";
-import { element, replaceChildren, setAttribute } from "../page/dom";
+import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
 import { formatWithin } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { HeatmapFigure, type ResultOptions } from "../plots/heatmap";
-import { type ColorMap, cssColor, type Rgb } from "../plots/plane";
-import type { Linked, Part } from "../view";
+import { type ColorMap, cssColor, largestMagnitude, type Rgb } from "../plots/plane";
+import { type Linked, type Part, saveChanges } from "../view";
 import { makeActions } from "./actions";
 import { type Mode, type Pattern, Patterns, type Place } from "./attention_data";
 import { type MakeView, makePatchStrip, showSent } from "./linked_view";
@@ -169,11 +169,7 @@ class AttentionView implements Part {
 
   private chooseRow(): void {
     this.view.model.set("row", Number(this.rowChoice.value));
-    try {
-      this.view.model.save_changes();
-    } catch {
-      this.say(ROW_NEEDS_KERNEL);
-    }
+    if (!saveChanges(this.view.model)) this.say(ROW_NEEDS_KERNEL);
   }
 
   /** Without a kernel there is one row only: that of the numbers that were sent. */
@@ -274,15 +270,8 @@ class AttentionView implements Part {
     const buttons = MODES.map(({ mode, name, title }) => {
       const isOff = mode === "difference" ? !patterns.has("patched") : mode === "values" && !patterns.hasLengths;
       const why = mode === "difference" ? "Choose a patch first" : "The values of this model were not found";
-      const button = element(
-        "button",
-        {
-          type: "button",
-          class: "gp-button",
-          title: isOff ? why : title,
-          disabled: isOff,
-          "aria-pressed": String(mode === this.mode),
-        },
+      const button = buttonElement(
+        { title: isOff ? why : title, disabled: isOff, "aria-pressed": String(mode === this.mode) },
         name,
       );
       button.addEventListener("click", () => {
@@ -332,7 +321,8 @@ class AttentionView implements Part {
     if (this.isCommonScale || this.mode === "difference") {
       limit = 0;
       for (const [layer, { heads }] of patterns.about.layers.entries()) {
-        for (let head = 0; head < heads; head++) limit = Math.max(limit, largest(patternOf({ layer, head }).values));
+        for (let head = 0; head < heads; head++)
+          limit = Math.max(limit, largestMagnitude(patternOf({ layer, head }).values));
       }
     }
     this.limit = limit;
@@ -416,7 +406,7 @@ class AttentionView implements Part {
     const combined = this.combined(found, pattern);
     const most =
       (this.isCommonScale ? this.limit : null) ??
-      Math.max(largest(combined.values), ...this.otherRun(places, run, count));
+      Math.max(largestMagnitude(combined.values), ...this.otherRun(places, run, count));
     const label = (side: "queries" | "keys") => {
       const texts = (patterns.about.tokens[layer[side]] ?? []).map((text) => visibleToken(text));
       const noun = side === "queries" ? "query" : "key";
@@ -445,20 +435,8 @@ class AttentionView implements Part {
       box,
       ...(found.length > 1 && !this.isMean ? { mixed: this.mixed(found, places, most) } : {}),
     };
-    const [queries, keys] = layer.full;
-    const heatmap = {
-      type: "heatmap" as const,
-      buffer: 0,
-      rows: pattern.rows,
-      columns: pattern.columns,
-      full: [queries, keys] as [number, number],
-      reduced: pattern.isWhole ? null : this.reducedText,
-      slice: "",
-      minimum: 0,
-      maximum: 0,
-      constant: null,
-    };
-    const figure = new HeatmapFigure(heatmap, combined, {
+    const source = { full: layer.full, reduced: pattern.isWhole ? null : this.reducedText };
+    const figure = new HeatmapFigure(source, combined, {
       title: `${places.map((place) => this.nameOf(place)).join("; ")}${count > 1 ? `, ${run}` : ""}`,
       result: options,
     });
@@ -493,7 +471,7 @@ class AttentionView implements Part {
   private otherRun(places: readonly Place[], run: AttentionRun, count: number): number[] {
     if (count < 2 || this.patterns === null) return [];
     const other: AttentionRun = run === "clean" ? "patched" : "clean";
-    return places.map((place) => largest(this.patterns?.pattern(place, other, this.mode).values ?? []));
+    return places.map((place) => largestMagnitude(this.patterns?.pattern(place, other, this.mode).values ?? []));
   }
 
   /** Each head in a color of its own, from the background on. */
@@ -567,12 +545,6 @@ function hue(at: number): Rgb {
 
 function within(position: number | null, count: number): number | null {
   return position !== null && position < count ? position : null;
-}
-
-function largest(values: ArrayLike<number>): number {
-  let most = 0;
-  for (let at = 0; at < values.length; at++) most = Math.max(most, Math.abs(values[at] ?? 0));
-  return most;
 }
 
 /** Of each cell, the number that is farthest from zero. */

@@ -1,12 +1,12 @@
 /** The generation view: tokens as text, colored by a score of each step; branches at a token; patches of steps. */
-import type { Act, Generation, GenerationTraits, Score } from "../kernel/protocol";
-import { element, icon, replaceChildren, setAttribute } from "../page/dom";
+import { PackedNumbers } from "../inflate";
+import type { Act, Generation, GenerationTraits, Requests, Score } from "../kernel/protocol";
+import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { tryEdit } from "../patches/edits";
 import { type ColorMap, color, cssColor, cssGradient, isLight } from "../plots/plane";
 import type { Linked, Part } from "../view";
-import { type GenerationNumbers, readGeneration, type Steps } from "./generation_data";
 import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
 import { itemOf } from "./selection";
 import { makeUpdates } from "./updates";
@@ -37,6 +37,38 @@ export const makeGenerationView: MakeView<GenerationTraits> = async (view, place
   );
 };
 
+/** The steps of one line. */
+interface Steps {
+  /** Positions in the vocabulary. */
+  tokens: Uint32Array;
+  logProbability: Float32Array;
+  entropy: Float32Array;
+  /** The most probable tokens, `top` for each step. */
+  top: Uint32Array;
+  probabilities: Float32Array;
+}
+
+interface GenerationNumbers {
+  lines: Steps[];
+  /** The scores that were given for the first line; `null`: none were. */
+  given: Float32Array | null;
+}
+
+/** Reads the numbers as `GenerationView._packed` in notebook/views/generation.py writes them. */
+async function readGeneration(generation: Generation, data: DataView): Promise<GenerationNumbers> {
+  const packed = await PackedNumbers.of(data);
+  const lines = generation.lines.map(({ steps }) => ({
+    tokens: packed.counts(steps),
+    logProbability: packed.floats(steps),
+    entropy: packed.floats(steps),
+    top: packed.counts(steps * generation.top),
+    probabilities: packed.floats(steps * generation.top),
+  }));
+  const given = generation.has_given ? packed.floats(generation.lines[0]?.steps ?? 0) : null;
+  packed.end();
+  return { lines, given };
+}
+
 class GenerationView implements Part {
   readonly element: HTMLElement;
   private readonly lines = element("div", { class: "gp-stack gp-generation-lines" });
@@ -53,11 +85,10 @@ class GenerationView implements Part {
   private pinned: [line: number, step: number] | null = null;
 
   constructor(private readonly view: Linked<GenerationTraits>) {
-    const ask = () => view.kernel.ask("generation", { line: null, step: null, token: null, remove: null });
     this.updates = makeUpdates(
       view,
       () => view.model.get("generation").version,
-      ask,
+      () => this.ask({}),
       (isFailed) => this.lines.classList.toggle("gp-dimmed", isFailed),
     );
     this.form = new StepForm(view);
@@ -128,8 +159,8 @@ class GenerationView implements Part {
     const start = this.generation.lines[line]?.start ?? 0;
     const isBranch = this.generation.lines[line]?.branch !== null;
     return Array.from(steps.tokens, (token, step) => {
-      const tokens = { type: "button", class: "gp-generated", tabindex: line === 0 && step === 0 ? 0 : -1 };
-      const button = element("button", tokens, this.text(token));
+      const attributes = { class: "gp-generated", tabindex: line === 0 && step === 0 ? 0 : -1 };
+      const button = buttonElement(attributes, this.text(token));
       if (isBranch && step < start) button.classList.add("gp-generated-before");
       if (isBranch && step === start) button.classList.add("gp-generated-branch");
       const point = () => this.explain([line, step]);
@@ -142,18 +173,18 @@ class GenerationView implements Part {
   }
 
   private removeButton(branch: number, name: string): HTMLElement {
-    const remove = element(
-      "button",
-      { type: "button", class: "gp-button gp-quiet", "aria-label": `Remove: ${name}`, title: "Remove" },
+    const remove = buttonElement(
+      { class: "gp-button gp-quiet", "aria-label": `Remove: ${name}`, title: "Remove" },
       icon("close"),
     );
-    remove.addEventListener("click", () => this.ask({ remove: branch }));
+    remove.addEventListener("click", () => this.updates.follow(this.ask({ remove: branch })));
     return remove;
   }
 
-  private ask(what: { line?: number; step?: number; token?: number; remove?: number }): void {
-    const nothing = { line: null, step: null, token: null, remove: null };
-    this.updates.follow(this.view.kernel.ask("generation", { ...nothing, ...what }));
+  /** Asks for the tokens, with a new branch or without one of the branches. */
+  private ask(change: Partial<Requests["generation"]["payload"]>) {
+    const unchanged = { line: null, step: null, token: null, remove: null };
+    return this.view.kernel.ask("generation", { ...unchanged, ...change });
   }
 
   private text(token: number): string {
@@ -260,9 +291,9 @@ class GenerationView implements Part {
       const probability = steps.probabilities[step * top + rank] ?? 0;
       const isTaken = token === steps.tokens[step];
       const label = `Branch with ${this.text(token)} at step ${step}`;
-      const branch = element("button", { type: "button", class: "gp-button", "aria-label": label }, "Branch");
+      const branch = buttonElement({ "aria-label": label }, "Branch");
       branch.disabled = isLost;
-      branch.addEventListener("click", () => this.ask({ line, step, token: tokens[token] ?? 0 }));
+      branch.addEventListener("click", () => this.updates.follow(this.ask({ line, step, token: tokens[token] ?? 0 })));
       return element(
         "tr",
         isTaken ? { class: "gp-lens-target" } : {},

@@ -1,13 +1,13 @@
 /** The lens view: what each layer says at each position, without and with the patches, as heatmaps. */
-import type { Heatmap, Item, Lens, LensTraits } from "../kernel/protocol";
+import { PackedNumbers } from "../inflate";
+import type { Item, Lens, LensTraits } from "../kernel/protocol";
 import { element, replaceChildren } from "../page/dom";
 import { formatNumber, formatPercent } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { type Cell, HeatmapFigure, type Place, type ResultOptions } from "../plots/heatmap";
-import type { Scale } from "../plots/plane";
-import type { Linked, Part } from "../view";
+import { largestMagnitude, type Scale } from "../plots/plane";
+import { type Linked, listen, type Part, saveChanges } from "../view";
 import { makeActions } from "./actions";
-import { type LensRuns, type Readouts, readLens } from "./lens_data";
 import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
 import { isOfOneStack, itemOf } from "./selection";
 import { makeFilterNote } from "./shared_filter";
@@ -47,6 +47,36 @@ export const makeLensView: MakeView<LensTraits> = async (view, place, onError) =
     onError,
   );
 };
+
+/** What the states of one stream say in one run; row by row, from the first layer on. */
+interface Readouts {
+  /** Positions in the vocabulary, the most probable first: `top` for each cell. */
+  tokens: Uint32Array;
+  probabilities: Float32Array;
+  /** Of the target of the position, one for each cell. */
+  target: Float32Array;
+  /** How many tokens are more probable than the target. */
+  rank: Uint32Array;
+}
+
+/** The runs: without patches, and with them if there are any; the streams of each by name. */
+type LensRuns = Map<string, Readouts>[];
+
+/** Reads the numbers as `LensView._packed` in notebook/views/lens.py writes them. */
+async function readLens(lens: Lens, data: DataView): Promise<LensRuns> {
+  const packed = await PackedNumbers.of(data);
+  const runs = Array.from({ length: lens.runs }, () => {
+    const streams = lens.streams.map(({ name, rows }): [string, Readouts] => {
+      const cells = rows.length * lens.target.length;
+      const tokens = packed.counts(cells * lens.top);
+      const probabilities = packed.floats(cells * lens.top);
+      return [name, { tokens, probabilities, target: packed.floats(cells), rank: packed.counts(cells) }];
+    });
+    return new Map(streams);
+  });
+  packed.end();
+  return runs;
+}
 
 class LensView implements Part {
   readonly element: HTMLElement;
@@ -101,8 +131,7 @@ class LensView implements Part {
       for (const figure of this.drawn) figure.draw();
     };
     view.onRemove(view.filter.onChange(filtered));
-    view.model.on("change:stream", redraw);
-    view.onRemove(() => view.model.off("change:stream", redraw));
+    listen(view, "change:stream", redraw);
     const offer = () => {
       if (this.streams.options.length > 0) this.offerStreams(); // otherwise the numbers are not unpacked yet
     };
@@ -159,11 +188,7 @@ class LensView implements Part {
       return;
     }
     this.view.model.set("stream", name);
-    try {
-      this.view.model.save_changes();
-    } catch {
-      return; // hosts throw without a connection: the stream is shown in this page only
-    }
+    saveChanges(this.view.model);
   }
 
   /** A stream to show when it is computed. */
@@ -210,27 +235,9 @@ class LensView implements Part {
         values[row * columns + column] = kind === "difference" ? value - this.amount(clean, cell) : value;
       }
     }
-    const heatmap: Heatmap = {
-      type: "heatmap",
-      buffer: 0,
-      rows,
-      columns,
-      full: [rows, columns],
-      reduced: null,
-      slice: "",
-      minimum: 0,
-      maximum: 0,
-      constant: null,
-    };
     const title = this.lens.runs > 1 ? `Logit lens, ${RUNS[kind].toLowerCase()}` : "Logit lens";
-    return new HeatmapFigure(
-      heatmap,
-      { rows, columns, values },
-      {
-        title,
-        result: this.options(kind, values, run),
-      },
-    );
+    const source = { full: [rows, columns] as [number, number], reduced: null };
+    return new HeatmapFigure(source, { rows, columns, values }, { title, result: this.options(kind, values, run) });
   }
 
   private options(kind: Comparison, values: Float32Array, run: Readouts): ResultOptions {
@@ -267,7 +274,7 @@ class LensView implements Part {
   }
 
   private scale(isDifference: boolean, values: Float32Array): Scale {
-    const most = values.reduce((largest, value) => Math.max(largest, Math.abs(value)), 0);
+    const most = largestMagnitude(values);
     if (isDifference) return { map: "diverging", low: -most, high: most };
     if (this.color === "rank") return { map: "sequential", low: -most, high: 0 };
     return { map: "sequential", low: 0, high: 1 };

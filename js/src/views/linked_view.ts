@@ -1,11 +1,11 @@
 /** What all views of a graph have: the kernel, notices, the selection, and the list of chosen patches in one line. */
 import { connect } from "../kernel/kernel";
 import type { LinkedTraits } from "../kernel/protocol";
-import { element, icon, replaceChildren } from "../page/dom";
+import { buttonElement, element, icon, replaceChildren } from "../page/dom";
 import { makeNotices } from "../page/notices";
 import { formatPercent } from "../page/numbers";
 import { describe, tryEdit } from "../patches/edits";
-import type { Linked, Model, Part } from "../view";
+import { type Linked, listen, type Model, type Part } from "../view";
 import { Selection } from "./selection";
 import { SharedFilter } from "./shared_filter";
 
@@ -56,10 +56,7 @@ export async function showSent<T extends LinkedTraits, Numbers>(
     if (current === last) show(numbers);
   };
   const again = () => void load().catch(onError);
-  for (const trait of traits) {
-    view.model.on(`change:${trait}`, again);
-    view.onRemove(() => view.model.off(`change:${trait}`, again));
-  }
+  for (const trait of traits) listen(view, `change:${trait}`, again);
   await load();
 }
 
@@ -97,15 +94,8 @@ export function makePatchStrip(view: Linked): Part {
     strip.hidden = patches.length === 0 && !can_undo;
     const labels = patches.map((patch) => {
       const text = `#${patch.number} ${describe(patch)}`;
-      const remove = element(
-        "button",
-        {
-          type: "button",
-          class: "gp-button gp-quiet",
-          "aria-label": `Remove ${text}`,
-          title: "Remove",
-          hidden: isLost,
-        },
+      const remove = buttonElement(
+        { class: "gp-button gp-quiet", "aria-label": `Remove ${text}`, title: "Remove", hidden: isLost },
         icon("close"),
       );
       remove.addEventListener("click", () => {
@@ -114,12 +104,11 @@ export function makePatchStrip(view: Linked): Part {
       return element("span", { class: patch.is_enabled ? "gp-chip" : "gp-chip gp-patch-off" }, text, remove);
     });
     const isOff = { disabled: !can_undo, hidden: isLost };
-    const undo = element("button", { type: "button", class: "gp-button", ...isOff }, icon("undo"), "Undo");
+    const undo = buttonElement({ ...isOff }, icon("undo"), "Undo");
     undo.addEventListener("click", () => void tryEdit(view, () => ({ action: "undo" }), "undone"));
     replaceChildren(strip, element("span", { class: "gp-muted" }, "Patches"), ...labels, undo);
   };
-  view.model.on("change:session", show);
-  view.onRemove(() => view.model.off("change:session", show));
+  listen(view, "change:session", show);
   view.onRemove(view.kernel.onState(show));
   show();
   return { element: strip };

@@ -3,11 +3,10 @@
  * so also without a kernel. With a kernel, the trait `selection` of all of them follows, also in other windows.
  */
 import type { Item, LinkedTraits } from "../kernel/protocol";
-import type { Model } from "../view";
+import { SharedTraits } from "../kernel/shared_traits";
+import { Listeners, type Model } from "../view";
 
 const EVENT = "graphpatch:selection";
-/** The last changes of a burst are sent together. */
-const SAVE_AFTER = 60;
 
 interface News {
   group: string;
@@ -35,31 +34,21 @@ export function isOfOneStack(one: string | null, other: string | null): boolean 
 }
 
 export class Selection {
-  private readonly listeners = new Set<() => void>();
-  private saving: ReturnType<typeof setTimeout> | undefined;
-  /** What was set here and is not sent yet. The host's echo of what was sent before would take it back. */
-  private unsent: Item[] | null = null;
+  private readonly listeners = new Listeners();
+  private readonly traits: SharedTraits<Pick<LinkedTraits, "group" | "selection">>;
 
   constructor(
     private readonly model: Model<Pick<LinkedTraits, "group" | "selection">>,
     onRemove: (undo: () => void) => void,
   ) {
+    this.traits = new SharedTraits({ model, onRemove });
     const heard = (event: Event) => {
       const { group, items } = (event as CustomEvent<News>).detail;
       if (group === model.get("group") && !isSame(items, this.items)) model.set("selection", [...items]);
     };
-    const tell = () => {
-      if (this.unsent && !isSame(this.unsent, this.items)) {
-        model.set("selection", this.unsent);
-        return;
-      }
-      for (const listener of [...this.listeners]) listener();
-    };
     document.addEventListener(EVENT, heard);
-    model.on("change:selection", tell);
     onRemove(() => document.removeEventListener(EVENT, heard));
-    onRemove(() => model.off("change:selection", tell));
-    onRemove(() => this.flush());
+    this.traits.listen("selection", () => this.listeners.notify());
   }
 
   get items(): readonly Item[] {
@@ -69,11 +58,9 @@ export class Selection {
   /** Selects these items instead of the ones before, in all views. */
   set(items: readonly Item[]): void {
     if (isSame(items, this.items)) return;
-    this.unsent = [...items];
-    this.model.set("selection", this.unsent);
+    this.traits.set("selection", [...items]);
     const detail: News = { group: this.model.get("group"), items };
     document.dispatchEvent(new CustomEvent<News>(EVENT, { detail }));
-    this.saving ??= setTimeout(() => this.flush(), SAVE_AFTER);
   }
 
   /** What a click does: selects an item alone; with Shift it is added, or taken out if it is selected. */
@@ -87,22 +74,9 @@ export class Selection {
     return this.items.some((other) => isSame([other], [item]));
   }
 
-  /** Returns what stops that. */
+  /** Returns a function that removes the listener. */
   onChange(listener: () => void): () => void {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
-  }
-
-  private flush(): void {
-    if (this.saving === undefined) return;
-    clearTimeout(this.saving);
-    this.saving = undefined;
-    this.unsent = null;
-    try {
-      this.model.save_changes();
-    } catch {
-      return; // hosts throw without a connection: what is selected is seen in this page only
-    }
+    return this.listeners.add(listener);
   }
 }
 

@@ -3,8 +3,8 @@
  * and the others show only these. By events of the document, so also without a kernel.
  */
 import type { Item, LinkedTraits } from "../kernel/protocol";
-import { element, replaceChildren } from "../page/dom";
-import type { Model } from "../view";
+import { buttonElement, element, replaceChildren } from "../page/dom";
+import { Listeners, type Model } from "../view";
 import { isOfOneStack } from "./selection";
 
 const [CHANGED, ASKED] = ["graphpatch:filter", "graphpatch:filter-asked"];
@@ -23,7 +23,7 @@ interface News {
 export class SharedFilter {
   left: Left | null = null;
   private isOwn = false;
-  private readonly listeners = new Set<() => void>();
+  private readonly listeners = new Listeners();
 
   constructor(
     private readonly model: Model<Pick<LinkedTraits, "group">>,
@@ -34,7 +34,7 @@ export class SharedFilter {
       if (group !== this.group || left === this.left) return;
       this.isOwn = false;
       this.left = left;
-      for (const listener of [...this.listeners]) listener();
+      this.listeners.notify();
     };
     const asked = (event: Event) => {
       if (this.isOwn && (event as CustomEvent<string>).detail === this.group) this.send();
@@ -55,7 +55,7 @@ export class SharedFilter {
     this.isOwn = left !== null;
     this.left = left;
     this.send();
-    for (const listener of [...this.listeners]) listener();
+    this.listeners.notify();
   }
 
   /** Whether the view with the scores is another one. */
@@ -68,10 +68,9 @@ export class SharedFilter {
     return this.left === null || this.left.items.some((one) => meet(one, item));
   }
 
-  /** Returns what stops that. */
+  /** Returns a function that removes the listener. */
   onChange(listener: () => void): () => void {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
+    return this.listeners.add(listener);
   }
 
   private get group(): string {
@@ -88,7 +87,7 @@ export function makeFilterNote(filter: SharedFilter, onRemove: (undo: () => void
   const note = element("p", { class: "gp-line gp-filter-note gp-note", role: "status" });
   const show = () => {
     note.hidden = !filter.isOfOther;
-    const end = element("button", { type: "button", class: "gp-button" }, "Show all");
+    const end = buttonElement({}, "Show all");
     end.addEventListener("click", () => filter.set(null));
     replaceChildren(note, `Only ${filter.left?.words ?? ""}`, end);
   };

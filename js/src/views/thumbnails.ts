@@ -1,6 +1,6 @@
 /** All heads as small pictures on one canvas, a row for each layer: the pointer previews a head, a click selects it. */
 import { element, replaceChildren, setAttribute } from "../page/dom";
-import { type ColorMap, color, fade, type Rgb } from "../plots/plane";
+import { type ColorMap, color, fade, largestMagnitude, type Rgb } from "../plots/plane";
 import type { Pattern, Patterns, Place } from "./attention_data";
 
 interface ThumbnailOptions {
@@ -218,11 +218,7 @@ function strong(values: Float32Array): number {
     .filter((value, at) => value !== 0 && at % every === 0)
     .map(Math.abs)
     .sort();
-  return amounts[Math.floor(NEARLY_ALL * (amounts.length - 1))] ?? largest(values);
-}
-
-function largest(values: Float32Array): number {
-  return values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+  return amounts[Math.floor(NEARLY_ALL * (amounts.length - 1))] ?? largestMagnitude(values);
 }
 
 /** Which of `count` cells lie in each of `side` pixels: the first, and the one behind the last. */

@@ -2,6 +2,7 @@
 import { element, replaceChildren, setAttribute } from "../page/dom";
 import { formatWithin } from "../page/numbers";
 import { visibleToken } from "../page/visible";
+import { largestMagnitude } from "../plots/plane";
 import type { Pattern } from "./attention_data";
 
 /** What the tokens of a strip are. */
@@ -135,7 +136,7 @@ class Strip {
       );
     }
     if (position !== null) this.at = position;
-    const most = weights === null ? 0 : weights.reduce((max, value) => Math.max(max, Math.abs(value)), 0);
+    const most = largestMagnitude(weights ?? []);
     for (const [at, token] of [...this.line.children].entries()) {
       const weight = weights?.[at] ?? 0;
       const part = most > 0 ? Math.round((Math.abs(weight) / most) * STRONGEST) : 0;

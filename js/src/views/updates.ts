@@ -3,7 +3,7 @@ import { wordsOf } from "../kernel/kernel";
 import { Poller, type Reported } from "../kernel/polling";
 import type { JobStatus, LinkedTraits } from "../kernel/protocol";
 import { element } from "../page/dom";
-import type { Linked, Part } from "../view";
+import { type Linked, listen, type Part } from "../view";
 
 /** At least so long is between two questions: a burst of edits is two runs. */
 const WAIT = 80;
@@ -56,9 +56,8 @@ export function makeUpdates<T extends LinkedTraits>(
     if (rest <= 0) askNow();
     else timer = setTimeout(askNow, rest);
   };
-  view.model.on("change:session", check);
+  listen(view, "change:session", check);
   view.onRemove(() => {
-    view.model.off("change:session", check);
     clearTimeout(timer);
     poller.stop();
   });

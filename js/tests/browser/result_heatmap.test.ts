@@ -423,9 +423,10 @@ test("of several components, a row has the name of its own; a head that is not k
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
   await userEvent.click(canvas, centre(canvas, 0, 1));
   expect(model.get("selection")).toEqual([itemOf("layers[3].attn_out", { position: 1 })]);
+  await vi.waitFor(() => expect(model.saved).toBe(2)); // for each click the cell, and the selection
   await userEvent.click(canvas, centre(canvas, 1, 1));
   expect(model.get("selection")).toEqual([itemOf(null, { layer: 3, position: 1 })]);
-  await vi.waitFor(() => expect(model.saved).toBe(4)); // for each click the cell, and the selection
+  await vi.waitFor(() => expect(model.saved).toBe(4));
   selectElsewhere(itemOf("layers[3].mlp_out"));
   const mark = el.querySelector(".gp-heatmap-mark")?.getBoundingClientRect();
   expect(mark?.top).toBeGreaterThan(canvas.getBoundingClientRect().top + canvas.getBoundingClientRect().height / 2);
