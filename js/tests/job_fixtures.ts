@@ -1,6 +1,6 @@
 /** What tests of runs and activations share: a kernel whose answers one scripts, statuses, plots with known values. */
 
-import type { Reported } from "../src/kernel/polling";
+import type { JobReply } from "../src/kernel/polling";
 import type {
   ActivationStatus,
   ActivationView,
@@ -98,7 +98,7 @@ export function patch(number: number, changes: Partial<PatchState> = {}): PatchS
 
 const JOB = { seconds: 0.25, fraction: null, error: null };
 
-export function runStatus(id: number, changes: Partial<RunStatus> = {}): Reported<RunStatus> {
+export function runStatus(id: number, changes: Partial<RunStatus> = {}): JobReply<RunStatus> {
   return { result: { ...JOB, id, state: "running", report: null, ...changes }, buffers: [] };
 }
 
@@ -122,7 +122,7 @@ export function activationStatus(
   id: number,
   changes: Partial<ActivationStatus> = {},
   buffers: DataView[] = [],
-): Reported<ActivationStatus> {
+): JobReply<ActivationStatus> {
   return { result: { ...JOB, id, state: "running", view: null, ...changes }, buffers };
 }
 

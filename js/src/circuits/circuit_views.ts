@@ -1,4 +1,4 @@
-/** Where the picture of a circuit is: alone, as `show_circuit` shows it, or above the tree of its model. */
+/** The picture of a circuit, alone, as `show_circuit` shows it, or above the tree of its model. */
 import type { CircuitNode, CircuitTraits } from "../kernel/protocol";
 import { buttonElement, element } from "../page/dom";
 import type { TreeState } from "../tree/tree_state";
@@ -20,7 +20,7 @@ export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: ()
   return figure.element;
 }
 
-/** A node that is pinned is the selected row of the tree, at its position if it has one, and can be patched. */
+/** The picture above the tree. A pinned node selects its row in the tree, and can be patched. */
 export function makeCircuitPanel(view: View, state: TreeState): Part {
   const panel = element("div", { class: "gp-circuit-panel" });
   let figure: CircuitFigure | null = null;
@@ -34,7 +34,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
   const mark = () => {
     const patched = view.model.get("session").patches.map(({ path }) => path);
     figure?.mark(state.activeRow, new Set(patched));
-    figure?.fade((name) => !view.filter.leaves(itemOf(name)));
+    figure?.fade((name) => !view.filter.keeps(itemOf(name)));
   };
   const show = () => {
     const circuit = view.model.get("circuit") ?? null;

@@ -1,14 +1,14 @@
-/** What a node's value is, on request: statistics, a plot of a 2-D slice of it, and steps through the other slices. */
-import { Poller, type Reported } from "../kernel/polling";
+/** Shows the value of a node on request: statistics, a plot of a 2-D slice, and steps to the other slices. */
+import { type JobReply, Poller } from "../kernel/polling";
 import type { ActivationStatus, ActivationView } from "../kernel/protocol";
 import { buttonElement, element, showFieldError } from "../page/dom";
 import { makePlot } from "../plots/plots";
 import { makeStatistics } from "../plots/statistics";
-import { choiceOf, describeInputs, inputsOf } from "../runs/inputs";
+import { describeInputs, inputsOf, patchesKey } from "../runs/inputs";
 import { Progress } from "../runs/progress";
 import { type Part, RequestFailed, type View } from "../view";
 
-let fields = 0;
+let sliceFields = 0;
 
 /** The activation section of a popup. It does not send requests before the user presses its button. */
 export class ActivationSection implements Part {
@@ -16,7 +16,7 @@ export class ActivationSection implements Part {
   private readonly button: HTMLButtonElement;
   private readonly isPatched = element("input", { type: "checkbox", checked: true });
   private readonly inputs = element("p", { class: "gp-note" });
-  private readonly stale = element("p", { class: "gp-message gp-outdated", hidden: true });
+  private readonly outdated = element("p", { class: "gp-message gp-outdated", hidden: true });
   private readonly error = element("p", { class: "gp-message gp-error", role: "alert", hidden: true });
   private readonly progress: Progress;
   private readonly slice = element("input", { type: "text", class: "gp-field gp-typed", spellcheck: "false" });
@@ -25,12 +25,12 @@ export class ActivationSection implements Part {
   private readonly sliceRow: HTMLElement;
   private readonly result = element("div", { class: "gp-stack gp-activation-result" });
   private readonly poller: Poller<ActivationStatus>;
-  /** What the kernel keeps for us. */
+  /** The jobs whose values the kernel keeps. */
   private readonly ids = new Set<number>();
   private current: number | null = null;
   private shape: number[] = [];
-  /** The patches that the shown value was made with; `null`: none is shown, or it is without patches. */
-  private choice: string | null = null;
+  /** The patches of the shown value; `null`: no value is shown, or it is without patches. */
+  private patchesKey: string | null = null;
   private isClosed = false;
 
   constructor(
@@ -40,7 +40,7 @@ export class ActivationSection implements Part {
     this.button = buttonElement({ onclick: () => this.show(this.plane) }, "Show activation");
     this.progress = new Progress("Progress of the activation", view.kernel, () => this.interrupt());
     this.sliceRow = this.makeSliceRow();
-    const ask = (id: number) => this.hear(view.kernel.ask("activation_status", { id }));
+    const ask = (id: number) => this.trackJob(view.kernel.ask("activation_status", { id }));
     this.poller = new Poller<ActivationStatus>(ask, {
       onStatus: (answer) => this.onStatus(answer),
       onError: (reason) => this.onError(reason),
@@ -48,7 +48,16 @@ export class ActivationSection implements Part {
     const patched = element("label", { class: "gp-check" }, this.isPatched, "With the chosen patches");
     const head = element("div", { class: "gp-line" }, this.button, patched);
     const title = element("h3", { class: "gp-heading" }, "Activation");
-    const parts = [title, head, this.inputs, this.progress.element, this.error, this.sliceRow, this.stale, this.result];
+    const parts = [
+      title,
+      head,
+      this.inputs,
+      this.progress.element,
+      this.error,
+      this.sliceRow,
+      this.outdated,
+      this.result,
+    ];
     this.element = element("section", { class: "gp-stack gp-activation", "aria-label": "Activation" }, ...parts);
     this.listen();
   }
@@ -60,11 +69,11 @@ export class ActivationSection implements Part {
     this.poller.stop();
     this.progress.hide();
     this.view.model.off("change:session", this.onSession);
-    for (const id of this.ids) this.letGo(id);
+    for (const id of this.ids) this.release(id);
   }
 
   private makeSliceRow(): HTMLElement {
-    const id = `gp-activation-slice-${fields++}`;
+    const id = `gp-activation-slice-${sliceFields++}`;
     this.slice.id = id;
     this.sliceError.id = `${id}-error`;
     const field = element(
@@ -87,9 +96,9 @@ export class ActivationSection implements Part {
   }
 
   private readonly onSession = (): void => {
-    const isStale = this.choice !== null && this.choice !== choiceOf(this.view.model.get("session"));
-    this.stale.hidden = !isStale;
-    this.stale.textContent = isStale ? "The chosen patches have changed since: press “Show again”." : "";
+    const isStale = this.patchesKey !== null && this.patchesKey !== patchesKey(this.view.model.get("session"));
+    this.outdated.hidden = !isStale;
+    this.outdated.textContent = isStale ? "The chosen patches have changed since: press “Show again”." : "";
   };
 
   private get plane(): string | null {
@@ -103,22 +112,22 @@ export class ActivationSection implements Part {
     this.progress.showWaiting();
     this.inputs.replaceChildren("Inputs: ", element("code", {}, describeInputs(view)));
     const isPatched = this.isPatched.checked;
-    this.choice = isPatched ? choiceOf(view.model.get("session")) : null;
+    this.patchesKey = isPatched ? patchesKey(view.model.get("session")) : null;
     const payload = { row, plane, is_patched: isPatched, inputs: inputsOf(view) };
-    this.poller.follow(this.hear(view.kernel.ask("activation", payload)));
+    this.poller.follow(this.trackJob(view.kernel.ask("activation", payload)));
   }
 
-  /** Stores the number of the job of an answer, even if the answer is not needed any more. */
-  private async hear(asked: Promise<Reported<ActivationStatus>>): Promise<Reported<ActivationStatus>> {
+  /** Stores the id of a job, even if its reply is not needed any more. */
+  private async trackJob(asked: Promise<JobReply<ActivationStatus>>): Promise<JobReply<ActivationStatus>> {
     const answer = await asked;
     const { id } = answer.result;
-    if (this.isClosed) this.letGo(id);
+    if (this.isClosed) this.release(id);
     else this.ids.add(id);
     return answer;
   }
 
-  /** Closes a job in the kernel; nothing to do if the kernel is lost. */
-  private letGo(id: number): void {
+  /** Closes a job in the kernel, unless the kernel is lost. */
+  private release(id: number): void {
     this.ids.delete(id);
     this.view.kernel.ask("activation_close", { id }).catch(() => undefined);
   }
@@ -126,17 +135,17 @@ export class ActivationSection implements Part {
   private interrupt(): void {
     if (this.current === null) return;
     this.progress.showInterrupting();
-    this.poller.follow(this.hear(this.view.kernel.ask("activation_interrupt", { id: this.current })));
+    this.poller.follow(this.trackJob(this.view.kernel.ask("activation_interrupt", { id: this.current })));
   }
 
-  private onStatus({ result, buffers }: Reported<ActivationStatus>): void {
+  private onStatus({ result, buffers }: JobReply<ActivationStatus>): void {
     this.current = result.id;
     if (result.state === "running") {
       this.progress.show(result);
       return;
     }
     this.finish();
-    for (const id of this.ids) if (id !== result.id) this.letGo(id);
+    for (const id of this.ids) if (id !== result.id) this.release(id);
     if (result.state === "done" && result.view !== null) this.fill(result.view, buffers);
     else if (result.state === "interrupted") this.fail("Interrupted. Press “Show again” to start again.");
     else this.fail(`${result.error ?? "The run failed."}\nChange the inputs or the patches, then press “Show again”.`);
@@ -173,15 +182,15 @@ export class ActivationSection implements Part {
     const slice = plot.type === "none" ? null : plot.slice;
     if (slice !== null && !this.slice.matches(":focus")) this.slice.value = slice;
     this.sliceRow.hidden = this.shape.length < 2;
-    this.fillSteppers(leadingOf(slice, this.shape));
+    this.fillSteppers(steppedDimensions(slice, this.shape));
     const options = { title: `Activation of ${path}`, rowTokens: shown.row_labels, columnTokens: shown.column_labels };
     this.result.replaceChildren(makeStatistics(statistics), makePlot(plot, buffers, options));
     this.result.classList.remove("gp-dimmed");
     this.onSession();
   }
 
-  /** Replaces the buttons, and keeps the focus on the same one. */
-  private fillSteppers(leading: Leading[]): void {
+  /** Replaces the buttons, and restores the focus. */
+  private fillSteppers(leading: SteppedDimension[]): void {
     const name = this.steppers.querySelector(":focus")?.getAttribute("aria-label");
     this.steppers.replaceChildren(...leading.map((one) => this.stepper(one)));
     for (const button of this.steppers.querySelectorAll("button")) {
@@ -189,7 +198,7 @@ export class ActivationSection implements Part {
     }
   }
 
-  private stepper({ dimension, index, size }: Leading): HTMLElement {
+  private stepper({ dimension, index, size }: SteppedDimension): HTMLElement {
     const name = `Dimension ${dimension}`;
     const step = (by: number, text: string, word: string) =>
       buttonElement(
@@ -217,24 +226,24 @@ export class ActivationSection implements Part {
     );
   }
 
-  /** From what is asked for, not from what is shown: so that quick clicks add up. */
+  /** Steps from the requested slice, not from the shown one, so that quick clicks add up. */
   private step(dimension: number, by: number): void {
-    const asked = leadingOf(this.plane, this.shape).find((one) => one.dimension === dimension);
-    const moved = asked && moveAlong(this.slice.value, this.shape, dimension, asked.index + by);
+    const asked = steppedDimensions(this.plane, this.shape).find((one) => one.dimension === dimension);
+    const moved = asked && withIndex(this.slice.value, this.shape, dimension, asked.index + by);
     if (!moved) return;
     this.slice.value = moved;
     this.show(moved);
   }
 }
 
-/** A dimension that one can walk along. */
-interface Leading {
+/** A dimension of which the slice takes one index. */
+interface SteppedDimension {
   dimension: number;
   index: number;
   size: number;
 }
 
-function expand(slice: string, dimensions: number): string[] | null {
+function expandSlice(slice: string, dimensions: number): string[] | null {
   const parts = slice.split(",").map((part) => part.trim());
   if (parts[parts.length - 1] === "") parts.pop();
   const ellipsis = parts.indexOf("...");
@@ -248,9 +257,9 @@ function expand(slice: string, dimensions: number): string[] | null {
   return parts.length === dimensions && isPlain ? parts : null;
 }
 
-/** Empty for a slice without single positions, or with parts that cannot be parsed (`None`, names). */
-export function leadingOf(slice: string | null, shape: readonly number[]): Leading[] {
-  const parts = slice === null ? null : expand(slice, shape.length);
+/** Empty for a slice without single indices, or with parts that cannot be parsed (`None`, names). */
+export function steppedDimensions(slice: string | null, shape: readonly number[]): SteppedDimension[] {
+  const parts = slice === null ? null : expandSlice(slice, shape.length);
   return (parts ?? []).flatMap((part, dimension) => {
     const size = shape[dimension] ?? 1;
     if (part.includes(":") || size < 2) return [];
@@ -260,9 +269,9 @@ export function leadingOf(slice: string | null, shape: readonly number[]): Leadi
   });
 }
 
-/** The slice with one dimension at another index; `null` if that cannot be written. */
-export function moveAlong(slice: string, shape: readonly number[], dimension: number, index: number): string | null {
-  const parts = expand(slice, shape.length);
+/** The slice with another index of one dimension; `null` if it cannot be parsed or the index is out of range. */
+export function withIndex(slice: string, shape: readonly number[], dimension: number, index: number): string | null {
+  const parts = expandSlice(slice, shape.length);
   const size = shape[dimension] ?? 0;
   if (parts === null || index < 0 || index >= size) return null;
   parts[dimension] = String(index);

@@ -1,6 +1,6 @@
-/** The popup: what there is to know of a node. */
+/** The popup with the details of a node. */
 
-import { wordsOf } from "../kernel/kernel";
+import { asRequestError } from "../kernel/kernel";
 import type { Details, Kind, Link, Source } from "../kernel/protocol";
 import { buttonElement, copyText, element, icon, replaceChildren } from "../page/dom";
 import { Dialog, focusedElement } from "../page/floating";
@@ -11,10 +11,10 @@ import type { Part, View } from "../view";
 import { ActivationSection } from "./activation_view";
 import { coloredPython } from "./python_code";
 
-/** What the torch function, or the class, of a row is called. */
-const FACT_OF_KIND: Partial<Record<Kind, string>> = { graph: "module", unused: "module", op: "operation" };
-/** More links than this are behind a button. */
-const MOST_LINKS = 12;
+/** The term for the torch function or class of a row. */
+const FACT_NAMES: Partial<Record<Kind, string>> = { graph: "module", unused: "module", op: "operation" };
+/** With more links, the rest are behind a button. */
+const MAX_LINKS = 12;
 
 export class NodePopup implements Part {
   readonly element: HTMLElement;
@@ -27,7 +27,7 @@ export class NodePopup implements Part {
     this.dialog = new Dialog(view, {
       class: "gp-popup",
       height: 460,
-      isLight: true,
+      closesOnOutsideClick: true,
       onEscape: () => this.close(),
       onClose: () => this.activation?.close(),
     });
@@ -60,11 +60,12 @@ export class NodePopup implements Part {
       if (this.row === row && this.dialog.isOpen) this.fill(path, this.body(result));
     } catch (reason) {
       stop();
-      if (this.row === row && this.dialog.isOpen) this.fill(path, this.failure(row, path, wordsOf(reason).message));
+      if (this.row === row && this.dialog.isOpen)
+        this.fill(path, this.failure(row, path, asRequestError(reason).message));
     }
   }
 
-  /** Puts the content in place, keeping the keyboard's focus inside. */
+  /** Replaces the content, and keeps the focus inside. */
   private fill(path: string, body: HTMLElement): void {
     const hadFocus = this.element.contains(focusedElement(this.element));
     replaceChildren(this.element, this.header(path), body);
@@ -78,7 +79,7 @@ export class NodePopup implements Part {
   private header(path: string): HTMLElement {
     const copy = async () => {
       const isCopied = await copyText(path, this.element);
-      if (isCopied) this.view.notices.say("path copied");
+      if (isCopied) this.view.notices.announce("path copied");
       else this.view.notices.error(`The browser does not allow copying. The path is: ${path}`);
       label.textContent = isCopied ? "Copied" : "Copy";
     };
@@ -141,7 +142,7 @@ export class NodePopup implements Part {
     const { skeleton } = this.view;
     const [kind, op] = [skeleton.kindOf(row), skeleton.opOf(row)];
     const facts: [string, string | null][] = [
-      [FACT_OF_KIND[kind] ?? "kind", op || kind],
+      [FACT_NAMES[kind] ?? "kind", op || kind],
       ["shape", details?.shape ? shapeText(details.shape) : null],
       ["dtype", details?.dtype ?? null],
       ["device", details?.device ?? null],
@@ -183,12 +184,12 @@ export class NodePopup implements Part {
 
   private links(title: string, links: Link[]): HTMLElement[] {
     if (links.length === 0) return [];
-    const list = element("ul", { class: "gp-links" }, ...links.slice(0, MOST_LINKS).map((link) => this.link(link)));
-    if (links.length > MOST_LINKS) {
-      const more = buttonElement({ class: "gp-node-link" }, `${links.length - MOST_LINKS} more`);
+    const list = element("ul", { class: "gp-links" }, ...links.slice(0, MAX_LINKS).map((link) => this.link(link)));
+    if (links.length > MAX_LINKS) {
+      const more = buttonElement({ class: "gp-node-link" }, `${links.length - MAX_LINKS} more`);
       const item = element("li", {}, more);
       more.addEventListener("click", () => {
-        const rest = links.slice(MOST_LINKS).map((link) => this.link(link));
+        const rest = links.slice(MAX_LINKS).map((link) => this.link(link));
         item.replaceWith(...rest);
         rest[0]?.querySelector("button")?.focus();
       });
@@ -214,7 +215,7 @@ export function closeButton(onclick: () => void): HTMLElement {
   );
 }
 
-/** A path as seen from what it is in. */
+/** A path relative to `above`. */
 function shortened(path: string, above: string): string {
   return above !== "" && path.startsWith(above) ? path.slice(above.length + 1) : path;
 }

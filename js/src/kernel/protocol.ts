@@ -634,7 +634,8 @@ export interface Requests {
   run: { payload: { inputs: string | null }; result: RunStatus };
   run_status: { payload: { id: number }; result: RunStatus };
   run_interrupt: { payload: { id: number }; result: RunStatus };
-  /** `plane`: a slice that leaves two dimensions (or one); `null`: the last two. Another slice of the same value does not run the model, unless a cell ran since. */
+  /** `plane`: a slice with two dimensions (or one); `null`: the last two. A new slice of the same value runs the model only if a
+   * cell ran since. */
   activation: {
     payload: { row: number; plane: string | null; is_patched: boolean; inputs: string | null };
     result: ActivationStatus;

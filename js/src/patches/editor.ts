@@ -1,22 +1,22 @@
 /** The patch editor: a form for one patch, which the kernel checks while the user types. */
 
 import { closeButton } from "../details/popup";
-import { wordsOf } from "../kernel/kernel";
+import { asRequestError } from "../kernel/kernel";
 import type { Checked, PatchKind, PatchState, RequestError } from "../kernel/protocol";
 import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
 import { Dialog } from "../page/floating";
 import { listen, type Part, type PatchTarget, type View } from "../view";
 import { Checker } from "./checker";
 import {
+  areEqual,
   type Draft,
   draftOf,
   type FieldError,
   type FieldName,
   fields,
   hasField,
-  isSame,
-  missing,
-  mistake,
+  localError,
+  missingValue,
   newDraft,
 } from "./draft";
 import { describe, describeAll, fieldsOf, makeEdit, shapeText } from "./edits";
@@ -28,15 +28,15 @@ let editors = 0;
 export class PatchEditor implements Part {
   readonly element: HTMLElement;
   private readonly dialog: Dialog;
-  private readonly form = new PatchForm(() => this.typed());
-  private readonly outcome = new Outcome();
+  private readonly form = new PatchForm(() => this.onInput());
+  private readonly preview = new Preview();
   private readonly failure = element("div", { class: "gp-form-failure", role: "alert" });
   private readonly reason = element("span", { class: "gp-reason" });
   private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
   private path = "";
   private row = -1;
   /** The latest state of the patch that is edited; `null` for a new patch. */
-  private changing: PatchState | null = null;
+  private edited: PatchState | null = null;
   private readonly checker: Checker;
   private isApplying = false;
   /** Counts how often the editor was opened or closed, to ignore replies for an earlier patch. */
@@ -47,37 +47,37 @@ export class PatchEditor implements Part {
     this.dialog = new Dialog(view, {
       class: "gp-editor",
       height: 320,
-      isLight: false,
+      closesOnOutsideClick: false,
       onEscape: () => this.close(),
     });
     this.element = this.dialog.element;
     this.form.showKinds(this.kinds());
-    listen(view, "change:session", () => this.sessionChanged());
+    listen(view, "change:session", () => this.onSession());
     view.onRemove(view.kernel.onState(() => this.show()));
-    view.onRemove(() => this.checker.forget());
+    view.onRemove(() => this.checker.reset());
     editors += 1;
     this.reason.id = `gp-editor-${editors}-reason`;
     setAttribute(this.apply, "aria-describedby", this.reason.id);
   }
 
   open(target: PatchTarget, anchor: Element): void {
-    this.forget();
+    this.reset();
     const chosen = "number" in target ? this.patch(target.number) : null;
     if ("number" in target && chosen === null) {
       this.view.notices.error(`There is no patch #${target.number} any more.`);
       return;
     }
-    this.changing = chosen;
+    this.edited = chosen;
     this.row = "row" in target ? target.row : (chosen?.row ?? -1);
     const { component, positions = "" } = "row" in target ? target : {};
     this.path = chosen?.path ?? component ?? this.view.skeleton.path(this.row);
     const unpatchable = chosen === null ? whyUnpatchable(this.view.skeleton, this.row) : null;
     if (unpatchable !== null) {
-      this.refuse(unpatchable.why, unpatchable.instead, anchor);
+      this.showUnpatchable(unpatchable.why, unpatchable.instead, anchor);
       return;
     }
     this.form.lock(false);
-    this.outcome.clear();
+    this.preview.clear();
     this.form.showKinds(this.kinds());
     const draft = chosen === null ? newDraft(this.path, this.kinds()) : draftOf(chosen, this.kinds());
     this.form.write(chosen === null ? { ...draft, positions } : draft);
@@ -90,18 +90,18 @@ export class PatchEditor implements Part {
 
   /** Closes the editor and drops the texts. */
   close(): void {
-    this.forget();
+    this.reset();
     this.dialog.close();
   }
 
-  private forget(): void {
-    this.checker.forget();
+  private reset(): void {
+    this.checker.reset();
     this.turn += 1;
     this.isApplying = false;
   }
 
   private title(): string {
-    return this.changing === null ? `Patch ${this.path}` : `Change patch #${this.changing.number}: ${this.path}`;
+    return this.edited === null ? `Patch ${this.path}` : `Change patch #${this.edited.number}: ${this.path}`;
   }
 
   private patch(number: number): PatchState | null {
@@ -116,7 +116,7 @@ export class PatchEditor implements Part {
     return this.form.read(this.path);
   }
 
-  // -- what is shown -------------------------------------------------------------------------------------------------
+  // -- display -------------------------------------------------------------------------------------------------------
 
   private fill(body: HTMLElement): void {
     const heading = element("div", { class: "gp-floating-title" }, this.title());
@@ -129,7 +129,7 @@ export class PatchEditor implements Part {
     replaceChildren(this.element, header, body);
   }
 
-  private refuse(why: string, instead: number | null, anchor: Element): void {
+  private showUnpatchable(why: string, instead: number | null, anchor: Element): void {
     const go = () => {
       this.close();
       if (instead !== null) this.open({ row: instead }, anchor);
@@ -154,7 +154,7 @@ export class PatchEditor implements Part {
       "form",
       { class: "gp-floating-body", novalidate: true },
       this.form.element,
-      this.outcome.element,
+      this.preview.element,
       this.failure,
       element("div", { class: "gp-form-actions" }, this.reason, cancel, this.apply),
     );
@@ -176,17 +176,17 @@ export class PatchEditor implements Part {
   private show(): void {
     const draft = this.draft();
     this.showErrors(draft);
-    this.showOutcome(draft);
-    const reason = this.whyNotNow(draft);
+    this.showPreview(draft);
+    const reason = this.disabledReason(draft);
     this.reason.textContent = reason ?? this.hint();
     setAttribute(this.apply, "aria-disabled", reason === null ? null : "true");
     this.apply.textContent = this.isApplying ? "Applying …" : "Apply";
   }
 
   private showErrors(draft: Draft): void {
-    const local = mistake(draft);
+    const local = localError(draft);
     // If the kernel is lost, the reason beside Apply is enough.
-    const { said } = this.checker;
+    const { state: said } = this.checker;
     const isHeard = said.state === "wrong" && this.view.kernel.state !== "lost";
     const error = local ?? (isHeard ? (said.error as FieldError) : null);
     const isBesideField = this.form.showError(error);
@@ -197,52 +197,52 @@ export class PatchEditor implements Part {
     }
   }
 
-  private showOutcome(draft: Draft): void {
-    const { said } = this.checker;
-    if (said.state === "asked") this.outcome.wait();
-    if (said.state === "wrong") this.outcome.clear();
+  private showPreview(draft: Draft): void {
+    const { state: said } = this.checker;
+    if (said.state === "asked") this.preview.markOutdated();
+    if (said.state === "wrong") this.preview.clear();
     if (said.state !== "fine") return;
-    this.outcome.show(said.checked, hasField(draft.kind, "name"));
+    this.preview.show(said.checked, hasField(draft.kind, "name"));
     this.form.suggestName(said.checked.name);
   }
 
   /** Returns why the patch cannot be applied now; `null` if it can. */
-  private whyNotNow(draft: Draft): string | null {
+  private disabledReason(draft: Draft): string | null {
     if (this.isApplying) return this.view.kernel.state === "busy" ? "It is applied when the kernel is free." : "";
-    if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "The kernel has stopped.";
-    if (mistake(draft) !== null) return "Correct the marked field first.";
-    const toType = missing(draft);
+    if (this.view.kernel.state === "lost") return this.view.kernel.lostReason ?? "The kernel has stopped.";
+    if (localError(draft) !== null) return "Correct the marked field first.";
+    const toType = missingValue(draft);
     if (toType !== null) return toType;
-    return this.checker.said.state === "wrong" ? "Correct the error above first." : null;
+    return this.checker.state.state === "wrong" ? "Correct the error above first." : null;
   }
 
   private hint(): string {
-    const isWaiting = this.checker.said.state === "asked" && this.view.kernel.state === "busy";
+    const isWaiting = this.checker.state.state === "asked" && this.view.kernel.state === "busy";
     return isWaiting ? "The kernel is busy: the patch is checked, and applied, when it is free." : "";
   }
 
-  // -- what is asked -------------------------------------------------------------------------------------------------
+  // -- requests ------------------------------------------------------------------------------------------------------
 
-  private typed(): void {
+  private onInput(): void {
     this.failure.textContent = "";
-    this.checker.later(() => this.draft(), this.changing?.number ?? null);
+    this.checker.askAfterPause(() => this.draft(), this.edited?.number ?? null);
     this.show();
   }
 
   private check(): void {
-    void this.checker.ask(this.draft(), this.changing?.number ?? null);
+    void this.checker.ask(this.draft(), this.edited?.number ?? null);
   }
 
   private async submit(): Promise<void> {
     const draft = this.draft();
     if (this.isApplying) return;
-    if (this.whyNotNow(draft) !== null) {
-      this.focusMistake(draft);
+    if (this.disabledReason(draft) !== null) {
+      this.focusError(draft);
       return;
     }
-    this.checker.forget();
+    this.checker.reset();
     const patch = fields(draft);
-    const number = this.changing?.number ?? null;
+    const number = this.edited?.number ?? null;
     const { turn } = this;
     this.isApplying = true;
     this.failure.textContent = "";
@@ -254,22 +254,22 @@ export class PatchEditor implements Part {
         number === null ? { action: "add", patch } : { action: "change", number, patch },
       );
     } catch (reason) {
-      if (turn === this.turn) this.refused(wordsOf(reason));
-      else this.view.notices.error(wordsOf(reason).message);
+      if (turn === this.turn) this.onRefused(asRequestError(reason));
+      else this.view.notices.error(asRequestError(reason).message);
       return;
     }
-    this.view.notices.say(`${number === null ? "added" : `changed #${number} to`} ${describe(patch)}`);
+    this.view.notices.announce(`${number === null ? "added" : `changed #${number} to`} ${describe(patch)}`);
     if (turn === this.turn) this.close();
   }
 
-  private focusMistake(draft: Draft): void {
-    const local = mistake(draft);
-    const said = this.checker.said.state === "wrong" ? (this.checker.said.error.field as FieldName | null) : null;
-    const field = local?.field ?? (missing(draft) === null ? said : "value");
+  private focusError(draft: Draft): void {
+    const local = localError(draft);
+    const said = this.checker.state.state === "wrong" ? (this.checker.state.error.field as FieldName | null) : null;
+    const field = local?.field ?? (missingValue(draft) === null ? said : "value");
     if (field !== null && field in draft) this.form.focusField(field);
   }
 
-  private refused(error: RequestError): void {
+  private onRefused(error: RequestError): void {
     this.isApplying = false;
     this.form.lock(false);
     if (error.field === "version") {
@@ -278,23 +278,23 @@ export class PatchEditor implements Part {
       this.check();
       return;
     }
-    this.checker.refuse(error);
+    this.checker.showRefusal(error);
     if (error.field !== null && error.field in this.draft()) this.form.focusField(error.field as FieldName);
   }
 
   /** The patches have changed elsewhere: the texts stay, and a message describes the change. */
-  private sessionChanged(): void {
-    if (!this.dialog.isOpen || this.changing === null || this.isApplying) return;
-    const now = this.patch(this.changing.number);
-    const before = this.changing;
+  private onSession(): void {
+    if (!this.dialog.isOpen || this.edited === null || this.isApplying) return;
+    const now = this.patch(this.edited.number);
+    const before = this.edited;
     if (now === null) {
-      this.changing = null;
+      this.edited = null;
       this.failure.textContent = `Patch #${before.number} was removed meanwhile: Apply adds it as a new one.`;
       this.check();
       return;
     }
-    this.changing = now;
-    if (!isSame(fieldsOf(now), fieldsOf(before))) {
+    this.edited = now;
+    if (!areEqual(fieldsOf(now), fieldsOf(before))) {
       const what = `Patch #${now.number} was changed meanwhile, to: ${describe(now)}.`;
       this.failure.textContent = `${what} Apply replaces that with the fields here.`;
     }
@@ -302,12 +302,12 @@ export class PatchEditor implements Part {
   }
 }
 
-/** What a patch would be applied to, as the kernel says: recorded shape, the part of it, warnings. */
-class Outcome {
+/** The value that a patch would be applied to: recorded shape, shape of the slice, warnings. */
+class Preview {
   readonly element = element("div", { class: "gp-outcome", role: "status" });
 
-  /** The next answer is awaited: the last one stays, paler, so that nothing jumps while one types. */
-  wait(): void {
+  /** Fades the preview until the next reply, instead of clearing it, so that nothing jumps during typing. */
+  markOutdated(): void {
     this.element.classList.add("gp-stale");
   }
 
@@ -316,7 +316,7 @@ class Outcome {
     replaceChildren(this.element);
   }
 
-  /** @param isKept Whether the part is kept in a variable rather than patched. */
+  /** @param isKept Whether the value is stored in a variable, not patched. */
   show({ shape, sliced, warning }: Checked, isKept: boolean): void {
     this.element.classList.remove("gp-stale");
     replaceChildren(

@@ -24,7 +24,7 @@ function describeHistogram(histogram: Histogram, title: string): string {
   return `${title}: histogram of ${formatCount(total, "value")} from ${from} to ${to}${most}. Arrow keys read single bins.`;
 }
 
-/** The bars and the line below them. A bin with anything in it has a bar that one sees. */
+/** The bars and the axis. A bin that is not empty always has a visible bar. */
 function bars(histogram: Histogram, width: number, height: number): SVGElement[] {
   const { counts, edges } = histogram;
   const most = Math.max(...counts, 1);
@@ -46,7 +46,7 @@ function bars(histogram: Histogram, width: number, height: number): SVGElement[]
   return [...rects, axis];
 }
 
-/** Makes arrow keys and the mouse read the bins out. */
+/** Shows the bin under the mouse, or the one that arrow keys select. */
 function listen(svg: SVGElement, histogram: Histogram, readout: HTMLElement, resting: string): void {
   const rects = [...svg.querySelectorAll(".gp-bar")];
   let current = -1;
@@ -102,7 +102,7 @@ function makeHistogram(histogram: Histogram, options: PlotOptions): HTMLElement 
   return figure;
 }
 
-/** One color all over says nothing: which one it is depends on the scale, which goes from the value to itself. */
+/** A text instead of a heatmap, whose single color would depend on a scale from the value to itself. */
 function constantText({ constant, slice }: Heatmap): string | null {
   if (typeof constant !== "number") return null;
   const part = /\d/.test(slice) ? ` of [${slice}]` : "";

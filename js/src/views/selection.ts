@@ -1,6 +1,6 @@
 /**
- * What is selected: the one place for it in the page. Views of one `group` follow one another by events of the document,
- * so also without a kernel. With a kernel, the trait `selection` of all of them follows, also in other windows.
+ * The selection, which all views of one `group` share: in the page by events of the document, so also without a kernel;
+ * and through the kernel by the trait `selection`, also in other windows.
  */
 import type { Item, LinkedTraits } from "../kernel/protocol";
 import { SharedTraits } from "../kernel/shared_traits";
@@ -8,12 +8,12 @@ import { Listeners, type Model } from "../view";
 
 const EVENT = "graphpatch:selection";
 
-interface News {
+interface SelectionChange {
   group: string;
   items: readonly Item[];
 }
 
-/** An item; the layer and the head are those in the name, unless they are given. */
+/** Returns an item; the layer and the head are read from the name, unless they are given. */
 export function itemOf(name: string | null, more: Partial<Item> = {}): Item {
   const layer = /^(?:[^[\]@]+\.)?layers\[(\d+)\]/.exec(name ?? "")?.[1];
   const head = /\.heads\[(\d+)\]/.exec(name ?? "")?.[1];
@@ -27,7 +27,7 @@ export function itemOf(name: string | null, more: Partial<Item> = {}): Item {
   };
 }
 
-/** Whether two names are of the same stack of layers: `encoder` and `decoder` are two; `null` may be of any. */
+/** Whether two components are in the same stack of layers, such as `encoder` or `decoder`; `null` matches any. */
 export function isOfOneStack(one: string | null, other: string | null): boolean {
   const [first, second] = [one, other].map((name) => (name?.includes("layers[") ? name.split("layers[", 1)[0] : null));
   return first === null || second === null || first === second;
@@ -43,8 +43,8 @@ export class Selection {
   ) {
     this.traits = new SharedTraits({ model, onRemove });
     const heard = (event: Event) => {
-      const { group, items } = (event as CustomEvent<News>).detail;
-      if (group === model.get("group") && !isSame(items, this.items)) model.set("selection", [...items]);
+      const { group, items } = (event as CustomEvent<SelectionChange>).detail;
+      if (group === model.get("group") && !areEqual(items, this.items)) model.set("selection", [...items]);
     };
     document.addEventListener(EVENT, heard);
     onRemove(() => document.removeEventListener(EVENT, heard));
@@ -55,23 +55,23 @@ export class Selection {
     return this.model.get("selection") ?? [];
   }
 
-  /** Selects these items instead of the ones before, in all views. */
+  /** Replaces the selection in all views. */
   set(items: readonly Item[]): void {
-    if (isSame(items, this.items)) return;
+    if (areEqual(items, this.items)) return;
     this.traits.set("selection", [...items]);
-    const detail: News = { group: this.model.get("group"), items };
-    document.dispatchEvent(new CustomEvent<News>(EVENT, { detail }));
+    const detail: SelectionChange = { group: this.model.get("group"), items };
+    document.dispatchEvent(new CustomEvent<SelectionChange>(EVENT, { detail }));
   }
 
-  /** What a click does: selects an item alone; with Shift it is added, or taken out if it is selected. */
+  /** Selects an item on a click; with `isMore`, adds it to the selection or removes it. */
   click(item: Item, isMore: boolean): void {
-    const others = this.items.filter((other) => !isSame([other], [item]));
+    const others = this.items.filter((other) => !areEqual([other], [item]));
     if (!isMore) this.set(this.items.length === 1 && others.length === 0 ? [] : [item]);
     else this.set(others.length < this.items.length ? others : [...others, item]);
   }
 
   has(item: Item): boolean {
-    return this.items.some((other) => isSame([other], [item]));
+    return this.items.some((other) => areEqual([other], [item]));
   }
 
   /** Returns a function that removes the listener. */
@@ -82,7 +82,7 @@ export class Selection {
 
 const KEYS = ["name", "layer", "head", "position", "key"] as const;
 
-function isSame(ones: readonly Item[], others: readonly Item[]): boolean {
+function areEqual(ones: readonly Item[], others: readonly Item[]): boolean {
   return (
     ones.length === others.length && ones.every((one, place) => KEYS.every((key) => one[key] === others[place]?.[key]))
   );

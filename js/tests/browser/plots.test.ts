@@ -3,7 +3,7 @@ import { afterEach, describe, expect, it } from "vitest";
 import { userEvent } from "vitest/browser";
 import { ActivationSection } from "../../src/details/activation_view";
 import type { Plot } from "../../src/kernel/protocol";
-import { color, MISSING } from "../../src/plots/plane";
+import { color, MISSING } from "../../src/plots/matrix";
 import { makePlot } from "../../src/plots/plots";
 import { RunPanel } from "../../src/runs/run_panel";
 import "../../src/style.css";

@@ -95,7 +95,7 @@ test("components have badges, with their axes, and are found by name", async () 
   expect(row?.getAttribute("aria-label")).toMatch(/^attn_weights_1 pattern layers\[1\]\.attn\.pattern softmax/);
   const badge = row?.querySelector<HTMLElement>(".gp-component");
   expect(badge?.textContent).toBe("layers[1].attn.pattern");
-  expect(row?.querySelector<HTMLElement>(".gp-sort")?.textContent).toBe("pattern");
+  expect(row?.querySelector<HTMLElement>(".gp-component-type")?.textContent).toBe("pattern");
   expect(badge?.title).toBe("layers[1].attn.pattern: batch, head, query, key");
 });
 

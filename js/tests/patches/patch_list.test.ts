@@ -282,13 +282,13 @@ describe("as Python", () => {
     let selected = "";
     Object.assign(document, {
       execCommand: () => {
-        selected = document.querySelector<HTMLTextAreaElement>("textarea.gp-unseen")?.value ?? "";
+        selected = document.querySelector<HTMLTextAreaElement>("textarea.gp-visually-hidden")?.value ?? "";
         return true;
       },
     });
     await take("Copy as Python");
     expect(selected).toBe(CODE);
-    expect(document.querySelector("textarea.gp-unseen")).toBeNull();
+    expect(document.querySelector("textarea.gp-visually-hidden")).toBeNull();
   });
 
   it("is shown to be copied by hand where nothing else goes", async () => {
