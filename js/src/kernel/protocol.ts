@@ -527,8 +527,6 @@ export interface Heatmap {
   reduced: string | null;
   /** Which part of the value it is, as a slice: `0, 3, :, :`. */
   slice: string;
-  minimum: number;
-  maximum: number;
   /** What all values of this part are, where they are one and the same. */
   constant?: number | null;
 }
