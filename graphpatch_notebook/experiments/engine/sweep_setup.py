@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,8 +48,9 @@ class SweepRequest:
     batch: int | str | None = "auto"
     backward: bool = False
 
+    @functools.cached_property
     def why_alone(self) -> str | None:
-        """Returns why cells that may share forwards cannot do so with these inputs, as a message."""
+        """Why cells that may share forwards cannot do so with these inputs, as a message."""
         if self.batch is not None:
             try:
                 most_cells(self.inputs, self.batch)
@@ -181,7 +183,7 @@ def _looked_at(
     if why is not None:
         state.restore()
         return plain(request.baseline(pg)).remarked(f"{_ONE_BY_ONE}: {why}")
-    why_alone = request.why_alone()
+    why_alone = request.why_alone
     may_share = request.batch is not None and why_alone is None
     setup = _trimmed(pg, request, targets, state, known, may_share=may_share)
     assert setup.clean is not None
