@@ -86,9 +86,11 @@ class Cells:
         self.units = [0]
         self.patch = AddPatch(value=0.0, slice=(..., 0))
         self.probe, self.record = ProbePatch(), RecordPatch()
+        self.patches: dict[str, Any] = {}
 
     def make(self, number: int) -> dict[str, Any]:
-        patches: dict[str, Any] = {}
+        patches = self.patches  # one dict for all cells
+        patches.clear()
         if self.is_aimed:
             self.at = number + 1
         for kind in self.rng.sample(self.kinds, min(len(self.kinds), self.rng.randint(1, 2))):
