@@ -328,10 +328,9 @@ def test_heads_in_two_dimensions_are_not_taken_for_those_of_one() -> None:
     with pytest.raises(ExperimentError, match="has no dimension of heads, but batch, key_head, query_head"):
         keep_heads(pg, [(0, 1)], method="zero")
     with torch.no_grad():
-        handle = blocks[1].attn.o.register_forward_pre_hook(lambda _, given: (given[0].index_fill(-1, third, 0.0),))
-        third = torch.arange(2 * SIZE, 3 * SIZE)
-        expected = blocks(x)
-        handle.remove()
+        with blocks[1].attn.o.register_forward_pre_hook(lambda _, given: (given[0].index_fill(-1, third, 0.0),)):
+            third = torch.arange(2 * SIZE, 3 * SIZE)
+            expected = blocks(x)
         with pg.patch({"layers[1].attn.z[:, 1, 0]": ZeroPatch()}):
             torch.testing.assert_close(pg(x), expected)
 

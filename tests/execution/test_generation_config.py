@@ -83,9 +83,8 @@ def test_patches_and_steps_with_a_config_of_its_own(model: Any, pg: PatchableGra
     record = RecordPatch(steps="decoding")
     with pg.patch({PATH: [ZeroPatch(), record]}):
         found = pg.generate(IDS)
-    handle = model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
-    assert torch.equal(found, model.generate(IDS)[:, :8])
-    handle.remove()
+    with model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output)):
+        assert torch.equal(found, model.generate(IDS)[:, :8])
     assert len(record.activations) == 2
 
 

@@ -517,9 +517,8 @@ def test_each_forward_of_a_method_counts_from_zero() -> None:
 def test_a_module_that_a_method_calls_itself() -> None:
     once = PatchableGraph(Loop(), X, steps=1)
     cell = once._module.cell
-    handle = cell.register_forward_hook(lambda module, args, output: output + 1)
-    expected = once._module.advance(X, 3)
-    handle.remove()
+    with cell.register_forward_hook(lambda module, args, output: output + 1):
+        expected = once._module.advance(X, 3)
     with warnings.catch_warnings(), once.patch({"cell.output": AddPatch(1.0)}, strict=True):
         warnings.simplefilter("error")
         assert torch.equal(once.advance(X, 3), expected)

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.errors import CaptureError, EditedGraphWarning, GraphError, PatchMapError, UnknownPathError
 from graphpatch_notebook.graphs import code_generations
+from tests.tiny_models import gpt2
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -471,11 +472,8 @@ def test_attention_that_goes_by_sizes_and_masks(kind: str) -> None:
 
 
 def test_generation_with_edited_blocks_gives_what_hooks_give() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=32, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config).eval()
+    model = gpt2(vocabulary=31, n_positions=32)
     ids = torch.randint(1, 31, (2, 5))
 
     def halve(graph_module: Any, module: nn.Module) -> None:

@@ -430,10 +430,9 @@ def test_boundaries_equal_hooks_on_the_unflattened_module(path: str) -> None:
     pg, modules = PatchableGraph.from_exported(program), unflatten(program)
     hooked = modules.get_submodule(path.replace("layers_", "layers."))
     given = next(node.name for node in pg.nodes.values() if node.frame_path == path and node.kind == "input")
-    before = hooked.register_forward_pre_hook(lambda m, args: (args[0] + 0.5,))
-    with pg.patch({f"{path}.{given}": AddPatch(value=0.5)}, strict=True):
+    raised = hooked.register_forward_pre_hook(lambda m, args: (args[0] + 0.5,))
+    with raised, pg.patch({f"{path}.{given}": AddPatch(value=0.5)}, strict=True):
         assert torch.equal(pg(X), modules(X))
-    before.remove()
     hooked.register_forward_hook(lambda m, args, out: out * 0)
     with pg.patch({f"{path}.output": ZeroPatch()}, strict=True):
         assert torch.equal(pg(X), modules(X))
@@ -713,9 +712,8 @@ def test_transformers() -> None:
         assert torch.equal(out.logits, model(**given).logits)
         with pg.patch(dict.fromkeys(pg.nodes, identity), strict=True):
             assert torch.equal(pg(**given).logits, out.logits)
-        handle = model.transformer.h[0].mlp.act.register_forward_hook(lambda m, args, out: out * 0)
-        expected = model(**given).logits
-        handle.remove()
+        with model.transformer.h[0].mlp.act.register_forward_hook(lambda m, args, out: out * 0):
+            expected = model(**given).logits
         with pg.patch({"transformer.h_0.mlp.act.output": ZeroPatch()}, strict=True):
             assert torch.equal(pg(**given).logits, expected)
         with pg.patch({"output|logits": ReplacePatch(value=1.0)}, strict=True):

@@ -29,6 +29,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from tests.hooks import registered
 from tests.integrations.generations import LENGTH, NEW, WAYS, captured, generated, prompt, same
 from tests.zoo import CASES, installed
 from tests.zoo.case import tokens
@@ -76,11 +77,8 @@ def hooked(model: nn.Module, attribute_path: str, change: Callable[[Tensor, int,
         model.register_forward_pre_hook(begin, with_kwargs=True),
         model.get_submodule(attribute_path).register_forward_hook(edit),
     ]
-    try:
+    with registered(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,8 @@ def _watched() -> Iterator[list[Any]]:
         modes = torch._C._len_torch_function_stack()
         seen.append((type(module).__qualname__, sorted(module.__dict__), hooks, modes, _own_functions()))
 
-    handle = register_module_forward_hook(look)
-    try:
+    with register_module_forward_hook(look):
         yield seen
-    finally:
-        handle.remove()
 
 
 def _own_functions() -> set[str]:

@@ -62,11 +62,8 @@ def lets_errors_through(case: Case) -> bool:
 def nothing_runs(model: nn.Module) -> Iterator[None]:
     """Makes sure that `forward` of a model is not called."""
     calls: list[int] = []
-    handle = model.register_forward_pre_hook(lambda module, args: calls.append(1))
-    try:
+    with model.register_forward_pre_hook(lambda module, args: calls.append(1)):
         yield
-    finally:
-        handle.remove()
     assert not calls
 
 

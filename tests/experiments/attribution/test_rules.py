@@ -466,13 +466,11 @@ def test_one_sided_scores_sum_to_exact_patching(gpt2: Any) -> None:
             return (kept[module], *output[1:]) if isinstance(output, tuple) else kept[module]
 
         with torch.no_grad():
-            handle = module.register_forward_hook(keep)
-            model(clean)
-            handle.remove()
+            with module.register_forward_hook(keep):
+                model(clean)
             base = a_logit(model(corrupted))
-            handle = module.register_forward_hook(restore)
-            after = a_logit(model(corrupted))
-            handle.remove()
+            with module.register_forward_hook(restore):
+                after = a_logit(model(corrupted))
         return float(after - base)
 
     sums = scores.sum("position").to_series().to_dict()

@@ -25,6 +25,7 @@ from graphpatch_notebook.experiments import (
     faithfulness,
     path_patch,
 )
+from tests.hooks import registered
 
 # -- tiny models -------------------------------------------------------------------------------------------------------
 
@@ -317,11 +318,8 @@ class Hooked:
             handles += self.keeping()
         else:
             handles += self.reading(change)
-        try:
+        with registered(handles):
             return self.model(**inputs).logits, self.wrote
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def writing(self) -> list[Any]:
         handles = [self.start.register_forward_hook(lambda _, args, out: self.write("@embed", out))]

@@ -102,25 +102,12 @@ def test_after_errors_in_the_middle(error: type[BaseException], place: str, batc
         elif place == "patch":
             maps += [{"b.output": CustomPatch(custom_op=raising)} for _ in range(6)]
         else:
-            hook = Hooked(pg._module.b[0], raising)
+            hook = pg._module.b[0].register_forward_pre_hook(lambda module, args, raising=raising: raising(None))
         with hook, contextlib.suppress(error, ExperimentError):
             swept(pg, maps, Call.of(X), metric, batch=batch)
         assert_nothing_is_left(pg, before, unpatched)
         found = swept(pg, cells(), Call.of(X), total, batch=batch)
         assert disagreement(loop, found, 0.0 if batch is None else TOLERANCE) is None
-
-
-class Hooked:
-    """A hook of the user's, for a while."""
-
-    def __init__(self, module: nn.Module, action: Any) -> None:
-        self._module, self._action = module, action
-
-    def __enter__(self) -> None:
-        self._handle = self._module.register_forward_pre_hook(lambda module, args: self._action(None))
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
 
 
 @pytest.mark.parametrize("batch", [None, "auto"])

@@ -30,6 +30,7 @@ from graphpatch_notebook import (
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from tests.experiments.engine.awkward_prefixes import Layers
+from tests.hooks import registered
 from tests.zoo.case import floats, seeded
 
 X = floats(2, 4)
@@ -51,10 +52,8 @@ def looped(
             getattr(model, name).register_forward_hook(lambda _module, _args, output, edit=edit: edit(output.clone()))
             for name, edit in edits(number).items()
         ]
-        with torch.no_grad():
+        with registered(handles), torch.no_grad():
             found.append(model(X)[rows].double().numpy().copy())
-        for handle in handles:
-            handle.remove()
     return np.stack(found)
 
 
@@ -187,10 +186,9 @@ def test_submodules_that_draw_from_a_generator_outside_of_the_model(noisy: type[
     expected = []
     DRAWS.manual_seed(0)
     for number in range(count):
-        handle = model[0].register_forward_hook(lambda _, __, output, added=number: output + added)
-        with torch.no_grad():
+        added = model[0].register_forward_hook(lambda _, __, output, number=number: output + number)
+        with added, torch.no_grad():
             expected.append(model(X).sum().item())
-        handle.remove()
     drawn = DRAWS.get_state()
     DRAWS.manual_seed(0)
     found = pg.sweep(

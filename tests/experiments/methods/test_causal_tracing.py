@@ -297,18 +297,17 @@ def never(*_: Any, **__: Any) -> Any:
 def test_what_is_no_metric_is_said_before_anything_runs(metric: Any, message: str) -> None:
     model = gpt2()
     pg = PatchableGraph(model, CLEAN)
-    hook = model.register_forward_pre_hook(never)
-    calls: list[Any] = [
-        lambda: pg.sweep({"path": [PATH]}, never, CLEAN, metric=metric),
-        lambda: causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, metric),
-        lambda: ablate(pg, [PATH], CLEAN, metric=metric),
-        lambda: path_patch(pg, PATH, None, CLEAN, CORRUPTED, metric),
-        lambda: attribute(pg, metric, CLEAN, CORRUPTED),
-    ]
-    for call in calls:
-        with pytest.raises(ExperimentError, match=message):
-            call()
-    hook.remove()
+    with model.register_forward_pre_hook(never):
+        calls: list[Any] = [
+            lambda: pg.sweep({"path": [PATH]}, never, CLEAN, metric=metric),
+            lambda: causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, metric),
+            lambda: ablate(pg, [PATH], CLEAN, metric=metric),
+            lambda: path_patch(pg, PATH, None, CLEAN, CORRUPTED, metric),
+            lambda: attribute(pg, metric, CLEAN, CORRUPTED),
+        ]
+        for call in calls:
+            with pytest.raises(ExperimentError, match=message):
+                call()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
+from tests.hooks import registered
 from tests.notebook.shells import Mlp
 
 X = torch.arange(12.0).reshape(3, 4) / 10
@@ -49,10 +50,8 @@ def seen(model: nn.Module, at: nn.Module, edit: Callable[[Tensor], Tensor] | Non
     if edit is not None:
         handles.append((of or at).register_forward_hook(lambda *call: edit(call[2])))
     handles.append(at.register_forward_hook(lambda *call: kept.append(call[2].clone())))
-    with torch.no_grad():
+    with registered(handles), torch.no_grad():
         model(X)
-    for handle in handles:
-        handle.remove()
     (value,) = kept
     return value.double()
 

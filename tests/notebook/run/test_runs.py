@@ -59,12 +59,8 @@ def done(runs: Runs, inputs: str | None = None) -> dict[str, Any]:
 
 def by_hook(model: nn.Module, module: nn.Module, x: Tensor) -> Tensor:
     """What zeroing the output of `module` gives, by a plain hook."""
-    handle = module.register_forward_hook(lambda *call: torch.zeros_like(call[2]))
-    try:
-        with torch.no_grad():
-            return model(x)
-    finally:
-        handle.remove()
+    with module.register_forward_hook(lambda *call: torch.zeros_like(call[2])), torch.no_grad():
+        return model(x)
 
 
 # --------------------------------------------------------------------------------------------------------------------
