@@ -71,7 +71,7 @@ LAWS = (
         2,
         "identity changes no bit",
         (law_02.test_on_every_call,),
-        (law_02.test_every_node_comes_up_again, law_02.test_probes_find_what_was_recorded),
+        (law_02.test_every_node_is_computed_again, law_02.test_probes_find_what_was_recorded),
     ),
     Law(
         3,

@@ -245,7 +245,7 @@ def test_errors_in_hooks_of_the_model() -> None:
         assert 'raise ArithmeticError("in a hook")' in note
 
 
-def test_without_a_context_there_is_no_note(pg: PatchableGraph) -> None:
+def test_errors_without_a_context_have_no_note(pg: PatchableGraph) -> None:
     with pytest.raises(RuntimeError) as caught:
         pg(BROKEN, "inner")
     assert not hasattr(caught.value, "__notes__")
@@ -296,7 +296,7 @@ def test_errors_that_take_no_notes() -> None:
         pg(X, True)
 
 
-def test_errors_that_the_model_handles_are_none() -> None:
+def test_errors_that_the_model_handles_are_not_reported() -> None:
     class Handles(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -50,7 +50,7 @@ def test_a_change_of_the_models_does_not_reach_it(model: Any, pg: PatchableGraph
     assert pg.generate(IDS).shape == (2, 10)
 
 
-def test_untouched_it_is_the_models_run(model: Any, pg: PatchableGraph) -> None:
+def test_an_unchanged_generation_config_gives_the_models_run(model: Any, pg: PatchableGraph) -> None:
     assert pg.generation_config is not model.generation_config
     for settings in ({}, {"do_sample": True}, {"num_beams": 2}):
         torch.manual_seed(0)

@@ -486,7 +486,7 @@ class Scan(nn.Module):
 
 
 @pytest.mark.parametrize("paths", [["state", "state_1", "state_2"], ["state", "state_2"]])
-def test_operations_in_a_loop_that_goes_on(paths: list[str]) -> None:
+def test_operations_in_a_longer_loop(paths: list[str]) -> None:
     pg = PatchableGraph(Scan(), X)
     expected = X
     for name in ("state", "state_1", "state_2", "the fourth", "the fifth"):
@@ -578,7 +578,7 @@ class Beside(nn.Module):
         return self.child(self.shared(x))
 
 
-def test_a_module_that_is_called_beside_a_shared_one_is_patched() -> None:
+def test_a_module_that_is_called_with_a_shared_one_is_patched() -> None:
     model = Beside()
     pg = PatchableGraph(model, X)
     seen = RecordPatch()

@@ -151,7 +151,7 @@ def test_in_containers_at_positions_and_before_other_patches(pg: PatchableGraph,
             torch.testing.assert_close(pg(IDS).logits, expected)
 
 
-def test_what_is_wrong_is_said_before_anything_runs(pg: PatchableGraph, sae: Sae) -> None:
+def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae) -> None:
     latents = f"{PATH}|sae.latents"
     for graph, patches, kind, message in (
         (
@@ -241,7 +241,7 @@ def test_an_error_that_is_not_added_cannot_be_changed(pg: PatchableGraph, sae: S
 
 
 @pytest.mark.parametrize("patch", [FromPatch("transformer.h_0.attn.z"), SkipPatch()])
-def test_parts_are_no_nodes_to_skip_or_to_read_into(pg: PatchableGraph, sae: Sae, patch: Patch[Any]) -> None:
+def test_parts_cannot_be_skipped_or_read_into(pg: PatchableGraph, sae: Sae, patch: Patch[Any]) -> None:
     patches = {PATH: SplicePatch(sae), f"{PATH}|sae.latents": [patch]}
     with pytest.raises(PatchMapError, match="not a node of the model"), pg.patch(patches):
         pass

@@ -139,7 +139,7 @@ def gpt2() -> PatchableGraph:
     return PatchableGraph(tiny_models.gpt2(layers=3, width=8, vocabulary=20, n_positions=32), TOKENS)
 
 
-def test_patterns(gpt2: PatchableGraph) -> None:
+def test_patterns_select_paths(gpt2: PatchableGraph) -> None:
     layers = [f"transformer.h_{n}.output" for n in range(3)]
     assert gpt2.nodes.matching("transformer.h_*.output") == layers
     assert gpt2.nodes.matching("**.h_*.output") == layers
@@ -158,7 +158,7 @@ def test_a_patch_on_a_pattern_is_on_each_path_that_has_none_of_its_own(gpt2: Pat
         assert torch.equal(gpt2(TOKENS).logits, found)
 
 
-def test_a_path_is_not_taken_for_a_pattern() -> None:
+def test_a_path_is_not_read_as_a_pattern() -> None:
     class Stars(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"a*": x + 1, "ab": x + 2}

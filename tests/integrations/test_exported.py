@@ -283,7 +283,7 @@ def test_identity_patches_on_all_nodes_change_no_bit(case: Case) -> None:
 
 
 @each_case
-def test_recorded_shapes_are_those_that_come_up(case: Case) -> None:
+def test_recorded_shapes_are_those_of_a_run(case: Case) -> None:
     pg = PatchableGraph.from_exported(case.program())
     probes = {path: ProbePatch() for path, node in pg.nodes.items() if node.shape is not None}
     with pg.patch(probes, strict=True):
@@ -672,7 +672,7 @@ def test_saved_and_loaded_like_any_other(name: str, tmp_path: Any) -> None:
         assert bits(loaded(*case.args, **case.kwargs)) == bits(pg(*case.args, **case.kwargs))
 
 
-def test_what_is_no_program_is_refused() -> None:
+def test_objects_that_are_not_programs_are_refused() -> None:
     with pytest.raises(TypeError, match=r"not Mlp; for a model, use PatchableGraph\(model"):
         PatchableGraph.from_exported(Mlp())
 

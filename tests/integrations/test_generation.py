@@ -37,7 +37,7 @@ def test_the_same_tokens_without_patches_and_with_ones_that_change_nothing(name:
 
 
 @each_model
-def test_every_operation_outside_of_attention_comes_up_in_a_generation(name: str) -> None:
+def test_every_operation_outside_of_attention_runs_in_a_generation(name: str) -> None:
     _, pg = captured(name)
     kinds = ("mlp", "fc1", "fc2", "DenseReluDense", "norm", "ln_1")
     inside = {path: identity(any_shape=True) for path in pg.nodes if any(kind in path for kind in kinds)}

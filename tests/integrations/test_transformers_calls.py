@@ -41,7 +41,7 @@ def model_and_reference(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 @each_example
-def test_every_call_whatever_the_example_had(name: str, example: str) -> None:
+def test_every_form_of_call_is_patched(name: str, example: str) -> None:
     case = BY_NAME[name]
     model, reference = model_and_reference(name)
     call = case.calls(reference)[example]

@@ -79,7 +79,7 @@ def _own_functions() -> set[str]:
     return found - {"forward", "_call"}
 
 
-def test_the_look_sees_a_patched_run() -> None:
+def test_the_watch_notices_a_patched_run() -> None:
     """What `test_same_code` looks at tells a patched run from an unpatched one."""
     capture = capture_of(case_by_name("gpt2-eager"))
     expected = _seen(capture.reference, capture)

@@ -224,7 +224,7 @@ def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) ->
         (ExperimentError, "no results", lambda pg, _: average([])),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_said(
+def test_invalid_calls_are_errors(
     pg: PatchableGraph, tmp_path: Path, error: type[Exception], message: str, call: Any
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -447,7 +447,7 @@ def _by_centering(x: Any, y: Any, other: Any, truth: Any, penalty: float) -> flo
     return float(1 - (left**2).sum() / ((truth - truth.mean(0)) ** 2).sum())
 
 
-def test_baselines_tell_what_the_model_knows_from_what_the_tokens_say(pg: PatchableGraph) -> None:
+def test_baselines_separate_the_model_from_its_tokens(pg: PatchableGraph) -> None:
     ids = torch.randint(0, 8, (400, LENGTH), generator=torch.Generator().manual_seed(3))
     found = ridge_probes(pg, "@embed", ids, ids[:, 0], positions=[0], batch_size=100, penalty=1e-4)
     scores = {name: float(found[name].sel(position=0).max()) for name in found}

@@ -223,7 +223,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_rows_are_given_up_only_where_python_looks_at_what_may_be_patched(own: bool) -> None:
+def test_cells_share_no_forward_only_if_python_reads_values_that_may_be_patched(own: bool) -> None:
     ids = torch.tensor([[1, 2, 3]])
     pg = PatchableGraph(Masked(own).eval(), ids)
 

@@ -206,7 +206,7 @@ class Settings:
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_what_a_metric_reads_may_be_as_it_was_at_the_end(model: nn.Module, start: int) -> None:
+def test_settings_that_make_patches_restores_are_noticed(model: nn.Module, start: int) -> None:
     def make(number: int) -> dict[str, Any]:
         Settings.unit = (start + number) % 4
         return {"b.output": AddPatch(value=float(number))}
@@ -225,7 +225,7 @@ def test_what_a_metric_reads_may_be_as_it_was_at_the_end(model: nn.Module, start
     assert (found.values == [expected[number, (start + number) % 4] for number in range(4)]).all()
 
 
-def test_inputs_that_are_as_they_were_at_the_end_are_refused(model: nn.Module) -> None:
+def test_inputs_that_make_patches_changes_and_restores_are_refused(model: nn.Module) -> None:
     x = X.clone()
 
     def make(number: int) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def test_values_with_gradients_that_are_written_into_are_refused(model: nn.Modul
         pg.sweep({"cell": range(5)}, make, X, metric=torch.sum, backward=True, progress=False)
 
 
-def test_all_unknown_paths_are_told_before_anything_runs(model: nn.Module) -> None:
+def test_all_unknown_paths_are_in_one_error_before_anything_runs(model: nn.Module) -> None:
     runs: list[int] = []
     pg = PatchableGraph(model, X)
     model.c.register_forward_hook(lambda *_: None).remove()

@@ -505,7 +505,7 @@ def test_all_that_runs_many_forwards_goes_out(tmp_path: Path) -> None:
         assert everything(pg, tmp_path / "threads", {"executor": threads}) == here
 
 
-def test_a_thread_that_begins_leaves_the_runs_of_others_alone() -> None:
+def test_a_new_thread_does_not_disturb_running_ones() -> None:
     """It compares the model with that of the call, and puts back what that changes: not what another run is doing."""
     pg, metric = language_model(), LogitDifference(3, 5)
     pairs = [(torch.arange(6)[None] + start, torch.arange(6, 12)[None] + start) for start in (0, 20)]

@@ -201,7 +201,7 @@ def test_what_has_no_numbers_and_what_was_not_kept_has_no_change() -> None:
     assert found["note"] == "not compared: without the patches, written into"
 
 
-def test_what_comes_up_in_one_of_the_calls_only_is_told() -> None:
+def test_outputs_of_only_one_of_the_calls_are_reported() -> None:
     nothing = {"norm_before": None, "norm_after": None, "norm_difference": None}
     assert change_at(loops(), patch("start", "add", value="-1"), patch("a.linear", "probe", name="h")) == {
         **nothing,
@@ -209,7 +209,7 @@ def test_what_comes_up_in_one_of_the_calls_only_is_told() -> None:
     }
 
 
-def test_other_shapes_are_told() -> None:
+def test_other_shapes_are_reported() -> None:
     pg = PatchableGraph(Counts().eval(), X.clone())
     custom = patch("x", "custom", value="half")
     change = change_at(pg, custom, patch("hidden", "probe", name="h", any_shape=True), half=lambda value: value[:2])

@@ -207,7 +207,7 @@ class Front:
         assert status["state"] == "done"
 
 
-def test_patches_have_their_effect_beside_the_clean_patterns() -> None:
+def test_patched_patterns_are_shown_with_the_clean_ones() -> None:
     model, inputs = MODELS["gpt2"]
     pg = PatchableGraph(model, **inputs)
     with contextlib.closing(show_attention(pg)) as view:
