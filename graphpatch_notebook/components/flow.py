@@ -6,9 +6,9 @@ module returned, down to the operation that computed it.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -87,6 +87,20 @@ class Value(NamedTuple):
         """Whether it is a tensor of truth values."""
         spec = self.spec
         return isinstance(spec, TensorSpec) and spec.dtype == torch.bool
+
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+def walk(starts: Iterable[_Item], following: Callable[[_Item], Iterable[_Item]], most: int = 2**31) -> Iterator[_Item]:
+    """Yields values and those that follow them, nearest first: each once, and not more than `most`."""
+    waiting, seen = deque(starts), set[_Item]()
+    while waiting and len(seen) < most:
+        item = waiting.popleft()
+        if item not in seen:
+            seen.add(item)
+            yield item
+            waiting += following(item)
 
 
 class Place(NamedTuple):

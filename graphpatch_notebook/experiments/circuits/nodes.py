@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components import Component, Components, NoWeightError, Projection, find, projection
 from graphpatch_notebook.components.chain import Layer, Stack, Trails
-from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.operations import ADDITIONS
 from graphpatch_notebook.components.proofs import NamedLayer, NamedWrite
 from graphpatch_notebook.errors import ExperimentError
@@ -114,14 +114,11 @@ def nodes_of(root: Frame, *, heads: bool = True, experts: bool = False) -> Nodes
 
 def norms_in(source: Sum) -> list[NormOfSum]:
     """Returns all norms that a sum passes through, in order of execution."""
-    found: dict[int, NormOfSum] = {}
-    waiting = [source]
-    while waiting:
-        for term in waiting.pop():
-            if isinstance(term.source, NormOfSum) and term.source.number not in found:
-                found[term.source.number] = term.source
-                waiting.append(term.source.source)
-    return [found[number] for number in sorted(found)]
+
+    def direct(each: Sum) -> list[NormOfSum]:
+        return [term.source for term in each if isinstance(term.source, NormOfSum)]
+
+    return sorted(walk(direct(source), lambda norm: direct(norm.source)), key=lambda norm: norm.number)
 
 
 def writers_in(source: Sum) -> set[Writer]:

@@ -20,7 +20,7 @@ from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.chain import Norm, Trails
-from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.components.weights import held_tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError
@@ -231,15 +231,11 @@ class LinearPaths:
 
     def _chain(self, value: Value) -> list[Value]:
         """Returns the values that a value is computed from and that are not known yet, in order of execution."""
-        found, waiting = [value], [value]
-        seen = {value}
-        while waiting:
-            for source in self._sources(waiting.pop()):
-                if source not in seen and source not in self._known and self.depends(source):
-                    seen.add(source)
-                    found.append(source)
-                    waiting.append(source)
-        return sorted(found, key=lambda each: self._flow.order[each.node])
+
+        def unknown(each: Value) -> list[Value]:
+            return [source for source in self._sources(each) if source not in self._known and self.depends(source)]
+
+        return sorted(walk([value], unknown), key=lambda each: self._flow.order[each.node])
 
     def _sources(self, value: Value) -> list[Value]:
         if value in self._writers or value in self._known:
