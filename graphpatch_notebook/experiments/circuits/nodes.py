@@ -85,9 +85,17 @@ class Nodes:
         return {name: why for name, why in self.skipped.items() if "[*]." not in name and not name.endswith("heads[*]")}
 
     @property
-    def norm_paths(self) -> list[str]:
-        """The paths of the inputs of norms before receivers."""
-        return list(dict.fromkeys(norm.path for reader in self.readers for norm in norms_in(reader.source)))
+    def reads(self) -> list[str]:
+        """The paths of the values that receivers read."""
+        return list(dict.fromkeys(path for reader in self.readers for path in reader.paths))
+
+    @property
+    def recorded(self) -> list[str]:
+        """The paths of values that senders write, that norms read, and that receivers read without a linear map."""
+        paths = [path for writer in self.writers for path in writer.paths]
+        paths += [norm.path for reader in self.readers for norm in norms_in(reader.source)]
+        paths += [path for reader in self.readers if reader.projection is None for path in reader.paths]
+        return list(dict.fromkeys(paths))
 
 
 def nodes_of(root: Frame, *, heads: bool = True, experts: bool = False) -> Nodes:
