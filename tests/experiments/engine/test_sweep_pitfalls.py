@@ -18,7 +18,7 @@ from graphpatch_notebook import (
     ProbePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import SweepInterrupted, attribute, causal_trace
+from graphpatch_notebook.experiments import SweepInterrupted
 
 STRENGTHS = [0.0, 0.0, 0.0, 0.0, 1.0, -2.0, 3.0, 4.0]
 
@@ -237,31 +237,10 @@ def test_rows_are_given_up_only_where_python_looks_at_what_may_be_patched(own: b
     assert ("reads values" in " ".join(result.attrs["remarks"])) == own
 
 
-def test_the_model_in_place_of_its_graph_is_told() -> None:
-    model = Tokens()
-    x = torch.randn(1, 3, 4)
-    message = r"give a PatchableGraph, not a Tokens: PatchableGraph\(model, \*example"
-    with pytest.raises(TypeError, match=message):
-        causal_trace(model, x, x, ["a.output"], None, torch.sum)
-    with pytest.raises(TypeError, match=message):
-        attribute(model, torch.sum, x, x)
-
-
 def test_notebooks_show_one_line_of_an_interrupted_sweep() -> None:
     assert SweepInterrupted("stopped after 1 of 2 cells", None)._render_traceback_() == [
         "SweepInterrupted: stopped after 1 of 2 cells"
     ]
-
-
-def test_an_error_of_the_metric_says_what_it_was_given() -> None:
-    pg, x = graph()
-    for run in (
-        lambda metric: swept(pg, strengthened, x, metric),
-        lambda metric: causal_trace(pg, x, x + 1, ["a.output"], None, metric, position_dim=1),
-    ):
-        with pytest.raises(AttributeError) as caught:
-            run(lambda output: output.logits.sum())
-        assert "without patches, a Tensor: metrics are given the whole output" in " ".join(caught.value.__notes__)
 
 
 def test_a_hook_on_all_modules_that_comes_later_sees_cells_one_by_one() -> None:
