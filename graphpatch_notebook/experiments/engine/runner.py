@@ -28,10 +28,12 @@ from torch.nn import Module
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import Entry, PatchContext, frames_seen
-from graphpatch_notebook.execution.replay import (
+from graphpatch_notebook.execution import (
+    Entry,
     FrameNode,
     FrameReplay,
+    PatchContext,
+    frames_seen,
     leaves_of,
     own_tensors,
     tensors_in,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.execution.replay import leaves_of
+from graphpatch_notebook.execution import leaves_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.values import ABSENT, IMMUTABLE, readable_children
