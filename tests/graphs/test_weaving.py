@@ -13,8 +13,9 @@ from graphpatch_notebook import CustomPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.graphs import CompiledGraphModule, code_generations
 from graphpatch_notebook.graphs.build import build
-from graphpatch_notebook.graphs.generated_code import generate, patches_from, weave
+from graphpatch_notebook.graphs.generated_code import generate, weave, woven_patches
 from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.patchable_graph import captured
 from tests.laws.captures import (
     Capture,
@@ -174,7 +175,7 @@ def test_values_are_passed_by_name_and_the_results_are_used() -> None:
         seen.append(name)
         return torch.zeros_like(value) if name == "mul" else value
 
-    with patches_from(patched):
+    with holding(woven_patches, patched):
         value = generate(weave(graph, {"x", "scale", "hidden", "mul"})).function(frame.module, X)
     assert seen == ["x", "scale", "hidden", "mul"]
     assert torch.equal(value, frame.module.down(torch.zeros(2, 4)))

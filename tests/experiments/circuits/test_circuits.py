@@ -629,9 +629,10 @@ def test_invalid_arguments_are_errors() -> None:
     for both in ({"whole": scores, "placed": first}, {"first": first, "second": second}):
         with pytest.raises(ExperimentError, match="some have positions, or others"):
             faithfulness(it.pg, both, it.metric, it.clean, it.corrupted)
-    pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(ExperimentError, match="the model has no edges between components"):
-        attribute_edges(pg, torch.sum, torch.ones(1, 2), torch.zeros(1, 2))
+    bigram = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 5))  # it has an embedding and logits, but no layers
+    for model, given in ((nn.Linear(2, 2), torch.ones(1, 2)), (bigram, torch.zeros(1, 3, dtype=torch.long))):
+        with pytest.raises(ExperimentError, match="the model has no edges between components"):
+            attribute_edges(PatchableGraph(model, given), torch.sum, given, given)
 
 
 def test_what_adds_up_in_training_mode_only_by_chance_is_an_error() -> None:
