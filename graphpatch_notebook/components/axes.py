@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Collection, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from graphpatch_notebook.capture.records import Node, Ref, refs_in
 from graphpatch_notebook.components.flow import Flow, Value
@@ -163,18 +163,18 @@ def axes_before(node: Node, axes: Axes, source: Value) -> Axes | None:
     """
     rank = len(source.shape)
     if node.op in _SWAPS and rank == len(axes):
-        dims = [_plain(given) for given in _dims(node, ("dim0", "dim1", "axis0", "axis1"))][:2]
-        if len(dims) < 2 or None in dims:
+        dims = _dims(node, ("dim0", "dim1", "axis0", "axis1"))[:2]
+        if len(dims) < 2:
             return None
         swapped = list(axes)
-        one, other = int(dims[0]), int(dims[1])
+        one, other = dims
         swapped[one], swapped[other] = swapped[other], swapped[one]
         return tuple(swapped)
     if node.op in ("mT", "T", "t") and rank == len(axes):
         return (*axes[:-2], axes[-1], axes[-2])
     if node.op == "permute" and rank == len(axes):
-        dims = [_plain(given) for given in _dims(node, ("dims",))]
-        if len(dims) != rank or None in dims:
+        dims = _dims(node, ("dims",))
+        if len(dims) != rank:
             return None
         permuted = [""] * rank
         for position, dim in enumerate(dims):
@@ -210,18 +210,15 @@ def _before_pairs(node: Node, axes: Axes, source: Value) -> Axes | None:
     return (*axes, PAIR) if is_joined else None
 
 
-def _dims(node: Node, names: tuple[str, ...]) -> list[Any]:
+def _dims(node: Node, names: tuple[str, ...]) -> list[int]:
+    """Returns the dimensions that are arguments of an operation; empty if some are computed."""
     given = list(node.args[1:])
     if len(given) == 1 and isinstance(given[0], (tuple, list)):
         given = list(given[0])
     for name in names:
-        found = node.kwargs.get(name)
-        given += found if isinstance(found, (tuple, list)) else [] if found is None else [found]
-    return given
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, Ref) else value
+        found = node.kwargs.get(name, ())
+        given += found if isinstance(found, (tuple, list)) else [found]
+    return [] if any(isinstance(each, Ref) for each in given) else given
 
 
 def _before_index(node: Node, axes: Axes, rank: int) -> Axes | None:

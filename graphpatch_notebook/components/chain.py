@@ -108,7 +108,7 @@ class Stack:
     """The layers of one list, in order.
 
     Attributes:
-        name: What names of components begin with; empty if the model has one stack.
+        name: Its name; empty if the model has one stack.
         frame: The frame that calls the layers.
         container: The attribute path of the list in that frame's module.
         layers: The layers.
@@ -120,6 +120,11 @@ class Stack:
     container: str
     layers: list[Layer]
     unlike: dict[int, Frame]
+
+    @property
+    def prefix(self) -> str:
+        """What names of its components begin with."""
+        return f"{self.name}." if self.name else ""
 
 
 class Trails:

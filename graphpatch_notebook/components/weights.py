@@ -519,7 +519,7 @@ class _WeightFinder:
     def inputs(self, component: Component, axes: tuple[str, ...]) -> tuple[_LinearMap, _Matrix]:
         """Returns the linear map whose inputs form a component, and its matrix with the numbers of the inputs."""
         value = self._value(component)
-        linear = _LinearMap.of(self.flow, self._after(value)[0])
+        linear = _LinearMap.of(self.flow, self._after(value))
         numbered = torch.arange(value.size).view(value.shape)
         arrived = self._arrived(value, numbered, linear.given)
         if arrived.numel() != value.size:
@@ -539,14 +539,12 @@ class _WeightFinder:
                 inputs += "".join(of_result[dim] for dim in ([dims] if isinstance(dims, int) else dims))
         return "".join(letter for letter in linear.letters[linear.weight] if letter in inputs)
 
-    def _after(self, value: Value) -> tuple[Value, Value]:
-        """Returns the linear map that reads a value, and the value as it reads it."""
+    def _after(self, value: Value) -> Value:
+        """Returns the linear map that reads a value."""
         for _ in range(_FARTHEST):
             users = self.flow.users.get(value.node, [])
-            for user in users:
-                if self.flow.is_linear_map(Value(user)):
-                    given = next(read for read in self.flow.reads(user) if read.node is value.node)
-                    return Value(user), given
+            if (linear := next(filter(self.flow.is_linear_map, map(Value, users)), None)) is not None:
+                return linear
             steps = [user for user in users if user.op in SAME_VALUES | VIEWS]
             if len(steps) != 1:
                 break

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +178,13 @@ class Circuit:
         """Returns the circuit as JSON."""
         document = {
             "format": _FORMAT,
-            "method": self.method,
-            "metric": self.metric,
-            "clean": self.clean,
-            "corrupted": self.corrupted,
-            "faithfulness": self.faithfulness,
-            "candidates": self.candidates,
-            "tokens": list(self.tokens),
+            **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("edges", "feeds")},
             "missing": dict(self.missing),
-            "ahead": list(self.ahead),
             "edges": [
                 [edge.sender, edge.receiver, edge.score, *(() if edge.position is None else (edge.position,))]
                 for edge in self.edges
             ],
-            "feeds": {receiver: list(senders) for receiver, senders in self.feeds.items()},
+            "feeds": dict(self.feeds),
         }
         return json.dumps(document, indent=1)
 
@@ -286,8 +279,13 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
 
 
 def place_of(edge: Edge) -> int | None:
-    """Returns the position of the senders that an edge leads to; `None` for any, since later positions read a key."""
-    return edge.position if edge.receiver.rpartition(".")[2] in ("q", "mlp") else None
+    """Returns the position of the senders that an edge leads to; `None` for any."""
+    return edge.position if is_local(edge.receiver) else None
+
+
+def is_local(receiver: str) -> bool:
+    """Whether a receiver leads to senders at its own position only; later positions read keys and values, too."""
+    return receiver.rpartition(".")[2] in ("q", "mlp")
 
 
 def _position(value: Any) -> int:

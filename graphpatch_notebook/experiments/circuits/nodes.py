@@ -158,7 +158,7 @@ class _NodeFinder:
             self._add_start(stack)
             for layer in layers:
                 for write in layer.writes:
-                    self._add_writer(_prefix(stack), layer, write)
+                    self._add_writer(stack.prefix, layer, write)
         self._paths = LinearPaths(self._trails, self._by_value)
         for stack, layers in self._stacks:
             self._add_link(stack)
@@ -181,7 +181,7 @@ class _NodeFinder:
             except NoPathError:
                 pass
         path = self._flow.boundary_path(value)
-        stream = _prefix(stack)
+        stream = stack.prefix
         self._by_value[value] = Writer((f"{stream}@embed",), value, path, stream=stream)
         self.found.streams[stream] = path
 
@@ -444,9 +444,9 @@ class _NodeFinder:
             return
         stack, end = next(((stack, end) for stack, end in ends if end.logits is not None), ends[0])
         place = self._trails.norms[end.norm].returned if end.norm is not None else stack.layers[-1].end
-        name = "@logits" if end.logits is not None else f"{_prefix(stack)}@final_norm"
+        name = "@logits" if end.logits is not None else f"{stack.prefix}@final_norm"
         if end.logits is None and end.norm is None:
-            name = f"{_prefix(stack)}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
+            name = f"{stack.prefix}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
         if problem := self._add_reader(name, (place.path,), place.value):
             self.found.skipped[name] = problem
 
@@ -454,7 +454,3 @@ class _NodeFinder:
 def _are_numbers(spec: ValueSpec, shape: tuple[int, ...]) -> bool:
     """Whether a value is a tensor of integers of this shape."""
     return isinstance(spec, TensorSpec) and tuple(spec.shape) == shape and not spec.dtype.is_floating_point
-
-
-def _prefix(stack: Stack) -> str:
-    return f"{stack.name}." if stack.name else ""
