@@ -60,10 +60,7 @@ def feature_axes(value: Value) -> Axes:
 def product_axes(flow: Flow, product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes, Axes] | None:
     """Returns the axes of the two factors of a product of attention, and of its result.
 
-    Args:
-        flow: The flow of values.
-        product: The product, of tensors with axes `(..., roles[0], roles[1])` and `(..., roles[1], roles[2])`.
-        roles: The axes of its matrices.
+    The axes of its matrices are `(..., roles[0], roles[1])` and `(..., roles[1], roles[2])`.
     """
     reads = flow.reads(product)
     if product.op == "baddbmm":
@@ -117,13 +114,7 @@ def einsum_letters(node: Node) -> tuple[list[str], str]:
 
 
 def product_letters(node: Node, one: Value, other: Value) -> tuple[str, str, str] | None:
-    """Returns letters for the dimensions of two tensors and of their product, as those of an einsum.
-
-    Args:
-        node: The product.
-        one: The first tensor that it multiplies.
-        other: The second one.
-    """
+    """Returns letters for the dimensions of two tensors and of their product, as those of an einsum."""
     if node.op == "einsum":
         factors, result = einsum_letters(node)
         return (factors[0], factors[1], result) if len(factors) == 2 else None
@@ -156,10 +147,7 @@ def axes_of_split_heads(shape: Sequence[int], axes: Axes, other: Sequence[int]) 
 def axes_before(node: Node, axes: Axes, source: Value) -> Axes | None:
     """Returns the axes of the input of an operation, from those of its result; `None` if they are not known.
 
-    Args:
-        node: The operation, or the last of several that keep the dimensions.
-        axes: The axes of its result.
-        source: What it reads.
+    It may be the last of several operations that keep the dimensions.
     """
     rank = len(source.shape)
     if node.op in _SWAPS and rank == len(axes):

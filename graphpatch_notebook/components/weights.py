@@ -49,10 +49,8 @@ class _Matrix:
     """A matrix of the model, and the entries along one side that belong to each head.
 
     Attributes:
-        flow: The flow of values.
         value: The tensor that the model holds.
-        inputs: The dimensions of the tensor that are inputs.
-        outputs: Those that are outputs.
+        inputs, outputs: The dimensions of the tensor that are inputs, and outputs.
         side: The side that is divided into heads or neurons.
         numbers: The numbers of the entries, of shape `(heads, size)` or `(size,)`; `None` for all.
     """
@@ -115,11 +113,8 @@ class _LinearMap:
     """A linear map, with letters for the dimensions of its tensors, as those of an einsum.
 
     Attributes:
-        flow: The flow of values.
-        result: What it returns.
-        given: What it reads.
-        weight: The weight.
-        letters: The letters of the three.
+        result, given: What it returns, and what it reads.
+        letters: The letters of these, and of the weight.
     """
 
     flow: Flow
@@ -636,12 +631,7 @@ def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
 
 
 def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAME_VALUES) -> Tensor:
-    """Returns a tensor of the model, or the result of some operations on such tensors.
-
-    Args:
-        flow: The flow of values.
-        value: The tensor.
-        through: The names of these operations: by default, those that only rearrange.
+    """Returns a tensor of the model, or the result of operations on such tensors with names in `through`.
 
     Raises:
         GraphError: It is computed in another way, or does not hold floating-point numbers.

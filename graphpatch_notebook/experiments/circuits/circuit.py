@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -191,10 +192,7 @@ class Circuit:
     def to_python(self, graph: str = "pg", inputs: str = "clean", corrupted: str = "corrupted") -> str:
         """Returns Python code that makes the circuit, and runs the model with only its edges.
 
-        Args:
-            graph: The variable of the `PatchableGraph`.
-            inputs: The variable of the clean inputs.
-            corrupted: The variable of the corrupted inputs.
+        The arguments are the variables of the `PatchableGraph`, and of the clean and the corrupted inputs.
         """
         return f'''\
 from graphpatch_notebook.experiments import Circuit, circuit_patches
@@ -274,7 +272,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
             raise ValueError(f"the receiver {unknown!r} is not among its receivers")
         if len({position is None for _, _, position in pairs}) > 1:
             raise ValueError("some of its edges have positions, and others have none")
-        if (twice := _first_repeated(pairs)) is not None:
+        if (twice := next((pair for pair, count in Counter(pairs).items() if count > 1), None)) is not None:
             raise ValueError(f"it has the edge {twice} more than once")
 
 
@@ -298,12 +296,3 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a text")
     return value
-
-
-def _first_repeated(values: Iterable[Any]) -> Any:
-    seen = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    return None

@@ -36,7 +36,6 @@ class Reader:
     """What reads the residual stream: one receiver, or one for each head.
 
     Attributes:
-        names: The names of the receivers.
         paths: The paths at which it is patched, and at which gradients are taken: those of a value that only this
             receiver reads, or of the result of a linear map.
         source: What it reads, as a sum.
@@ -56,8 +55,7 @@ class Nodes:
     """The senders and receivers of a model.
 
     Attributes:
-        writers: The senders, in order of execution.
-        readers: The receivers, in order of execution.
+        writers, readers: The senders and receivers, in order of execution.
         feeds: For each receiver, the senders that are computed from it.
         streams: The paths of what streams begin with, by what the names of the layers of their stack begin with.
         skipped: Why there are no edges to, or from, a component.
@@ -101,10 +99,7 @@ class Nodes:
 def nodes_of(root: Frame, *, heads: bool = True, experts: bool = False) -> Nodes:
     """Returns the senders and receivers of a captured model; each capture is searched once.
 
-    Args:
-        root: The root frame of the capture.
-        heads: Whether heads of attention are nodes of their own.
-        experts: Whether experts are senders of their own.
+    With `heads` and `experts`, heads of attention are nodes of their own, and experts are senders.
 
     Raises:
         ExperimentError: The model has no layers with a residual stream that can be followed.

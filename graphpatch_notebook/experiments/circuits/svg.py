@@ -24,12 +24,7 @@ _LEGEND, _LINE, _LEAST_WIDTH = 62.0, 24.0, 330.0
 
 
 def svg_of(circuit: Circuit, most: int | None = None) -> str:
-    """Returns a picture of a circuit as SVG, with white background.
-
-    Args:
-        circuit: The circuit.
-        most: Draws only this many of the strongest edges.
-    """
+    """Returns a picture of a circuit, with at most `most` edges, as SVG with a white background."""
     shown = circuit.strongest(most)
     layout = lay_out(shown)
     width = max(layout.width, _LEAST_WIDTH)
