@@ -166,7 +166,7 @@ def test_woven_code_reads_like_the_graph() -> None:
     assert "code_woven_patched(hidden, 'setitem')" in code  # the value of `x[i] = v` is what was written into
 
 
-def test_values_are_handed_over_under_their_names_and_what_comes_back_goes_on() -> None:
+def test_values_are_passed_by_name_and_the_results_are_used() -> None:
     frame = captured(PatchableGraph(Mlp(), X)).root
     graph: fx.Graph = build(frame, _Targets()).graph
     seen: list[str] = []
