@@ -468,7 +468,7 @@ def show_generation(
 
 def _for_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workspace, Inputs | None]:
     """Returns the variables of the user, who called the caller, and the inputs; `None` for those of *Run*."""
-    from graphpatch_notebook.notebook.views.opening import workspace_of_user
+    from graphpatch_notebook.notebook.views.linked import workspace_of_user
 
     return workspace_of_user(sys._getframe(2).f_globals), Inputs(args, kwargs) if args or kwargs else None
 

@@ -1,7 +1,7 @@
 """The widget of the tree browser in the kernel. Its front end is js/.
 
 front end  -- expanded, selected, query, shows_sizes -->  traits, validated
-front end  -- requests ---------------------------------->  `TREE_HANDLERS`, which include those of all views
+front end  -- requests ---------------------------------->  `Browser._handlers`, which include those of all views
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets
@@ -30,14 +29,12 @@ from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.linked import LinkedView
+from graphpatch_notebook.notebook.views.linked import LinkedView, session_for_view
 from graphpatch_notebook.notebook.views.requests import (
-    HANDLERS,
     Answer,
     Handlers,
     Payload,
     RequestContext,
-    inputs_of,
     interrupt_run,
     run_status,
     session_state,
@@ -55,54 +52,6 @@ _LONGEST_QUERY = 10_000
 
 def _is_rows(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(type(row) is int for row in value))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeContext(RequestContext):
-    """The objects that requests of the tree read and change.
-
-    Attributes:
-        skeleton: Returns the rows that the front end shows.
-        name_components: Sends the components, as the trait `components`.
-    """
-
-    skeleton: Callable[[], Skeleton]
-    name_components: Callable[[], None] = lambda: None
-
-
-def _details(context: TreeContext, payload: Payload) -> Answer:
-    return details(context.session.graph, context.skeleton(), payload.number("row")), []
-
-
-def _components(context: TreeContext, _: Payload) -> Answer:
-    context.name_components()
-    return {}, []
-
-
-def _activation(context: TreeContext, payload: Payload) -> Answer:
-    skeleton, row = context.skeleton(), payload.number("row")
-    path = skeleton.path(row) if 0 <= row < len(skeleton) else ""
-    if not path:
-        raise SessionError(f"row {row} is not a node, so it does not have an activation")
-    plane, is_patched = payload.text_or_none("plane"), payload.flag("is_patched")
-    number = context.runs.start_activation(path, plane, is_patched, inputs_of(context, payload))
-    return context.runs.status(number)
-
-
-def _activation_close(context: TreeContext, payload: Payload) -> Answer:
-    context.runs.close_activation(payload.number("id"))
-    return {}, []
-
-
-TREE_HANDLERS: Handlers = {
-    **HANDLERS,
-    "details": _details,
-    "components": _components,
-    "activation": _activation,
-    "activation_status": run_status,
-    "activation_interrupt": interrupt_run,
-    "activation_close": _activation_close,
-}
 
 
 class Browser(LinkedView):
@@ -145,7 +94,6 @@ class Browser(LinkedView):
         "query": lambda value: isinstance(value, str),
         "shows_sizes": lambda value: isinstance(value, bool),
     }
-    HANDLERS: ClassVar[Handlers] = TREE_HANDLERS
     VIEW: ClassVar[str] = "tree"
     FIRST: ClassVar[tuple[str, ...]] = (*LinkedView.FIRST, "skeleton", "run")
 
@@ -166,11 +114,6 @@ class Browser(LinkedView):
         self._opened_at = skeleton.path(row)
         self.views = tuple(views)
         super().__init__(graph, session, workspace, uuid.uuid4().hex, selected=row, **_opened(skeleton, row))
-
-    def _made_context(self, workspace: Workspace) -> TreeContext:
-        shared = self._shared
-        common = (self._session, workspace, shared.runs, shared.typed, shared.written)
-        return TreeContext(*common, skeleton=self._rows, name_components=lambda: self.renew("components"))
 
     # -- public methods ------------------------------------------------------------------------------------------------
 
@@ -236,9 +179,36 @@ class Browser(LinkedView):
     @property
     def last_run(self) -> RunResult | None:
         """The results of the last run in any browser of the graph; `None` before the first one."""
-        return self._shared.runs.last
+        return self._runs.last
 
     # -- messages of the front end -------------------------------------------------------------------------------------
+
+    def _handlers(self) -> Handlers:
+        return {
+            **super()._handlers(),
+            "details": self._details,
+            "components": self._components,
+            "activation": self._activation,
+            "activation_status": run_status,
+            "activation_interrupt": interrupt_run,
+            "activation_close": _activation_close,
+        }
+
+    def _details(self, _: RequestContext, payload: Payload) -> Answer:
+        return details(self.graph, self._rows(), payload.number("row")), []
+
+    def _components(self, *_: Any) -> Answer:
+        self.renew("components")
+        return {}, []
+
+    def _activation(self, context: RequestContext, payload: Payload) -> Answer:
+        skeleton, row = self._rows(), payload.number("row")
+        path = skeleton.path(row) if 0 <= row < len(skeleton) else ""
+        if not path:
+            raise SessionError(f"row {row} is not a node, so it does not have an activation")
+        plane, is_patched = payload.text_or_none("plane"), payload.flag("is_patched")
+        number = context.runs.start_activation(path, plane, is_patched, payload.text_or_none("inputs"))
+        return context.runs.status(number)
 
     @traitlets.validate("expanded", "selected", "query")
     def _validated(self, proposal: Any) -> Any:
@@ -294,7 +264,7 @@ class Browser(LinkedView):
             case "scores":
                 return packed_scores(self._scores, skeleton) if self._scores else b""
             case "run":
-                return self._shared.run
+                return self._runs.state
             case "circuit":
                 return None if self._circuit is None else picture_of(self._circuit, skeleton.find)
             case "about":
@@ -305,10 +275,10 @@ class Browser(LinkedView):
         return {
             "module": type(captured(graph).module).__name__,
             "nodes": skeleton.node_count,
-            "arguments": self._shared.written(),
-            "has_given_inputs": self._shared.is_given,
-            "no_inputs": self._shared.no_inputs,
-            "has_tokenizer": self._shared.runs.tokenizer is not None,
+            "arguments": self._runs.written(),
+            "has_given_inputs": self._runs.is_given,
+            "no_inputs": self._runs.no_inputs,
+            "has_tokenizer": self._runs.tokenizer is not None,
             "patch_kinds": [kind.state() for kind in PATCH_KINDS.values()],
         }
 
@@ -370,6 +340,11 @@ class Browser(LinkedView):
         return None
 
 
+def _activation_close(context: RequestContext, payload: Payload) -> Answer:
+    context.runs.close_activation(payload.number("id"))
+    return {}, []
+
+
 def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[str, Any]:
     """Returns the traits that make a row visible; empty for the root."""
     if not row:
@@ -383,3 +358,52 @@ def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[st
         here = skeleton.parent(here)
         above += [] if here is None else [here]
     return {**found, "expanded": sorted({*before, *above})}
+
+
+def browser_of(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    path: str = "",
+    *,
+    inputs: Any = None,
+    typed: str | None = None,
+    tokenizer: Any = None,
+    circuit: Circuit | None = None,
+    views: Iterable[str] = (),
+) -> Browser:
+    """Returns a new browser of a graph. All browsers of a graph share the chosen patches and the runs.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        path: The path of the row to select.
+        inputs: The inputs of *Run*: a tuple of arguments, a dict of keyword arguments, or one value.
+        typed: The arguments of a call as Python code, evaluated for each run.
+        tokenizer: Turns tokens into text.
+        circuit: Shown above the tree.
+        views: The names of views that are shown above the tree: "attention", "lens".
+
+    Raises:
+        UnknownPathError: The path does not exist; the message lists the nearest paths.
+        TypeError: The tokenizer is not valid.
+        ValueError: There is not a view of such a name.
+        GraphError: The front end is not built, or a view does not have anything to show.
+    """
+    # The runs exist as long as something refers to them.
+    session, _runs = session_for_view(graph, workspace, inputs=inputs, typed=typed, tokenizer=tokenizer)
+    shown = [_view(name, graph, workspace) for name in ([views] if isinstance(views, str) else views)]
+    browser = Browser(graph, session, workspace, path, shown)
+    browser.set_circuit(circuit)
+    return browser
+
+
+def _view(name: str, graph: PatchableGraph, workspace: Workspace) -> LinkedView:
+    from graphpatch_notebook.notebook.views.attention import attention_of
+    from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
+
+    match name:
+        case "attention":
+            return attention_of(graph, workspace)
+        case "lens":
+            return lens_of(graph, workspace, None, LensOptions())
+    raise ValueError(f"there is no view {name!r}; views are 'attention' and 'lens'")

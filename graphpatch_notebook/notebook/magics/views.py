@@ -104,7 +104,7 @@ def _shape(session: Session, patch: ChosenPatch) -> str:
 
 def show(workspace: Workspace, text: str) -> Browser:
     """Returns a browser opened at a path. Without widgets, it displays as the tree below this path."""
-    from graphpatch_notebook.notebook.browser.browsing import browser_of
+    from graphpatch_notebook.notebook.browser.widget import browser_of
 
     asked = _Asked.of(workspace, text)
     place = location_of(_place(workspace, asked.rest))

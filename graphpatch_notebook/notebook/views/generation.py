@@ -26,8 +26,8 @@ from graphpatch_notebook.notebook.display.tokens import token_text
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
-from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_for_view
-from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.notebook.views.linked import inputs_of_view, session_for_view
+from graphpatch_notebook.notebook.views.requests import Answer, Handlers, Payload, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.warning_places import collected_warnings
@@ -72,17 +72,6 @@ class Branch:
     line: int
     is_patched: bool
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class GenerationContext(RequestContext):
-    """The objects that requests of a generation view read and change.
-
-    Attributes:
-        follow: Adds or removes a branch, and returns the status of the runs.
-    """
-
-    follow: Callable[[Payload], Answer] = lambda _: ({}, [])
 
 
 class Generator:
@@ -195,10 +184,10 @@ def generation_of(
         SessionError: There are no inputs, or a patch context is active.
         TypeError: The tokenizer is not valid.
     """
-    session, shared = session_for_view(graph, workspace, tokenizer=options.tokens)
-    inputs = Inputs(*inputs_of_view(session, workspace, shared, inputs, typed).copy())
+    session, runs = session_for_view(graph, workspace, tokenizer=options.tokens)
+    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
     generator = Generator(graph, inputs, options.max_new_tokens)
-    return GenerationView(graph, session, workspace, generator, shared.runs.tokenizer, _checked_score(options.score))
+    return GenerationView(graph, session, workspace, generator, runs.tokenizer, _checked_score(options.score))
 
 
 def _checked_score(score: Any) -> str | tuple[float, ...]:
@@ -230,7 +219,6 @@ class GenerationView(ComputedView):
     VIEW: ClassVar[str] = "generation"
     COMPUTED: ClassVar[tuple[str, ...]] = ("generation", "numbers")
     FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
-    HANDLERS: ClassVar[Handlers] = {**HANDLERS, "generation": lambda context, payload: context.follow(payload)}
 
     def __init__(
         self,
@@ -307,11 +295,11 @@ class GenerationView(ComputedView):
 
         return work
 
-    def _made_context(self, workspace: Workspace) -> GenerationContext:
-        shared = self._shared
-        return GenerationContext(self._session, workspace, shared.runs, shared.typed, shared.written, self._asked)
+    def _handlers(self) -> Handlers:
+        return {**super()._handlers(), "generation": self._asked}
 
-    def _asked(self, payload: Payload) -> Answer:
+    def _asked(self, _: RequestContext, payload: Payload) -> Answer:
+        """Adds or removes a branch, and returns the status of the runs."""
         is_changed = False
         if (step := payload.number_or_none("step")) is not None:
             self._add_branch(payload.number("line"), step, payload.number("token"))

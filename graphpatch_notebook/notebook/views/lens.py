@@ -26,25 +26,14 @@ from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
-from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_for_view
-from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, RequestContext
+from graphpatch_notebook.notebook.views.linked import inputs_of_view, session_for_view
+from graphpatch_notebook.notebook.views.requests import Answer, Handlers, Payload, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch
 
 _TOP = 10
 _MOST_SENT = 700_000
 """About how many bytes are sent at most, before they are compressed."""
-
-
-@dataclass(frozen=True)
-class LensContext(RequestContext):
-    """The objects that requests of a lens view read and change.
-
-    Attributes:
-        follow: Shows a stream, or only the patches as they are now, and returns the status of that.
-    """
-
-    follow: Callable[[str | None], Answer] = lambda _: ({}, [])
 
 
 @dataclass(frozen=True)
@@ -92,9 +81,9 @@ def lens_of(
     """
     is_texts = isinstance(options.tokens, Sequence) and all(isinstance(text, str) for text in options.tokens)
     given = None if options.tokens is None or is_texts else options.tokens
-    session, shared = session_for_view(graph, workspace, tokenizer=given)
-    inputs = Inputs(*inputs_of_view(session, workspace, shared, inputs, typed).copy())
-    tokenizer = shared.runs.tokenizer
+    session, runs = session_for_view(graph, workspace, tokenizer=given)
+    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
+    tokenizer = runs.tokenizer
     target = _target_of(options.target, tokenizer)
     kind = RemoteReadouts if isinstance(graph, RemoteGraph) else Readouts
     readouts = kind(graph, inputs, target=target, top=_TOP, row=options.row, stack=options.stack)
@@ -160,10 +149,6 @@ class LensView(ComputedView):
         **ComputedView.IS_OF_FRONT_END,
         "stream": lambda value: isinstance(value, str),
     }
-    HANDLERS: ClassVar[Handlers] = {
-        **HANDLERS,
-        "lens": lambda context, payload: context.follow(payload.text_or_none("stream")),
-    }
 
     def __init__(
         self,
@@ -213,11 +198,12 @@ class LensView(ComputedView):
 
         return work
 
-    def _made_context(self, workspace: Workspace) -> LensContext:
-        shared = self._shared
-        return LensContext(self._session, workspace, shared.runs, shared.typed, shared.written, self._shown)
+    def _handlers(self) -> Handlers:
+        return {**super()._handlers(), "lens": self._shown}
 
-    def _shown(self, stream: str | None) -> Answer:
+    def _shown(self, _: RequestContext, payload: Payload) -> Answer:
+        """Shows a stream, or only the patches as they are now, and returns the status of that."""
+        stream = payload.text_or_none("stream")
         is_new = stream is not None and stream not in self._streams
         if stream is not None and is_new:
             self._readouts.names(stream)
@@ -245,20 +231,22 @@ class LensView(ComputedView):
                 return super()._value_of_trait(name, graph)
 
     @property
-    def _runs(self) -> list[dict[str, ReadStates]]:
+    def _read_runs(self) -> list[dict[str, ReadStates]]:
         return [self._clean, *([self._patched] if self._patched else [])]
 
     @property
     def _top(self) -> int:
         """How many of the probable tokens are sent: fewer for large models and long inputs."""
         computed = self._clean[self._streams[0]].readouts[0].tokens.shape[1]
-        cells = sum(len(read.readouts) for run in self._runs for read in run.values()) * len(self._readouts.target)
+        cells = sum(len(read.readouts) for run in self._read_runs for read in run.values()) * len(self._readouts.target)
         return max(1, min(int(computed), _MOST_SENT // (8 * cells) - 1))
 
     @property
     def _vocabulary(self) -> list[int]:
         """All tokens that are shown."""
-        shown = [row.tokens[:, : self._top] for run in self._runs for read in run.values() for row in read.readouts]
+        shown = [
+            row.tokens[:, : self._top] for run in self._read_runs for read in run.values() for row in read.readouts
+        ]
         found = np.concatenate([np.array(self._readouts.target), *(tokens.ravel() for tokens in shown)])
         return [int(token) for token in np.unique(found)]
 
@@ -281,7 +269,7 @@ class LensView(ComputedView):
             "target": [place[token] for token in self._readouts.target],
             "has_target": self._has_target,
             "top": self._top,
-            "runs": len(self._runs),
+            "runs": len(self._read_runs),
             "patches": self._chosen if self._patched else [],
             "version": self._computed_for,
             "remarks": [*dict.fromkeys(remark for read in self._patched.values() for remark in read.remarks)],
@@ -291,7 +279,7 @@ class LensView(ComputedView):
         """Returns the numbers: for each run and stream those of all rows, as `readCells` in lens_data.ts reads them."""
         vocabulary, top = np.array(self._vocabulary), self._top
         parts: list[bytes] = []
-        for read in (read for run in self._runs for read in run.values()):
+        for read in (read for run in self._read_runs for read in run.values()):
             of_rows = read.readouts
             tokens = np.stack([np.searchsorted(vocabulary, row.tokens[:, :top]) for row in of_rows])
             parts.append(tokens.astype("<u4").tobytes())
@@ -310,9 +298,9 @@ class LensView(ComputedView):
     def _static_html(self) -> str | None:
         parts = [f'<div class="gp-static gp-static-{html.escape(self._own_id)}">']
         stream = self.stream or self._streams[0]
-        for run, what in zip(self._runs, ("", " with the patches"), strict=False):
+        for run, what in zip(self._read_runs, ("", " with the patches"), strict=False):
             title = f"Logit lens of {self._session.origin.graph}, {stream}{what}"
-            most = MOST_BYTES // len(self._runs)
+            most = MOST_BYTES // len(self._read_runs)
             parts += _table(run[stream], self._readouts.target, self._text, self._positions, title, most)
         return "\n".join([*parts, "</div>"])
 

@@ -7,24 +7,30 @@ session    -- each change ------------------------->  trait `session`
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import traitlets
 
 from graphpatch_notebook._version import __version__
 from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
-from graphpatch_notebook.notebook.run.runs import SharedRuns
+from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
+from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatches
-from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.session.origin import written_arguments
+from graphpatch_notebook.notebook.session.session import Session, session_of
+from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
 from graphpatch_notebook.notebook.views.requests import HANDLERS, Handlers, RequestContext, answer, session_state
 from graphpatch_notebook.notebook.views.selection import problem_of, selection_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import numbered
 
 
 class LinkedView(DisplayedWidget):
@@ -32,7 +38,7 @@ class LinkedView(DisplayedWidget):
 
     A subclass adds traits and `_static_html`. It extends `_value_of_trait` by the traits that it renews,
     `IS_OF_FRONT_END` by those that the front end may set, `_problem` by what is wrong with values of these, and
-    `HANDLERS` by its requests. It keeps the graph alive only if the user does not have a variable with it, and only
+    `_handlers` by its requests. It keeps the graph alive only if the user does not have a variable with it, and only
     until it is closed.
 
     Args:
@@ -56,8 +62,6 @@ class LinkedView(DisplayedWidget):
         "selection": lambda value: isinstance(value, list)
     }
     """The traits that the front end may set, and whether a value has the right type."""
-    HANDLERS: ClassVar[Handlers] = HANDLERS
-    """The requests that it answers."""
     VIEW: ClassVar[str]
     """Which view of the front end it is."""
     FIRST: ClassVar[tuple[str, ...]] = ("about", "session", "selection")
@@ -67,7 +71,7 @@ class LinkedView(DisplayedWidget):
         self, graph: PatchableGraph, session: Session, workspace: Workspace, model_id: str, **traits: Any
     ) -> None:
         self._session = session
-        self._shared = SharedRuns.of(session, workspace)
+        self._runs = Runs.of(session, workspace)
         self._selection = selection_of(graph)
         is_held = any(other is graph for other in workspace.graphs().values())
         self._kept = None if is_held else graph
@@ -77,14 +81,14 @@ class LinkedView(DisplayedWidget):
         self._waiting: set[str] = set()
         self._requests_lock = threading.Lock()
         self._own_id = model_id
-        self._request_context = self._made_context(workspace)
+        self._request_context = RequestContext(session, workspace, self._runs)
         self.set_trait("group", self._selection.group)
         for name in self.FIRST:
             self.set_trait(name, self._value_of_trait(name, graph))
         super().__init__(self._static_html, model_id, **traits)
         self._stop_listening = _listen(session, self)
-        self._shared.add(self)
-        self._selection.add(self)
+        self._runs.followers.add(self)
+        self._selection.followers.add(self)
         self.on_msg(_answer_message)
 
     @property
@@ -101,8 +105,8 @@ class LinkedView(DisplayedWidget):
         stop: Callable[[], None] | None = self.__dict__.pop("_stop_listening", None)
         if stop is not None:
             stop()
-            self._shared.remove(self)
-            self._selection.remove(self)
+            self._runs.followers.discard(self)
+            self._selection.followers.discard(self)
             self._kept = None
         super().close()
 
@@ -110,10 +114,9 @@ class LinkedView(DisplayedWidget):
         """Returns HTML for pages without a kernel or scripts; `None` if the graph was deleted."""
         raise NotImplementedError
 
-    def _made_context(self, workspace: Workspace) -> RequestContext:
-        """Returns the objects that requests read and change."""
-        shared = self._shared
-        return RequestContext(self._session, workspace, shared.runs, shared.typed, shared.written)
+    def _handlers(self) -> Handlers:
+        """Returns the requests that it answers."""
+        return HANDLERS
 
     # -- messages of the front end -------------------------------------------------------------------------------------
 
@@ -151,11 +154,7 @@ class LinkedView(DisplayedWidget):
     def _answer(self, message: Any) -> None:
         """Answers a request."""
         with self._requests_lock:
-            reply, buffers = answer(self._request_context, message, self.HANDLERS)
-            result = reply.get("result")
-            if isinstance(result, dict) and {"report", "state"} <= result.keys():
-                self._shared.note(result)
-            self.send(reply, buffers)
+            self.send(*answer(self._request_context, message, self._handlers()))
         self._display.renew()
 
     # -- values of traits ----------------------------------------------------------------------------------------------
@@ -222,3 +221,86 @@ def _listen(session: Session, view: LinkedView) -> Callable[[], None]:
 
 def _answer_message(view: LinkedView, message: Any, _: Any) -> None:
     view._answer(message)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Opening a view: its session, with the names of the user's variables, and the inputs of its runs
+
+
+def session_for_view(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    *,
+    inputs: Any = None,
+    typed: str | None = None,
+    tokenizer: Any = None,
+) -> tuple[Session, Runs]:
+    """Returns the session of a graph for a new view of it, and the runs, with these inputs and this tokenizer.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        inputs: The inputs of runs: a tuple of arguments, a dict of keyword arguments, or one value; `None`: as before.
+        typed: The arguments of a call as Python code, evaluated for each run.
+        tokenizer: Turns tokens into text; `None`: as before.
+
+    Raises:
+        TypeError: The tokenizer is not valid.
+    """
+    _check_tokenizer(tokenizer)
+    session = session_of(graph)
+    names = [name for name, other in workspace.graphs().items() if other is graph]
+    if names:  # sets the variable names of the graph and the model in the session
+        workspace.named(session.origin.graph if session.origin.graph in names else names[0])
+    elif session.origin.graph in workspace.namespace:  # may be another graph, which exported code must not patch
+        free = next(name for name in numbered(session.origin.graph) if name not in workspace.namespace)
+        session.origin = replace(session.origin, graph=free)
+    runs = Runs.of(session, workspace)
+    runs.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
+    return session, runs
+
+
+def inputs_of_view(
+    session: Session, workspace: Workspace, runs: Runs, inputs: Inputs | None, typed: str | None = None
+) -> RunInputs:
+    """Returns the inputs of a new view: those that were given, else those that were typed, else those of *Run*.
+
+    Args:
+        session: The session of the graph.
+        workspace: The user's variables.
+        runs: The runs of the session.
+        inputs: The inputs that were given.
+        typed: The inputs as Python code.
+
+    Raises:
+        ChosenPatchError: The typed inputs are not valid.
+        SessionError: There are no inputs.
+    """
+    if inputs is None:
+        return inputs_for_run(session, workspace.namespace, typed or runs.typed, runs.inputs)
+    written = written_arguments(inputs.args, inputs.kwargs, workspace.namespace)
+    return RunInputs(inputs.args, inputs.kwargs, written or "...")
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    methods = (getattr(tokenizer, name, None) for name in ("decode", "convert_ids_to_tokens"))
+    if tokenizer is None or (any(map(callable, methods)) and not isinstance(tokenizer, bytes)):
+        return
+    raise TypeError(
+        f"tokenizer must be an object with decode or convert_ids_to_tokens, not {tokenizer!r:.80}; "
+        "load it first: AutoTokenizer.from_pretrained(...)"
+    )
+
+
+def workspace_of_user(namespace: dict[str, Any]) -> Workspace:
+    """Returns the user's variables: those of IPython if it is running, else `namespace`."""
+    if "IPython" in sys.modules:
+        from IPython.core.getipython import get_ipython
+
+        if (shell := get_ipython()) is not None:
+            return workspace_of(shell)
+    return Workspace(lambda: namespace, _refuse_cell)
+
+
+def _refuse_cell(text: str) -> None:
+    raise NotImplementedError("there are no cells here")

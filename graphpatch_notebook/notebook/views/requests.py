@@ -94,7 +94,7 @@ def patch_state(session: Session, row: int | None, patch: ChosenPatch) -> dict[s
 
 
 Answer: TypeAlias = "tuple[dict[str, Any], list[bytes]]"
-Handlers: TypeAlias = "Mapping[str, Callable[[Any, Payload], Answer]]"
+Handlers: TypeAlias = "Mapping[str, Callable[[RequestContext, Payload], Answer]]"
 """By the name of a request: a function of the context and the payload."""
 _LONGEST_NAME = 100
 _MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report it, with the traceback above in the log"
@@ -108,15 +108,11 @@ class RequestContext:
         session: The session.
         workspace: The user's variables.
         runs: The runs of the session.
-        arguments: Returns the default arguments of a run as Python code; `None`: those of `runs`.
-        written: Returns the same for exported code; `None` if the code of the inputs is not known.
     """
 
     session: Session
     workspace: Workspace
     runs: Runs
-    arguments: Callable[[], str | None] = lambda: None
-    written: Callable[[], str | None] = lambda: None
 
 
 class Payload:
@@ -339,7 +335,7 @@ def _export(context: RequestContext, payload: Payload) -> Answer:
     if form not in ("graphpatch", "hooks"):
         raise SessionError(f"unknown form {cut(repr(form))}: it is 'graphpatch' or 'hooks'")
     # With the inputs of *Run*, so that the numbers are equal.
-    origin = replace(context.session.origin, arguments=payload.text_or_none("inputs") or context.written())
+    origin = replace(context.session.origin, arguments=payload.text_or_none("inputs") or context.runs.written())
     return {"code": str(export(context.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []
 
 
@@ -348,13 +344,7 @@ def _export(context: RequestContext, payload: Payload) -> Answer:
 
 
 def _run(context: RequestContext, payload: Payload) -> Answer:
-    return context.runs.status(context.runs.start(inputs_of(context, payload)))
-
-
-def inputs_of(context: RequestContext, payload: Payload) -> str | None:
-    """Returns the arguments of a run as Python code; `None`: those of the runs."""
-    typed = payload.text_or_none("inputs")
-    return typed if typed is not None and typed.strip() else context.arguments()
+    return context.runs.status(context.runs.start(payload.text_or_none("inputs")))
 
 
 def run_status(context: RequestContext, payload: Payload) -> Answer:

@@ -14,8 +14,7 @@ from graphpatch_notebook.experiments.plotting.grids import Grid, Side
 from graphpatch_notebook.experiments.results.arrays import component_of
 from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.linked import LinkedView
-from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.linked import LinkedView, session_for_view
 from graphpatch_notebook.notebook.views.selection import Item, item_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 

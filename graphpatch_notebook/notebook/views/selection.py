@@ -7,7 +7,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -53,25 +53,19 @@ def problem_of(items: Any) -> str | None:
     return None
 
 
-class SelectionFollower(Protocol):
-    """An object that is notified of changes of a selection."""
-
-    def follow_selection(self) -> None:
-        """Called after each change."""
-
-
 class SharedSelection:
     """The items that are selected in the views of one graph.
 
     Attributes:
         group: Identifies the views that share it, in the page.
         items: What is selected, in the order of the clicks.
+        followers: The views that show it. Their `follow_selection` is called after each change.
     """
 
     def __init__(self) -> None:
         self.group = uuid.uuid4().hex
         self.items: list[Item] = []
-        self._followers: weakref.WeakSet[SelectionFollower] = weakref.WeakSet()
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def set(self, items: Iterable[Mapping[str, Any]]) -> None:
         """Selects these items instead of the ones before, in all views."""
@@ -79,16 +73,8 @@ class SharedSelection:
         if chosen == self.items:
             return
         self.items = chosen
-        for follower in tuple(self._followers):
+        for follower in tuple(self.followers):
             follower.follow_selection()
-
-    def add(self, follower: SelectionFollower) -> None:
-        """Calls `follow_selection` of an object after each change, as long as the object exists."""
-        self._followers.add(follower)
-
-    def remove(self, follower: SelectionFollower) -> None:
-        """Stops calling an object."""
-        self._followers.discard(follower)
 
 
 _selections: weakref.WeakKeyDictionary[PatchableGraph, SharedSelection] = weakref.WeakKeyDictionary()

@@ -191,7 +191,7 @@ class Front:
 
     def send(self, request: str, **payload: Any) -> tuple[dict[str, Any], list[bytes]]:
         context = self.view._request_context
-        return answer(context, {"id": 1, "request": request, "payload": payload}, self.view.HANDLERS)
+        return answer(context, {"id": 1, "request": request, "payload": payload}, self.view._handlers())
 
     def ask(self, request: str, **payload: Any) -> dict[str, Any]:
         reply, _ = self.send(request, **payload)
