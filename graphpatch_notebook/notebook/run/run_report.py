@@ -31,7 +31,7 @@ from graphpatch_notebook.notebook.display.statistics import (
 )
 from graphpatch_notebook.notebook.display.tokens import TokenLabels
 from graphpatch_notebook.notebook.run.model_calls import PatchMap
-from graphpatch_notebook.notebook.run.value_plots import axis_labels, nothing, picture
+from graphpatch_notebook.notebook.run.value_plots import Plane, picture
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.session import ResolvedPatches
 from graphpatch_notebook.patches.kinds import Patch
@@ -322,13 +322,12 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 def shown_value(value: Any, labels: TokenLabels | None, buffers: Buffers) -> dict[str, Any]:
     """Returns the statistics, plot and labels of a value."""
     numbers = readable(value)
-    found = picture(numbers, None, {}) if numbers.tensor is not None else nothing(str(numbers.remark))
-    rows, columns = axis_labels(numbers.tensor, found, labels)
+    found = picture(numbers, Plane(), labels)
     return {
         "statistics": statistics_of(value, numbers),
         "plot": buffers.plot(found.plot, found.values),
-        "row_labels": rows,
-        "column_labels": columns,
+        "row_labels": found.row_labels,
+        "column_labels": found.column_labels,
     }
 
 

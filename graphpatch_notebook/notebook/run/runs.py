@@ -15,15 +15,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, next_tokens
-from graphpatch_notebook.notebook.run.activation import (
-    Activation,
-    Plane,
-    ShownValue,
-    recorded_shape,
-    target_of,
-)
+from graphpatch_notebook.notebook.run.activation import Activation, ShownValue, target_of
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
 from graphpatch_notebook.notebook.run.model_calls import (
     CallCount,
@@ -35,10 +31,12 @@ from graphpatch_notebook.notebook.run.model_calls import (
     no_inputs,
 )
 from graphpatch_notebook.notebook.run.run_report import Buffers, KeptValue, ProbedCalls, changes, with_copied_weights
+from graphpatch_notebook.notebook.run.value_plots import Plane
 from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Results, Workspace
 from graphpatch_notebook.patchable_graph import captured
+from graphpatch_notebook.values import TensorSpec
 
 _MOST_KEPT = 8
 _BUSY = "a run is in progress; wait for it to finish, or interrupt it"
@@ -333,9 +331,8 @@ class Runs:
         key = (target.text, version, inputs, id(self.inputs), captured(session.graph).edits, _cells(namespace))
         if (known := self._shown_already(key, wanted)) is not None:
             return known
-        shape = recorded_shape(target)
-        if shape is not None and not inputs and self.inputs is None:
-            wanted.check(shape)
+        if isinstance(target.spec, TensorSpec) and not inputs and self.inputs is None:
+            wanted.part(torch.empty(target.spec.shape, device="meta"))  # raises an error if it is not valid
         self._check_idle(replaces_activation=True)
         count, tokenizer, settings = CallCount(1), self.tokenizer, self._current_settings()
         activation = Activation(session, target, is_patched, inputs, self.inputs, namespace, settings, count)

@@ -21,7 +21,7 @@ from graphpatch_notebook.notebook.session.expressions import (
     without_syntax_warnings,
 )
 from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PATCH_KINDS, PatchKind, PatchValue
-from graphpatch_notebook.notebook.session.slices import Bounds, SliceText, parse_slice
+from graphpatch_notebook.notebook.session.slices import SliceText, parse_slice
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.selections import NAMED_STEPS
 from graphpatch_notebook.paths import nearest
@@ -288,7 +288,7 @@ def parse_numbers(text: str) -> str:
         return stripped
     typed = parse_slice(stripped)
     is_list = all(isinstance(part, int) for part in typed.parts)
-    is_range = len(typed.parts) == 1 and isinstance(typed.parts[0], Bounds)
+    is_range = len(typed.parts) == 1 and isinstance(typed.parts[0], slice)
     if typed.names or not (is_list or is_range):
         raise ValueError(f"{text!r} is not a list of whole numbers; write 3, or 2, 40, or 1:5")
     return str(typed)
@@ -309,7 +309,7 @@ def parse_positions(text: str) -> str:
         return parse_numbers(text)
     is_whole = stripped.startswith("[[") and stripped.endswith("]]")
     typed = parse_slice(stripped[1:-1] if is_whole else stripped)
-    is_rows = all(isinstance(part, tuple) for part in typed.parts) and (is_whole or len(typed.parts) > 1)
+    is_rows = all(isinstance(part, list) for part in typed.parts) and (is_whole or len(typed.parts) > 1)
     if typed.names or not is_rows:
         raise ValueError(f"{text!r} has no positions for each row of the batch; write [3], [5], [2]")
     return f"[{typed}]"
