@@ -34,11 +34,11 @@ from graphpatch_notebook.notebook.completion.cursor import (
     Cursor,
     Expression,
     argument_at_end,
-    arguments_by_command,
     cursor_at_end,
 )
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.magics.command_line import cut_place
+from graphpatch_notebook.notebook.magics.commands import commands
 from graphpatch_notebook.notebook.search.query import KEYS, NODE_KINDS, STATES
 from graphpatch_notebook.notebook.search.search import NodeColumns, index_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
@@ -140,7 +140,7 @@ class PathCompleter:
                 # A slice is complete and needs a space. Without an offer, IPython would complete the word.
                 return Offers(0, [Offer(f"{typed} ", "slice")])
             case "command":
-                return _beginning(typed, (Offer(name, "command") for name in arguments_by_command()))
+                return _beginning(typed, (Offer(name, "command") for name in commands()))
             case "option":
                 return _beginning(typed, (Offer(name, "option") for name in argument.options))
             case "graph":

@@ -20,11 +20,16 @@ from graphpatch_notebook.components.names import BRACKETS
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.session.expressions import undefined
-from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.paths import nearest
 
-# The options of commands that choose a patch, each with whether it takes an argument.
-OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
+# The options of commands that choose a patch, each with how the help calls its argument, if it takes one.
+OPTIONS = {
+    "--steps": "STEPS",
+    "--positions": "POSITIONS",
+    "--position-dim": "DIM",
+    "--any-shape": "",
+    "--allow-empty": "",
+}
 STRING = re.compile("|".join(rf"{quote}(?:[^\\]|\\.)*?{quote}" for quote in ('"""', "'''", '"', "'")), re.DOTALL)
 OPEN_STRING = re.compile(r"""(["'])(?:[^\\]|\\.)*?(?:\1|\\?$)""", re.DOTALL)
 _PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\s\["]|"(?=[^"]*$))*')
@@ -130,12 +135,13 @@ def without_comment(text: str) -> str:
     return text.rstrip()
 
 
-def split_options(text: str, known: Mapping[str, bool]) -> tuple[dict[str, str], str]:
+def split_options(text: str, known: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """Returns the options at the start and at the end of a text, and the text between them.
 
     Args:
         text: The text. Options inside quotes or brackets are ignored.
-        known: The known options, and whether each takes an argument. The value of one that takes none is `""`.
+        known: The known options, each with something true if it takes an argument. The value of one that takes none
+            is `""`.
 
     Raises:
         SessionError: An option is unknown, given twice, without its argument, or in the middle of other text.
@@ -170,7 +176,7 @@ def leading_options(text: str) -> tuple[dict[str, str], str]:
 def _leading_option(text: str) -> tuple[dict[str, str], str]:
     """Returns the first option, and the text after it unchanged: a path is not split into words as a value is."""
     name, _, rest = text.partition(" ")
-    if "=" in name or OPTIONS.get(name) is False:
+    if "=" in name or OPTIONS.get(name) == "":
         return split_options(name, OPTIONS)[0], rest.lstrip()
     if name not in OPTIONS:
         split_options(name, OPTIONS)  # raises an error
@@ -179,7 +185,7 @@ def _leading_option(text: str) -> tuple[dict[str, str], str]:
     return split_options(f"{name} {rest[:end]}", OPTIONS)[0], rest[end:].lstrip()
 
 
-def _take_options(text: str, known: Mapping[str, bool], found: dict[str, str]) -> str:
+def _take_options(text: str, known: Mapping[str, Any], found: dict[str, str]) -> str:
     """Moves the options at the start of `text` to `found`, and returns the rest."""
     while (first := next(words(text), None)) and _is_option(first[1], known):
         word = first[1]
@@ -205,7 +211,7 @@ def _take_options(text: str, known: Mapping[str, bool], found: dict[str, str]) -
     return text
 
 
-def _is_option(word: str, known: Mapping[str, bool]) -> bool:
+def _is_option(word: str, known: Mapping[str, Any]) -> bool:
     return word in known or _OPTION.fullmatch(word) is not None
 
 
@@ -340,40 +346,11 @@ def _with_slice(path: str, slice_text: str | None) -> str:
 
 Variables: TypeAlias = Callable[[], Mapping[str, Any]]
 
-_COMMAND = re.compile(r"\s*(\S+)\s*")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _DOLLAR = re.compile(r"\$([^\W\d]\w*)")
-_WITH_PATHS = ("rm", "enable", "disable", "show", "ls", "code", "shape")
 
 
-def expanded(line: str, variables: Variables) -> str:
-    """Returns a line of the magic, with variables in its paths and variable names replaced by their values.
-
-    Args:
-        line: The text after `%graphpatch`.
-        variables: Returns the user's variables. Called only if the line has braces or `$`.
-
-    Raises:
-        SessionError: An expression in braces cannot be evaluated.
-
-    Example:
-        >>> expanded("add h_{i}.output[:, 0] {'a': 1}['a']", lambda: {"i": 3})
-        "add h_3.output[:, 0] {'a': 1}['a']"
-    """
-    match = _COMMAND.match(line)
-    if match is None or not ("{" in line or "$" in line):
-        return line
-    command, rest = match[1], line[match.end() :].rstrip()
-    if (kind := PATCH_KINDS.get(command)) is not None:
-        after = leading_options(rest)[1]
-        front = rest[: len(rest) - len(after)]
-        return line[: match.end()] + front + _of_patch(after, variables, has_name=kind.keeps is not None)
-    if command in _WITH_PATHS:
-        return line[: match.end()] + _of_words(rest, variables)
-    return line
-
-
-def _of_patch(text: str, variables: Variables, *, has_name: bool) -> str:
+def expanded_patch(text: str, variables: Variables, *, has_name: bool) -> str:
     """Expands variables in the path, and in the text after it if that is the name of a variable."""
     component = COMPONENT.match(text)  # `layers[{i}].mlp_out`
     begin = 0 if component is None else component.end()
@@ -386,10 +363,10 @@ def _of_patch(text: str, variables: Variables, *, has_name: bool) -> str:
         rest = TypedPath.cut(text).rest
     except SessionError:  # choosing the patch raises the same error
         return text
-    return text[: len(text) - len(rest)] + _of_words(rest, variables)
+    return text[: len(text) - len(rest)] + expanded_words(rest, variables)
 
 
-def _of_words(text: str, variables: Variables) -> str:
+def expanded_words(text: str, variables: Variables) -> str:
     end = next((start for start, word in words(text) if word == "#"), len(text))  # where the comment begins
     return _until(text[:end], variables, lambda _: False) + text[end:]
 

@@ -15,7 +15,7 @@ from IPython.core.magic import no_var_expand
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.magics import cells
 from graphpatch_notebook.notebook.magics.cells import CellRun
-from graphpatch_notebook.notebook.magics.command_line import expanded, one_line
+from graphpatch_notebook.notebook.magics.command_line import one_line
 from graphpatch_notebook.notebook.magics.commands import run
 from graphpatch_notebook.notebook.session.workspace import Workspace
 
@@ -55,7 +55,7 @@ class GraphPatchMagic:
                 return self._run_cell(line, cell)
             if line.startswith("%%"):
                 return self._run_part_of_cell(line)
-            return run(self.workspace, expanded(line, self._variables))
+            return run(self.workspace, line, self._variables)
         except SessionError as error:
             raise UsageError(one_line(error)) from None
 
