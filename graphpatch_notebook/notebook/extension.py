@@ -16,11 +16,7 @@ _NAMES = frozenset({"graphpatch", "graphpatch_notebook"})  # the names that the 
 
 
 class Extension:
-    """The extension in one shell.
-
-    Args:
-        shell: The `InteractiveShell`. Typed as `Any` because most of IPython has no types.
-    """
+    """The extension in one shell, which is `Any` here and below: most of IPython has no types."""
 
     def __init__(self, shell: Any) -> None:
         proxy = weakref.proxy(shell)  # `_extensions` must not keep shells alive

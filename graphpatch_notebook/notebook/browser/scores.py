@@ -17,18 +17,7 @@ _LARGEST = 3.4028234663852886e38  # of a float32
 
 
 def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleton) -> dict[str, float]:
-    """Returns scores by the canonical paths of their rows.
-
-    Args:
-        scores: Maps paths of nodes, of values in containers, or of graphs to numbers: of Python or numpy, or tensors
-            without dimensions. NaN means that a path has no score. Or an `xarray.DataArray` with the dimension `path`.
-        skeleton: The rows.
-
-    Raises:
-        UnknownPathError: Some paths do not exist; the message lists the nearest paths.
-        TypeError: A score is not a number, or `scores` is not a mapping.
-        ValueError: A score is infinite or too large, or the array has other dimensions.
-    """
+    """Returns scores by the canonical paths of their rows: `Browser.set_scores`, which names the errors."""
     if _is_data_array(scores):
         scores = _mapping_of(scores)
     if not isinstance(scores, Mapping):

@@ -23,14 +23,7 @@ _MOST_PATCHES = 100
 
 @dataclass(frozen=True)
 class StaticTree:
-    """The static tree of a graph.
-
-    Attributes:
-        model_id: The id of the widget that hides it.
-        title: A line above the tree.
-        entry: The tree.
-        patches: The chosen patches.
-    """
+    """The static tree of a graph."""
 
     model_id: str
     title: str

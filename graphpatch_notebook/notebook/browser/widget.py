@@ -371,23 +371,9 @@ def browser_of(
     circuit: Circuit | None = None,
     views: Iterable[str] = (),
 ) -> Browser:
-    """Returns a new browser of a graph. All browsers of a graph share the chosen patches and the runs.
+    """Returns a new browser of a graph: `pg.browse`. `typed` are the inputs as Python code, evaluated for each run.
 
-    Args:
-        graph: The graph.
-        workspace: The user's variables.
-        path: The path of the row to select.
-        inputs: The inputs of *Run*: a tuple of arguments, a dict of keyword arguments, or one value.
-        typed: The arguments of a call as Python code, evaluated for each run.
-        tokenizer: Turns tokens into text.
-        circuit: Shown above the tree.
-        views: The names of views that are shown above the tree: "attention", "lens".
-
-    Raises:
-        UnknownPathError: The path does not exist; the message lists the nearest paths.
-        TypeError: The tokenizer is not valid.
-        ValueError: There is not a view of such a name.
-        GraphError: The front end is not built, or a view does not have anything to show.
+    All browsers of a graph share the chosen patches and the runs.
     """
     # The runs exist as long as something refers to them.
     session, _runs = session_for_view(graph, workspace, inputs=inputs, typed=typed, tokenizer=tokenizer)

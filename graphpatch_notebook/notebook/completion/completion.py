@@ -53,13 +53,7 @@ _PRIORITY = 1000
 
 
 class PathCompleter:
-    """The completer of one shell. `install` adds it, and `uninstall` removes it.
-
-    Args:
-        shell: The `InteractiveShell`, or a weak proxy of it. Typed as `Any` because most of IPython has no types.
-        active: Returns the graph that commands apply to.
-        taken: Returns the names that are not offered for the variable of a probe. Default: all variables.
-    """
+    """The completer of one shell. `install` adds it, and `uninstall` removes it."""
 
     def __init__(
         self,
@@ -337,12 +331,7 @@ _PLAIN = re.compile(r'[^."|\s\[\]]*')
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One completion.
-
-    Attributes:
-        text: The text.
-        label: A short description of it.
-    """
+    """One completion."""
 
     text: str
     label: str

@@ -119,12 +119,7 @@ def _key(item: dict[str, Any], *names: str) -> Any:
 
 
 def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _: None) -> dict[str, Any]:
-    """Returns the `CircuitPicture` of the front end.
-
-    Args:
-        circuit: The circuit.
-        row_of: Returns the row of a component in the tree; `None` if it does not have one.
-    """
+    """Returns the `CircuitPicture` of the front end."""
     shown = circuit.strongest(_MOST_EDGES)
     layout = lay_out(shown)
     rows = [row_of(node.name) for node in layout.nodes]
@@ -169,12 +164,7 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
 
 
 def static_circuit(circuit: Circuit, model_id: str) -> str:
-    """Returns HTML with the picture of a circuit, and a list of its strongest edges, which pages may show instead.
-
-    Args:
-        circuit: The circuit.
-        model_id: The model id of the widget that hides the HTML.
-    """
+    """Returns HTML with the picture of a circuit, and a list of its strongest edges, which pages may show instead."""
     picture = base64.b64encode(circuit.to_svg(edges=READABLE).encode()).decode()
     edges = circuit.strongest(_LISTED).edges
     rows = "".join(

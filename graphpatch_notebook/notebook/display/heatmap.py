@@ -266,14 +266,7 @@ _BOLD = 0.8
 
 
 def static_heatmap(grid: Grid, title: str | None, model_id: str, *, is_upward: bool) -> str:
-    """Returns HTML of up to about `MOST_BYTES`: all cells of a small result, or the strongest cells of a large one.
-
-    Args:
-        grid: The result.
-        title: The title.
-        model_id: The model id of the widget that hides the HTML.
-        is_upward: Whether the first row is at the bottom.
-    """
+    """Returns HTML of up to about `MOST_BYTES`: all cells of a small result, or the strongest cells of a large one."""
     table = "\n".join(_lines(grid, title, model_id, _table(grid, is_upward=is_upward)))
     if grid.values.size <= _MOST_CELLS and len(table.encode()) <= MOST_BYTES:
         return table

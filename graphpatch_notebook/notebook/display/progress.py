@@ -52,27 +52,14 @@ def capture_progress(model: nn.Module, delay: float = DELAY) -> Iterator[None]:
 
 @contextmanager
 def busy(doing: str, delay: float = DELAY) -> Iterator[None]:
-    """Displays that the block is running, if it takes longer than `delay` seconds.
-
-    Args:
-        doing: The displayed text, such as `"Building code"`.
-        delay: The delay in seconds.
-    """
+    """Displays that the block is running, if it takes longer than `delay` seconds."""
     with _watched(_Operation(doing), delay):
         yield
 
 
 @dataclass
 class _Operation:
-    """The state of an operation, which a display shows.
-
-    Attributes:
-        doing: The displayed text.
-        count: The number of finished module calls, or `None` if they are not counted.
-        expected: The expected number of module calls.
-        started: The start time of the monotonic clock.
-        has_succeeded: Whether the operation finished without an error.
-    """
+    """The state of an operation, which a display shows."""
 
     doing: str
     count: FrameCount | None = None
@@ -130,11 +117,7 @@ def _watch(operation: _Operation, is_done: threading.Event, delay: float) -> Non
 
 
 class _Display(Protocol):
-    """Displays progress from one thread.
-
-    Attributes:
-        interval: The time between updates, in seconds.
-    """
+    """Displays progress from one thread."""
 
     interval: float
 

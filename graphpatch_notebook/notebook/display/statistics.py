@@ -173,12 +173,7 @@ def bounded(number: float) -> float:
 
 
 def statistics_of(value: Any, numbers: Readable) -> dict[str, Any]:
-    """Returns the `Statistics` of a value for the front end.
-
-    Args:
-        value: The value.
-        numbers: The result of `readable` for the value.
-    """
+    """Returns the `Statistics` of a value for the front end."""
     is_tensor = isinstance(value, Tensor)
     found = summary(numbers.tensor) if numbers.tensor is not None else None
     return {

@@ -57,11 +57,6 @@ class HooksExport:
     With the names in its first line, the script computes the same values, bit for bit, as
     `with pg.patch(session.resolve(...).patch_map)`. It raises if a module is not called as often as in the example.
 
-    Args:
-        patches: The patches.
-        origin: How the user made the graph.
-        root: The root frame of its capture.
-
     Raises:
         ExportError: Some patches cannot be written as hooks; the message names them, and what to patch instead.
     """
@@ -218,12 +213,6 @@ class HookPlan:
 
 def hook_plans(patches: Sequence[ChosenPatch], root: Frame, model: str, arguments: CallArguments) -> list[HookPlan]:
     """Returns the hooks for the patches.
-
-    Args:
-        patches: The patches.
-        root: The root frame of the capture.
-        model: The variable that holds the model.
-        arguments: The arguments of the call of the model.
 
     Raises:
         ExportError: Some patches cannot be written as hooks; the message names them all.
@@ -440,14 +429,7 @@ def _boundary_paths(frame: Frame, node: Node) -> list[str]:
 
 @dataclass(slots=True)
 class Script:
-    """The names that the functions share.
-
-    Attributes:
-        names: All global names of the script.
-        calls: The variable that counts the calls of each function.
-        kept: The variable that holds the results of probes.
-        lookups: The sources of values and slices.
-    """
+    """The names that the functions share."""
 
     names: Names
     calls: str
@@ -461,13 +443,7 @@ def takes_kwargs(plan: HookPlan) -> bool:
 
 
 class HookFunction:
-    """The source of a hook.
-
-    Args:
-        plan: Its edits.
-        name: Its name.
-        script: The names that all functions share.
-    """
+    """The source of a hook."""
 
     def __init__(self, plan: HookPlan, name: str, script: Script) -> None:
         self.plan = plan

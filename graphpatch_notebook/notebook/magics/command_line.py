@@ -256,10 +256,6 @@ _HEAD = re.compile(r"\s*\S*")
 def cut_place(text: str, root: Frame) -> TypedPath:
     """Returns `PATH[slice]` at the start of a text, without quotes around the path.
 
-    Args:
-        text: The text.
-        root: The root frame of the capture.
-
     Raises:
         SessionError: It is not a path. If it is a Python expression for a module in a list, the message has its path.
     """
@@ -304,14 +300,7 @@ def _of_list_items(text: str, root: Frame) -> str | None:
 
 
 def advice(message: str, place: TypedPath, kind: str, root: Frame) -> str:
-    """Returns the message for a path that cannot be patched, in the syntax of the magic, with the slice as typed.
-
-    Args:
-        message: The message of the session.
-        place: The typed path.
-        kind: The kind of patch.
-        root: The root frame of the capture.
-    """
+    """Returns the message for a path that cannot be patched, in the syntax of the magic, with the slice as typed."""
     if "*" in re.sub(r'"[^"]*"', "", place.path):
         has_one_star = place.path.count("*") == 1
         path = _with_slice(place.path.replace("*", "{i}") if has_one_star else "{path}", place.slice)

@@ -413,11 +413,6 @@ def _choosing(kind: PatchKind) -> Command:
 def run(workspace: Workspace, line: str, variables: Variables) -> Any:
     """Runs one line after `%graphpatch`, and returns the value to display, or `None`.
 
-    Args:
-        workspace: The user's variables that commands work on.
-        line: The line.
-        variables: Returns all variables that the line may name in its paths.
-
     Raises:
         SessionError: The command does not exist, or cannot run with these arguments.
     """
@@ -508,10 +503,6 @@ def _unknown(workspace: Workspace, name: str) -> str:
 
 def expanded(line: str, variables: Variables) -> str:
     """Returns a line of the magic, with variables in its paths and variable names replaced by their values.
-
-    Args:
-        line: The text after `%graphpatch`.
-        variables: Returns the user's variables. Called only if the line has braces or `$`.
 
     Raises:
         SessionError: An expression in braces cannot be evaluated.

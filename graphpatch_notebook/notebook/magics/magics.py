@@ -21,12 +21,7 @@ from graphpatch_notebook.notebook.session.workspace import Workspace
 
 
 class GraphPatchMagic:
-    """The magic of one shell.
-
-    Args:
-        shell: The `InteractiveShell`, or a weak proxy of it. Typed as `Any` because most of IPython has no types.
-        workspace: The variables of the shell.
-    """
+    """The magic of one shell."""
 
     def __init__(self, shell: Any, workspace: Workspace) -> None:
         self._shell = shell

@@ -149,15 +149,7 @@ def generation(workspace: Workspace, text: str) -> GenerationView:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a command that opens a view asks for.
-
-    Attributes:
-        graph: The active graph.
-        options: The options that were typed.
-        rest: The text besides these.
-        tokenizer: The tokenizer; `None` if none was typed.
-        typed: The inputs as Python code; `None` if none were typed.
-    """
+    """What a command that opens a view asks for."""
 
     graph: PatchableGraph
     options: dict[str, str]
@@ -328,11 +320,6 @@ class Listing(Table[Child]):
 
 def listing(pg: PatchableGraph, path: str = "", patched_paths: Collection[str] = ()) -> Listing:
     """Returns the children of the graph, node or container at `path`, without values that only carry sizes.
-
-    Args:
-        pg: The graph.
-        path: The path; empty for the root graph.
-        patched_paths: The paths to mark as patched.
 
     Raises:
         UnknownChildError: The path does not exist. The message has the most similar paths.

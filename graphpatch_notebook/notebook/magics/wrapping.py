@@ -30,12 +30,7 @@ _MAKE = "<graphpatch>"  # not a name that a user can define
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The parsed form of `NAME = MODEL(ARGS)`.
-
-    Attributes:
-        name: The variable.
-        call: The parsed call.
-    """
+    """The parsed form of `NAME = MODEL(ARGS)`."""
 
     name: str
     call: ast.Call

@@ -38,16 +38,6 @@ def target_of(session: Session, path: str) -> Target:
 class Activation:
     """Gets the value of a node.
 
-    Args:
-        session: The session.
-        target: The node.
-        is_patched: Whether the model runs with the chosen patches.
-        typed: The arguments of a call as Python code.
-        given: The inputs that the browser was given.
-        namespace: The user's variables.
-        settings: The settings of the user's thread.
-        count: Updated after each call of the model.
-
     Raises:
         SessionError: A run is needed and there are no inputs, or a value cannot be evaluated.
     """
@@ -118,13 +108,6 @@ def _is_held(target: Target) -> bool:
 
 class ShownValue:
     """The display of a value.
-
-    Args:
-        path: The node path.
-        value: The value.
-        plane: The slice to plot.
-        labels: The texts of the tokens in the inputs.
-        is_kept: Whether to keep a copy of the value for other slices, if it is not too large.
 
     Attributes:
         view: The `ActivationView` of the front end.

@@ -212,12 +212,7 @@ _MOMENT = 0.02
 
 @dataclass
 class CallCount:
-    """The number of calls. Other threads may read it during the run.
-
-    Attributes:
-        total: The number of all calls.
-        done: The number of finished calls.
-    """
+    """The number of calls. Other threads may read it during the run."""
 
     total: int
     done: int = 0
@@ -225,13 +220,7 @@ class CallCount:
 
 @dataclass
 class CallResults:
-    """The results of the calls.
-
-    Attributes:
-        outputs: The output of each call.
-        warnings: The warnings of this package.
-        tokens: The tokens in the inputs.
-    """
+    """The results of the calls."""
 
     outputs: list[Any] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

@@ -241,13 +241,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class KeptValue:
-    """The value that a probe or record kept in a run.
-
-    Attributes:
-        chosen: The probe or record.
-        value: The value of its variable; `None` if it did not fire.
-        problem: Why there is not a value.
-    """
+    """The value that a probe or record kept in a run."""
 
     chosen: ChosenPatch
     value: Any
@@ -257,26 +251,14 @@ class KeptValue:
     def of(
         cls, chosen: ChosenPatch, patch: Patch[Any], names: Mapping[str, Any], separate: Callable[[Any], Any]
     ) -> KeptValue:
-        """Returns the value of a probe after a run.
-
-        Args:
-            chosen: The probe or record.
-            patch: Its patch, after the run.
-            names: The variables in its slice.
-            separate: Returns a value that does not change when the state of the model is restored.
-        """
+        """Returns the value of a probe after a run."""
         try:
             return cls(chosen, separate(chosen.taken(patch, names)))
         except PatchValueError as error:
             return cls(chosen, None, str(error))
 
     def report(self, labels: TokenLabels | None, buffers: Buffers) -> dict[str, Any]:
-        """Returns the `ProbeReport` of the front end.
-
-        Args:
-            labels: The texts of the tokens in the inputs.
-            buffers: Receives the values of the heatmap.
-        """
+        """Returns the `ProbeReport` of the front end."""
         report = {
             "number": self.chosen.number,
             "name": self.chosen.name,
@@ -340,12 +322,6 @@ class ProbedCalls:
     If patches change values and there are probes, the call before the last one has the probes as its only patches. This
     is the first call, unless probes can change rounding: then the first call has no patches at all.
 
-    Args:
-        root: The captured frame of the model.
-        chosen: The chosen patches.
-        resolved: The chosen patches with their values.
-        namespace: The user's variables.
-
     Attributes:
         maps: The patch map of each call.
         unpatched: The probes of the call before the last one; empty if there is nothing to compare.
@@ -368,11 +344,7 @@ class ProbedCalls:
         self.maps = [*([{}] if _change_rounding(root, probes) else []), probes, resolved.patch_map]
 
     def take(self, names: Mapping[str, Any]) -> None:
-        """Stores copies of what the probes of the call before the last one kept.
-
-        Args:
-            names: The variables in the slices.
-        """
+        """Stores copies of what the probes of the call before the last one kept."""
         self._without = [_apart(KeptValue.of(one, patch, names, lambda value: value)) for one, patch in self.unpatched]
 
     def reports(self, kept: list[KeptValue], labels: TokenLabels | None, buffers: Buffers) -> list[dict[str, Any]]:

@@ -127,11 +127,6 @@ def _is_index(value: Any) -> bool:
 def picture(numbers: Readable, plane: Plane, labels: TokenLabels | None) -> Picture:
     """Returns a heatmap of a slice of a value, or a histogram if the slice has one dimension or row.
 
-    Args:
-        numbers: The numbers of the value.
-        plane: The slice.
-        labels: The tokens of the inputs.
-
     Raises:
         ChosenPatchError: The slice is not valid for the value.
     """

@@ -36,14 +36,7 @@ _COLUMNS = (
 
 
 class FoundNodes(Table[NodeMeta]):
-    """The nodes that match a query, in order of execution: a sequence of `NodeMeta` that displays as a table.
-
-    Args:
-        query: The query.
-        columns: The properties of all nodes.
-        positions: The positions of the nodes that match.
-        hints: Returns suggestions for a query that finds nothing. Called when the table is shown.
-    """
+    """The nodes that match a query, in order of execution: a sequence of `NodeMeta` that displays as a table."""
 
     def __init__(
         self, query: str, columns: NodeColumns, positions: Sequence[int], hints: Callable[[], Iterable[str]] = tuple
@@ -68,12 +61,7 @@ class FoundNodes(Table[NodeMeta]):
 
 
 def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) -> FoundNodes:
-    """Returns the nodes of `pg` that match a query, in order of execution.
-
-    Args:
-        pg: The graph.
-        query: Terms, as explained in `notebook/search/query.py`. All must match. An empty query finds all nodes.
-        patched_paths: The paths of the nodes that are patched, for `is:patched`.
+    """Returns the nodes of `pg` that match all terms of a query (`notebook/search/query.py`), in order of execution.
 
     Raises:
         ValueError: The query is not valid. The message is one line.
@@ -98,11 +86,7 @@ def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) ->
 
 
 class NodeColumns:
-    """The properties of the nodes of a capture that terms test: one list a property, computed at its first use.
-
-    Args:
-        rows: The nodes.
-    """
+    """The properties of the nodes of a capture that terms test: one list a property, computed at its first use."""
 
     def __init__(self, rows: NodeRows) -> None:
         self.rows = rows
@@ -252,11 +236,7 @@ class NodeColumns:
 
 
 class NodeIndex:
-    """The properties of the nodes of one capture, computed when the first query needs them.
-
-    Args:
-        nodes: The nodes of the capture.
-    """
+    """The properties of the nodes of one capture, computed when the first query needs them."""
 
     def __init__(self, nodes: NodeMap) -> None:
         self.nodes = nodes

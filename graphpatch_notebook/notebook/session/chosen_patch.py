@@ -31,12 +31,7 @@ _OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
 
 @dataclass(frozen=True, slots=True)
 class UntrustedFile:
-    """A session file that the user has not trusted yet.
-
-    Attributes:
-        name: The name of the file, as typed.
-        digest: The digest of its text.
-    """
+    """A session file that the user has not trusted yet."""
 
     name: str
     digest: str

@@ -84,11 +84,7 @@ class Session:
     """The patches chosen for one `PatchableGraph`, with undo and redo. Safe to use from several threads.
 
     Each edit makes a new `ChosenPatches`, or raises and changes nothing. An edit with `based_on` is refused with a
-    `StaleEditError` if the session has a newer version.
-
-    Args:
-        graph: The graph. The session does not keep it alive.
-        origin: How the user made the graph.
+    `StaleEditError` if the session has a newer version. The session does not keep the graph alive.
 
     Example:
         >>> import torch
@@ -291,10 +287,6 @@ class Session:
         use what the previous run kept. If a later patch uses the variable of an earlier probe, this is a warning,
         because it may be intended.
 
-        Args:
-            patch: The patch.
-            others: The other patches; by default those of the session.
-
         Raises:
             ChosenPatchError: It cannot be applied; `field` is the field that is wrong.
         """
@@ -326,10 +318,6 @@ class Session:
 
         The end begins at the last submodule with a number, so that layers have different names: `h_3_mlp_output`.
 
-        Args:
-            path: The node path.
-            taken: Names that are not allowed, such as the user's variables.
-
         Example:
             >>> import torch
             >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.ones(1, 2))
@@ -353,10 +341,6 @@ class Session:
 
     def resolve(self, namespace: dict[str, Any], chosen: ChosenPatches | None = None) -> ResolvedPatches:
         """Returns the enabled patches with their values from `namespace`, each a new object.
-
-        Args:
-            namespace: The user's variables.
-            chosen: The patches; by default those of the session now.
 
         Raises:
             SessionError: Some values cannot be evaluated; one error for all of them. No patch was applied.

@@ -41,12 +41,7 @@ class ActiveGraph:
 
 
 class Workspace:
-    """The variables that commands work on. It does not keep graphs or activations alive.
-
-    Args:
-        namespace: Returns the user's variables.
-        put_in_new_cell: Makes a new cell with a text.
-    """
+    """The variables that commands work on. It does not keep graphs or activations alive."""
 
     def __init__(self, namespace: Callable[[], dict[str, Any]], put_in_new_cell: Callable[[str], object]) -> None:
         self._namespace = namespace
@@ -185,11 +180,7 @@ def forget_workspace(shell: Any) -> None:
 
 
 class Results:
-    """The variables that probes and records have filled. It does not keep the values alive.
-
-    Args:
-        namespace: Returns the user's variables.
-    """
+    """The variables that probes and records have filled. It does not keep the values alive."""
 
     def __init__(self, namespace: Callable[[], dict[str, Any]]) -> None:
         self._namespace = namespace

@@ -386,22 +386,7 @@ def attention_of(
     tokenizer: Any = None,
     layers: Sequence[int] | None = None,
 ) -> AttentionView:
-    """Returns a new attention view of a graph.
-
-    Args:
-        graph: The graph.
-        workspace: The user's variables.
-        inputs: The inputs of the model; `None`: those of *Run*.
-        tokens: The texts of the tokens, of each row of the batch, or a tokenizer.
-        typed: The inputs as Python code.
-        tokenizer: A tokenizer.
-        layers: The numbers of the layers to show; `None` for all.
-
-    Raises:
-        GraphError: No attention patterns were found in the model.
-        SessionError: There are no inputs, or a patch context is active.
-        TypeError: The tokenizer is not valid.
-    """
+    """Returns a new attention view of a graph: `show_attention`. `typed` are the inputs as Python code."""
     is_texts = isinstance(tokens, Sequence)
     session, runs = session_for_view(graph, workspace, tokenizer=tokenizer if is_texts else (tokens or tokenizer))
     found = attention_layers(find(captured(graph).root), layers)

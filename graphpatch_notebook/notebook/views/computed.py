@@ -32,12 +32,6 @@ class ComputedView(LinkedView):
     A subclass defines `_work`, `COMPUTED`, and a request that calls `_follow`. Runs start at the first such request
     after the patches have changed, in a thread of their own; traits are set in the thread of requests.
 
-    Args:
-        graph: The graph.
-        session: The session of the graph.
-        workspace: The user's variables.
-        model_id: The model id of the widget.
-
     Raises:
         SessionError: A patch context is active, or the model is sharded over processes.
     """
@@ -62,12 +56,7 @@ class ComputedView(LinkedView):
         super().__init__(graph, session, workspace, model_id)
 
     def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
-        """Returns what computes the numbers.
-
-        Args:
-            patches: The patches that change something.
-            chosen: Their numbers in the session.
-        """
+        """Returns what computes the numbers with the patches that change something; `chosen` are their numbers."""
         raise NotImplementedError
 
     def update(self) -> None:
@@ -134,8 +123,7 @@ class ComputedView(LinkedView):
     def _follow(self, *, is_changed: bool = False) -> Answer:
         """Returns the `JobStatus` of the runs for the patches as they are now; starts them if they have not run.
 
-        Args:
-            is_changed: Whether to compute something else for the same patches.
+        With `is_changed`, something else is computed for the same patches.
         """
         if is_changed or self._computed_for != self._session.chosen.version:
             self._start()

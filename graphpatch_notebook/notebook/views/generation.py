@@ -61,13 +61,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Branch:
-    """A continuation with another token at a step.
-
-    Attributes:
-        line: The line that it is a branch of.
-        is_patched: Whether it is generated with the patches.
-        tokens: The tokens up to the other one, which is the last.
-    """
+    """A continuation with another token at a step: the last of `tokens`, which are those up to this one."""
 
     line: int
     is_patched: bool
@@ -76,11 +70,6 @@ class Branch:
 
 class Generator:
     """Generates greedily from one prompt.
-
-    Args:
-        graph: The graph, of a model with `generate`.
-        inputs: The arguments of `generate`.
-        max_new_tokens: How many tokens are generated at most.
 
     Raises:
         ExperimentError: The model does not have `generate`, or there are several prompts.
@@ -170,20 +159,7 @@ def generation_of(
     *,
     typed: str | None = None,
 ) -> GenerationView:
-    """Returns a new generation view of a graph.
-
-    Args:
-        graph: The graph.
-        workspace: The user's variables.
-        inputs: The arguments of `generate`; `None`: the inputs of *Run*.
-        options: What it shows.
-        typed: The inputs as Python code.
-
-    Raises:
-        ExperimentError: The model cannot generate, or an option does not fit.
-        SessionError: There are no inputs, or a patch context is active.
-        TypeError: The tokenizer is not valid.
-    """
+    """Returns a new generation view of a graph: `show_generation`. `typed` are the inputs as Python code."""
     session, runs = session_for_view(graph, workspace, tokenizer=options.tokens)
     inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
     generator = Generator(graph, inputs, options.max_new_tokens)
@@ -202,16 +178,7 @@ def _checked_score(score: Any) -> str | tuple[float, ...]:
 
 
 class GenerationView(ComputedView):
-    """The tokens that a model generates. `show_generation` returns it.
-
-    Args:
-        graph: The graph.
-        session: The session of the graph.
-        workspace: The user's variables.
-        generator: Generates tokens.
-        tokenizer: Turns tokens into text; `None`: they are numbers.
-        score: What the colors are at first; or the numbers.
-    """
+    """The tokens that a model generates. `show_generation` returns it."""
 
     generation = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     numbers = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
@@ -395,16 +362,7 @@ class GenerationView(ComputedView):
 
 @dataclass
 class _Lines:
-    """The lines that are shown, the one without patches first.
-
-    Attributes:
-        branches: The branches among them.
-        names: Their titles.
-        continuations: Their tokens.
-        is_patched: Whether they are generated with the patches.
-        branch_of: The branch that each is; `None` for the first ones.
-        remarks: Warnings of the run with the patches.
-    """
+    """The lines that are shown, the one without patches first."""
 
     branches: list[Branch] = field(default_factory=list)
     names: list[str] = field(default_factory=list)

@@ -65,20 +65,7 @@ def lens_of(
     *,
     typed: str | None = None,
 ) -> LensView:
-    """Returns a new lens view of a graph.
-
-    Args:
-        graph: The graph.
-        workspace: The user's variables.
-        inputs: The inputs of the model; `None`: those of *Run*.
-        options: What it shows.
-        typed: The inputs as Python code.
-
-    Raises:
-        ExperimentError: The layers or logits of the model are not known, or an option does not fit.
-        SessionError: There are no inputs, or a patch context is active.
-        TypeError: The tokenizer is not valid.
-    """
+    """Returns a new lens view of a graph: `show_lens`. `typed` are the inputs as Python code."""
     is_texts = isinstance(options.tokens, Sequence) and all(isinstance(text, str) for text in options.tokens)
     given = None if options.tokens is None or is_texts else options.tokens
     session, runs = session_for_view(graph, workspace, tokenizer=given)
@@ -124,15 +111,6 @@ def _texts_of_inputs(graph: PatchableGraph, inputs: Inputs, row: int, tokenizer:
 
 class LensView(ComputedView):
     """What each layer says at each position. `show_lens` returns it.
-
-    Args:
-        graph: The graph.
-        session: The session of the graph.
-        workspace: The user's variables.
-        readouts: What states say.
-        options: What it shows.
-        tokenizer: Turns tokens into text; `None`: they are numbers.
-        positions: The text of each position; `None`: they are numbers.
 
     Attributes:
         stream: The stream that is shown.

@@ -41,13 +41,6 @@ class LinkedView(DisplayedWidget):
     `_handlers` by its requests. It keeps the graph alive only if the user does not have a variable with it, and only
     until it is closed.
 
-    Args:
-        graph: The graph.
-        session: The session of the graph.
-        workspace: The user's variables.
-        model_id: The model id of the widget.
-        **traits: Keyword arguments of `Widget`.
-
     Attributes:
         group: Identifies the views that share a selection.
         selection: What is selected, in all views of the graph: a list of items as `item_of` makes them.
@@ -235,14 +228,7 @@ def session_for_view(
     typed: str | None = None,
     tokenizer: Any = None,
 ) -> tuple[Session, Runs]:
-    """Returns the session of a graph for a new view of it, and the runs, with these inputs and this tokenizer.
-
-    Args:
-        graph: The graph.
-        workspace: The user's variables.
-        inputs: The inputs of runs: a tuple of arguments, a dict of keyword arguments, or one value; `None`: as before.
-        typed: The arguments of a call as Python code, evaluated for each run.
-        tokenizer: Turns tokens into text; `None`: as before.
+    """Returns the session of a graph for a new view, and the runs, with these inputs and tokenizer if they are given.
 
     Raises:
         TypeError: The tokenizer is not valid.
@@ -263,19 +249,7 @@ def session_for_view(
 def inputs_of_view(
     session: Session, workspace: Workspace, runs: Runs, inputs: Inputs | None, typed: str | None = None
 ) -> RunInputs:
-    """Returns the inputs of a new view: those that were given, else those that were typed, else those of *Run*.
-
-    Args:
-        session: The session of the graph.
-        workspace: The user's variables.
-        runs: The runs of the session.
-        inputs: The inputs that were given.
-        typed: The inputs as Python code.
-
-    Raises:
-        ChosenPatchError: The typed inputs are not valid.
-        SessionError: There are no inputs.
-    """
+    """Returns the inputs of a new view: those that were given, else those that were typed, else those of *Run*."""
     if inputs is None:
         return inputs_for_run(session, workspace.namespace, typed or runs.typed, runs.inputs)
     written = written_arguments(inputs.args, inputs.kwargs, workspace.namespace)

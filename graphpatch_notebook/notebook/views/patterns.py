@@ -57,10 +57,6 @@ class AttentionLayer:
 def attention_layers(components: Components, layers: Sequence[int] | None = None) -> list[AttentionLayer]:
     """Returns the attentions of a model, in order.
 
-    Args:
-        components: The components of the model.
-        layers: The numbers of the layers; `None` for all.
-
     Raises:
         GraphError: There are none, and why; or a layer does not have one.
     """
@@ -122,18 +118,12 @@ class Quantized:
 
 @dataclass(kw_only=True, eq=False)
 class QuantizingPatch(Patch[Tensor]):
-    """Keeps a pattern, or the lengths of values, quantized.
-
-    Args:
-        axes: What the dimensions of the value are.
-        is_values: Whether these are values: the lengths of their vectors are kept.
-        kept_bytes: The bytes that all patches of a run have kept, as a list of one number.
-    """
+    """Keeps a pattern, or the lengths of values, quantized."""
 
     observes_only: ClassVar[bool] = True
     axes: tuple[str, ...]
     is_values: bool = False
-    kept_bytes: list[int]
+    kept_bytes: list[int]  # one number: of all patches of the run
     kept: Quantized | None = None
 
     def op(self, original_output: Tensor) -> Tensor:
@@ -192,11 +182,7 @@ class LayerPatterns:
 
 
 class RecordedPatterns:
-    """The patches that keep the patterns of a run, and what they have kept.
-
-    Args:
-        layers: The attentions.
-    """
+    """The patches that keep the patterns of a run, and what they have kept."""
 
     def __init__(self, layers: Iterable[AttentionLayer]) -> None:
         total = [0]
@@ -287,12 +273,7 @@ class Packed:
 
 
 def packed(runs: Sequence[Sequence[LayerPatterns]], row: int) -> Packed:
-    """Returns the patterns of one row of the batch, whole if they are small enough, else as smaller pictures.
-
-    Args:
-        runs: The patterns of each run.
-        row: The row, as `Quantized` counts them.
-    """
+    """Returns the patterns of one row of the batch, whole if they are small enough, else as smaller pictures."""
     weighted = [[one.weighted(row) for one in run] for run in runs]
     count = sum(one.cells.cells[row].numel() for run in runs for one in run)
     longest = max(max(one.cells.cells.shape[2:]) for one in runs[0])

@@ -102,13 +102,7 @@ _MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report i
 
 @dataclass(frozen=True)
 class RequestContext:
-    """The objects that requests read and change.
-
-    Attributes:
-        session: The session.
-        workspace: The user's variables.
-        runs: The runs of the session.
-    """
+    """The objects that requests read and change."""
 
     session: Session
     workspace: Workspace
@@ -117,9 +111,6 @@ class RequestContext:
 
 class Payload:
     """The payload of a request. Everything is checked, since the front end is not trusted.
-
-    Args:
-        content: The content.
 
     Raises:
         SessionError: The content is not a dict. The methods raise it if a part is missing or has another type.

@@ -25,16 +25,7 @@ _NUMBERS = ("layer", "head", "position", "key")
 
 
 class LinkedHeatmap(ResultHeatmap, LinkedView):
-    """A heatmap whose cells are items of the selection of a graph, with the actions of its views.
-
-    Args:
-        result: The result.
-        grid: The same as a grid.
-        title: The title.
-        is_upward: Whether the first row is at the bottom.
-        graph: The graph that the result is of.
-        workspace: The user's variables.
-    """
+    """A heatmap whose cells are items of the selection of a graph, with the actions of its views."""
 
     cell_items = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
 
@@ -92,13 +83,7 @@ def _chosen(result: DataArray, name: str) -> Any:
 
 
 def _component(result: DataArray, components: Components, label: Any) -> str | None:
-    """Returns the component that cells are of, with `*` for numbers; `None` if that is not known.
-
-    Args:
-        result: The result.
-        components: The components of the graph.
-        label: The label along the dimension `component`, if there is one.
-    """
+    """Returns the component that cells are of, with `*` for numbers; `None` if that is not known."""
     found = component_of(result, label)
     if found is None:
         # Users name their axes so, too: a cell of a layer and a head is that head's output.
@@ -112,14 +97,7 @@ def _component(result: DataArray, components: Components, label: Any) -> str | N
 
 
 def _items(side: Side, paths: Mapping[str, str], result: DataArray, components: Components) -> list[Item] | None:
-    """Returns what each row or column selects; `None` if that is nothing.
-
-    Args:
-        side: The rows or columns.
-        paths: The names of components, by path.
-        result: The result.
-        components: The components of the graph.
-    """
+    """Returns what each row or column selects; `None` if that is nothing."""
     if side.name in _NUMBERS and all(map(_is_number, side.values)):
         return [item_of(None, **{side.name: int(value)}) for value in side.values]
     if side.name == "component":

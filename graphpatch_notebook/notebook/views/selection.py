@@ -25,10 +25,6 @@ _HEAD = re.compile(r"\.heads\[(\d+)\]")
 def item_of(name: str | None = None, **numbers: int | None) -> Item:
     """Returns an item. The layer and the head are those in the name, unless they are given.
 
-    Args:
-        name: The name of a component, or the path of a node.
-        **numbers: `layer`, `head`, `position`, `key`.
-
     Example:
         >>> item_of("layers[2].attn.heads[1].z", position=5)
         {'name': 'layers[2].attn.heads[1].z', 'layer': 2, 'head': 1, 'position': 5, 'key': None}
