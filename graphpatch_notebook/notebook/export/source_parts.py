@@ -259,7 +259,8 @@ def looked_up(patches: Sequence[ChosenPatch], arguments: CallArguments, names: N
     """Returns the source of the values and slices.
 
     The session evaluates them patch by patch, before anything runs. The code uses the expressions in place if that
-    makes no difference. Otherwise it assigns all of them to variables first, in the same order.
+    makes no difference. Otherwise it assigns all of them to variables first, in the same order. Hooks run under the
+    autograd and autocast modes of the model, so that only names and constants are used in place there.
 
     Raises:
         ExportError: A value cannot be written on one line.
