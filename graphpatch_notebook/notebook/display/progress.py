@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -116,19 +116,7 @@ def _watch(operation: _Operation, is_done: threading.Event, delay: float) -> Non
         _is_showing.release()
 
 
-class _Display(Protocol):
-    """Displays progress from one thread."""
-
-    interval: float
-
-    def draw(self) -> None:
-        """Displays the current state."""
-
-    def close(self) -> None:
-        """Ends the display."""
-
-
-def _display_here(operation: _Operation) -> _Display | None:
+def _display_here(operation: _Operation) -> _TerminalDisplay | _CellDisplay | None:
     """Returns a display for the output of this process, or `None` if that can only be a pipe or a file."""
     if _is_in_kernel():
         return _CellDisplay(operation)

@@ -108,7 +108,9 @@ class Session:
         self._last_number = 0
         self._undone: list[tuple[ChosenPatch, ...]] = []
         self._done: list[tuple[ChosenPatch, ...]] = []
-        self._listeners = _Listeners()
+        self._listeners: list[Callable[[ChosenPatches], object]] = []
+        self._untold: deque[ChosenPatches] = deque()
+        self._is_telling = False
 
     @property
     def graph(self) -> PatchableGraph:
@@ -258,7 +260,21 @@ class Session:
 
     def _publish(self, patches: tuple[ChosenPatch, ...]) -> None:
         self._chosen = ChosenPatches(self._chosen.version + 1, patches)
-        self._listeners.notify(self._chosen)
+        self._untold.append(self._chosen)
+        if self._is_telling:  # a listener has made this version: all are told of it after the one before
+            return
+        errors: list[Exception] = []
+        self._is_telling = True
+        try:
+            while self._untold:
+                newest = self._untold.popleft()
+                for listener in tuple(self._listeners):
+                    errors += _errors_of(listener, newest)
+        finally:
+            self._is_telling = False
+        for problem in errors:
+            what = f"a listener raised {type(problem).__name__}: {problem}"
+            warnings.warn(f"{what}; the edit was made, all others were called", ListenerWarning, stacklevel=2)
 
     def listen(self, listener: Callable[[ChosenPatches], None]) -> Callable[[], None]:
         """Calls `listener` after each change, in the order of the versions.
@@ -269,12 +285,13 @@ class Session:
         Returns:
             A function that removes the listener.
         """
+        entry = partial(listener)  # another object, because the same listener may be added twice
         with self._lock:
-            remove = self._listeners.add(listener)
+            self._listeners.append(entry)
 
         def stop() -> None:
             with self._lock:
-                remove()
+                self._listeners[:] = [other for other in self._listeners if other is not entry]
 
         return stop
 
@@ -515,63 +532,6 @@ def _uses(patch: ChosenPatch, name: str | None) -> bool:
     texts = f"{patch.value} {patch.slice}"
     # The substring check is fast. Non-ASCII identifiers have several spellings.
     return name is not None and (name in texts or not texts.isascii()) and name in names_used([patch])
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Listeners
-
-
-class _Listeners:
-    """Functions to call with each version. Not thread-safe: the session calls it under its lock.
-
-    Example:
-        >>> listeners, versions = _Listeners(), []
-        >>> remove = listeners.add(versions.append)
-        >>> listeners.notify(1)
-        >>> remove(); listeners.notify(2)
-        >>> versions
-        [1]
-    """
-
-    def __init__(self) -> None:
-        self._listeners: list[Callable[[ChosenPatches], object]] = []
-        self._waiting: deque[ChosenPatches] = deque()
-        self._is_notifying = False
-
-    def add(self, listener: Callable[[ChosenPatches], object]) -> Callable[[], None]:
-        """Adds a listener; returns a function that removes it."""
-        # A separate object, because the same listener may be added twice.
-        entry = partial(listener)
-        self._listeners.append(entry)
-
-        def remove() -> None:
-            self._listeners[:] = [other for other in self._listeners if other is not entry]
-
-        return remove
-
-    def notify(self, version: ChosenPatches) -> None:
-        """Calls all listeners with a version.
-
-        If a listener makes a version, it follows after this one, so all listeners see the same order. If listeners
-        raise, a warning is issued after all calls.
-        """
-        self._waiting.append(version)
-        if self._is_notifying:
-            return
-        errors: list[Exception] = []
-        self._is_notifying = True
-        try:
-            while self._waiting:
-                newest = self._waiting.popleft()
-                for listener in tuple(self._listeners):
-                    errors += _errors_of(listener, newest)
-        finally:
-            self._is_notifying = False
-        for problem in errors:
-            message = (
-                f"a listener raised {type(problem).__name__}: {problem}; the edit was made, all others were called"
-            )
-            warnings.warn(message, ListenerWarning, stacklevel=2)
 
 
 def _errors_of(listener: Callable[[ChosenPatches], object], version: ChosenPatches) -> list[Exception]:

@@ -221,10 +221,10 @@ class GenerationView(ComputedView):
         self.update()
 
     def _add_branch(self, line: int, step: int, token: int) -> None:
-        lines = self._shown_lines
-        if not 0 <= line < len(lines.continuations):
-            raise SessionError(f"there is no line {line}; there are {len(lines.continuations)}")
-        before = lines.continuations[line]
+        lines = self._shown_lines.lines
+        if not 0 <= line < len(lines):
+            raise SessionError(f"there is no line {line}; there are {len(lines)}")
+        before = lines[line].continuation
         if not 0 <= step < len(before.tokens):
             raise SessionError(f"there is no step {step}; line {line} has {len(before.tokens)}")
         if not 0 <= token < self._vocabulary_size:
@@ -232,7 +232,7 @@ class GenerationView(ComputedView):
         if len(self._branches) >= _MOST_BRANCHES:
             raise SessionError(f"there are {_MOST_BRANCHES} branches already: remove one first")
         forced = (*before.tokens[:step], token)
-        self._branches.append(Branch(line, lines.is_patched[line], forced))
+        self._branches.append(Branch(line, lines[line].is_patched, forced))
 
     @property
     def _vocabulary_size(self) -> int:
@@ -245,15 +245,15 @@ class GenerationView(ComputedView):
 
         def work() -> Callable[[], None]:
             lines = _Lines(branches=branches)
-            lines.add("Without patches", generator.run({}))
+            lines.lines.append(_Line("Without patches", generator.run({})))
             if patches:
                 with collected_warnings() as lines.remarks:
-                    lines.add("With the patches", generator.run(patches), is_patched=True)
+                    lines.lines.append(_Line("With the patches", generator.run(patches), is_patched=True))
             for branch in branches:
                 own = patches if branch.is_patched else {}
                 name = f"Branch at step {len(branch.tokens) - 1}" + (", with the patches" if own else "")
                 with collected_warnings():  # the same as those of the whole
-                    lines.add(name, generator.run(own, branch.tokens), is_patched=bool(own), branch=branch)
+                    lines.lines.append(_Line(name, generator.run(own, branch.tokens), bool(own), branch))
 
             def keep() -> None:
                 self._shown_lines = lines
@@ -311,12 +311,12 @@ class GenerationView(ComputedView):
             "top": lines.continuations[0].top.shape[1],
             "lines": [
                 {
-                    "name": name,
-                    "steps": len(one.tokens),
-                    "branch": None if branch is None else lines.branches.index(branch),
-                    "start": 0 if branch is None else len(branch.tokens) - 1,
+                    "name": line.name,
+                    "steps": len(line.continuation.tokens),
+                    "branch": None if line.branch is None else lines.branches.index(line.branch),
+                    "start": 0 if line.branch is None else len(line.branch.tokens) - 1,
                 }
-                for name, one, branch in zip(lines.names, lines.continuations, lines.branch_of, strict=True)
+                for line in lines.lines
             ],
             "score": self._score if isinstance(self._score, str) else "given",
             "has_given": not isinstance(self._score, str),
@@ -340,7 +340,7 @@ class GenerationView(ComputedView):
     def __repr__(self) -> str:
         lines = self._shown_lines
         texts = self._joined(lines.continuations[0].tokens)
-        return f"<GenerationView of {self._session.origin.graph}: {texts!r:.80}, {len(lines.names)} lines>"
+        return f"<GenerationView of {self._session.origin.graph}: {texts!r:.80}, {len(lines.lines)} lines>"
 
     def _static_html(self) -> str:
         return "\n".join(self._static_lines())
@@ -351,31 +351,32 @@ class GenerationView(ComputedView):
         yield f"<p><strong>{name}</strong> (log-probabilities in nats; for the live view, run the cell)</p>"
         prompt = escaped(self._joined(self._generator.prompt))
         yield f"<p>Prompt: <code>{prompt}</code></p>"
-        for title, one in zip(self._shown_lines.names, self._shown_lines.continuations, strict=True):
-            tokens = (escaped(tick_text(self._text(token), is_token=True)) for token in one.tokens)
-            cells = (
-                f"<code>{text}</code>&nbsp;{log:.2f}" for text, log in zip(tokens, one.log_probability, strict=True)
-            )
-            yield f"<p>{escaped(title)}: {' '.join(cells)}</p>"
+        for line in self._shown_lines.lines:
+            tokens = (escaped(tick_text(self._text(token), is_token=True)) for token in line.continuation.tokens)
+            logs = line.continuation.log_probability
+            cells = (f"<code>{text}</code>&nbsp;{log:.2f}" for text, log in zip(tokens, logs, strict=True))
+            yield f"<p>{escaped(line.name)}: {' '.join(cells)}</p>"
         yield "</div>"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Tokens, with their title, and whether the patches were active; `branch` is `None` for the first lines."""
+
+    name: str
+    continuation: Continuation
+    is_patched: bool = False
+    branch: Branch | None = None
 
 
 @dataclass
 class _Lines:
-    """The lines that are shown, the one without patches first."""
+    """The lines that are shown, the one without patches first; the branches among them; warnings of the patched run."""
 
+    lines: list[_Line] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    continuations: list[Continuation] = field(default_factory=list)
-    is_patched: list[bool] = field(default_factory=list)
-    branch_of: list[Branch | None] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def add(
-        self, name: str, continuation: Continuation, *, is_patched: bool = False, branch: Branch | None = None
-    ) -> None:
-        """Adds a line."""
-        self.names.append(name)
-        self.continuations.append(continuation)
-        self.is_patched.append(is_patched)
-        self.branch_of.append(branch)
+    @property
+    def continuations(self) -> list[Continuation]:
+        return [line.continuation for line in self.lines]

@@ -24,8 +24,7 @@ from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, RESTRI
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.session_file import trust
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.actions import patches_of
-from graphpatch_notebook.notebook.views.selection import Item, problem_of
+from graphpatch_notebook.notebook.views.selection import Item, patches_of, problem_of
 from graphpatch_notebook.paths import nearest
 
 if TYPE_CHECKING:

@@ -27,10 +27,9 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.experiments import show_attention
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
-from graphpatch_notebook.notebook.views.actions import patches_of
 from graphpatch_notebook.notebook.views.attention import AttentionView, picture_of
 from graphpatch_notebook.notebook.views.requests import answer
-from graphpatch_notebook.notebook.views.selection import item_of
+from graphpatch_notebook.notebook.views.selection import item_of, patches_of
 from tests.notebook.shells import Shell
 
 LENGTH = 7
