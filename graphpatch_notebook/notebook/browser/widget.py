@@ -10,7 +10,6 @@ import json
 import math
 import os
 import struct
-import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,7 @@ from graphpatch_notebook.errors import SessionError, UnknownPathError
 from graphpatch_notebook.inspection.node_path import NodePath, location_of
 from graphpatch_notebook.notebook.browser.details import details
 from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, SIZE, Skeleton, skeleton_of
-from graphpatch_notebook.notebook.browser.static_tree import StaticTree, entry_of
+from graphpatch_notebook.notebook.browser.static_tree import entry_of, static_tree
 from graphpatch_notebook.notebook.display.circuit import picture_of, static_circuit
 from graphpatch_notebook.notebook.run.runs import RunResult
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -115,7 +114,7 @@ class Browser(LinkedView):
         self._patch_states: dict[ChosenPatch, dict[str, Any]] = {}
         self._opened_at = skeleton.path(row)
         self.views = tuple(views)
-        super().__init__(graph, session, workspace, uuid.uuid4().hex, selected=row, **_opened(skeleton, row))
+        super().__init__(graph, session, workspace, selected=row, **_opened(skeleton, row))
 
     # -- public methods ------------------------------------------------------------------------------------------------
 
@@ -336,9 +335,8 @@ class Browser(LinkedView):
         with suppress(SessionError):
             graph, name = self.graph, self._session.origin.graph
             title = f"{name}: {type(captured(graph).module).__name__}, {skeleton_of(graph).node_count:,} nodes"
-            tree = StaticTree(self._own_id, title, entry_of(skeleton_of(graph)), self._session.chosen.patches)
-            circuit = "" if self._circuit is None else f"{static_circuit(self._circuit, self._own_id)}\n"
-            return circuit + tree.html()
+            circuit = "" if self._circuit is None else f"{static_circuit(self._circuit)}\n"
+            return circuit + static_tree(title, entry_of(skeleton_of(graph)), self._session.chosen.patches)
         return None
 
 

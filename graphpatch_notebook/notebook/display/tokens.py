@@ -136,7 +136,7 @@ def _row(value: Any) -> list[int] | None:
 
 
 def token_text(tokenizer: Any, number: int) -> str:
-    """Returns the text of a token, or its id if the tokenizer does not know it.
+    """Returns the text of a token; its number if there is no tokenizer, or `#` and the number if it does not know it.
 
     Args:
         tokenizer: An object with `decode` or `convert_ids_to_tokens`, which take a list of ids.

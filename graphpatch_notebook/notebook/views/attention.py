@@ -9,9 +9,7 @@ The front end is js/src/views/attention_view.ts. A page without scripts shows a 
 from __future__ import annotations
 
 import base64
-import html
 import struct
-import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -152,7 +150,7 @@ class AttentionView(ComputedView):
         self._patched: list[LayerPatterns] | None = None
         self._sent: tuple[int, Packed] | None = None
         self._picture: tuple[int, str] | None = None
-        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+        super().__init__(graph, session, workspace)
 
     def _handlers(self) -> Handlers:
         return {**super()._handlers(), "attend": lambda *_: self._follow(), "head": self._head}
@@ -303,13 +301,12 @@ class AttentionView(ComputedView):
             heads = sum(one.cells.cells.shape[1] for one in shown)
             patched = " with the chosen patches" if self._patched is not None else ""
             return (
-                f'<div class="gp-static gp-static-{html.escape(self._own_id)}">\n'
                 f"<p><strong>Attention of {escaped(name)}: {heads} heads in {len(shown)} layers{patched}</strong> "
                 "(a picture; for the live one, run the cell)</p>\n"
                 f'<img alt="Attention patterns, a row of heads for each layer, the first layer at the top" '
                 f'src="data:image/png;base64,{picture}">\n'
                 f"<details><summary>{len(labels)} tokens</summary>\n<p>{escaped(' '.join(labels))}</p>\n"
-                "</details>\n</div>"
+                "</details>"
             )
         return None
 

@@ -39,7 +39,7 @@ class ComputedView(LinkedView):
     COMPUTED: ClassVar[tuple[str, ...]]
     """The traits that have the results."""
 
-    def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, model_id: str) -> None:
+    def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace) -> None:
         if innermost(captured(graph)) is not None:
             raise SessionError(
                 "a patch context is active: show this view outside of it, and choose patches in the view"
@@ -53,7 +53,7 @@ class ComputedView(LinkedView):
         self._number = 0
         self._computed_for = session.chosen.version
         self._compute_now(session)
-        super().__init__(graph, session, workspace, model_id)
+        super().__init__(graph, session, workspace)
 
     def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
         """Returns what computes the numbers with the patches that change something; `chosen` are their numbers."""

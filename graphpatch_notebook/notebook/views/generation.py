@@ -5,8 +5,6 @@ js/src/views/generation_view.ts draws them.
 
 from __future__ import annotations
 
-import html
-import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -199,7 +197,7 @@ class GenerationView(ComputedView):
         self._generator, self._tokenizer, self._score = generator, tokenizer, score
         self._branches: list[Branch] = []
         self._shown_lines = _Lines()
-        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+        super().__init__(graph, session, workspace)
         steps = len(self._shown_lines.continuations[0].tokens)
         if not isinstance(score, str) and len(score) != steps:
             raise ExperimentError(
@@ -346,7 +344,6 @@ class GenerationView(ComputedView):
         return "\n".join(self._static_lines())
 
     def _static_lines(self) -> Iterator[str]:
-        yield f'<div class="gp-static gp-static-{html.escape(self._own_id)}">'
         name = escaped(f"Generation of {self._session.origin.graph}")
         yield f"<p><strong>{name}</strong> (log-probabilities in nats; for the live view, run the cell)</p>"
         prompt = escaped(self._joined(self._generator.prompt))
@@ -356,7 +353,6 @@ class GenerationView(ComputedView):
             logs = line.continuation.log_probability
             cells = (f"<code>{text}</code>&nbsp;{log:.2f}" for text, log in zip(tokens, logs, strict=True))
             yield f"<p>{escaped(line.name)}: {' '.join(cells)}</p>"
-        yield "</div>"
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import html
-import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,7 +143,7 @@ class LensView(ComputedView):
         self._clean: dict[str, ReadStates] = {}
         self._patched: dict[str, ReadStates] = {}
         self._chosen: list[int] = []
-        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+        super().__init__(graph, session, workspace)
         self.stream = self._streams[0]
 
     def show_stream(self, stream: str) -> None:
@@ -274,13 +272,13 @@ class LensView(ComputedView):
         return f"<LensView of {self._session.origin.graph}, {self.stream}, {rows} x {positions}{patches}>"
 
     def _static_html(self) -> str | None:
-        parts = [f'<div class="gp-static gp-static-{html.escape(self._own_id)}">']
+        parts: list[str] = []
         stream = self.stream or self._streams[0]
         for run, what in zip(self._read_runs, ("", " with the patches"), strict=False):
             title = f"Logit lens of {self._session.origin.graph}, {stream}{what}"
             most = MOST_BYTES // len(self._read_runs)
             parts += _table(run[stream], self._readouts.target, self._text, self._positions, title, most)
-        return "\n".join([*parts, "</div>"])
+        return "\n".join(parts)
 
 
 def _row(name: str, layer: int | None) -> dict[str, Any]:

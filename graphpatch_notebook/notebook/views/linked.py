@@ -60,9 +60,7 @@ class LinkedView(DisplayedWidget):
     FIRST: ClassVar[tuple[str, ...]] = ("about", "session", "selection")
     """The traits that have values from the start."""
 
-    def __init__(
-        self, graph: PatchableGraph, session: Session, workspace: Workspace, model_id: str, **traits: Any
-    ) -> None:
+    def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, **traits: Any) -> None:
         self._session = session
         self._runs = Runs.of(session, workspace)
         self._selection = selection_of(graph)
@@ -73,12 +71,11 @@ class LinkedView(DisplayedWidget):
         self._is_receiving = 0
         self._waiting: set[str] = set()
         self._requests_lock = threading.Lock()
-        self._own_id = model_id
         self._request_context = RequestContext(session, workspace, self._runs)
         self.set_trait("group", self._selection.group)
         for name in self.FIRST:
             self.set_trait(name, self._value_of_trait(name, graph))
-        super().__init__(self._static_html, model_id, **traits)
+        super().__init__(**traits)
         self._stop_listening = _listen(session, self)
         self._runs.followers.add(self)
         self._selection.followers.add(self)
@@ -103,29 +100,22 @@ class LinkedView(DisplayedWidget):
             self._kept = None
         super().close()
 
-    def _static_html(self) -> str | None:
-        """Returns HTML for pages without a kernel or scripts; `None` if the graph was deleted."""
-        raise NotImplementedError
-
     def _handlers(self) -> Handlers:
         """Returns the requests that it answers."""
         return HANDLERS
 
     # -- messages of the front end -------------------------------------------------------------------------------------
 
-    def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Sets the traits that the front end has changed, if it may set them and the values are valid."""
-        accepted = {name: value for name, value in sync_data.items() if self._accepts(name, value)}
+    def _receive(self, state: dict[str, Any]) -> None:
         with self._lock:
             self._is_receiving += 1
         try:
-            super().set_state(accepted)
+            super()._receive(state)
         finally:
             with self._lock:
                 self._is_receiving -= 1
                 waiting, self._waiting = self._waiting, set()
             self.renew(*sorted(waiting))
-        self.put_right(sync_data.keys() - accepted.keys())
 
     def _accepts(self, name: str, value: Any) -> bool:
         return self.IS_OF_FRONT_END.get(name, _never)(value) and self._problem(name, value) is None

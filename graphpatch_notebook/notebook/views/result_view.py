@@ -45,7 +45,7 @@ class LinkedHeatmap(ResultHeatmap, LinkedView):
         graph: PatchableGraph,
         workspace: Workspace,
     ) -> None:
-        model_id = self._keep(grid, title, is_upward=is_upward)
+        self._keep(grid, title, is_upward=is_upward)
         session, _ = session_for_view(graph, workspace)
         components = graph.components
         paths = {component.path: name for name, component in components.items() if not component.index}
@@ -57,11 +57,10 @@ class LinkedHeatmap(ResultHeatmap, LinkedView):
             "all": _of_all_cells(result, components),
         }
         self.set_trait("cell_items", shown)
-        LinkedView.__init__(self, graph, session, workspace, model_id)
+        LinkedView.__init__(self, graph, session, workspace)
 
-    def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Sets the cell and the selection that the front end has changed, if they are valid."""
-        LinkedView.set_state(self, sync_data)
+    def _accepts(self, name: str, value: Any) -> bool:
+        return LinkedView._accepts(self, name, value)
 
     def _problem(self, name: str, value: Any) -> str | None:
         if name == "cell" and not self._is_cell(value):

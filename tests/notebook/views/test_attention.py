@@ -297,7 +297,7 @@ def test_the_magic_the_browser_and_pages_without_scripts(shell: Shell) -> None:
     html = view._static_html()
     picture = base64.b64decode(html.partition("base64,")[2].partition('"')[0])
     assert picture.startswith(b"\x89PNG")
-    assert f"gp-static-{view._own_id}" in html
+    assert f"gp-static-{view._own_id}" in str(view._marked_html())
     assert "<script" not in html
     browser = pg.browse(views=("attention",))
     browser.select("layers[1].attn.heads[3].z")
