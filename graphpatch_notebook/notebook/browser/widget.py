@@ -385,13 +385,13 @@ def browser_of(
 
 def _view(name: str, graph: PatchableGraph, workspace: Workspace) -> LinkedView:
     from graphpatch_notebook.notebook.views.attention import attention_of
-    from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
+    from graphpatch_notebook.notebook.views.lens import lens_of
 
     match name:
         case "attention":
             return attention_of(graph, workspace)
         case "lens":
-            return lens_of(graph, workspace, None, LensOptions())
+            return lens_of(graph, workspace)
     raise ValueError(f"there is no view {name!r}; views are 'attention' and 'lens'")
 
 

@@ -136,12 +136,14 @@ def _row(value: Any) -> list[int] | None:
 
 
 def token_text(tokenizer: Any, number: int) -> str:
-    """Returns the text of a token; its number if there is no tokenizer, or `#` and the number if it does not know it.
+    """Returns the text of a token; its number without a tokenizer, or `#` and the number if it does not know the token.
 
     Args:
-        tokenizer: An object with `decode` or `convert_ids_to_tokens`, which take a list of ids.
+        tokenizer: An object with `decode` or `convert_ids_to_tokens`, which take a list of ids; `None` for none.
         number: The id of the token.
     """
+    if tokenizer is None:
+        return str(number)
     for method, pick in (("decode", None), ("convert_ids_to_tokens", 0)):
         try:
             text = getattr(tokenizer, method)([number])

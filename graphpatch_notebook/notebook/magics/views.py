@@ -124,32 +124,30 @@ def attention(workspace: Workspace, text: str) -> AttentionView:
 
 def lens(workspace: Workspace, text: str) -> LensView:
     """Returns a lens view of the active graph."""
-    from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
+    from graphpatch_notebook.notebook.views.lens import lens_of
 
     asked = _Asked.of(workspace, text, "--stream")
-    shown = LensOptions(_token(asked.rest.strip()), asked.options.get("--stream") or "residual", asked.tokenizer)
+    target, stream = _token(asked.rest.strip()), asked.options.get("--stream") or "residual"
     with _problems_as_messages():
-        return lens_of(asked.graph, workspace, None, shown, typed=asked.typed)
+        return lens_of(asked.graph, workspace, typed=asked.typed, target=target, stream=stream, tokens=asked.tokenizer)
 
 
 def generation(workspace: Workspace, text: str) -> GenerationView:
     """Returns a view of the tokens that the active graph generates."""
-    from graphpatch_notebook.notebook.views.generation import GenerationOptions, generation_of
+    from graphpatch_notebook.notebook.views.generation import generation_of
 
     asked = _Asked.of(workspace, text)
     typed = asked.rest.strip()
     if typed and not typed.isdecimal():
         raise SessionError(f"COUNT is how many tokens are generated at most, not {typed!r}")
-    shown = GenerationOptions(tokens=asked.tokenizer)
-    if typed:
-        shown = replace(shown, max_new_tokens=int(typed))
+    count = int(typed or 20)
     with _problems_as_messages():
-        return generation_of(asked.graph, workspace, None, shown, typed=asked.typed)
+        return generation_of(asked.graph, workspace, typed=asked.typed, tokens=asked.tokenizer, max_new_tokens=count)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a command that opens a view asks for."""
+    """What a command that opens a view asks for: its options, the text besides these, a tokenizer, inputs as code."""
 
     graph: PatchableGraph
     options: dict[str, str]
@@ -162,8 +160,13 @@ class _Asked:
         """Returns the request in a text, which may also have `more` options."""
         known = dict.fromkeys((*more, "--tokenizer", "--inputs"), True)
         options, rest = split_options(_without_note(text), known)
-        active = workspace.current()
-        return cls(active.graph, options, rest, *_shared_options(active, workspace, options))
+        active, namespace = workspace.current(), workspace.namespace
+        name, typed = options.get("--tokenizer"), options.get("--inputs")
+        if name is not None and name not in namespace:
+            raise SessionError(f"--tokenizer takes a variable: {undefined(name, namespace)}")
+        if typed is not None:
+            replace(active.session.origin, arguments=typed)  # raises an error if they are not valid
+        return cls(active.graph, options, rest, None if name is None else namespace[name], typed)
 
 
 @contextmanager
@@ -185,18 +188,6 @@ def _token(text: str) -> int | str | None:
     if not isinstance(token, (int, str)) or isinstance(token, bool):
         raise SessionError(f"TOKEN is a number, or a text in quotes, not {text!r}")
     return token
-
-
-def _shared_options(active: ActiveGraph, workspace: Workspace, options: dict[str, str]) -> tuple[Any, str | None]:
-    """Returns the typed tokenizer and inputs; `None` for those that were not typed."""
-    tokenizer = None
-    if (name := options.get("--tokenizer")) is not None:
-        if name not in workspace.namespace:
-            raise SessionError(f"--tokenizer takes a variable: {undefined(name, workspace.namespace)}")
-        tokenizer = workspace.namespace[name]
-    if (typed := options.get("--inputs")) is not None:
-        replace(active.session.origin, arguments=typed)  # raises an error if they are not valid
-    return tokenizer, typed
 
 
 def _without_note(text: str) -> str:

@@ -71,11 +71,9 @@ class StartedJob:
         state = self.job.state
         result: Any = self.job.result if state == "done" else None
         status = {
+            **self.job.status(state),
             "id": self.id,
-            "state": state,
-            "seconds": self.job.seconds,
             "fraction": 1.0 if state == "done" else self.count.done / self.count.total or None,
-            "error": self.job.error if state == "failed" else None,
             self.shows: getattr(result, self.shows, None),
         }
         return status, getattr(result, "buffers", [])

@@ -21,7 +21,7 @@ from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows,
 from graphpatch_notebook.inspection.resolution import nearest_paths
 from graphpatch_notebook.notebook.display.labels import op_label, source_label, value_label
 from graphpatch_notebook.notebook.display.tables import Column, Table
-from graphpatch_notebook.notebook.search.query import NODE_KINDS, Term, parse_query
+from graphpatch_notebook.notebook.search.query import NODE_KINDS, Term, matches_sizes, parse_query
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, dtype_name
@@ -192,7 +192,8 @@ class NodeColumns:
                 return is_among(self.dtypes, value)
             case "shape":
                 shapes = self.shapes
-                return lambda at: (shape := shapes[at]) is not None and value.matches(shape)
+                fitting = {shape for shape in {*shapes} if shape is not None and matches_sizes(value, shape)}
+                return lambda at: shapes[at] in fitting
             case "is":
                 return self._state_test(value, patched)
 

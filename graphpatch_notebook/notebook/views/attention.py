@@ -132,7 +132,6 @@ class AttentionView(ComputedView):
     }
     VIEW: ClassVar[str] = "attention"
     COMPUTED: ClassVar[tuple[str, ...]] = ("attention", "cells")
-    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
 
     def __init__(
         self,

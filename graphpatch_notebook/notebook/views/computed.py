@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import SessionError
@@ -35,9 +35,6 @@ class ComputedView(LinkedView):
     Raises:
         SessionError: A patch context is active, or the model is sharded over processes.
     """
-
-    COMPUTED: ClassVar[tuple[str, ...]]
-    """The traits that have the results."""
 
     def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace) -> None:
         if innermost(captured(graph)) is not None:
@@ -133,10 +130,6 @@ class ComputedView(LinkedView):
         # Read before `_finish`: the answer "done" is the last one, and the results are shown by then.
         state = "done" if job is None else job.state
         self._finish()
-        return {
-            "id": self._number,
-            "state": state,
-            "seconds": 0.0 if job is None else job.seconds,
-            "fraction": None,
-            "error": job.error if job is not None and state == "failed" else None,
-        }, []
+        if job is None:
+            return {"id": self._number, "state": "done", "seconds": 0.0, "fraction": None, "error": None}, []
+        return {**job.status(state), "id": self._number, "fraction": None}, []

@@ -134,34 +134,21 @@ class _Forced:
         return left
 
 
-@dataclass(frozen=True)
-class GenerationOptions:
-    """What a generation view shows.
-
-    Attributes:
-        max_new_tokens: How many tokens are generated at most.
-        tokens: A tokenizer; `None` for the one that was given to the browser.
-        score: What the colors are: `"log_probability"`, `"entropy"`, or a number for each step.
-    """
-
-    max_new_tokens: int = 20
-    tokens: Any = None
-    score: Any = "log_probability"
-
-
 def generation_of(
     graph: PatchableGraph,
     workspace: Workspace,
-    inputs: Inputs | None,
-    options: GenerationOptions,
+    inputs: Inputs | None = None,
     *,
     typed: str | None = None,
+    max_new_tokens: int = 20,
+    tokens: Any = None,
+    score: Any = "log_probability",
 ) -> GenerationView:
     """Returns a new generation view of a graph: `show_generation`. `typed` are the inputs as Python code."""
-    session, runs = session_for_view(graph, workspace, tokenizer=options.tokens)
+    session, runs = session_for_view(graph, workspace, tokenizer=tokens)
     inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
-    generator = Generator(graph, inputs, options.max_new_tokens)
-    return GenerationView(graph, session, workspace, generator, runs.tokenizer, _checked_score(options.score))
+    generator = Generator(graph, inputs, max_new_tokens)
+    return GenerationView(graph, session, workspace, generator, runs.tokenizer, _checked_score(score))
 
 
 def _checked_score(score: Any) -> str | tuple[float, ...]:
@@ -183,7 +170,6 @@ class GenerationView(ComputedView):
 
     VIEW: ClassVar[str] = "generation"
     COMPUTED: ClassVar[tuple[str, ...]] = ("generation", "numbers")
-    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
 
     def __init__(
         self,
@@ -293,7 +279,7 @@ class GenerationView(ComputedView):
         return sorted({int(token) for one in shown for token in (*one.tokens, *one.top.ravel())})
 
     def _text(self, token: int) -> str:
-        return str(token) if self._tokenizer is None else token_text(self._tokenizer, token)
+        return token_text(self._tokenizer, token)
 
     def _joined(self, tokens: Iterable[int]) -> str:
         """Returns the text of tokens. Numbers need spaces between them; the texts of tokens have their own."""

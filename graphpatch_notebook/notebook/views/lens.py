@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,52 +33,31 @@ _MOST_SENT = 700_000
 """About how many bytes are sent at most, before they are compressed."""
 
 
-@dataclass(frozen=True)
-class LensOptions:
-    """What a lens view shows.
-
-    Attributes:
-        target: The token whose probability is shown: its number or text, one for all positions, or one for each;
-            `None` for the most probable next token of each position in the model's output.
-        stream: `"residual"`, `"attention"` or `"mlp"`, or several of them; the first is shown first.
-        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`), or the text of each position; `None`
-            for the tokenizer that was given to the browser.
-        row: The row of the batch.
-        stack: The stack of layers, if the model has several.
-    """
-
-    target: int | str | Sequence[int | str] | None = None
-    stream: str | Sequence[str] = "residual"
-    tokens: Any = None
-    row: int = 0
-    stack: str = ""
-
-
 def lens_of(
     graph: PatchableGraph,
     workspace: Workspace,
-    inputs: Inputs | None,
-    options: LensOptions,
+    inputs: Inputs | None = None,
     *,
     typed: str | None = None,
+    target: int | str | Sequence[int | str] | None = None,
+    stream: str | Sequence[str] = "residual",
+    tokens: Any = None,
+    row: int = 0,
+    stack: str = "",
 ) -> LensView:
     """Returns a new lens view of a graph: `show_lens`. `typed` are the inputs as Python code."""
-    is_texts = isinstance(options.tokens, Sequence) and all(isinstance(text, str) for text in options.tokens)
-    given = None if options.tokens is None or is_texts else options.tokens
-    session, runs = session_for_view(graph, workspace, tokenizer=given)
+    is_texts = isinstance(tokens, Sequence) and all(isinstance(text, str) for text in tokens)
+    session, runs = session_for_view(graph, workspace, tokenizer=None if is_texts else tokens)
     inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
-    tokenizer = runs.tokenizer
-    target = _target_of(options.target, tokenizer)
     kind = RemoteReadouts if isinstance(graph, RemoteGraph) else Readouts
-    readouts = kind(graph, inputs, target=target, top=_TOP, row=options.row, stack=options.stack)
+    numbers = _target_of(target, runs.tokenizer)
+    readouts = kind(graph, inputs, target=numbers, top=_TOP, row=row, stack=stack)
     size = len(readouts.target)
-    if is_texts:
-        if len(options.tokens) != size:
-            raise ExperimentError(f"tokens has {len(options.tokens)} texts for {size} positions")
-        positions: Sequence[str] | None = options.tokens
-    else:
-        positions = _texts_of_inputs(graph, inputs, options.row, tokenizer, size)
-    return LensView(graph, session, workspace, readouts, options, tokenizer, positions)
+    if is_texts and len(tokens) != size:
+        raise ExperimentError(f"tokens has {len(tokens)} texts for {size} positions")
+    positions = tokens if is_texts else _texts_of_inputs(graph, inputs, row, runs.tokenizer, size)
+    streams = [*dict.fromkeys([stream] if isinstance(stream, str) else stream)]
+    return LensView(graph, session, workspace, readouts, streams, target is not None, runs.tokenizer, positions)
 
 
 def _target_of(target: Any, tokenizer: Any) -> Any:
@@ -120,7 +98,6 @@ class LensView(ComputedView):
 
     VIEW: ClassVar[str] = "lens"
     COMPUTED: ClassVar[tuple[str, ...]] = ("lens", "cells")
-    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
     IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
         **ComputedView.IS_OF_FRONT_END,
         "stream": lambda value: isinstance(value, str),
@@ -132,13 +109,13 @@ class LensView(ComputedView):
         session: Session,
         workspace: Workspace,
         readouts: Readouts,
-        options: LensOptions,
+        streams: list[str],
+        has_target: bool,
         tokenizer: Any,
         positions: Sequence[str] | None,
     ) -> None:
         self._readouts, self._tokenizer, self._positions = readouts, tokenizer, positions
-        self._has_target = options.target is not None
-        self._streams = [*dict.fromkeys([options.stream] if isinstance(options.stream, str) else options.stream)]
+        self._streams, self._has_target = streams, has_target
         self._available = [stream for stream in STREAMS if readouts.has(stream)]
         self._clean: dict[str, ReadStates] = {}
         self._patched: dict[str, ReadStates] = {}
@@ -227,7 +204,7 @@ class LensView(ComputedView):
         return [int(token) for token in np.unique(found)]
 
     def _text(self, token: int) -> str:
-        return str(token) if self._tokenizer is None else token_text(self._tokenizer, token)
+        return token_text(self._tokenizer, token)
 
     def _state(self) -> dict[str, Any]:
         """Returns the `Lens` of the front end."""

@@ -59,6 +59,8 @@ class LinkedView(DisplayedWidget):
     """Which view of the front end it is."""
     FIRST: ClassVar[tuple[str, ...]] = ("about", "session", "selection")
     """The traits that have values from the start."""
+    COMPUTED: ClassVar[tuple[str, ...]] = ()
+    """Further ones, with the results of runs."""
 
     def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, **traits: Any) -> None:
         self._session = session
@@ -73,7 +75,7 @@ class LinkedView(DisplayedWidget):
         self._requests_lock = threading.Lock()
         self._request_context = RequestContext(session, workspace, self._runs)
         self.set_trait("group", self._selection.group)
-        for name in self.FIRST:
+        for name in (*self.FIRST, *self.COMPUTED):
             self.set_trait(name, self._value_of_trait(name, graph))
         super().__init__(**traits)
         self._stop_listening = _listen(session, self)

@@ -15,7 +15,7 @@ import builtins
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, StaleEditError, cut
 from graphpatch_notebook.notebook.export.patch_code import export
@@ -92,6 +92,7 @@ def patch_state(session: Session, row: int | None, patch: ChosenPatch) -> dict[s
     }
 
 
+T = TypeVar("T")
 Answer: TypeAlias = "tuple[dict[str, Any], list[bytes]]"
 Handlers: TypeAlias = "Mapping[str, Callable[[RequestContext, Payload], Answer]]"
 """By the name of a request: a function of the context and the payload."""
@@ -121,50 +122,33 @@ class Payload:
         self._content: dict[str, Any] = content
 
     def number(self, name: str) -> int:
-        """Returns an integer."""
-        value = self._get(name)
-        if type(value) is not int:
-            raise SessionError(f"{name!r} must be an integer, not {cut(repr(value))}")
-        return value
+        return self._typed(name, int, "an integer")
+
+    def number_or_none(self, name: str) -> int | None:
+        return None if self._get(name) is None else self.number(name)
+
+    def text(self, name: str) -> str:
+        return self._typed(name, str, "a string")
+
+    def text_or_none(self, name: str) -> str | None:
+        return None if self._get(name) is None else self.text(name)
+
+    def flag(self, name: str) -> bool:
+        return self._typed(name, bool, "true or false")
 
     def numbers(self, name: str) -> list[int]:
-        """Returns a list of integers."""
         value = self._get(name)
         if not isinstance(value, list) or any(type(one) is not int for one in value):
             raise SessionError(f"{name!r} must be a list of integers, not {cut(repr(value))}")
         return list(value)
 
-    def number_or_none(self, name: str) -> int | None:
-        """Returns an integer or `None`."""
-        return None if self._get(name) is None else self.number(name)
-
-    def text(self, name: str) -> str:
-        """Returns a string."""
-        value = self._get(name)
-        if not isinstance(value, str):
-            raise SessionError(f"{name!r} must be a string, not {cut(repr(value))}")
-        return value
-
-    def text_or_none(self, name: str) -> str | None:
-        """Returns a string or `None`."""
-        return None if self._get(name) is None else self.text(name)
-
-    def flag(self, name: str) -> bool:
-        """Returns `True` or `False`."""
-        value = self._get(name)
-        if not isinstance(value, bool):
-            raise SessionError(f"{name!r} must be true or false, not {cut(repr(value))}")
-        return value
-
     def items(self, name: str) -> list[Item]:
-        """Returns selected items."""
         value = self._get(name)
         if (problem := problem_of(value)) is not None:
             raise SessionError(problem)
         return list(value)
 
     def part(self, name: str) -> Payload:
-        """Returns a nested payload."""
         return Payload(self._get(name))
 
     def fields(self, *more: str) -> dict[str, Any]:
@@ -174,6 +158,12 @@ class Payload:
         if unknown is not None:
             raise SessionError(f"a patch has no field {cut(repr(unknown))}; it has {', '.join(known)}")
         return dict(self._content)
+
+    def _typed(self, name: str, kind: type[T], words: str) -> T:
+        value = self._get(name)
+        if type(value) is not kind:
+            raise SessionError(f"{name!r} must be {words}, not {cut(repr(value))}")
+        return value
 
     def _get(self, name: str) -> Any:
         if name not in self._content:
