@@ -250,18 +250,20 @@ def clear(workspace: Workspace, text: str) -> None:
 
 def undo(workspace: Workspace, text: str) -> None:
     """Undoes the last edit."""
-    refuse_arguments(text, "undo")
-    session = workspace.current().session
-    before = session.chosen
-    print(_difference(before, session) if session.undo() else "there is nothing to undo")
+    _step(workspace, text, "undo")
 
 
 def redo(workspace: Workspace, text: str) -> None:
     """Redoes the last edit that was undone."""
-    refuse_arguments(text, "redo")
+    _step(workspace, text, "redo")
+
+
+def _step(workspace: Workspace, text: str, command: str) -> None:
+    refuse_arguments(text, command)
     session = workspace.current().session
     before = session.chosen
-    print(_difference(before, session) if session.redo() else "there is nothing to redo")
+    is_done = session.undo() if command == "undo" else session.redo()
+    print(_difference(before, session) if is_done else f"there is nothing to {command}")
 
 
 def refuse_arguments(text: str, command: str, hint: str = "") -> None:

@@ -229,13 +229,16 @@ def _string_value(text: str) -> str:
     return str(ast.literal_eval(text)) if STRING.fullmatch(text) else text
 
 
-def _closing(text: str) -> int | None:
-    """Returns the position after the bracket that closes the first one."""
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character == "[") - (character == "]")
+def _closing(text: str, position: int = 0) -> int | None:
+    """Returns the position after the bracket that closes the one at `position`. Brackets in quotes do not count."""
+    opening, depth = text[position], 0
+    closing = {"[": "]", "{": "}"}[opening]
+    while position < len(text):
+        string = STRING.match(text, position)
+        depth += 0 if string else (text[position] == opening) - (text[position] == closing)
+        position = string.end() if string else position + 1
         if depth == 0:
-            return position + 1
+            return position
     return None
 
 
@@ -365,7 +368,7 @@ def _until(text: str, variables: Variables, is_end: Callable[[str], bool]) -> st
     parts: list[str] = []
     position = 0
     while position < len(text) and not is_end(text[position]):
-        end = _closing_brace(text, position) if text[position] == "{" else None
+        end = _closing(text, position) if text[position] == "{" else None
         if end is not None:
             parts.append(_value(text[position:end], variables()))
         elif dollar := _DOLLAR.match(text, position):
@@ -377,18 +380,6 @@ def _until(text: str, variables: Variables, is_end: Callable[[str], bool]) -> st
             parts.append(text[position:end])
         position = end
     return "".join(parts) + text[position:]
-
-
-def _closing_brace(text: str, position: int) -> int | None:
-    """Returns the position after the brace that closes the one at `position`."""
-    depth = 0
-    while position < len(text):
-        string = STRING.match(text, position)
-        depth += 0 if string else (text[position] == "{") - (text[position] == "}")
-        position = string.end() if string else position + 1
-        if depth == 0:
-            return position
-    return None
 
 
 def _value(field: str, variables: Mapping[str, Any]) -> str:

@@ -41,11 +41,10 @@ def status(workspace: Workspace) -> Table[ChosenPatch]:
     if active is None:
         model = next(iter(workspace.models()), "MODEL")
         how = f"create one: %graphpatch wrap pg = {model}(EXAMPLE INPUTS); more: %graphpatch help"
-        return _table((), "no PatchableGraph yet", how, [])
-    chosen = active.session.chosen.patches
+        return Table((), (), lambda _: [], title="no PatchableGraph yet", empty=how)
     notes = [
         "run a cell with them: %%graphpatch; show as Python: %graphpatch export; all commands: %graphpatch help"
-        if chosen
+        if active.session.chosen.patches
         else "find nodes: %graphpatch show, find QUERY; patch: %graphpatch zero PATH; all commands: %graphpatch help"
     ]
     others = [name for name, graph in workspace.graphs().items() if graph is not active.graph]
@@ -60,34 +59,29 @@ def listed(workspace: Workspace, text: str) -> Table[ChosenPatch]:
     return _chosen_table(workspace.current(), [])
 
 
+_CHOSEN = (
+    Column("#", "note"),
+    Column("kind", "graph"),
+    Column("path", "name", is_whole=True),
+    Column("value", "number", is_cut=True),
+    Column("shape", "tensor"),
+    Column("", "note"),
+)
+
+
 def _chosen_table(active: ActiveGraph, notes: list[str]) -> Table[ChosenPatch]:
     patches = active.session.chosen.patches
-    title = f"{active.title}, {counted(len(patches))} chosen"
     files = dict.fromkeys(patch.untrusted for patch in patches if patch.untrusted)
     notes += [f"code from {file.name!r} does not run until you trust the file: {file.repair}" for file in files]
-    return _table(patches, title, "no patch is chosen", notes, active.session)
-
-
-def _table(
-    patches: tuple[ChosenPatch, ...], title: str, empty: str, notes: list[str], session: Session | None = None
-) -> Table[ChosenPatch]:
-    columns = [
-        Column("#", "note"),
-        Column("kind", "graph"),
-        Column("path", "name", is_whole=True),
-        Column("value", "number", is_cut=True),
-        Column("shape", "tensor"),
-        Column("", "note"),
-    ]
 
     def cells(patch: ChosenPatch) -> list[str]:
-        assert session is not None
         off = [] if patch.is_enabled else ["off"]
-        notes = [*off, *(["not trusted"] if patch.untrusted else []), *patch.options()]
+        remarks = [*off, *(["not trusted"] if patch.untrusted else []), *patch.options()]
         value = patch.value or (f"as {patch.name}" if patch.name else "")
-        return [str(patch.number), patch.kind, patch.place, value, _shape(session, patch), " ".join(notes)]
+        return [str(patch.number), patch.kind, patch.place, value, _shape(active.session, patch), " ".join(remarks)]
 
-    return Table(columns, patches, cells, title=title, empty=empty, notes=notes)
+    title = f"{active.title}, {counted(len(patches))} chosen"
+    return Table(_CHOSEN, patches, cells, title=title, empty="no patch is chosen", notes=notes)
 
 
 def _shape(session: Session, patch: ChosenPatch) -> str:

@@ -9,30 +9,17 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.execution import held_value, tensor_at
-from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
+from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.notebook.display.statistics import Readable, readable, statistics_of
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
 from graphpatch_notebook.notebook.run.model_calls import CallCount, ModelCalls, Separate, inputs_for_run
 from graphpatch_notebook.notebook.run.value_plots import Picture, Plane, nothing, picture
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
 
 _MOST_KEPT = 256 * 2**20
 """Values with more bytes are not kept for other slices."""
-
-
-def target_of(session: Session, path: str) -> Target:
-    """Returns the node at a path.
-
-    Raises:
-        ChosenPatchError: There is not a node with a value at the path (`field` is `path`).
-    """
-    try:
-        return resolve(captured(session.graph).root, path)
-    except Unresolvable as problem:
-        raise ChosenPatchError("path", problem.message) from None
 
 
 class Activation:

@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 import torch
 
-from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.errors import ChosenPatchError, SessionError
+from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, next_tokens
-from graphpatch_notebook.notebook.run.activation import Activation, ShownValue, target_of
+from graphpatch_notebook.notebook.run.activation import Activation, ShownValue
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
 from graphpatch_notebook.notebook.run.model_calls import (
     CallCount,
@@ -323,7 +324,10 @@ class Runs:
             SessionError: As for `start`.
         """
         session, namespace, inputs = self._session, self._namespace(), self._chosen_inputs(inputs)
-        target = target_of(session, path)
+        try:
+            target = resolve(captured(session.graph).root, path)
+        except Unresolvable as problem:
+            raise ChosenPatchError("path", problem.message) from None
         wanted = Plane.of(plane, namespace)
         version = session.chosen.version if is_patched else None
         key = (target.text, version, inputs, id(self.inputs), captured(session.graph).edits, _cells(namespace))

@@ -276,7 +276,7 @@ class Session:
             what = f"a listener raised {type(problem).__name__}: {problem}"
             warnings.warn(f"{what}; the edit was made, all others were called", ListenerWarning, stacklevel=2)
 
-    def listen(self, listener: Callable[[ChosenPatches], None]) -> Callable[[], None]:
+    def listen(self, listener: Callable[[ChosenPatches], object]) -> Callable[[], None]:
         """Calls `listener` after each change, in the order of the versions.
 
         It is called in the thread of the edit and under its lock. A listener may edit. All listeners are called with

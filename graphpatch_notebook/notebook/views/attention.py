@@ -1,6 +1,6 @@
 """The attention view: the patterns of all heads of a model, without and with the chosen patches.
 
-`show_attention` -> `patterns.RecordedPatterns` (in a run of the model) -> traits `attention` and `cells`
+`show_attention` -> `patterns.patterns_of_run` -> traits `attention` and `cells`
 front end        -> requests: `attend` runs the model with the patches, `head` returns a whole pattern
 
 The front end is js/src/views/attention_view.ts. A page without scripts shows a picture of the heads.

@@ -23,7 +23,6 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
 from graphpatch_notebook.notebook.run.runs import Runs
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatches
 from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session, session_of
 from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
@@ -78,7 +77,8 @@ class LinkedView(DisplayedWidget):
         for name in (*self.FIRST, *self.COMPUTED):
             self.set_trait(name, self._value_of_trait(name, graph))
         super().__init__(**traits)
-        self._stop_listening = _listen(session, self)
+        follow = weakref.WeakMethod(self.follow_session)
+        self._stop_listening = session.listen(lambda _: (method := follow()) and method())
         self._runs.followers.add(self)
         self._selection.followers.add(self)
         self.on_msg(_answer_message)
@@ -190,18 +190,6 @@ class LinkedView(DisplayedWidget):
 
 def _never(_: Any) -> bool:
     return False
-
-
-def _listen(session: Session, view: LinkedView) -> Callable[[], None]:
-    """Calls a view after each change of a session, as long as it exists. Returns a function that stops this."""
-    reference = weakref.ref(view)
-
-    def tell(_: ChosenPatches) -> None:
-        listener = reference()
-        if listener is not None:
-            listener.follow_session()
-
-    return session.listen(tell)
 
 
 def _answer_message(view: LinkedView, message: Any, _: Any) -> None:

@@ -181,47 +181,6 @@ class LayerPatterns:
         return Quantized.of((sum(products, torch.zeros(())) / (rows - 1))[None])
 
 
-class RecordedPatterns:
-    """The patches that keep the patterns of a run, and what they have kept."""
-
-    def __init__(self, layers: Iterable[AttentionLayer]) -> None:
-        total = [0]
-        self._patches = [
-            (
-                one,
-                QuantizingPatch(axes=_axes(one.pattern), kept_bytes=total, any_shape=True),
-                None
-                if one.values is None
-                else QuantizingPatch(axes=_axes(one.values), kept_bytes=total, is_values=True, any_shape=True),
-            )
-            for one in layers
-        ]
-
-    def added_to(self, patch_map: Mapping[str, Sequence[Patch[Any]]]) -> dict[str, list[Patch[Any]]]:
-        """Returns a patch map with these patches after the others."""
-        found: dict[str, list[Patch[Any]]] = {path: [*patches] for path, patches in patch_map.items()}
-        for layer, pattern, values in self._patches:
-            found.setdefault(f"{layer.name}.pattern", []).append(pattern)
-            if values is not None:
-                found.setdefault(f"{layer.name}.v", []).append(values)
-        return found
-
-    def found(self) -> list[LayerPatterns]:
-        """Returns what was kept.
-
-        Raises:
-            GraphError: The model did not compute a pattern on these inputs.
-        """
-        missing = [layer.name for layer, pattern, _ in self._patches if pattern.kept is None]
-        if missing:
-            raise GraphError(f"the model did not compute the patterns of {', '.join(missing[:3])} on these inputs")
-        return [
-            LayerPatterns(pattern.kept, None if values is None else values.kept)
-            for _, pattern, values in self._patches
-            if pattern.kept is not None
-        ]
-
-
 def patterns_of_run(
     graph: PatchableGraph,
     layers: Sequence[AttentionLayer],
@@ -234,10 +193,29 @@ def patterns_of_run(
     Raises:
         GraphError: The model did not compute a pattern on these inputs.
     """
-    recorded = RecordedPatterns(layers)
-    with torch.no_grad(), graph.patch(dict(recorded.added_to(patches).items())):
+    total = [0]
+    patterns = [QuantizingPatch(axes=_axes(one.pattern), kept_bytes=total, any_shape=True) for one in layers]
+    lengths = [
+        None
+        if one.values is None
+        else QuantizingPatch(axes=_axes(one.values), kept_bytes=total, is_values=True, any_shape=True)
+        for one in layers
+    ]
+    patch_map: dict[str, list[Patch[Any]]] = {path: [*given] for path, given in patches.items()}
+    for layer, pattern, values in zip(layers, patterns, lengths, strict=True):
+        patch_map.setdefault(f"{layer.name}.pattern", []).append(pattern)  # after the other patches
+        if values is not None:
+            patch_map.setdefault(f"{layer.name}.v", []).append(values)
+    with torch.no_grad(), graph.patch(dict(patch_map.items())):
         graph(*args, **kwargs)
-    return recorded.found()
+    missing = [layer.name for layer, pattern in zip(layers, patterns, strict=True) if pattern.kept is None]
+    if missing:
+        raise GraphError(f"the model did not compute the patterns of {', '.join(missing[:3])} on these inputs")
+    return [
+        LayerPatterns(pattern.kept, None if values is None else values.kept)
+        for pattern, values in zip(patterns, lengths, strict=True)
+        if pattern.kept is not None
+    ]
 
 
 def _axes(component: Component) -> tuple[str, ...]:
