@@ -229,11 +229,7 @@ class Browser(LinkedView):
     # -- values of traits ----------------------------------------------------------------------------------------------
 
     def _rows(self) -> Skeleton:
-        """Returns the rows that the front end shows.
-
-        Raises:
-            SessionError: The graph was edited, so the rows have changed.
-        """
+        """Returns the rows that the front end shows."""
         before = self._shown()
         skeleton = self._skeleton()
         if skeleton is not before:

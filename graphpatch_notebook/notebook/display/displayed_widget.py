@@ -63,11 +63,7 @@ body {{ margin: 16px; background: light-dark(#ffffff, #1b1d21); font: 14px/1.5 s
 
 
 def for_anywidget() -> tuple[Path | str, Path | str]:
-    """Returns the script and the style sheet for anywidget.
-
-    Raises:
-        GraphError: The front end is not built.
-    """
+    """Returns the script and the style sheet for anywidget."""
     if _is_watched():
         # anywidget keeps every widget alive whose script is a file.
         return _file("widget.js"), _file("widget.css")
@@ -76,11 +72,7 @@ def for_anywidget() -> tuple[Path | str, Path | str]:
 
 @functools.cache
 def packed() -> bytes:
-    """Returns the bundle for the loader: compressed JSON of `css` and `js`; empty if anywidget reads the files.
-
-    Raises:
-        GraphError: The front end is not built.
-    """
+    """Returns the bundle for the loader: compressed JSON of `css` and `js`; empty if anywidget reads the files."""
     if _is_watched():
         return b""
     parts = {"css": _file("widget.css").read_text("utf8"), "js": _file("widget.js").read_text("utf8")}

@@ -113,11 +113,7 @@ class ResultHeatmap(DisplayedWidget):
         self.cell = None if chosen is None else self._cells.cell_of(*self._place(chosen))
 
     def _place(self, chosen: tuple[Any, Any]) -> tuple[int, int]:
-        """Returns the row and the column of the grid at these coordinates.
-
-        Raises:
-            TraitError: The coordinates do not exist.
-        """
+        """Returns the row and the column of the grid at these coordinates."""
         row, column = (_index(side, value) for side, value in zip(self._sides, chosen, strict=True))
         return row, column
 

@@ -215,11 +215,7 @@ class HookPlan:
 
 
 def hook_plans(patches: Sequence[ChosenPatch], root: Frame, model: str, arguments: CallArguments) -> list[HookPlan]:
-    """Returns the hooks for the patches.
-
-    Raises:
-        ExportError: Some patches cannot be written as hooks; the message names them all.
-    """
+    """Returns the hooks for the patches."""
     problems: list[str] = list(_problems_of_graph(root))
     plans: dict[tuple[int, HookSide], HookPlan] = {}
     for path, on_path in by_value(root, patches).items():

@@ -142,9 +142,6 @@ def arguments_in(text: str, *, with_options: bool = False) -> CallArguments:
     Args:
         text: The text between the parentheses.
         with_options: Keep `extraction_options=...`, which is not an input of the model.
-
-    Raises:
-        ExportError: The text is not the arguments of a call.
     """
     try:
         call = parse_arguments(text)
@@ -158,11 +155,7 @@ def arguments_in(text: str, *, with_options: bool = False) -> CallArguments:
 
 
 def as_source(expression: str, what: str) -> str:
-    """Returns the source of an expression on one line.
-
-    Raises:
-        ExportError: The expression cannot be written on one line.
-    """
+    """Returns the source of an expression on one line."""
     return _on_one_line(parsed(expression), what)
 
 
@@ -261,9 +254,6 @@ def looked_up(patches: Sequence[ChosenPatch], arguments: CallArguments, names: N
     The session evaluates them patch by patch, before anything runs. The code uses the expressions in place if that
     makes no difference. Otherwise it assigns all of them to variables first, in the same order. Hooks run under the
     autograd and autocast modes of the model, so that only names and constants are used in place there.
-
-    Raises:
-        ExportError: A value cannot be written on one line.
     """
     found = Lookups(
         {p.number: as_source(p.value, f"#{p.number} {p.path!r}: its value") for p in patches if p.value is not None},

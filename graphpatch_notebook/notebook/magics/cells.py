@@ -424,11 +424,7 @@ class CellRun:
 
     @staticmethod
     def current() -> CellRun:
-        """Returns the current run.
-
-        Raises:
-            SessionError: No cell is running.
-        """
+        """Returns the current run."""
         run = _current.get()
         if run is None or run._block is None:
             raise SessionError("no %%graphpatch cell is running")
@@ -482,11 +478,7 @@ def remove_leftover_patches() -> None:
 
 
 def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:
-    """Returns the graph and the patches that the first line of a cell selects: `[NAME] [--only SPEC ...]`.
-
-    Raises:
-        SessionError: The graph or a patch does not exist, or the syntax is wrong.
-    """
+    """Returns the graph and the patches that the first line of a cell selects: `[NAME] [--only SPEC ...]`."""
     words = arguments(line)
     names = words[: words.index("--only")] if "--only" in words else words
     specs = words[len(names) + 1 :]

@@ -161,11 +161,7 @@ def split_options(text: str, known: Mapping[str, Any]) -> tuple[dict[str, str], 
 
 
 def leading_options(text: str) -> tuple[dict[str, str], str]:
-    """Returns the options before a path, and the text after them.
-
-    Raises:
-        SessionError: An option is unknown, or without its argument.
-    """
+    """Returns the options before a path, and the text after them."""
     found: dict[str, str] = {}
     while text.lstrip().startswith("--"):
         leading, text = _leading_option(text.strip())

@@ -411,11 +411,7 @@ def _choosing(kind: PatchKind) -> Command:
 
 
 def run(workspace: Workspace, line: str, variables: Variables) -> Any:
-    """Runs one line after `%graphpatch`, and returns the value to display, or `None`.
-
-    Raises:
-        SessionError: The command does not exist, or cannot run with these arguments.
-    """
+    """Runs one line after `%graphpatch`, and returns the value to display, or `None`."""
     __tracebackhide__ = True
     line = expanded(line, variables)
     workspace.notice_new_graphs()
@@ -503,9 +499,6 @@ def _unknown(workspace: Workspace, name: str) -> str:
 
 def expanded(line: str, variables: Variables) -> str:
     """Returns a line of the magic, with variables in its paths and variable names replaced by their values.
-
-    Raises:
-        SessionError: An expression in braces cannot be evaluated.
 
     Example:
         >>> expanded("add h_{i}.output[:, 0] {'a': 1}['a']", lambda: {"i": 3})

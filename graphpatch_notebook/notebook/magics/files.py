@@ -26,11 +26,7 @@ MARK = "# Written by %graphpatch export, sha256 "
 
 
 def export(workspace: Workspace, text: str) -> SourceCode | None:
-    """Returns the chosen patches as Python code. With a target, writes the code there instead, and returns `None`.
-
-    Raises:
-        SessionError: The code cannot be generated, or would overwrite something else.
-    """
+    """Returns the chosen patches as Python code. With a target, writes the code there instead, and returns `None`."""
     from graphpatch_notebook.notebook.export import patch_code
 
     options, rest = split_options(without_comment(text), _EXPORT_OPTIONS)

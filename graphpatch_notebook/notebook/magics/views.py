@@ -306,9 +306,6 @@ class Listing(Table[Child]):
 def listing(pg: PatchableGraph, path: str = "", patched_paths: Collection[str] = ()) -> Listing:
     """Returns the children of the graph, node or container at `path`, without values that only carry sizes.
 
-    Raises:
-        UnknownChildError: The path does not exist. The message has the most similar paths.
-
     Example:
         >>> import torch
         >>> listing(PatchableGraph(torch.nn.ReLU(), torch.ones(2)), patched_paths=["relu"])

@@ -23,11 +23,7 @@ _MOST_KEPT = 256 * 2**20
 
 
 class Activation:
-    """Gets the value of a node.
-
-    Raises:
-        SessionError: A run is needed and there are no inputs, or a value cannot be evaluated.
-    """
+    """Gets the value of a node."""
 
     def __init__(
         self,
@@ -57,12 +53,7 @@ class Activation:
         self._value = separate(self._probe.activation)
 
     def shown(self, job: Job[ShownValue], plane: Plane, tokenizer: Any) -> ShownValue:
-        """Returns the value with its statistics and plot.
-
-        Raises:
-            SessionError: The node was not run.
-            Exception: Any error that the model raises.
-        """
+        """Returns the value with its statistics and plot."""
         tokens: TokenInputs | None = None
         if self._calls is None:
             value = held_value(self._target.frame.module, self._target.node.target)

@@ -144,9 +144,6 @@ def _given(given: Any, namespace: dict[str, Any]) -> RunInputs:
 def evaluated_arguments(text: str, namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and keyword arguments of typed code.
 
-    Raises:
-        ChosenPatchError: The code cannot be parsed or evaluated.
-
     Example:
         >>> evaluated_arguments("a, scale=2 * a", {"a": 3})
         ((3,), {'scale': 6})
@@ -253,12 +250,7 @@ class ModelCalls:
         self._take = take
 
     def run(self, job: Job[T]) -> CallResults:
-        """Makes the calls, in the thread of the job.
-
-        Raises:
-            KeyboardInterrupt: The job was interrupted.
-            Exception: Any error that the model raises.
-        """
+        """Makes the calls, in the thread of the job."""
         with alone(job), self._settings.applied():
             try:
                 return self._all(job, has_gradients=False)

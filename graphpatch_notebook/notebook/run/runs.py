@@ -371,11 +371,7 @@ class Runs:
         self._find(number).job.wait(seconds)
 
     def status(self, number: int) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns the `RunStatus` of a run, or the `ActivationStatus` of an activation, and its binary parts.
-
-        Raises:
-            SessionError: There is not a job with this number, or it is too old or was closed.
-        """
+        """Returns the `RunStatus` of a run, or the `ActivationStatus` of an activation, and its binary parts."""
         found = self._find(number)
         status, buffers = found.status()
         # The state of an older run does not matter any more.

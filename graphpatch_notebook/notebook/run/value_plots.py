@@ -63,11 +63,7 @@ class Plane:
 
     @classmethod
     def of(cls, text: str | None, namespace: Mapping[str, Any]) -> Plane:
-        """Returns the slice that was typed; an empty text gives the default.
-
-        Raises:
-            ChosenPatchError: The text is not a slice (`field` is `plane`).
-        """
+        """Returns the slice that was typed; an empty text gives the default."""
         if text is None or not text.strip():
             return cls()
         try:
@@ -125,11 +121,7 @@ def _is_index(value: Any) -> bool:
 
 
 def picture(numbers: Readable, plane: Plane, labels: TokenLabels | None) -> Picture:
-    """Returns a heatmap of a slice of a value, or a histogram if the slice has one dimension or row.
-
-    Raises:
-        ChosenPatchError: The slice is not valid for the value.
-    """
+    """Returns a heatmap of a slice of a value, or a histogram if the slice has one dimension or row."""
     if numbers.tensor is None:
         return nothing(numbers.remark or "there are no numbers to show")
     tensor = numbers.tensor

@@ -64,9 +64,6 @@ class FoundNodes(Table[NodeMeta]):
 def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) -> FoundNodes:
     """Returns the nodes of `pg` that match all terms of a query (`notebook/search/query.py`), in order of execution.
 
-    Raises:
-        ValueError: The query is not valid. The message is one line.
-
     Example:
         >>> import torch
         >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.ones(1, 2))

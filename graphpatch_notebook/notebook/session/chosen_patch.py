@@ -192,11 +192,7 @@ class ChosenPatch:
         return None if kept is None else self.part(kept, namespace)
 
     def part(self, value: Any, namespace: Mapping[str, Any]) -> Any:
-        """Returns the part of a value that the slice selects.
-
-        Raises:
-            PatchValueError: The slice does not fit the value.
-        """
+        """Returns the part of a value that the slice selects."""
         if self.index is None:
             return value
         try:
@@ -247,11 +243,7 @@ class ChosenPatches:
         return tuple(patch for patch in self.patches if patch.is_enabled)
 
     def find(self, number: int) -> ChosenPatch:
-        """Returns the patch with this number.
-
-        Raises:
-            SessionError: The patch does not exist.
-        """
+        """Returns the patch with this number."""
         found = next((patch for patch in self.patches if patch.number == number), None)
         if found is None:
             there = ", ".join(f"#{patch.number}" for patch in self.patches)

@@ -114,11 +114,7 @@ class Session:
 
     @property
     def graph(self) -> PatchableGraph:
-        """The graph that the patches are for.
-
-        Raises:
-            SessionError: The graph is gone.
-        """
+        """The graph that the patches are for."""
         graph = self._graph()
         if graph is None:
             raise SessionError("the PatchableGraph of this session is gone; make it again")
@@ -428,11 +424,7 @@ _DIMENSIONS = 8
 
 
 def _target(root: Frame, patch: ChosenPatch) -> Target:
-    """Returns the value that a patch is on: what a module returns, if the patch replaces its call.
-
-    Raises:
-        Unresolvable: It cannot be on a value at this path.
-    """
+    """Returns the value that a patch is on: what a module returns, if the patch replaces its call."""
     replaces_call = patch.definition.patch.replaces_call
     try:
         target = resolve(root, patch.path)
@@ -487,11 +479,7 @@ def session_of(graph: PatchableGraph) -> Session:
 
 
 def check_name(patch: ChosenPatch, others: Iterable[ChosenPatch], origin: Origin) -> None:
-    """Checks that no other patch fills the variable of a patch, and that the graph was not made from it.
-
-    Raises:
-        ChosenPatchError: The variable is taken.
-    """
+    """Checks that no other patch fills the variable of a patch, and that the graph was not made from it."""
     if patch.name is None:
         return
     namesake = next((other for other in others if other.name == patch.name), None)

@@ -206,12 +206,7 @@ def loads(session: Session, text: str, where: str = "", source: UntrustedFile | 
 def _checked(
     session: Session, patch: ChosenPatch, op: str | None, others: list[ChosenPatch], lost: set[str]
 ) -> ChosenPatch:
-    """Returns the patch as the session would choose it.
-
-    Raises:
-        ChosenPatchError: The graph does not have the value, another operation computes it, or the patch uses a
-            variable of a patch that was left out.
-    """
+    """Returns the patch as the session would choose it."""
     root = captured(session.graph).root
     try:
         checked = session.check(patch, others).patch
@@ -339,11 +334,7 @@ def _json_text(value: Any) -> str:
 
 
 def check_no_nul(file: str | os.PathLike[str]) -> None:
-    """Checks that a file name has no null character.
-
-    Raises:
-        SessionFileError: It has one.
-    """
+    """Checks that a file name has no null character."""
     if "\0" in os.fspath(file):
         raise SessionFileError(f"{str(file)!r} is not a file name: it contains a null character")
 

@@ -50,9 +50,6 @@ class SliceText:
         """Returns the index: one part, or a tuple of several.
 
         A new dimension is `(None,)` and never `None`, which for a patch means the whole value.
-
-        Raises:
-            NameError: A variable is not in `namespace`.
         """
         if missing := [name for name in self.names if name not in namespace]:
             raise NameError(f"name {missing[0]!r} is not defined")

@@ -65,11 +65,7 @@ class Workspace:
         return [(name, value) for name, value in variables if type(name) is str and not name.startswith("_")]
 
     def use(self, name: str) -> ActiveGraph:
-        """Makes the graph in a variable the active one.
-
-        Raises:
-            SessionError: The variable does not hold a graph.
-        """
+        """Makes the graph in a variable the active one."""
         active = self.named(name)
         self._used = name
         self._sessions[name] = active.session
@@ -77,11 +73,7 @@ class Workspace:
         return active
 
     def named(self, name: str) -> ActiveGraph:
-        """Returns the graph in a variable.
-
-        Raises:
-            SessionError: The variable does not hold a graph.
-        """
+        """Returns the graph in a variable."""
         value = self.namespace.get(name)
         if is_a(value, PatchableGraph):
             return self._active(name, value)
@@ -115,11 +107,7 @@ class Workspace:
         return self._active(known if known in graphs else next(iter(graphs)), graph)
 
     def current(self) -> ActiveGraph:
-        """Returns the active graph.
-
-        Raises:
-            SessionError: There is no graph, or several and none was picked.
-        """
+        """Returns the active graph."""
         found = self.find()
         if found is None:
             raise SessionError(f"no PatchableGraph yet; {self._what_is_there('')}")

@@ -67,11 +67,7 @@ class Branch:
 
 
 class Generator:
-    """Generates greedily from one prompt.
-
-    Raises:
-        ExperimentError: The model does not have `generate`, or there are several prompts.
-    """
+    """Generates greedily from one prompt."""
 
     def __init__(self, graph: PatchableGraph, inputs: Inputs, max_new_tokens: int) -> None:
         if not callable(getattr(captured(graph).module, "generate", None)):

@@ -61,11 +61,7 @@ def lens_of(
 
 
 def _target_of(target: Any, tokenizer: Any) -> Any:
-    """Returns the target with numbers instead of texts.
-
-    Raises:
-        ExperimentError: A text is not one token, or there is no tokenizer.
-    """
+    """Returns the target with numbers instead of texts."""
     if target is None or isinstance(target, int):
         return target
     if isinstance(target, str):

@@ -208,11 +208,7 @@ def session_for_view(
     typed: str | None = None,
     tokenizer: Any = None,
 ) -> tuple[Session, Runs]:
-    """Returns the session of a graph for a new view, and the runs, with these inputs and tokenizer if they are given.
-
-    Raises:
-        TypeError: The tokenizer is not valid.
-    """
+    """Returns the session of a graph for a new view, and the runs, with the inputs and tokenizer that are given."""
     _check_tokenizer(tokenizer)
     session = session_of(graph)
     names = [name for name, other in workspace.graphs().items() if other is graph]

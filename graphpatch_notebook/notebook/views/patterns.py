@@ -188,11 +188,7 @@ def patterns_of_run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[LayerPatterns]:
-    """Runs a graph with patches, and returns the patterns of each layer.
-
-    Raises:
-        GraphError: The model did not compute a pattern on these inputs.
-    """
+    """Runs a graph with patches, and returns the patterns of each layer."""
     total = [0]
     patterns = [QuantizingPatch(axes=_axes(one.pattern), kept_bytes=total, any_shape=True) for one in layers]
     lengths = [

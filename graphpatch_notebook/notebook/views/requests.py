@@ -251,11 +251,7 @@ def _change(context: RequestContext, edit: Payload, version: int) -> None:
 
 
 def _patch(context: RequestContext, fields: dict[str, Any], is_enabled: Any = True) -> ChosenPatch:
-    """Returns a patch with the given fields, and with an unused name if it needs one.
-
-    Raises:
-        ChosenPatchError: The fields are not valid.
-    """
+    """Returns a patch with the given fields, and with an unused name if it needs one."""
     for field in ("path", "kind"):
         if not isinstance(fields.get(field), str):
             raise ChosenPatchError(field, f"a patch needs a {field}, not {cut(repr(fields.get(field)))}")

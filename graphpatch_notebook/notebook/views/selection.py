@@ -172,12 +172,7 @@ class _Place:
 
     @classmethod
     def of(cls, session: Session, item: Item) -> _Place:
-        """Returns what an item selects.
-
-        Raises:
-            SessionError: The item has no name, or its value does not have such a position.
-            ChosenPatchError: The value does not exist.
-        """
+        """Returns what an item selects."""
         name = item["name"]
         if not name:
             raise SessionError("this selection is not a value that can be patched; select a cell or a head")
@@ -268,11 +263,7 @@ def _inputs(value: str | None) -> str:
 
 
 def _mean(place: _Place) -> str:
-    """Returns the code of a function that replaces the selected part by its mean.
-
-    Raises:
-        SessionError: It is not known which dimensions the mean is over, or it is one weight of a pattern.
-    """
+    """Returns the code of a function that replaces the selected part by its mean."""
     axes = place.axes
     is_pattern = {"query", "key"} <= {*axes}
     over = [dim for dim, axis in enumerate(axes) if axis == "batch" or (axis in _POSITIONS and not is_pattern)]
