@@ -163,22 +163,7 @@ def split_options(text: str, known: Mapping[str, Any]) -> tuple[dict[str, str], 
 def leading_options(text: str) -> tuple[dict[str, str], str]:
     """Returns the options before a path, and the text after them."""
     found: dict[str, str] = {}
-    while text.lstrip().startswith("--"):
-        leading, text = _leading_option(text.strip())
-        found |= leading
-    return found, text.lstrip()
-
-
-def _leading_option(text: str) -> tuple[dict[str, str], str]:
-    """Returns the first option, and the text after it unchanged: a path is not split into words as a value is."""
-    name, _, rest = text.partition(" ")
-    if "=" in name or OPTIONS.get(name) == "":
-        return split_options(name, OPTIONS)[0], rest.lstrip()
-    if name not in OPTIONS:
-        split_options(name, OPTIONS)  # raises an error
-    rest = rest.lstrip()
-    end = rest.find('"', 1) + 1 if rest.startswith('"') else len(rest.partition(" ")[0])
-    return split_options(f"{name} {rest[:end]}", OPTIONS)[0], rest[end:].lstrip()
+    return found, _take_options(text.lstrip(), OPTIONS, found)
 
 
 def _take_options(text: str, known: Mapping[str, Any], found: dict[str, str]) -> str:

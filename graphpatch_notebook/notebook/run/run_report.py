@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -209,17 +210,13 @@ def _largest(before: Tensor, after: Tensor) -> list[dict[str, Any]]:
     found = sorted((entry for entry in found if entry[0] > 0), key=lambda entry: (-entry[0], entry[1]))
     flat = before.reshape(-1), after.reshape(-1)
     return [
-        {"index": _unravelled(at, before.shape), "before": float(flat[0][at]), "after": float(flat[1][at])}
+        {
+            "index": [int(place) for place in np.unravel_index(at, before.shape)],
+            "before": float(flat[0][at]),
+            "after": float(flat[1][at]),
+        }
         for _, at in found[:_MOST_ENTRIES]
     ]
-
-
-def _unravelled(at: int, shape: torch.Size) -> list[int]:
-    index = []
-    for size in reversed(shape):
-        at, inside = divmod(at, size)
-        index.append(inside)
-    return index[::-1]
 
 
 # -- probes ------------------------------------------------------------------------------------------------------------

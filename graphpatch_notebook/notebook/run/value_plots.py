@@ -134,7 +134,7 @@ def picture(numbers: Readable, plane: Plane, labels: TokenLabels | None) -> Pict
     if not found.finite:
         return nothing(f"none of its numbers is finite: {found.nan} NaN, {found.infinite} infinite")
     if part.dim() < 2 or 1 in part.shape:
-        return _histogram(part, text)
+        return _histogram(part, text, found.minimum, found.maximum)
     drawn = _heatmap(part, text, found.minimum, found.mean, found.maximum, numbers.remark)
     if labels is None or drawn.plot.get("full") != [drawn.plot.get("rows"), drawn.plot.get("columns")]:
         return drawn  # a cell of blocks has several labels
@@ -145,8 +145,9 @@ def picture(numbers: Readable, plane: Plane, labels: TokenLabels | None) -> Pict
 # -- histograms --------------------------------------------------------------------------------------------------------
 
 
-def _histogram(part: Tensor, text: str | None) -> Picture:
-    low, high, is_whole = _range(part)
+def _histogram(part: Tensor, text: str | None, low: Any, high: Any) -> Picture:
+    finite_pieces = (piece[piece.isfinite()] for piece in pieces(part))
+    is_whole = max(-low, high) < 2**50 and all(bool((finite == finite.round()).all()) for finite in finite_pieces)
     if is_whole and high - low < _BINS:
         edges = torch.arange(low - 0.5, high + 1, dtype=torch.float64)
     elif low == high:
@@ -163,17 +164,6 @@ def _histogram(part: Tensor, text: str | None) -> Picture:
         places = torch.searchsorted(edges, finite, right=True) - 1
         counts += torch.bincount(places.clamp(0, len(counts) - 1), minlength=len(counts))
     return Picture({"type": "histogram", "counts": counts.tolist(), "edges": edges.tolist(), "slice": text})
-
-
-def _range(part: Tensor) -> tuple[float, float, bool]:
-    """Returns the least and the greatest finite number, and whether all finite ones are integers."""
-    low, high, is_whole = math.inf, -math.inf, True
-    for piece in pieces(part):
-        finite = piece[piece.isfinite()]
-        if len(finite):
-            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-            is_whole = is_whole and bool((finite == finite.round()).all())
-    return low, high, is_whole and max(-low, high) < 2**50
 
 
 # -- heatmaps ----------------------------------------------------------------------------------------------------------

@@ -149,13 +149,13 @@ class ChosenPatch:
 
     def restrictions(self) -> dict[str, Any]:
         """Returns the fields of a `Patch` that restrict when and where it is applied, if they are set."""
-        found: dict[str, Any] = {flag: True for flag in FLAGS if getattr(self, flag)}
+        found: dict[str, Any] = {}
         for what in ("steps", "positions"):
             if (text := getattr(self, what)) is not None:
                 found[what] = _numbers(text)
         if self.position_dim is not None:
             found["position_dim"] = self.position_dim
-        return found
+        return found | {flag: True for flag in FLAGS if getattr(self, flag)}
 
     def patch(self, namespace: dict[str, Any]) -> Patch[Any]:
         """Returns the patch, with its value and slice evaluated in the user's `namespace`.

@@ -30,7 +30,14 @@ from typing import Any
 
 from IPython.paths import get_ipython_dir
 
-from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UnresolvedPatchWarning, cut
+from graphpatch_notebook.errors import (
+    ChosenPatchError,
+    SerializationError,
+    SessionError,
+    SessionFileError,
+    UnresolvedPatchWarning,
+    cut,
+)
 from graphpatch_notebook.inspection.resolution import operation_of, other_operation, with_nearest
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile, names_used
 from graphpatch_notebook.notebook.session.expressions import is_plain
@@ -38,6 +45,7 @@ from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.serialization.codecs.reading import parsed
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
 
@@ -240,14 +248,9 @@ def _text(source: Path) -> str:
 def _document(text: str) -> dict[str, Any]:
     """Returns the content of a text, if it is a session that this version can read."""
     try:
-        document = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise SessionFileError(f"it is not a session: not JSON ({error.msg} at {where})") from None
-    except RecursionError:
-        raise SessionFileError("it is not a session: JSON that is nested too deeply") from None
-    except ValueError as error:
-        raise SessionFileError(f"it is not a session: not JSON ({error})") from None
+        document = parsed(text, "it is not a session").value
+    except SerializationError as error:
+        raise SessionFileError(str(error)) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise SessionFileError(f'it is not a session: it does not have "schema": "{SCHEMA}"')
     version = document.get("version")
@@ -258,19 +261,6 @@ def _document(text: str) -> dict[str, Any]:
             f"it is of version {_json_text(version)}, and this graphpatch reads version {VERSION}: update graphpatch"
         )
     return document
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{_json_text(twice)} appears twice in one object")
-    return found
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not valid in JSON")
 
 
 def _entries(document: dict[str, Any]) -> list[Any]:
