@@ -33,12 +33,7 @@ describe("the position of a new cell", () => {
     ["after the first of several", [TEXT, showing("mine"), showing("mine")], null, 2],
     ["after the one that contains the view", [TEXT, showing("mine"), showing("mine")], 2, 3],
     ["after the first cell that shows it, if the view's cell does not", [TEXT, showing("mine"), TEXT], 0, 2],
-    [
-      "after the view's cell, if no cell shows it (it is inside another widget)",
-      [TEXT, showing("box"), TEXT],
-      1,
-      2,
-    ],
+    ["after the view's cell, if no cell shows it (it is inside another widget)", [TEXT, showing("box"), TEXT], 1, 2],
     ["at the end, if nothing is known", [TEXT, TEXT], null, 2],
     ["at the end, if the index is not of a cell", [TEXT, TEXT], 7, 2],
     ["at the start of an empty notebook", [], null, 0],
