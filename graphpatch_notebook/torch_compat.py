@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import CodeType, FunctionType
@@ -17,6 +16,8 @@ import torch._compile
 import torch.fx
 import torch.fx._pytree
 import torch.utils._pytree
+
+from graphpatch_notebook.interrupts import HeldSwitch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -229,10 +230,8 @@ def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
 _COMPILED = "_torchdynamo_orig_callable"
 
 
-class EagerCode:
-    """Runs compiled code eagerly from `hold` until `let_go`, which may be called twice.
-
-    The setting is global to all threads, so it is restored when the last holder lets go.
+class EagerCode(HeldSwitch):
+    """Makes compiled code run eagerly, in all threads.
 
     `torch.compiler.set_stance` (public): torch 2.6 and later. Earlier, dynamo would fail on modes and hooks inside
     compiled parts, or ignore them. Tested by: tests/integrations/test_torch_compile.py, test_old_torch.py.
@@ -247,24 +246,19 @@ class EagerCode:
         f"torch {torch.__version__} cannot be asked to run as it was written what torch.compile compiled in the model, "
         "as 2.6 and later can; upgrade torch, or make the PatchableGraph of the model as it is without torch.compile"
     )
-    _lock = threading.RLock()
-    _holders: ClassVar[set[EagerCode]] = set()
-    _stance: ClassVar[Any] = None
+    _stance: Any = None
 
-    def hold(self) -> None:
-        set_stance = getattr(torch.compiler, "set_stance", None)
-        with self._lock:
-            self._holders.add(self)
-            if EagerCode._stance is None and set_stance is not None:
-                EagerCode._stance = set_stance("force_eager")
+    def _switch_on(self) -> None:
+        if self._stance is None and self.is_possible:
+            self._stance = torch.compiler.set_stance("force_eager")
 
-    def let_go(self) -> None:
-        with self._lock:
-            self._holders.discard(self)
-            stance = EagerCode._stance
-            if stance is not None and not self._holders:
-                stance.__exit__(None, None, None)
-                EagerCode._stance = None
+    def _switch_off(self) -> None:
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+
+eager_code = EagerCode()
 
 
 def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -276,43 +270,35 @@ def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return torch._compile._disable_dynamo(function)
 
 
-class VisibleFlexAttention:
-    """Makes function modes see `flex_attention` and `create_block_mask`, from `hold` to `let_go`.
+class VisibleFlexAttention(HeldSwitch):
+    """Makes function modes see `flex_attention` and `create_block_mask`, if these were imported.
 
     These are plain Python functions that do not hand themselves over to function modes, and models call what
-    `torch.compile` made of them, which fails under a mode. While somebody holds this, their code hands a call over as
-    other functions of torch do; where no mode is on, their own code runs, compiled if the caller compiled it.
+    `torch.compile` made of them, which fails under a mode. While this is on, their code hands a call over as other
+    functions of torch do; where no mode is on, their own code runs, compiled if the caller compiled it.
 
     `torch.nn.attention.flex_attention` is public; `set_eval_frame` and `skip_code` of `torch._dynamo.eval_frame`: torch
     2.5 to 2.13. Tested by: tests/capture/test_flex_attention.py.
     """
 
-    _lock = threading.RLock()
-    _holders: ClassVar[set[object]] = set()
     _original: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
     _compilers: ClassVar[ContextVar[tuple[Any, ...]]] = ContextVar("graphpatch_compilers", default=())
 
-    def hold(self, holder: object) -> None:
-        """Makes calls visible until `let_go`; does nothing if these functions were not imported."""
+    def _switch_on(self) -> None:
         home: Any = sys.modules.get(_FLEX_ATTENTION)
-        with self._lock:
-            self._holders.add(holder)
-            if home is None or self._original:
-                return
-            for function in (home.flex_attention, home.create_block_mask):
-                own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-                own.__kwdefaults__ = function.__kwdefaults__
-                self._original[function] = own
-                function.__code__ = _handing_over(function.__code__)
+        if home is None or self._original:
+            return
+        for function in (home.flex_attention, home.create_block_mask):
+            own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+            own.__kwdefaults__ = function.__kwdefaults__
+            self._original[function] = own
+            function.__code__ = _handing_over(function.__code__)
 
-    def let_go(self, holder: object) -> None:
-        """Undoes it. It may be called twice."""
-        with self._lock:
-            self._holders.discard(holder)
-            while self._original and not self._holders:
-                function, own = next(iter(self._original.items()))
-                function.__code__ = own.__code__
-                del self._original[function]
+    def _switch_off(self) -> None:
+        while self._original:
+            function, own = next(iter(self._original.items()))
+            function.__code__ = own.__code__
+            del self._original[function]
 
     def is_inside(self) -> bool:
         """Whether a function mode handles a call at present: what happens in it belongs to that one call."""

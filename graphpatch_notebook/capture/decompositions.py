@@ -32,36 +32,24 @@ from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import flex_attention, flex_attention_output, safe_softmax
 from graphpatch_notebook.values import TensorSpec
 
-
-@dataclass(frozen=True, slots=True)
-class InnerStep:
-    """A step of a fused call that is a node by default.
-
-    Attributes:
-        name: The local variable of the steps that holds the value: the name of the node.
-        op: The usual name of the function that computes such a value.
-        reads: The arguments of the call, and the inner steps, that it is computed from.
-    """
-
-    name: str
-    op: str
-    reads: tuple[str, ...]
+INNER_NODES = {"scores": "matmul", "pattern": "softmax"}
+"""The inner nodes of a call of attention, in order: the local variable that holds the value, and the function."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerSteps:
-    """The inner nodes of the calls of a function.
+    """How the inner nodes of the calls of an attention function are found.
 
     Attributes:
-        steps: The steps, in order.
-        specs: Takes the arguments of a call; returns the descriptions of these values, which nothing computes, or
-            nothing if they are not known.
-        make_steps: Returns the function that takes the steps.
+        reads: The arguments of the call that the scores are computed from; the pattern is computed from the scores.
+        specs: Takes the arguments of a call; returns the specs of the inner nodes, which nothing computes, or nothing
+            if they are not known.
+        make_steps: Returns the function that assigns the values to `scores` and `pattern`.
         example: Returns the arguments of a small call, given the flags.
         flags: The parameters that decide which lines of the function assign the values.
     """
 
-    steps: tuple[InnerStep, ...]
+    reads: tuple[str, ...]
     specs: Callable[..., tuple[TensorSpec, ...]]
     make_steps: Callable[[], Callable[..., Any]]
     example: Callable[..., tuple[Any, ...]]
@@ -174,16 +162,15 @@ def take_inner_steps(
     see: Callable[[str, FrameType, Any], Any],
 ) -> Any:
     """Returns the result of the steps of a call. `see` maps the value of each inner step to the value to use."""
-    with _Seeing({step.name for step in inner.steps}, see):
+    with _Seeing(see):
         return call_sites.invoke(inner.make_steps(), args, kwargs)
 
 
 class _Seeing(TorchFunctionMode):
-    """Sees the values that are assigned to certain variables."""
+    """Sees the values of the inner nodes."""
 
-    def __init__(self, names: Collection[str], see: Callable[[str, FrameType, Any], Any]) -> None:
+    def __init__(self, see: Callable[[str, FrameType, Any], Any]) -> None:
         super().__init__()
-        self._names = names
         self._see = see
 
     def __torch_function__(
@@ -192,7 +179,7 @@ class _Seeing(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         caller = call_sites.caller(0)
         name = call_sites.result_variable(caller, getattr(func, "__name__", ""))
-        return self._see(name, caller, result) if isinstance(name, str) and name in self._names else result
+        return self._see(name, caller, result) if isinstance(name, str) and name in INNER_NODES else result
 
 
 # -- scaled_dot_product_attention --------------------------------------------------------------------------------------
@@ -303,11 +290,9 @@ def _attention_problem(
     mask_dtypes = (None, torch.bool, torch.float32, query.dtype)
     has_mask = getattr(attn_mask, "dtype", None) in mask_dtypes or (is_cast and given[-1].is_floating_point())
     is_valid = has_dtypes and has_groups and has_shapes and has_mask and 0 <= dropout_p <= 1
-    return (
-        None
-        if is_valid and len({tensor.device for tensor in given}) == 1
-        else "its arguments have inconsistent shapes, dtypes or devices"
-    )
+    if is_valid and len({tensor.device for tensor in given}) == 1:
+        return None
+    return "its arguments have inconsistent shapes, dtypes or devices"
 
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -511,10 +496,7 @@ _ALL = (
         problem=_attention_problem,
         make_steps=lambda: _attention,
         inner=InnerSteps(
-            (
-                InnerStep("scores", "matmul", ("query", "key", "attn_mask")),
-                InnerStep("pattern", "softmax", ("scores",)),
-            ),
+            reads=("query", "key", "attn_mask"),
             specs=_attention_specs,
             make_steps=lambda: _attention,
             example=lambda: (torch.ones(1, 1, device="cpu"),) * 3,
@@ -527,10 +509,7 @@ _ALL = (
         problem=_multi_head_problem,
         make_steps=_opened_multi_head_attention,
         inner=InnerSteps(
-            (
-                InnerStep("scores", "matmul", ("query", "key", "in_proj_weight", "attn_mask", "key_padding_mask")),
-                InnerStep("pattern", "softmax", ("scores",)),
-            ),
+            reads=("query", "key", "in_proj_weight", "attn_mask", "key_padding_mask"),
             specs=_multi_head_specs,
             make_steps=lambda: _multi_head_attention,
             example=_multi_head_example,
@@ -552,10 +531,7 @@ def _by_id() -> dict[int, Decomposition]:
             problem=_flex_problem,
             make_steps=lambda: _flex_attention,
             inner=InnerSteps(
-                (
-                    InnerStep("scores", "matmul", ("query", "key", "block_mask")),
-                    InnerStep("pattern", "softmax", ("scores",)),
-                ),
+                reads=("query", "key", "block_mask"),
                 specs=_flex_specs,
                 make_steps=lambda: _flex_attention,
                 example=lambda: (torch.ones(1, 1, 1, 1, device="cpu"),) * 3,

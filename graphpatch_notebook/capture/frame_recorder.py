@@ -27,7 +27,7 @@ from graphpatch_notebook.capture.held_values import (
 )
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.bytecode import Assigned
-from graphpatch_notebook.capture.quantization.packed_weights import held_by
+from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import (
     CallNode,
     CompositeCall,
@@ -226,7 +226,7 @@ class FrameRecorder:
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
         """Adds a node for each parameter of `forward`; returns the values to pass to `forward`."""
         given = dict(bound)
-        self.record.conditions.input_flags = tensor_flags(bound.values())
+        self.record.conditions.input_flags = tensor_flags([*bound.values()])
         for parameter in self.record.parameters:
             default = None if parameter.default is _EMPTY else parameter.default
             value = bound.get(parameter.name, default)

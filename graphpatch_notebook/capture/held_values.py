@@ -354,40 +354,20 @@ class AttributePaths:
         return known
 
 
-def tensor_flags(values: Iterable[Any]) -> tuple[tuple[bool, bool], ...]:
+def tensor_flags(values: list[Any]) -> tuple[tuple[bool, bool], ...]:
     """Returns for each tensor in some values whether it requires gradients, and whether it is contiguous."""
-    tensors: list[Tensor] = []
-    _collect_deep(values, tensors)
+    tensors = plain_tensors(values)
     with without_torch_functions():  # a tensor's own class may refuse to answer
         return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in tensors)
 
 
-def _collect_deep(values: Iterable[Any], found: list[Tensor]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif type(value) not in PLAIN_VALUES:
-            _collect_deep((child for _, child in readable_children(value) or ()), found)
-
-
 def plain_tensors(value: Any) -> list[Tensor]:
-    """Returns the tensors in a value and in the tuples, lists and dicts that it is made of."""
+    """Returns the tensors in a value, also in containers."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    for item in items:
-        if type(item) in PLAIN_VALUES:
-            continue
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list, dict)):
-            _collect(item, found)
+    if type(value) in PLAIN_VALUES:
+        return []
+    return [tensor for _, child in readable_children(value) or () for tensor in plain_tensors(child)]
 
 
 # -- which tensor is which ---------------------------------------------------------------------------------------------

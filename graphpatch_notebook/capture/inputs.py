@@ -22,7 +22,6 @@ from graphpatch_notebook.values import (
     key_text,
     readable_children,
     rebuilt,
-    rebuilt_sequence,
 )
 
 _EMPTY = inspect.Parameter.empty
@@ -115,6 +114,11 @@ def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ..
     return None
 
 
+def inputs_of_call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the value that a call of the module of `frame` passes for each parameter."""
+    return {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
+
+
 def passed_on(node: Node, frame: Frame) -> tuple[Any, Frame] | None:
     """Returns the recorded value that a node at the boundary of a frame passes on, and the frame of that value.
 
@@ -155,7 +159,7 @@ def with_other_tensor(given: Any, old: Tensor, new: Tensor) -> tuple[Any, int]:
     if not isinstance(given, tuple) or isinstance(given, torch.Size):
         return given, 0
     items, counts = zip(*(with_other_tensor(item, old, new) for item in given), strict=True) if given else ((), ())
-    return (rebuilt_sequence(given, list(items)), sum(counts)) if any(counts) else (given, 0)
+    return (rebuilt(type(given), (), items), sum(counts)) if any(counts) else (given, 0)
 
 
 def _named(parameters: list[InputParameter]) -> set[str]:

@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphpatch_notebook.capture.naming.call_sites import invoke, is_parallel_code
-from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.interrupts import HeldSwitch, holding
 from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes, visible_flex_attention
 
 
@@ -221,40 +221,24 @@ class ThreadState:
 TRANSPARENT = (CheckpointFunction,)
 
 
-class _VisibleApply:
-    """Passes calls of `Function.apply` to the `apply_observer` of their context while it is in use.
-
-    As long, function modes see calls of flex attention. As with swaps of `forward`, `let_go` can be called again if it
-    was interrupted.
-    """
+class _VisibleApply(HeldSwitch):
+    """Passes calls of `Function.apply` to the `apply_observer` of their context, and shows modes flex attention."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders: set[object] = set()
-        self._wrapper: Any = None
+        super().__init__()
+        self._wrapper: Any = classmethod(_apply)
         self.original: Any = Function.__dict__["apply"]
 
-    def hold(self, holder: object) -> None:
-        """Makes calls visible until `let_go`."""
-        with self._lock:
-            self._holders.add(holder)
-            if self._wrapper is None:
-                self._wrapper = classmethod(_apply)
-            if Function.__dict__["apply"] is not self._wrapper:
-                self.original = Function.__dict__["apply"]
-                Function.apply = self._wrapper  # type: ignore[method-assign]
-            visible_flex_attention.hold(holder)
+    def _switch_on(self) -> None:
+        if Function.__dict__["apply"] is not self._wrapper:
+            self.original = Function.__dict__["apply"]
+            Function.apply = self._wrapper  # type: ignore[method-assign]
+        visible_flex_attention.hold(self)
 
-    def let_go(self, holder: object) -> None:
-        """Undoes it."""
-        with self._lock:
-            self._holders.discard(holder)
-            if not self._holders and Function.__dict__["apply"] is self._wrapper:
-                Function.apply = self.original  # type: ignore[method-assign]
-            visible_flex_attention.let_go(holder)
-
-
-visible_apply = _VisibleApply()
+    def _switch_off(self) -> None:
+        if Function.__dict__["apply"] is self._wrapper:
+            Function.apply = self.original  # type: ignore[method-assign]
+        visible_flex_attention.let_go(self)
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -263,3 +247,6 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if watching is None or issubclass(cls, TRANSPARENT) or visible_flex_attention.is_inside():
         return apply(*args, **kwargs)
     return watching.on_apply(cls, apply, args, kwargs)
+
+
+visible_apply = _VisibleApply()

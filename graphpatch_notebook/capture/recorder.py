@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
 from graphpatch_notebook.capture.decompositions import (
+    INNER_NODES,
     PLAIN_TENSORS,
     Decomposition,
     chosen_decompositions,
@@ -30,7 +31,7 @@ from graphpatch_notebook.capture.naming.bytecode import Assigned
 from graphpatch_notebook.capture.naming.call_sites import SiteTable, invoke
 from graphpatch_notebook.capture.naming.names import name_nodes
 from graphpatch_notebook.capture.observers import declared_forward
-from graphpatch_notebook.capture.quantization.packed_weights import packing_of
+from graphpatch_notebook.capture.packed_weights import packing_of
 from graphpatch_notebook.capture.records import (
     CallNode,
     CompositeCall,
@@ -237,14 +238,16 @@ class Recorder(TorchFunctionMode):
         call = CompositeCall(fused.name, node.site, node.occurrence, node.composite, is_fused=True)
         given = fused.by_name(node.args, node.kwargs)
         sites = inner_call_sites(inner, *(given[flag] for flag in inner.flags))
-        made: dict[str, Node] = {}
-        for step, spec in zip(inner.steps, specs, strict=False):  # there may be none
-            reads = [Ref(made[name]) if name in made else given.get(name) for name in step.reads]
-            made[step.name] = OpNode(
-                op=step.op, target=fused.function, args=tuple(value for value in reads if value is not None), spec=spec,
-                base_name=step.name, site=self.sites.site_inside(node.site, sites[step.name]), composite=call,
+        reads = tuple(value for name in inner.reads if (value := given.get(name)) is not None)
+        made: list[Node] = []
+        for (name, op), spec in zip(INNER_NODES.items(), specs, strict=False):  # there may be no specs
+            step = OpNode(
+                op=op, target=fused.function, args=reads, spec=spec, base_name=name,
+                site=self.sites.site_inside(node.site, sites[name]), composite=call,
             )  # fmt: skip
-        return tuple(made.values())
+            made.append(step)
+            reads = (Ref(step),)
+        return tuple(made)
 
     def run_op(
         self, func: Callable[..., Any], _name: str, args: tuple[Any, ...], kwargs: dict[str, Any], _place: OpPlace

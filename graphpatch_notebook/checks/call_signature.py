@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.values import (
     ABSENT,
@@ -27,6 +26,7 @@ from graphpatch_notebook.values import (
     TensorSpec,
     UnknownSpec,
     ValueSpec,
+    all_leaves,
     children,
     describe,
     dtype_name,
@@ -197,7 +197,7 @@ class CallSignature:
     @property
     def objects(self) -> list[str]:
         """The classes of the objects among the inputs; the signature has no other data about them."""
-        leaves = (leaf for name, spec in self.inputs for _, leaf in _leaves(name, spec))
+        leaves = (leaf for _, spec in self.inputs for _, leaf in all_leaves(spec))
         return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
 
     def differences(self, values: Sequence[Any]) -> list[Difference]:
@@ -248,22 +248,10 @@ class CallSignature:
                     found.append(Difference(Aspect.SIZE, was, size, name, position))
 
 
-def inputs_of_call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the value that a call of the module of `frame` passes for each parameter."""
-    return {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
-
-
 def tensor_leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, TensorSpec]]:
     """Yields the tensors in an input, each with its name in messages."""
-    return ((leaf_name, leaf) for leaf_name, leaf in _leaves(name, spec) if isinstance(leaf, TensorSpec))
-
-
-def _leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, ValueSpec]]:
-    if isinstance(spec, ContainerSpec):
-        for text, _, child in spec.children:
-            yield from _leaves(_below(name, text), child)
-    else:
-        yield name, spec
+    leaves = ((dig, leaf) for dig, leaf in all_leaves(spec) if isinstance(leaf, TensorSpec))
+    return ((functools.reduce(_below, dig, name), leaf) for dig, leaf in leaves)
 
 
 def _below(name: str, text: str) -> str:

@@ -29,6 +29,7 @@ from graphpatch_notebook.values import (
     ScalarSpec,
     TensorSpec,
     ValueSpec,
+    all_leaves,
     describe,
     leaves,
     tensor_specs,
@@ -460,7 +461,7 @@ def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inp
     """
     nodes = list(frame.inputs())
     given = [describe(given_input(frame.parameters, node.target, *inputs)) for node in nodes]
-    if not any(map(_holds_object, given)):
+    if not any(isinstance(leaf, ObjectSpec) for each in given for _, leaf in all_leaves(each)):
         return None
     sizes = [pair for node, spec in zip(nodes, given, strict=True) for pair in _size_pairs(node.spec, spec)]
     changed = {then for then, now in sizes if then not in {now, 1}}
@@ -469,12 +470,6 @@ def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inp
         if then not in {now, 1} and then not in explained:
             return f"dimension {position} was {then} and is {now}, though no input's size changed from {then}"
     return None
-
-
-def _holds_object(spec: ValueSpec) -> bool:
-    if isinstance(spec, ContainerSpec):
-        return any(_holds_object(child) for _, _, child in spec.children)
-    return isinstance(spec, ObjectSpec)
 
 
 def _size_pairs(then: ValueSpec, now: ValueSpec) -> Iterator[tuple[int, int]]:

@@ -19,8 +19,8 @@ from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, OpNode
-from graphpatch_notebook.checks.call_signature import inputs_of_call
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
 from graphpatch_notebook.graphs.build import DefaultName
