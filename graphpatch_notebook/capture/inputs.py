@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -55,6 +55,11 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 def input_parameters(signature: inspect.Signature) -> list[InputParameter]:
     """Returns the parameters of a signature as records."""
     return [InputParameter(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+
+def signature_with(parameters: Iterable[InputParameter]) -> inspect.Signature:
+    """Returns the signature with these parameters."""
+    return inspect.Signature([inspect.Parameter(p.name, p.kind, default=p.default) for p in parameters])
 
 
 def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook._version import __version__
 from graphpatch_notebook.capture import chosen_decompositions, listed_doubts
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs import GraphModule, own_graphs
-from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.tensors import TensorTable
@@ -28,8 +25,8 @@ from graphpatch_notebook.serialization.codecs.value_reads import has_only_reads
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, encoded
 from graphpatch_notebook.serialization.forms import Form, encoded_form
 from graphpatch_notebook.serialization.frames import LineTable, boundary, encoded_nodes, encoded_parameters
-from graphpatch_notebook.serialization.graphs import OwnPaths, encoded_graph
-from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleTable, own_tensor_attribute
+from graphpatch_notebook.serialization.graphs import Builds, encoded_graph
+from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleTable
 
 SCHEMA = 1
 """The version of the layout of documents. Increased whenever an older reader would misread a newer document."""
@@ -104,32 +101,6 @@ class Reasons:
 
 def _where(frame: Frame) -> str:
     return repr(format_path(frame.path)) if frame.parent is not None else "the root"
-
-
-class Builds:
-    """The graphs of frames as written to a file: with the attribute paths of their modules.
-
-    Args:
-        root: The hierarchy of graph modules; some may be edited.
-    """
-
-    def __init__(self, root: GraphModule) -> None:
-        self._edited = {id(m.frame): m for m in own_graphs(root) if m.frame.is_edited and m.frame.custom_graph is None}
-
-    def built(self, frame: Frame) -> BuiltGraph:
-        """Returns the graph of `frame`."""
-        edited = self._edited.get(id(frame))
-        return build(frame, OwnPaths()) if edited is None else edited.built()
-
-    def original_path(self, frame: Frame, target: str) -> str:
-        """Returns the attribute path that `target` refers to in the graph of `frame`."""
-        edited = self._edited.get(id(frame))
-        return target if edited is None else edited.original_path(target)
-
-    def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
-        """Returns the tensor that the user set as attribute `target` of the graph module of `frame` itself."""
-        edited = self._edited.get(id(frame))
-        return None if edited is None else own_tensor_attribute(edited, target)
 
 
 def note_unstorable(root: Frame, builds: Builds, reasons: Reasons) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.inputs import bind
+from graphpatch_notebook.capture.inputs import bind, signature_with
 from graphpatch_notebook.capture.records import Frame, InputParameter
 from graphpatch_notebook.checks.call_signature import (
     CONTIGUOUS,
@@ -35,8 +35,7 @@ _REPAIR = "make the PatchableGraph with such inputs and save it again"
 
 def given_values(parameters: Sequence[InputParameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the arguments of a call by parameter; `None` if the call does not fit the parameters."""
-    signature = inspect.Signature([inspect.Parameter(p.name, p.kind, default=p.default) for p in parameters])
-    bound = bind(signature, args, kwargs)
+    bound = bind(signature_with(parameters), args, kwargs)
     if bound is None:
         return None
     defaults = {p.name: None if p.default is _EMPTY else p.default for p in parameters}

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from torch.nn import Module
 
+from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.records import (
     CallNode,
     Conditions,
@@ -166,7 +167,7 @@ def decoded_parameters(item: JsonValue) -> list[InputParameter]:
         kind = inspect._ParameterKind(parts[1].whole(0, 4))
         result.append(InputParameter(parts[0].text(), kind, decoded(parts[2]) if len(parts) == 3 else _EMPTY))
     try:
-        inspect.Signature([inspect.Parameter(p.name, p.kind, default=p.default) for p in result])
+        signature_with(result)
     except ValueError as error:
         raise item.error(f"no function has such parameters: {error}") from None
     return result
@@ -294,8 +295,6 @@ class FrameReader:
         self._lines = lines
         items = item.items()
         entries = [entry.fields(*_FIELDS, optional=("graph", "own_graph")) for entry in items]
-        if not entries:
-            raise item.error("a frame is missing")
         self._callers: dict[int, tuple[Frame, CallNode, int]] = {}
         self.frames = [self._frame(fields) for fields in entries]
         for number, fields in enumerate(entries):

@@ -66,22 +66,15 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
         entries = [StoredTensor.read(item) for item in fields["tensors"].items()]
         originals = None if model is None else originals_of(fields, model)
         tensors = made_tensors(entries, contents)
-        return _assembled(content, tensors, originals, allowed, name)
+        return _assembled(fields, tensors, originals, allowed, name)
     except RecursionError:
         raise SerializationError(f"{name}: it is nested too deeply") from None
 
 
 def assembled(content: dict[str, Any], tensors: Sequence[Tensor], originals: Mapping[int, Module]) -> Loaded:
     """Returns the result of loading a document in the process that made it, with the modules of the model."""
-    return _assembled(JsonValue(content, "the graph"), tensors, originals, _AllNames(), "the graph", is_guarded=False)
-
-
-class _AllNames(Allowed):
-    """Allows all names, for a document that was made in this process."""
-
-    def covers(self, name: str) -> bool:
-        """Returns true."""
-        return True
+    fields = _checked_fields(JsonValue(content, "the graph"))
+    return _assembled(fields, tensors, originals, Allowed(None), "the graph", is_guarded=False)
 
 
 def guard_of(module: Module) -> Guard | None:
@@ -103,6 +96,8 @@ def _checked_fields(content: JsonValue) -> dict[str, JsonValue]:
     fields["schema"].whole(SCHEMA, SCHEMA)
     fields["written_by"].text()
     fields["torch"].text()
+    if not fields["frames"].items():
+        raise fields["frames"].error("a frame is missing")
     return fields
 
 
@@ -110,7 +105,7 @@ def _checked_fields(content: JsonValue) -> dict[str, JsonValue]:
 
 
 def _assembled(
-    content: JsonValue,
+    fields: dict[str, JsonValue],
     tensors: Sequence[Tensor],
     originals: Mapping[int, Module] | None,
     allowed: Allowed,
@@ -118,10 +113,7 @@ def _assembled(
     *,
     is_guarded: bool = True,
 ) -> Loaded:
-    fields = _checked_fields(content)
     frames = fields["frames"].items()
-    if not frames:
-        raise fields["frames"].error("a frame is missing")
     live = {module for module, is_stored in map(_module_of, frames) if not is_stored}
     root = _module_of(frames[0])[0]
     if originals is not None and is_guarded:
@@ -253,7 +245,6 @@ def originals_of(fields: Mapping[str, JsonValue], model: Module) -> dict[int, Mo
             if index.whole(0, number - 1) not in found:
                 pair(index, inner, f"{path}.{name.text()}".lstrip("."))
 
-    if not frames or "module" not in frames[0].entries():
-        raise fields["frames"].error("a frame is missing")
+    _module_of(frames[0])  # which checks it
     pair(frames[0].entries()["module"], model, "")
     return found

@@ -6,7 +6,6 @@ A loaded module has what the module of the model held, not its code. `ModuleTabl
 
 from __future__ import annotations
 
-import inspect
 import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
 from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
@@ -45,9 +45,7 @@ class StoredForward:
     def __init__(self, class_name: str, parameters: Sequence[InputParameter], reason: str) -> None:
         self._class_name = class_name
         self._reason = reason
-        self.__signature__ = inspect.Signature(
-            [inspect.Parameter(p.name, p.kind, default=p.default) for p in parameters]
-        )
+        self.__signature__ = signature_with(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises an error, since there is no code to run."""
@@ -116,10 +114,11 @@ class LoadedRoot(LoadedModule):
         """Runs the graph, or the model in its place."""
         if self in _checked.get() or "_stored_guard" not in self.__dict__:  # it may call itself
             return super().__call__(*args, **kwargs)
-        model, has_edits = self._stored_model, self._stored_edits or is_edited_run()
+        model, run = self._stored_model, observer.get()
+        has_edits = self._stored_edits or getattr(run, "has_edited_graphs", False)
         problem = self._stored_guard.problem(args, kwargs, _advice(model, has_edits))
         if problem is not None:
-            if model is None or has_edits or is_patched_run():
+            if model is None or has_edits or getattr(run, "is_patched", False):
                 raise StoredFormError(f"the loaded graph does not hold for this call: {problem}")
             return model(*args, **kwargs)
         with holding(_checked, (*_checked.get(), self)):
@@ -155,16 +154,6 @@ class Refusal:
             raise StoredFormError(f"the loaded graph does not hold for this call: {problem}")
 
 
-def is_patched_run() -> bool:
-    """Whether patches are active in the current run."""
-    return getattr(observer.get(), "is_patched", False)
-
-
-def is_edited_run() -> bool:
-    """Whether an edited graph takes part in the current run."""
-    return getattr(observer.get(), "has_edited_graphs", False)
-
-
 def tensor_at(module: Module, path: str) -> Any:
     """Returns the parameter or buffer at an attribute path, even if names on it are not identifiers; or `None`."""
     parents, _, last = path.rpartition(".")
@@ -176,15 +165,10 @@ def tensor_at(module: Module, path: str) -> Any:
 
 
 @cache
-def loaded_class(name: str, is_root: bool) -> type[LoadedModule]:
+def _loaded_class(name: str, is_root: bool) -> type[LoadedModule]:
     """Returns the class of loaded modules with the name of the original class."""
     base = LoadedRoot if is_root else LoadedModule
     return type(name, (base,), {"__doc__": base.__doc__, "__module__": __name__})
-
-
-def new_module(name: str, is_container: bool, is_root: bool) -> Module:
-    """Returns an empty module for one of the class `name`."""
-    return CONTAINERS[name]() if is_container and not is_root else loaded_class(name, is_root)()
 
 
 _OWN_NAMES = frozenset({*dir(Module), *vars(LoadedModule()), "tensor_paths", *LoadedRoot.__annotations__})
@@ -396,7 +380,8 @@ class ModuleReader:
         is_container = fields["is_container"].flag()
         if not name.isidentifier() or name.startswith("__") or (is_container and name not in CONTAINERS):
             raise fields["class"].error(f"{name[:60]!r} is not the name of a class")
-        module = new_module(name, is_container, is_root=number == self._root)
+        is_root = number == self._root
+        module = CONTAINERS[name]() if is_container and not is_root else _loaded_class(name, is_root)()
         module.training = fields["training"].flag()
         module._modules.update(children)
         self._fill(module, fields, original)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -33,7 +33,6 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.value_reads import has_only_reads
 from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from graphpatch_notebook.serialization.document import (
-    Builds,
     Document,
     Reasons,
     document,
@@ -43,6 +42,7 @@ from graphpatch_notebook.serialization.document import (
 )
 from graphpatch_notebook.serialization.files import checked_target, name_of, write_file
 from graphpatch_notebook.serialization.forms import Form, given_values
+from graphpatch_notebook.serialization.graphs import Builds
 from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of
 from graphpatch_notebook.serialization.sizes import find_sizes
 from graphpatch_notebook.values import ObjectSpec, TensorSpec
@@ -111,7 +111,7 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) 
         return with_form(document(root, source.builds, source.options, reasons), known.form)
     if reasons.of(root) is not None:
         return document(root, source.builds, source.options, reasons)
-    first, maker = _first_call(source, check)
+    first, bounds = _first_call(source, check)
     _verify(source, reasons, first)
     _settle(source, reasons)
     found = document(root, source.builds, source.options, reasons)
@@ -134,8 +134,8 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) 
         return document(root, source.builds, source.options, reasons)
     if form.same == list(range(len(form.same))):
         find_sizes(root, form)
-    if maker is not None:
-        trial.find_layout(form, maker)
+    if bounds is not None:
+        trial.find_layout(form, _made_call(root, bounds, is_strided=True))
     trial.check(form, check)
     return with_form(found, form)
 
@@ -164,16 +164,17 @@ def _refused(source: GraphToSave, call: ModelCall, with_gradients: bool) -> dict
     }
 
 
-def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelCall, Maker | None]:
-    """Returns the first call to check the graphs with, and an object that makes similar calls."""
-    model = source.root.module
-    problem = ""
-    found: tuple[ModelCall, Maker] | None = None
-    for maker in makers(source.root):
+def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelCall, Bounds | None]:
+    """Returns the first call to check the graphs with, and the bounds to make similar calls with."""
+    model, problem = source.root.module, ""
+    found: tuple[ModelCall, Bounds] | None = None
+    devices = {spec.device.type for node in source.root.inputs() if isinstance(spec := node.spec, TensorSpec)}
+    # A wrong index is fatal on other devices than the CPU.
+    for bounds in _BOUNDS if devices <= {"cpu"} else _BOUNDS[2:]:
         try:
-            call = maker.call()
-            difference_of(model, source.call, source.call, call)
-            found = call, maker
+            call = _made_call(source.root, bounds)
+            _difference_of(model, source.call, source.call, call)
+            found = call, bounds
             break
         except UnstorableError as error:
             problem = str(error)
@@ -203,7 +204,7 @@ class _Trial:
 
     def compare(self, call: ModelCall) -> str | None:
         """Returns how graph and model differ, if they do."""
-        return difference_of(self._model, self._call, self._graph, call)
+        return _difference_of(self._model, self._call, self._graph, call)
 
     def find_modes(self, form: Form, call: ModelCall) -> str | None:
         """Stores the memory layouts and gradient modes that the graph is valid for in `form`, or returns a problem."""
@@ -217,10 +218,10 @@ class _Trial:
             problem = problem or outcome
         return None if form.grad_modes else problem
 
-    def find_layout(self, form: Form, maker: Maker) -> None:
+    def find_layout(self, form: Form, strided: ModelCall) -> None:
         """Notes in the form whether inputs need to be contiguous: what code does with strides is not recorded."""
         with torch.set_grad_enabled(form.grad_modes[-1]):
-            form.is_contiguous = self._outcome(maker.call(is_strided=True)) is not None
+            form.is_contiguous = self._outcome(strided) is not None
 
     def check(self, form: Form, check: Sequence[ModelCall]) -> None:
         """Compares graph and model on the user's calls, and widens the form to their sizes.
@@ -324,85 +325,55 @@ def _frames(count: int) -> str:
 
 ModelCall: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
-BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
-"""Bounds for the integers of made-up inputs. The first ones that the model accepts are used."""
+Bounds: TypeAlias = "tuple[int, int]"
+"""The smallest integer of made-up inputs, and the one after the largest."""
+
+_BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
+"""The first ones that the model accepts are used."""
 
 
 class ModelRaisesError(Exception):
-    """The model itself cannot run on inputs that were made up (caught inside the package)."""
+    """The model itself cannot run on inputs that were made up (caught in this file)."""
 
 
-# -- inputs ------------------------------------------------------------------------------------------------------------
+def _made_call(frame: Frame, bounds: Bounds, *, is_strided: bool = False) -> ModelCall:
+    """Returns a call like the example's, optionally with tensors that are not contiguous.
 
-
-@dataclass(frozen=True)
-class Maker:
-    """Makes inputs similar to the example inputs.
-
-    Attributes:
-        frame: The root frame.
-        bounds: The smallest integer, and the one after the largest.
+    Raises:
+        UnstorableError: One of the inputs cannot be made up.
     """
+    generator = torch.Generator().manual_seed(0)
 
-    frame: Frame
-    bounds: tuple[int, int]
+    def tensor(name: str, spec: TensorSpec) -> Tensor:
+        made = _made_tensor(name, spec, bounds, generator)
+        # The same values, with the first dimension innermost in memory.
+        return made.transpose(0, -1).contiguous().transpose(0, -1) if is_strided and made.dim() > 1 else made
 
-    def call(self, is_strided: bool = False) -> ModelCall:
-        """Returns a call, optionally with tensors that are not contiguous.
-
-        Raises:
-            UnstorableError: One of the inputs cannot be made up.
-        """
-        generator = torch.Generator().manual_seed(0)
-
-        def tensor(name: str, spec: TensorSpec) -> Tensor:
-            made = self._tensor(name, spec, generator)
-            return _strided(made) if is_strided else made
-
-        try:
-            return call_like(self.frame, tensor)
-        except UnknownInputError as error:
-            raise UnstorableError(str(error)) from error
-
-    def _tensor(self, name: str, spec: TensorSpec, generator: torch.Generator) -> Tensor:
-        if spec.type_name != "Tensor":
-            raise UnstorableError(f"its input {name!r} is a {spec.type_name}, for which no values can be generated")
-        shape = tuple(spec.shape)
-        if spec.dtype.is_floating_point or spec.dtype.is_complex:
-            wide = torch.complex64 if spec.dtype.is_complex else torch.float32
-            return torch.randn(shape, generator=generator, dtype=wide).to(spec.device, spec.dtype)
-        is_mask = spec.dtype is torch.bool or "mask" in name
-        made = torch.randint(*((0, 2) if is_mask else self.bounds), shape, generator=generator)
-        if is_mask and made.dim() and made.numel():
-            made[..., 0] = 1  # a row that is masked completely gives NaN
-        return made.to(spec.device, spec.dtype)
+    try:
+        return call_like(frame, tensor)
+    except UnknownInputError as error:
+        raise UnstorableError(str(error)) from error
 
 
-def _strided(tensor: Tensor) -> Tensor:
-    """Returns the same values, with the first dimension innermost in memory."""
-    if tensor.dim() < 2:
-        return tensor
-    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-def makers(frame: Frame) -> Iterator[Maker]:
-    """Yields makers of inputs, of higher integers first. On other devices than the CPU a wrong index is fatal."""
-    devices = {spec.device.type for node in frame.inputs() if isinstance(spec := node.spec, TensorSpec)}
-    for bounds in BOUNDS if devices <= {"cpu"} else BOUNDS[2:]:
-        yield Maker(frame, bounds)
+def _made_tensor(name: str, spec: TensorSpec, bounds: Bounds, generator: torch.Generator) -> Tensor:
+    if spec.type_name != "Tensor":
+        raise UnstorableError(f"its input {name!r} is a {spec.type_name}, for which no values can be generated")
+    shape = tuple(spec.shape)
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        wide = torch.complex64 if spec.dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, dtype=wide).to(spec.device, spec.dtype)
+    is_mask = spec.dtype is torch.bool or "mask" in name
+    made = torch.randint(*((0, 2) if is_mask else bounds), shape, generator=generator)
+    if is_mask and made.dim() and made.numel():
+        made[..., 0] = 1  # a row that is masked completely gives NaN
+    return made.to(spec.device, spec.dtype)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: ModelCall) -> str | None:
+def _difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: ModelCall) -> str | None:
     """Runs a model and its graph on copies of the same inputs, and returns how they differ, if they do.
-
-    Args:
-        model: The module with the state that both may change. It is restored, and so is the random state.
-        run: Runs the model.
-        graph: Runs the graph.
-        call: The inputs.
 
     Raises:
         ModelRaisesError: The model raises.

@@ -30,22 +30,23 @@ class Allowed:
     """The names that the caller of `load` allows, and those that are missing.
 
     Args:
-        names: Dotted names: of a function or class, or of a package or module with everything in it.
+        names: Dotted names: of a function or class, or of a package or module with everything in it; `None` for all.
 
     Example:
         >>> Allowed(["mylib"]).covers("mylib.ops.foo"), Allowed(["mylib.ops.foo"]).covers("mylib.ops.foobar")
         (True, False)
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    def __init__(self, names: Iterable[str] | None = ()) -> None:
         if isinstance(names, str):
             raise TypeError(f"allow takes a list of names: allow=[{names!r}]")
-        self._names = {str(name).replace("::", ".") for name in names}
+        self._names = None if names is None else {str(name).replace("::", ".") for name in names}
         self.missing: dict[str, None] = {}
 
     def covers(self, name: str) -> bool:
         """Whether `name`, or a module that it is in, is allowed."""
-        return any(name == allowed or name.startswith(f"{allowed}.") for allowed in self._names)
+        names = self._names
+        return names is None or any(name == allowed or name.startswith(f"{allowed}.") for allowed in names)
 
     def require(self, name: str) -> bool:
         """Whether `name` is allowed; notes it for `check` if not."""
