@@ -58,10 +58,7 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., 
 
 
 def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any], bool]]:
-    """Returns the forward hooks of a module, as `forward_pre_hooks` does.
-
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/graphs/test_postprocessing.py.
-    """
+    """Returns the forward hooks of a module, as `forward_pre_hooks` does."""
     with_kwargs = module._forward_hooks_with_kwargs
     return [(key, hook, key in with_kwargs) for key, hook in module._forward_hooks.items()]
 
@@ -93,8 +90,7 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
     `FSDPModule` is public since torch 2.6, and elsewhere before. Tested by: tests/distributed/test_sharded_models.py.
     """
-    kind: Any = type(module)
-    return _is_fully_sharded(kind)
+    return _is_fully_sharded(type(module))
 
 
 def fully_shards_parts(module: torch.nn.Module) -> bool:
@@ -182,11 +178,7 @@ def may_compile() -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` runs code of `torch.compile`: a wrapper made by it, compiled in place, or its `forward` is.
-
-    `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13; `_torchdynamo_orig_callable` of
-    functions: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
-    """
+    """Whether `module` runs code of `torch.compile`: a wrapper made by it, compiled in place, or its `forward` is."""
     return is_any_compiled((module,))
 
 
@@ -199,10 +191,7 @@ def called_by(call: Callable[..., Any]) -> dict[str, Any]:
 
 
 def has_compiled_parts(root: torch.nn.Module) -> bool:
-    """Whether `torch.compile` compiled `root`, or any module in it, so far.
-
-    Asked by patch contexts. Tested by: the same tests.
-    """
+    """Whether `torch.compile` compiled `root`, or any module in it, so far."""
     if not may_compile():
         return False
     ahead, seen = [root], {id(root)}
@@ -215,7 +204,11 @@ def has_compiled_parts(root: torch.nn.Module) -> bool:
 
 
 def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether `is_compiled` is true for one of the modules. Written for speed."""
+    """Whether `is_compiled` is true for one of the modules. Written for speed.
+
+    `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13; `_torchdynamo_orig_callable` of
+    functions: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
+    """
     for module in modules:
         state = module.__dict__  # none of the attributes is on a class
         if "_compiled_call_impl" in state and state["_compiled_call_impl"] is not None:
@@ -241,8 +234,8 @@ class EagerCode(HeldSwitch):
         reason: The message for older versions: why compiled parts cannot be observed, and what to do.
     """
 
-    is_possible: ClassVar[bool] = hasattr(torch.compiler, "set_stance")
-    reason: ClassVar[str] = (
+    is_possible = hasattr(torch.compiler, "set_stance")
+    reason = (
         f"torch {torch.__version__} cannot be asked to run as it was written what torch.compile compiled in the model, "
         "as 2.6 and later can; upgrade torch, or make the PatchableGraph of the model as it is without torch.compile"
     )
@@ -386,10 +379,7 @@ def structure_of(value: object) -> Any:
 
 
 def structured(leaves: list[Any], structure: Any) -> Any:
-    """Returns the value with the given pytree structure and leaves.
-
-    `torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
-    """
+    """Returns the value with the given pytree structure and leaves: reverses `structure_of`."""
     return torch.utils._pytree.tree_unflatten(leaves, structure)
 
 
@@ -443,10 +433,7 @@ def base_of(value: torch.Tensor) -> torch.Tensor | None:
 
 
 leaves_of = torch.utils._pytree.tree_leaves
-"""Returns the leaves of a value, as torch's pytree does: graphs call it.
-
-`torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
-"""
+"""Returns the leaves of a value, as torch's pytree does: graphs call it."""
 
 STRUCTURE_FUNCTIONS = frozenset(
     {

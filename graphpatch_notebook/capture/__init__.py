@@ -100,7 +100,6 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     Raises:
         OptionError: An option has an invalid value; nothing ran.
         CaptureError: The module never ran its `forward`, or this torch is too old for a compiled module.
-        Exception: Any error that `module` raises on these inputs.
     """
     __tracebackhide__ = True
     options.check()

@@ -3,8 +3,8 @@
 The function with the steps runs under the mode that records or patches, so that each step is seen. Its code counts as
 the user's: call sites go through it, and names of nodes are its local variables.
 
-Some calls are opened by default, if they have *inner nodes*: capture records the call as one op, with nodes for
-its most important steps, and the steps run only in calls in which one of these is patched.
+Calls of attention have *inner nodes* by default: capture records the call as one op, with nodes for its scores and its
+pattern, and the steps run only in calls in which one of these is patched.
 """
 
 from __future__ import annotations

@@ -32,10 +32,6 @@ class Doubt:
         reason: The kind.
         what: The name of the operation, class, module or function that it is about.
         line: The user's line of source.
-
-    Example:
-        >>> print(Doubt(Reason.WRITES_PARAMETER, "add_"))
-        writes into a parameter (add_)
     """
 
     reason: Reason

@@ -16,6 +16,7 @@ from graphpatch_notebook.capture.data_loops import part_count_by_values
 from graphpatch_notebook.capture.doubts import Doubt, Reason
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.held_values import (
+    TensorSource,
     alias,
     find_source,
     held_tensors,
@@ -48,7 +49,6 @@ from graphpatch_notebook.values import (
     ContainerSpec,
     Key,
     ScalarSpec,
-    ValueSpec,
     children,
     describe,
     readable_children,
@@ -180,10 +180,7 @@ class FrameRecorder:
     def _tensor_from_elsewhere(self, tensor: Tensor) -> Ref:
         source = find_source(self.record.module, tensor)
         if source is not None:
-            node = Node(
-                kind=source.kind, op=source.attribute_path, target=source.attribute_path,
-                spec=_held_spec(self.record.module, source.attribute_path, tensor), base_name=source.attribute_path,
-            )  # fmt: skip
+            node = _held_node(self.record.module, source, tensor)
         else:
             node = Node(
                 kind="constant", op="constant", target=weakref.ref(tensor), spec=describe(tensor), is_live=False,
@@ -230,9 +227,7 @@ class FrameRecorder:
         for parameter in self.record.parameters:
             default = None if parameter.default is _EMPTY else parameter.default
             value = bound.get(parameter.name, default)
-            node = Node(
-                kind="input", op=parameter.name, target=parameter.name, spec=describe(value), base_name=parameter.name
-            )
+            node = Node.named("input", parameter.name, describe(value))
             self.record.nodes.append(node)
             if parameter.name in bound:
                 given[parameter.name] = self._own_sizes(value, node, ())
@@ -254,7 +249,7 @@ class FrameRecorder:
         self._append_output(output)
 
     def _append_output(self, output: Any) -> None:
-        node = Node(kind="output", op="output", target="output", spec=describe(output), base_name="output")
+        node = Node.named("output", "output", describe(output))
         self.record.nodes.append(node)
         self._own(output, node)
 
@@ -263,9 +258,7 @@ class FrameRecorder:
         record = self.record
         boundary = [node for node in record.nodes if node.kind == "input"]
         for source, tensor in held_tensors(record.module):
-            path = source.attribute_path
-            spec = _held_spec(record.module, path, tensor)
-            node = Node(kind=source.kind, op=path, target=path, spec=spec, base_name=path)
+            node = _held_node(record.module, source, tensor)
             node.is_mutated_later = source.kind == "parameter" and self.gathers_weights
             boundary.append(node)
         boundary += record.calls()
@@ -314,12 +307,7 @@ class FrameRecorder:
     def add_op(self, node: OpNode, name: str, result: Any, wrote: list[Tensor], variable: Assigned) -> Any:
         """Adds an op with its result, and returns the value that the model continues with.
 
-        Args:
-            node: The op.
-            name: The (raw) name of the function.
-            result: What it returned.
-            wrote: The tensors that it wrote into; the op's value is the first of them if it is an in-place operation.
-            variable: What the user's code assigns the result to.
+        `wrote` are the tensors that it wrote into; the value of an in-place operation is the first of them.
         """
         node.base_name = variable if isinstance(variable, str) else node.op.rstrip("_") or node.op
         self.notice_switches()
@@ -415,10 +403,11 @@ class FrameRecorder:
         return self._size(result, Ref(node))
 
 
-def _held_spec(module: Module, attribute_path: str, tensor: Tensor) -> ValueSpec:
-    """Returns the spec of a tensor that `module` holds; for a packed weight, of the weight that it represents."""
-    packed = held_by(module, attribute_path)
-    return describe(tensor) if packed is None else packed[0].spec(packed[1])
+def _held_node(module: Module, source: TensorSource, tensor: Tensor) -> Node:
+    """Returns the node of a tensor that `module` holds; for a packed weight, of the weight that it represents."""
+    packed = held_by(module, source.attribute_path)
+    spec = describe(tensor) if packed is None else packed[0].spec(packed[1])
+    return Node.named(source.kind, source.attribute_path, spec)
 
 
 def _switches() -> tuple[bool, ...]:

@@ -82,15 +82,13 @@ Holder: TypeAlias = "tuple[Any, Any, Module | None, str]"
 class Walk:
     """Finds what modules, or other values, hold: searches attributes, containers and plain objects.
 
-    Args:
-        start: Where to begin.
-
     Attributes:
         places: All containers that can be written into, attributes of modules and objects among them, but empty ones.
         empty: Those that are empty.
         slotted: Objects with slots, and what these hold.
         tensors: The tensors, each with its module and name.
         generators: The random generators, but for those that all code shares.
+        spans: For each module, by id, which of the places, the empty containers and the tensors are its own.
         seen: The ids of all that was found.
     """
 
@@ -405,12 +403,7 @@ def weak(value: Any) -> Callable[[], Any]:
 
 
 def still_used(values: list[T], holders: int = 1) -> list[T]:
-    """Returns the values of a list that something outside the list refers to.
-
-    Args:
-        values: The values.
-        holders: How many references of the caller each of them has, the list included.
-    """
+    """Returns the values of a list that something other than the `holders` references of the caller refers to."""
     counts = [sys.getrefcount(value) for value in values]
     own = next(sys.getrefcount(value) for value in [object()]) + holders - 1
     return [value for value, count in zip(values, counts, strict=True) if count > own]

@@ -100,10 +100,7 @@ def unbind(
 
 
 def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the value that a call passes for the parameter `name`, or its default, or `None`.
-
-    The same as `bind` would say, for one parameter and without its cost.
-    """
+    """Returns the value that a call passes for the parameter `name`, or its default, or `None`: faster than `bind`."""
     for position, parameter in enumerate(parameters):
         if parameter.name != name:
             continue
@@ -187,10 +184,7 @@ def call_like(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a call like the call of a captured frame, without arguments that equal their default.
 
-    Args:
-        frame: The frame.
-        tensor: Makes each tensor, given its name in messages and its recorded spec.
-        number: Makes each number, or other constant.
+    `tensor` makes each tensor, given its name in messages and its spec; `number` each number or other constant.
 
     Raises:
         UnknownInputError: One of the inputs cannot be made.

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
-from graphpatch_notebook.capture.naming.call_sites import invoke, is_parallel_code
+from graphpatch_notebook.capture.naming.call_sites import facts_of, invoke
 from graphpatch_notebook.interrupts import HeldSwitch, holding
 from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes, visible_flex_attention
 
@@ -45,13 +45,7 @@ _ABSENT: Any = object()
 
 
 class _SwappedForward:
-    """Replaces `forward` on a module instance. It has its signature, and a copy of the module gets the real `forward`.
-
-    Attributes:
-        holders: Those who need it.
-        original: The module's own forward.
-        of_unobserved: Called when it runs without an observer.
-    """
+    """Replaces `forward` on a module instance. It has its signature; a copy of the module gets the real `forward`."""
 
     def __init__(self, module: Module, of_unobserved: OfUnobserved | None) -> None:
         self.holders: set[Swaps] = set()
@@ -119,7 +113,7 @@ def innermost_forward(module: Module) -> str:
 def declared_forward(module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the forward with the signature of `module`: the one of its class, if FSDP wrapped it."""
     code = getattr(forward, "__code__", None)
-    is_around = code is not None and is_parallel_code(code)
+    is_around = code is not None and facts_of(code).is_parallel
     return getattr(type(module), "forward").__get__(module) if is_around else forward  # noqa: B009
 
 
@@ -128,9 +122,6 @@ class Swaps:
 
     A KeyboardInterrupt may occur between any two instructions. So each swap is noted before it is made, and `let_go`
     can be called again if it was interrupted.
-
-    Args:
-        of_unobserved: Called when one of the swapped `forward`s runs without an observer.
     """
 
     def __init__(self, of_unobserved: OfUnobserved | None = None) -> None:

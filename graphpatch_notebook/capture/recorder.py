@@ -56,11 +56,7 @@ OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 
 
 class FrameCount:
-    """Counts the frames that captures in its context have completed. Other threads may read the count.
-
-    Attributes:
-        frames: How many there are so far.
-    """
+    """Counts the frames that captures in its context have completed. Other threads may read the count."""
 
     def __init__(self) -> None:
         self.frames = 0
@@ -283,7 +279,8 @@ class Recorder(TorchFunctionMode):
         """Runs one frame and records it."""
         __tracebackhide__ = True
         parent = self.stack[-1] if self.stack else None
-        if (parent is None and (self.root_frame is not None or module is not self.root_module)) or self._is_inside_op():
+        # Modules called inside an `autograd.Function`, where the mode is muted, belong to its one node.
+        if self.muted or (parent is None and (self.root_frame is not None or module is not self.root_module)):
             return invoke(forward, args, kwargs)
         with self.mute():
             frame, args, kwargs = self._enter(parent, module, forward, args, kwargs)
@@ -331,10 +328,6 @@ class Recorder(TorchFunctionMode):
         frame.wants_ops = False
         record.opaque_reason = None  # the options may say to skip modules of this class: this one has a graph
         return custom_frame_nodes(graph, record, bound)
-
-    def _is_inside_op(self) -> bool:
-        # Modules called inside an `autograd.Function` belong to its one node.
-        return self.muted > 0
 
     def _enter(
         self,

@@ -1,17 +1,9 @@
 """What capture keeps: light records of frames, nodes and call sites. No tensors, no fx, no code.
 
-    Frame                one invocation of one module's `forward`
-    ├── Conditions       the training flag, hooks and flags of inputs at that time
-    ├── Capture          what all frames of a capture share: its options, and what analyses found
-    ├── Node ...         one value: input, parameter, buffer, attribute, constant, output
-    │   ├── OpNode       the result of a torch function
-    │   │   ├── Site     the chain of call sites from `forward` down to the op, which identifies it
-    │   │   └── CompositeCall    the opened or fused call that the op is a step of, if it is one
-    │   ├── ElementNode  a part of the result of an op, unpacked into a variable of its own
-    │   └── CallNode     a call of a submodule, with its Frame
-    └── output           structure of what `forward` returned, over `Ref`s to nodes
-
-The arguments of a node are kept, with a `Ref` in place of each value that has a node.
+A `Frame` is one invocation of one module's `forward`. It has a `Node` for each value: an `OpNode` for the result of a
+torch function, identified by its `Site`; an `ElementNode` for a part of such a result; a `CallNode` for a call of a
+submodule, which has the `Frame` of that call. The arguments of a node, and the output of a frame, are kept with a `Ref`
+in place of each value that has a node.
 """
 
 from __future__ import annotations
@@ -58,11 +50,8 @@ class SourceLine:
 class Site:
     """A chain of call sites: code object and instruction offset of each Python frame from `forward` to the op.
 
-    Sites are interned for the length of a capture, so that `is` compares them.
-
-    Attributes:
-        steps: (code object, instruction offset) from the outermost (`forward`, or a decorator around it) to the
-            innermost frame of the user's code.
+    The first is `forward`, or a decorator around it; the last is the innermost frame of the user's code. Sites are
+    interned for the length of a capture, so that `is` compares them.
     """
 
     steps: tuple[tuple[CodeType, int], ...]
@@ -107,12 +96,7 @@ class CompositeCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueRead:
-    """A value that the model read into Python: plain numbers, or `None` for others, and for many.
-
-    Attributes:
-        site, occurrence, composite: As those of a node.
-        value: The value.
-    """
+    """A value that the model read into Python: plain numbers, or `None` for others, and for many."""
 
     site: Site
     occurrence: int
@@ -225,6 +209,11 @@ class Node:
     is_mutated_later: bool = False
     is_view_filled_later: bool = False
 
+    @staticmethod
+    def named(kind: Kind, name: str, spec: ValueSpec) -> Node:
+        """Returns the node of a value that the model itself has a name for."""
+        return Node(kind=kind, op=name, target=name, spec=spec, base_name=name)
+
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments of the operation that computed the value, with `Ref`s, also in containers."""
@@ -320,12 +309,7 @@ class OpNode(Node):
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
 class ElementNode(Node):
-    """A value that the user's code unpacked from the result of an op: `q, k = qkv.split(...)`.
-
-    Attributes:
-        whole: The node of that op.
-        position: The position in its result.
-    """
+    """A value that the user's code unpacked from the result of an op, `whole`: `q, k = qkv.split(...)`."""
 
     kind: Kind = "op"
     whole: OpNode = field()
@@ -333,17 +317,14 @@ class ElementNode(Node):
 
     @property
     def site(self) -> Site | None:
-        """That of the op."""
         return self.whole.site
 
     @property
     def occurrence(self) -> int:
-        """That of the op."""
         return self.whole.occurrence
 
     @property
     def composite(self) -> CompositeCall | None:
-        """That of the op."""
         return self.whole.composite
 
 
@@ -352,8 +333,6 @@ class CallNode(Node):
     """A call of a submodule.
 
     Attributes:
-        frame: The frame of the call.
-        args, kwargs, site: As those of an op.
         call_index: Which call of this submodule in the calling frame it is, from zero.
         call_count: How often the submodule is called in that frame.
     """
@@ -408,12 +387,7 @@ class Conditions:
 
 @dataclass(slots=True, eq=False)
 class Capture:
-    """The data of a whole capture.
-
-    Attributes:
-        options: How it was captured.
-        findings: Results of analyses of all frames, by the function that returns them: each is computed once.
-    """
+    """What all frames of a capture share: how it was captured, and the results of analyses by their function."""
 
     options: ExtractionOptions | None = None
     findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
