@@ -90,7 +90,8 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
     `FSDPModule` is public since torch 2.6, and elsewhere before. Tested by: tests/distributed/test_sharded_models.py.
     """
-    return _is_fully_sharded(type(module))
+    kind: Any = type(module)
+    return _is_fully_sharded(kind)
 
 
 def fully_shards_parts(module: torch.nn.Module) -> bool:

@@ -44,12 +44,7 @@ ABSENT = Absent.ABSENT
 class TensorSpec:
     """The properties of a tensor, without the tensor itself.
 
-    Attributes:
-        shape: The shape.
-        dtype: The dtype.
-        device: The device.
-        type_name: The name of its class.
-        placement: How it is distributed over the processes of a sharded model, or why it cannot be patched there.
+    `placement` is how it is distributed over the processes of a sharded model, or why it cannot be patched there.
     """
 
     shape: torch.Size

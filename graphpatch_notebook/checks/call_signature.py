@@ -1,10 +1,4 @@
-"""The signature of a call: all its properties except the numbers in its tensors. A graph is valid for equal signatures.
-
-CallSignature     the inputs: structure, plain values, and what code can read from a tensor; the settings of torch
-├── of            the signature of a call
-├── of_frame      the signature of the call that a frame is the record of
-└── differences   how a call differs from it
-"""
+"""The signature of a call: all its properties but the numbers in its tensors. A graph is valid for equal signatures."""
 
 from __future__ import annotations
 
@@ -70,12 +64,7 @@ class Aspect(enum.Enum):
 class Difference:
     """One thing in which a call differs from a signature.
 
-    Attributes:
-        aspect: What differs.
-        was: The value in the signature.
-        now: The value in the call.
-        name: The input; empty where it is a setting of torch.
-        position: The dimension, if it is a size.
+    `name` is the input, and empty for a setting of torch; `position` is the dimension, if it is a size.
     """
 
     aspect: Aspect
@@ -123,14 +112,7 @@ def current_settings() -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """The properties of a tensor in a call besides its class and dtype.
-
-    Attributes:
-        sizes: Its shape.
-        device: Where it is.
-        layout: How it is laid out in memory.
-        requires_grad: Whether it requires gradients; `None` if unknown.
-    """
+    """The properties of a tensor in a call besides its class and dtype; `None` for those that are not known."""
 
     sizes: tuple[Dimension, ...]
     device: torch.device
@@ -287,7 +269,6 @@ def _compare_values(
 
 
 def _is_known_to_fit(spec: ValueSpec, value: Any) -> bool:
-    """Whether a plain value is the same, an object has the same class, or the spec is unknown."""
     if isinstance(spec, ScalarSpec):
         return is_same_plain(spec.value, value)
     return isinstance(spec, UnknownSpec) or (isinstance(spec, ObjectSpec) and type(value).__name__ == spec.type_name)

@@ -1,9 +1,9 @@
 """Determines where each dimension of each value comes from: from the inputs, the model, or the values of tensors.
 
-At the first query the captured model runs again at other sizes of its inputs, on the meta device
-(`meta_runs`). Each dimension of a value then has a *profile*: its sizes in all these runs. Two dimensions are the same
-one if their profiles are equal. What never changes is the model's own; what changes follows the inputs (as one of their
-sizes, or a product, a sum, a rounding up of these), or the values of tensors.
+At the first query the captured model runs again at other sizes of its inputs (`meta_runs`). Each dimension of a value
+then has a *profile*: its sizes in all these runs. Two dimensions are the same one if their profiles are equal. What
+never changes is the model's own; what changes follows the inputs (as one of their sizes, or a product, a sum, a
+rounding up of these), or the values of tensors.
 
 If the model cannot run like that (the example had a cache, say), or a value does not occur in these runs, equal sizes
 are taken to be the same dimension: a size that equals a size of an input follows that input.
@@ -276,12 +276,7 @@ class Dimensions:
     ) -> bool:
         """Whether values say what is where along a dimension that was as long as a sequence: it is chosen, or sorted.
 
-        Args:
-            frame: The frame of the node.
-            node: The node.
-            spec: What was recorded of the value.
-            dims: The dimensions that may be meant.
-            sequences: The dimensions of the sequences.
+        `dims` are the dimensions of the value that may be meant, `sequences` those of the sequences.
         """
         lengths = {profile[0] for profile in sequences}
         alike = [self.profiles(spec)[dim] for dim in dims if spec.shape[dim] in lengths]
@@ -373,11 +368,7 @@ def _is_same(one: Profile, other: Profile) -> bool:
 def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: CallInputs | None = None) -> str | None:
     """Returns a message about how `shape` differs from the captured shape, or `None` if that difference is allowed.
 
-    Args:
-        frame: The frame that the value is in.
-        spec: What was recorded of the value.
-        shape: Its shape now.
-        inputs: The arguments of the frame's `forward`, for the value of an op.
+    `inputs` are the arguments of the frame's `forward`, for the value of an op.
     """
     if not isinstance(spec, TensorSpec) or spec.shape == shape:
         return None
@@ -400,12 +391,7 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Call
 def fixed_sizes(frame: Frame, node: Node, spec: ValueSpec) -> tuple[int | None, ...] | None:
     """Returns the sizes of a captured value, with `None` for those that depend on inputs; `None` if not a tensor.
 
-    If a fixed size has changed, `shape_problem` refuses the value.
-
-    Args:
-        frame: The frame that the value is in.
-        node: The node that has the value, or a container with it.
-        spec: What was recorded of the value.
+    If a fixed size has changed, `shape_problem` refuses the value. `node` has the value, or a container with it.
     """
     if not isinstance(spec, TensorSpec):
         return None
@@ -424,17 +410,8 @@ def unpacked_shape(
 ) -> tuple[int, ...] | None:
     """Returns the shape of a value of attention in the captured layout, if the heads are where positions should be.
 
-    With one position, `(batch, key heads, heads of each, ...)` is a view of `(batch, heads, 1, ...)`.
-
-    Args:
-        frame: The frame that the value is in.
-        node: The node that has the value.
-        spec: What was recorded of the value.
-        shape: Its shape now.
-        here: How many of the heads this process holds; `None` for all.
-
-    Returns:
-        The shape; `None` if heads are not packed like this.
+    With one position, `(batch, key heads, heads of each, ...)` is a view of `(batch, heads, 1, ...)`. `None` if heads
+    are not packed like this. `here` is how many of the heads this process holds; `None` for all.
     """
     if not isinstance(spec, TensorSpec) or len(spec.shape) != 4 or len(shape) != 4:
         return None

@@ -78,7 +78,7 @@ def run_on_meta(
 def recorded_on_meta(
     root: Frame, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
 ) -> Frame:
-    """Returns the record of such a run. The arguments and errors are those of `run_on_meta`."""
+    """Returns the record of such a run."""
     if communicates(root):  # a copy shares the hooks that do it, and their state
         raise MetaRunError("the model exchanges tensors with other processes")
     result: list[Frame] = []

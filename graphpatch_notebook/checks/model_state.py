@@ -1,10 +1,4 @@
-"""The state of a model: takes a snapshot of everything that a run may change, compares with it, and restores it.
-
-Walk            finds what modules hold: the containers, tensors and random generators in their attributes
-ModuleState     a snapshot of that: `change`, `change_in` (of one module), `restore`
-Fingerprint     detects changes of a model without keeping its tensors alive
-copied          a copy of inputs: what a run may change besides the model
-"""
+"""The state of a model and of inputs: takes a snapshot of what a run may change, compares with it, and restores it."""
 
 from __future__ import annotations
 
@@ -218,7 +212,6 @@ class Change:
     """One thing that differs from a snapshot. Its text is for messages.
 
     Attributes:
-        kind: What kind of thing it is.
         path: The path of the module that holds it, from the root of the snapshot.
         module_class: The name of the class of that module.
         name: The attribute, and the keys into it after dots; for random numbers, the owner of the generators.

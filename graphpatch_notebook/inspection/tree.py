@@ -96,7 +96,7 @@ def frame_entry(frame: Frame, name: str, *, show_all: bool = False, label_of: La
         frame: The frame.
         name: Its name there.
         show_all: Also show values that only carry sizes, constants, and inputs that the example did not have.
-        label_of: Returns the label of a value; the default is the label of the tree. With it graphs have no label.
+        label_of: Returns the label of a value; with it, graphs have no label.
     """
     return _FrameEntries(plumbing(frame.root), show_all, label_of).of_frame(frame, name)
 
@@ -171,12 +171,7 @@ def _style_of(spec: ValueSpec) -> Style:
 class Row:
     """What a line shows: an entry, or a run of entries that look like earlier ones.
 
-    Attributes:
-        entry: The entry; of a run, the first.
-        note: The text behind its label; for a run, the whole text.
-        run: The entries that the line shows, if it is a run.
-        rows: The lines directly below.
-        is_folded: Whether lines below are left out.
+    `note` is the text behind the label of the entry; for a run, it is the whole text. `rows` are directly below.
     """
 
     entry: TreeEntry
@@ -442,11 +437,6 @@ def unused_modules(
     """Yields the submodules that were never called, the outermost of each, with the names that lead to them.
 
     Those inside of a submodule that was called are its own; empty containers are left out.
-
-    Args:
-        module: A module that was called, or one that only holds others.
-        used: The ids of the modules that were called.
-        names: The names that lead to `module`.
 
     Example:
         >>> model = ModuleDict({"used": Module(), "unused": Module(), "layers": ModuleList([Module()])})

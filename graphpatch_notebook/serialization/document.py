@@ -34,13 +34,7 @@ SCHEMA = 1
 
 @dataclass
 class Document:
-    """The written form of a graph.
-
-    Attributes:
-        content: The document, as JSON.
-        tensors: The tensors that it refers to.
-        modules: The modules that it refers to, by number.
-    """
+    """The written form of a graph: the JSON, and the tensors and modules that it refers to by number."""
 
     content: dict[str, Any]
     tensors: TensorTable
@@ -48,11 +42,7 @@ class Document:
 
 
 class Reasons:
-    """Why frames are not stored.
-
-    Args:
-        root: The root frame.
-    """
+    """Why frames are not stored."""
 
     def __init__(self, root: Frame) -> None:
         self._root = root

@@ -16,11 +16,7 @@ from graphpatch_notebook.whole_files import whole_file
 
 
 def checked_target(file: Any, function: str) -> Path | IO[bytes]:
-    """Returns the file to write, as a path if it is given by name.
-
-    Args:
-        file: The name of a file, or an open binary file.
-        function: The name of the public function, for messages.
+    """Returns the file to write, as a path if it is given by name. `function` is the public one, for messages.
 
     Raises:
         FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
@@ -59,10 +55,7 @@ def name_of(file: Path | IO[bytes]) -> str:
 def read_file(file: Any, writer: str, function: str) -> tuple[str, dict[str, str], dict[str, Tensor]]:
     """Returns the name of a file for messages, its metadata and its tensors; nothing in it is run.
 
-    Args:
-        file: The name of a file, or an open binary file.
-        writer: The call that writes such files, for messages.
-        function: The name of the public function, for messages.
+    `writer` is the call that writes such files, and `function` the public function, for messages.
 
     Raises:
         SerializationError: It is not a safetensors file.

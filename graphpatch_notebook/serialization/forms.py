@@ -130,12 +130,7 @@ class Form:
 
 
 class Guard:
-    """Finds calls that a loaded graph is not valid for.
-
-    Args:
-        form: The form of the calls that it is valid for.
-        modules: The saved modules.
-    """
+    """Finds calls that a loaded graph with these modules is not valid for."""
 
     def __init__(self, form: Form, modules: Sequence[Module]) -> None:
         self.form = form

@@ -117,14 +117,7 @@ def _default(parameter: InputParameter) -> Any:
 def encoded_nodes(
     nodes: Sequence[Node], frames: dict[int, int], lines: LineTable, unpatchable: Sequence[Node] = ()
 ) -> list[dict[str, Any]]:
-    """Returns the JSON of records.
-
-    Args:
-        nodes: The records.
-        frames: The numbers of frames, by id.
-        lines: The table for the lines of code.
-        unpatchable: Records whose values a patch could not change alone.
-    """
+    """Returns the JSON of records; a patch could not change the values of those in `unpatchable` alone."""
     return [_encoded_node(node, frames, lines, is_live=node.is_live and node not in unpatchable) for node in nodes]
 
 
@@ -276,17 +269,7 @@ _FIELDS = ("module", "attribute_path", "training", "unstored", "parameters", "no
 
 
 class FrameReader:
-    """Reads the frames of a file.
-
-    Args:
-        item: The frames: callers before those that they call.
-        modules: The modules, by number.
-        lines: The lines of code that records refer to.
-        allowed: What graphs may call.
-
-    Attributes:
-        frames: The frames; the first is the root.
-    """
+    """Reads the frames of a file: callers before those that they call, so that the first is the root."""
 
     def __init__(
         self, item: JsonValue, modules: Sequence[Module], lines: Sequence[SourceLine], allowed: Allowed

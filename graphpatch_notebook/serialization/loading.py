@@ -37,14 +37,7 @@ _FIELDS = ("schema", "written_by", "torch", "options", "form", "frames", "module
 
 @dataclass(frozen=True)
 class Loaded:
-    """The contents of a file.
-
-    Attributes:
-        module: The root module.
-        root: The root frame.
-        options: How the graph was captured.
-        unstored: Why the file has no graph of some frames, by path.
-    """
+    """The contents of a file; `unstored` says why it has no graph of some frames, by path."""
 
     module: Module
     root: Frame

@@ -34,13 +34,7 @@ ALIAS = "_graphpatch_"
 
 
 class StoredForward:
-    """`forward` of a module without its code, as graphs run in its place. It has the signature of the original.
-
-    Args:
-        class_name: The class of the module.
-        parameters: The parameters of its `forward`.
-        reason: Why it cannot run, and what to do.
-    """
+    """`forward` of a module without its code, as graphs run in its place. It has the signature of the original."""
 
     def __init__(self, class_name: str, parameters: Sequence[InputParameter], reason: str) -> None:
         self._class_name = class_name
@@ -97,13 +91,7 @@ class LoadedRoot(LoadedModule):
     _stored_edits: bool
 
     def set_guard(self, guard: Guard, model: Module | None, *, has_edits: bool) -> None:
-        """Makes `guard` check all calls.
-
-        Args:
-            guard: Checks whether the graph is valid for a call.
-            model: The model, if it is given.
-            has_edits: Whether some graphs are not records of the model, so that the model cannot run in their place.
-        """
+        """Makes `guard` check all calls. With edits, the model cannot run in place of the graphs."""
         state = self.__dict__
         state["_stored_guard"] = guard
         state["_stored_model"] = model
@@ -194,13 +182,7 @@ def own_tensor_attribute(module: Module, name: str) -> Tensor | None:
 class ModuleTable:
     """The modules to write, each with a number: children before their parents.
 
-    Args:
-        root: The model.
-        called: The modules that the model calls, in its registries or elsewhere.
-        tensors: Where their tensors are written.
-
-    Attributes:
-        modules: The modules, by number.
+    These are the modules in the registries of the model, and those that it calls, which may be elsewhere.
     """
 
     def __init__(self, root: Module, called: Iterator[Module], tensors: TensorTable) -> None:
@@ -340,15 +322,8 @@ _FIELDS = (
 class ModuleReader:
     """Reads the table of modules.
 
-    Args:
-        item: The table.
-        tensors: The tensors of the file.
-        originals: Modules of the model by number, whose parameters and buffers are shared.
-        live: The numbers of modules that have no graph in the file and run themselves.
-        root: The number of the root.
-
-    Attributes:
-        modules: The modules, by number.
+    Parameters and buffers are shared with `originals`, the modules of the model by number. Those that are `live` have
+    no graph in the file and run themselves.
     """
 
     def __init__(

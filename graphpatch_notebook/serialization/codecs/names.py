@@ -123,11 +123,10 @@ def _are_plain(parts: list[str]) -> bool:
     return all(part.isidentifier() and (not part.startswith("__") or part == "__main__") for part in parts)
 
 
-# Where transformers defines the outputs of its models; what is in these files runs when it is imported, as for any
-# transformers model that is used at all.
 # -- classes -----------------------------------------------------------------------------------------------------------
 
-
+# Where transformers defines the outputs of its models; what is in these files runs when it is imported, as for any
+# transformers model that is used at all.
 _TRANSFORMERS = re.compile(r"transformers\.(modeling_outputs|models\.[a-z0-9_]+\.modeling_[a-z0-9_]+):\w+")
 _KINDS = {"tuple": tuple, "list": list, "mapping": collections.UserDict, "object": object}
 
@@ -365,11 +364,7 @@ def check_method(name: str) -> str:
 
 
 def check_attribute(function: Any, args: tuple[Any, ...]) -> None:
-    """Checks that a call does not read or write attributes that are more than values: methods, private ones.
-
-    Args:
-        function: What the graph calls.
-        args: With these arguments; the second is the name of the attribute.
+    """Checks that a call with these arguments does not read or write attributes that are more than values.
 
     Raises:
         UnstorableError: It is such a call.

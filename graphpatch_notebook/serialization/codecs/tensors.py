@@ -56,13 +56,7 @@ def check_storable(tensor: Tensor) -> None:
 
 @dataclass
 class _Storage:
-    """The written part of one storage.
-
-    Attributes:
-        name: Its name in the file.
-        members: The tensors in it.
-        start: The first byte that any of them uses; `stop` the one after the last.
-    """
+    """The written part of one storage: from the first byte that any of its tensors uses to the one after the last."""
 
     name: str
     members: list[Tensor] = field(default_factory=list)
@@ -230,10 +224,6 @@ class StoredTensor:
 
 def made_tensors(entries: list[StoredTensor], contents: dict[str, Tensor]) -> list[Tensor]:
     """Returns the tensors of a file with new storages, each on its original device.
-
-    Args:
-        entries: The table.
-        contents: The contents of the file, by name.
 
     Raises:
         SerializationError: The table does not fit the contents, or a device is not there.
