@@ -5,7 +5,7 @@
 become nodes. `naming/` identifies an operation by its place in the user's code, and names it after the variable that
 holds it. Sizes stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`; `held_values` finds
 the values that modules hold; `packed_weights` reads quantized ones. `custom_graphs` records custom graphs,
-`decompositions` opens functions. `data_loops` and `doubts` mark what may differ on other inputs.
+`decompositions` opens functions. `data_loops` and the doubts in `records` mark what may differ on other inputs.
 
 Other packages import what is listed below, and these modules as they are: `records`, the classes that a capture
 consists of; `inputs`, `held_values` and `functions`, which say what calls, modules and torch functions have in common;
@@ -33,7 +33,6 @@ from graphpatch_notebook.capture.data_loops import (
     part_count_by_values,
 )
 from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
-from graphpatch_notebook.capture.doubts import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk, reachable_modules
 from graphpatch_notebook.capture.meta_device import (
     META,
@@ -49,7 +48,7 @@ from graphpatch_notebook.capture.naming.call_sites import is_own
 from graphpatch_notebook.capture.observers import Swaps, ThreadState, apply_observer, observer, visible_apply
 from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of
 from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
 from graphpatch_notebook.interrupts import afterwards

@@ -42,8 +42,8 @@ class InnerSteps:
 
     Attributes:
         reads: The arguments of the call that the scores are computed from; the pattern is computed from the scores.
-        specs: Takes the arguments of a call; returns the specs of the inner nodes, which nothing computes, or nothing
-            if they are not known.
+        specs: Takes the arguments of a call by name; returns the specs of the inner nodes, which nothing computes, or
+            nothing if they are not known.
         make_steps: Returns the function that assigns the values to `scores` and `pattern`.
         example: Returns the arguments of a small call, given the flags.
         flags: The parameters that decide which lines of the function assign the values.
@@ -227,14 +227,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _attention_specs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,  # noqa: ARG001  # the signature is that of the function
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,  # noqa: ARG001
-    is_causal: bool = False,  # noqa: ARG001
-    scale: float | None = None,  # noqa: ARG001
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, enable_gqa: bool, **_: Any
 ) -> tuple[TensorSpec, TensorSpec]:
     """Returns the specs of the scores and the pattern; their sizes grow with the square of the sequence length."""
     score_dtype = torch.float32 if query.dtype in _HALF else query.dtype
@@ -390,7 +383,7 @@ def _check_blocks(block_mask: Any, is_allowed: Tensor) -> None:
         )
 
 
-def _flex_specs(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[TensorSpec, TensorSpec]:
+def _flex_specs(query: Tensor, key: Tensor, **_: Any) -> tuple[TensorSpec, TensorSpec]:
     shape = torch.Size((*query.shape[:-1], key.shape[-2]))
     return TensorSpec(shape, _flex_dtype(query), query.device), TensorSpec(shape, query.dtype, query.device)
 
@@ -471,17 +464,15 @@ def _multi_head_example(need_weights: bool) -> tuple[Any, ...]:
     return (one, one, one, 1, 1, projections, None, None, None, False, 0.0, weight, None, False, None, need_weights)
 
 
-def _multi_head_specs(*args: Any, **kwargs: Any) -> tuple[TensorSpec, ...]:
-    given = _signature(_opened_multi_head_attention()).bind(*args, **kwargs)
-    given.apply_defaults()
-    query, keys = given.arguments["query"], given.arguments["static_k"]
+def _multi_head_specs(query: Tensor, key: Tensor, **given: Any) -> tuple[TensorSpec, ...]:
     if _is_autocast(query):  # autocast would cast the steps differently from the call
         return ()
+    keys = given["static_k"]
     rows = query.shape[1] if query.dim() == 3 else 1
-    length = given.arguments["key"].shape[0] if keys is None else keys.shape[1]
-    length += (given.arguments["bias_k"] is not None) + bool(given.arguments["add_zero_attn"])
-    shape = torch.Size((rows, given.arguments["num_heads"], query.shape[0], length))
-    is_low = query.dtype in _HALF and not given.arguments["need_weights"]
+    length = key.shape[0] if keys is None else keys.shape[1]
+    length += (given["bias_k"] is not None) + bool(given["add_zero_attn"])
+    shape = torch.Size((rows, given["num_heads"], query.shape[0], length))
+    is_low = query.dtype in _HALF and not given["need_weights"]
     score_dtype = torch.float32 if is_low else query.dtype
     return TensorSpec(shape, score_dtype, query.device), TensorSpec(shape, query.dtype, query.device)
 

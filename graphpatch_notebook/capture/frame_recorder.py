@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.data_loops import part_count_by_values
-from graphpatch_notebook.capture.doubts import Doubt, Reason
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.held_values import (
     TensorSource,
@@ -32,10 +31,12 @@ from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import (
     CallNode,
     CompositeCall,
+    Doubt,
     ElementNode,
     Frame,
     Node,
     OpNode,
+    Reason,
     Ref,
     Site,
     Structure,

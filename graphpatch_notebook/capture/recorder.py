@@ -21,7 +21,6 @@ from graphpatch_notebook.capture.decompositions import (
     inner_call_sites,
     opened_by_default,
 )
-from graphpatch_notebook.capture.doubts import Reason
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.held_values import AttributePaths, still_used
@@ -39,6 +38,7 @@ from graphpatch_notebook.capture.records import (
     Frame,
     Node,
     OpNode,
+    Reason,
     Ref,
     Site,
 )
@@ -230,7 +230,7 @@ class Recorder(TorchFunctionMode):
         is_plain = all(type(value) in PLAIN_TENSORS for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if not is_plain or fused.inner is None or fused.refusal(args, kwargs) is not None or node.site is None:
             return ()
-        inner, specs = fused.inner, fused.inner.specs(*args, **kwargs)
+        inner, specs = fused.inner, fused.inner.specs(**fused.by_name(args, kwargs))
         call = CompositeCall(fused.name, node.site, node.occurrence, node.composite, is_fused=True)
         given = fused.by_name(node.args, node.kwargs)
         sites = inner_call_sites(inner, *(given[flag] for flag in inner.flags))

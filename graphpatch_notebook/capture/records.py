@@ -8,6 +8,7 @@ in place of each value that has a node.
 
 from __future__ import annotations
 
+import enum
 import inspect
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.doubts import Doubt
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.values import Key, ScalarSpec, ValueSpec, take
 
@@ -30,16 +30,17 @@ HELD_KINDS: tuple[Kind, ...] = ("parameter", "buffer", "attribute", "constant")
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of the user's code."""
+    """A line of the user's code; `stored_text` is that of a line from a file of a graph."""
 
     file: str
     line: int
     function: str
+    stored_text: str | None = None
 
     @property
     def text(self) -> str:
         """The line itself, without its indentation; empty where the source is not at hand."""
-        return linecache.getline(self.file, self.line).strip()
+        return linecache.getline(self.file, self.line).strip() if self.stored_text is None else self.stored_text
 
     def __str__(self) -> str:
         text = self.text
@@ -383,6 +384,47 @@ class Conditions:
     hooks: frozenset[int] = frozenset()
     input_flags: tuple[tuple[bool, bool], ...] = ()
     same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
+
+
+class Reason(enum.Enum):
+    """A kind of doubt; its value is the text about the module in messages."""
+
+    READS_VALUE = "reads a value into Python ({what}: {line})"
+    COUNTS_PARTS = "reads a value into Python ({what}: the number of parts depends on values)"
+    USES_OBJECT = "uses an object ({what}) that is not one of its inputs"
+    IS_GIVEN_OBJECT = "it is given an object ({what}), whose contents are unknown"
+    HOOKS_ARE_LEFT_OUT = "hooks on a {what} that it calls would not run"
+    HOLDS_UNKNOWN_VALUE = "it uses a value ({what}) that is not computed in it, and not held by its module or its code"
+    SWITCHES_MODES = "switches autocast or inference mode, which a graph does not record"
+    HANDLES_ERROR = "a call of {what!r} raised an error, which was handled"
+    WRITES_PARAMETER = "writes into a parameter ({what})"
+    ROUNDS = (
+        "it holds the steps of {what}, as ExtractionOptions(decompose=...) asks, which equal the function itself only "
+        "within rounding"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """One reason why the graph of a frame may not do what its module does.
+
+    Attributes:
+        reason: The kind.
+        what: The name of the operation, class, module or function that it is about.
+        line: The user's line of source.
+    """
+
+    reason: Reason
+    what: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        return self.reason.value.format(what=self.what, line=self.line)
+
+
+def listed_doubts(doubts: list[Doubt]) -> str:
+    """Returns doubts as one text."""
+    return "; ".join(map(str, doubts))
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -54,18 +53,6 @@ _IN_PLACE = "is_in_place"
 _BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")
 _EMPTY = inspect.Parameter.empty
 _LONGEST_LINE = 500
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredLine(SourceLine):
-    """A line of the user's code, with its text, as its file may not exist here."""
-
-    stored_text: str = ""
-
-    @property
-    def text(self) -> str:
-        """The line itself, without its indentation."""
-        return self.stored_text
 
 
 class LineTable:
@@ -146,7 +133,7 @@ def decoded_lines(item: JsonValue) -> list[SourceLine]:
     found: list[SourceLine] = []
     for entry in item.items():
         file, line, function, text = entry.items(4)
-        found.append(StoredLine(file.text(), line.whole(), function.text(), text.text()))
+        found.append(SourceLine(file.text(), line.whole(), function.text(), text.text()))
     return found
 
 

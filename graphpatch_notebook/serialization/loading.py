@@ -23,11 +23,13 @@ from graphpatch_notebook.serialization.codecs.names import Allowed
 from graphpatch_notebook.serialization.codecs.reading import JsonValue, parsed
 from graphpatch_notebook.serialization.codecs.tensors import StoredTensor, made_tensors
 from graphpatch_notebook.serialization.codecs.values import decoded
-from graphpatch_notebook.serialization.document import SCHEMA
 from graphpatch_notebook.serialization.files import read_file
 from graphpatch_notebook.serialization.forms import Guard, decoded_form
 from graphpatch_notebook.serialization.frames import FrameReader, decoded_lines
 from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleReader
+
+SCHEMA = 1
+"""The version of the layout of documents. Increased whenever an older reader would misread a newer document."""
 
 METADATA_KEY = "graphpatch_notebook"
 """The key of the document in the metadata of a safetensors file."""
