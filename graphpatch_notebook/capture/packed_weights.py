@@ -35,8 +35,6 @@ class Packing(ABC):
         forward: The library's own forward of the class, which `run` can replace.
     """
 
-    attribute = "weight"
-
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
 
@@ -92,7 +90,7 @@ def held_by(module: Module, path: str) -> tuple[Packing, Module] | None:
     parents, _, name = path.rpartition(".")
     holder = module_at(module, parents)
     packing = packing_of(holder) if holder is not None else None
-    return (packing, holder) if holder is not None and packing is not None and name == packing.attribute else None
+    return (packing, holder) if holder is not None and packing is not None and name == "weight" else None
 
 
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------

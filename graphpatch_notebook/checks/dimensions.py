@@ -20,7 +20,7 @@ import torch
 from graphpatch_notebook.capture import is_sized_by_values
 from graphpatch_notebook.capture.inputs import given_input, passed_on
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
-from graphpatch_notebook.checks.meta_runs import InputShapes, MetaRunError, input_shapes, run_on_meta
+from graphpatch_notebook.checks.meta_runs import MetaRunError, Variation, input_shapes, matched, recorded_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.values import (
@@ -100,7 +100,7 @@ class Dimensions:
         # A copy of the model runs, but it may draw random numbers, and write into objects outside the model.
         with afterwards(ModuleState(root.module).restore):
             try:
-                self._note_run(run_on_meta(root, self._sizes[0]))
+                self._note_run(recorded_on_meta(root, Variation(self._sizes[0])))
                 self._explore()
             except MetaRunError as error:
                 self.reason = str(error)
@@ -123,10 +123,10 @@ class Dimensions:
                     rejected += group
         self._rejected = rejected
         nodes = [node for frame in self._root.walk() for node in frame.nodes]
-        if any(map(is_sized_by_values, nodes)) and self._run(self._sizes[0], more_entries=5):
+        if any(map(is_sized_by_values, nodes)) and self._run(Variation(self._sizes[0], more_entries=5)):
             self._values_runs.append(len(self._sizes) - 1)
         reads = [read for frame in self._root.walk() for read in frame.value_reads]
-        if any(type(read.value) is int for read in reads) and self._run(self._sizes[0], more=1):
+        if any(type(read.value) is int for read in reads) and self._run(Variation(self._sizes[0], more=1)):
             self._values_runs.append(len(self._sizes) - 1)
 
     def _size(self, place: InputDim) -> int:
@@ -139,7 +139,9 @@ class Dimensions:
         """Runs the model with other sizes at `places`; returns whether it could."""
         size = self._size(places[0])
         # Not one: if only one input has a size of one, it is broadcast, and the results keep their size.
-        if not any(self._run(self._at(places, other)) for other in (2 * size + 3, size + 1, size - 1) if other > 1):
+        if not any(
+            self._run(Variation(self._at(places, other))) for other in (2 * size + 3, size + 1, size - 1) if other > 1
+        ):
             return False
         self.groups.append(places)
         return True
@@ -156,12 +158,13 @@ class Dimensions:
         with _lock, afterwards(ModuleState(self._root.module).restore):
             for places in self.groups:
                 size = self._size(places[0])
-                any(self._run(self._at(places, far)) for far in _FAR if far > 2 * size)
-                self._run(self._at(places, (size + 1) // 2))
+                any(self._run(Variation(self._at(places, far))) for far in _FAR if far > 2 * size)
+                self._run(Variation(self._at(places, (size + 1) // 2)))
             # Images of other sizes, say, may be taken under a flag only (`interpolate_pos_encoding`).
             flags = [node.spec for node in self._root.inputs() if _may_be_flag(node.spec)]
             for place in self._rejected:
-                any(self._run(self._at([place], 2 * self._size(place)), flipped=flag) for flag in flags)
+                shapes = self._at([place], 2 * self._size(place))
+                any(self._run(Variation(shapes, flipped=flag)) for flag in flags)
         return True
 
     def _at(self, places: list[InputDim], size: int) -> list[list[int]]:
@@ -170,15 +173,13 @@ class Dimensions:
             shapes[number][dim] = size
         return shapes
 
-    def _run(
-        self, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
-    ) -> bool:
+    def _run(self, variation: Variation) -> bool:
         try:
-            found = run_on_meta(self._root, shapes, more_entries, more, flipped)
+            found = recorded_on_meta(self._root, variation)
         except MetaRunError:
             return False
         self._note_run(found)
-        self._sizes.append([list(shape) for shape in shapes])
+        self._sizes.append([list(shape) for shape in variation.shapes])
         return True
 
     def _suppose(self) -> None:
@@ -190,7 +191,8 @@ class Dimensions:
         self.groups = list(groups.values())
         self._sizes += [self._at(places, 2 * self._size(places[0]) + 3) for places in self.groups]
 
-    def _note_run(self, found: dict[int, ValueSpec]) -> None:
+    def _note_run(self, record: Frame) -> None:
+        found = matched(self._root, record)
         for frame in self._root.walk():
             for node in frame.nodes:
                 self._note(node.spec, found.get(id(node)))

@@ -27,7 +27,7 @@ from graphpatch_notebook.checks.call_signature import (
     tensor_leaves,
 )
 from graphpatch_notebook.checks.dimensions import InputDim, dimensions_of
-from graphpatch_notebook.checks.meta_runs import MetaRunError, input_shapes, recorded_on_meta
+from graphpatch_notebook.checks.meta_runs import MetaRunError, Variation, input_shapes, recorded_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
@@ -180,11 +180,7 @@ def encoded_form(form: Form) -> dict[str, Any]:
 
 
 def decoded_form(item: JsonValue, frame: Frame) -> Form:
-    """Returns the form of the calls of the root frame.
-
-    Raises:
-        SerializationError: There is none, or it does not fit the frame.
-    """
+    """Returns the form of the calls of the root frame."""
     fields = item.fields("dims", "ranges", "same", "grad_modes", "is_contiguous", "note", "default_dtype")
     form = Form.of_example(frame)
     form.ranges = {}
@@ -255,7 +251,7 @@ class _Explorer:
         self._root = root
         self._shapes = input_shapes(root)
         try:
-            self._steps: list[_Step] | None = list(steps_of(recorded_on_meta(root, self._shapes)))
+            self._steps: list[_Step] | None = list(steps_of(recorded_on_meta(root, Variation(self._shapes))))
         except MetaRunError:
             self._steps = None
 
@@ -286,7 +282,7 @@ class _Explorer:
         if self._steps is None:
             return None
         try:
-            found = list(steps_of(recorded_on_meta(self._root, shapes)))
+            found = list(steps_of(recorded_on_meta(self._root, Variation(shapes))))
         except MetaRunError:
             return None
         for (name, step), (other_name, other) in zip_longest(self._steps, found, fillvalue=("its end", None)):

@@ -81,11 +81,7 @@ def boundary(frame: Frame) -> list[Node]:
 
 
 def encoded_parameters(parameters: Iterable[InputParameter]) -> list[list[Any]]:
-    """Returns the JSON of the parameters of `forward`.
-
-    Raises:
-        UnstorableError: One of the defaults is an object.
-    """
+    """Returns the JSON of the parameters of `forward`."""
     result = []
     for parameter in parameters:
         default = [] if parameter.default is _EMPTY else [_default(parameter)]
@@ -224,11 +220,7 @@ def _calls(entry: JsonValue, fields: dict[str, JsonValue]) -> tuple[int, int]:
 
 
 def check_nodes(frame: Frame, item: JsonValue) -> None:
-    """Checks the records of a frame: its inputs come first, its output last.
-
-    Raises:
-        SerializationError: They do not.
-    """
+    """Checks the records of a frame: its inputs come first, its output last."""
     kinds = [node.kind for node in frame.nodes]
     inputs = [node for node in frame.nodes if node.kind == "input"]
     names = {parameter.name for parameter in frame.parameters}
@@ -338,11 +330,7 @@ def encoded_spec(spec: ValueSpec) -> list[Any]:
 
 
 def decoded_spec(item: JsonValue, depth: int = 0) -> ValueSpec:
-    """Returns the description in `item`.
-
-    Raises:
-        SerializationError: There is none.
-    """
+    """Returns the description in `item`."""
     if depth > _DEEPEST:
         raise item.error("it is nested too deeply")
     parts = item.items()

@@ -78,11 +78,7 @@ class Builds:
 
 
 def encoded_graph(frame: Frame, builds: Builds, modules: ModuleTable) -> list[dict[str, Any]]:
-    """Returns the JSON of the graph of `frame`.
-
-    Raises:
-        UnstorableError: It cannot be written; the message gives the reason.
-    """
+    """Returns the JSON of the graph of `frame`."""
     built = builds.built(frame)
     numbers: dict[fx.Node, int] = {}
     records = {id(node): number for number, node in enumerate(frame.graph_nodes)}
@@ -153,11 +149,7 @@ def _encoded_target(
 
 
 def decoded_graph(items: Sequence[JsonValue], frame: Frame, allowed: Allowed) -> fx.Graph:
-    """Returns the graph of `frame`, whose records are known.
-
-    Raises:
-        SerializationError: It is missing or malformed.
-    """
+    """Returns the graph of `frame`, whose records are known."""
     return _GraphReader(frame, allowed).read(items)
 
 

@@ -168,11 +168,7 @@ def decoded_options(item: JsonValue) -> ExtractionOptions:
 def check_weights(
     fields: Mapping[str, JsonValue], originals: Mapping[int, Module], tensors: Sequence[Tensor], live: set[int]
 ) -> None:
-    """Checks that a model has the weights and modes of the file.
-
-    Raises:
-        SerializationError: It does not.
-    """
+    """Checks that a model has the weights and modes of the file."""
     for number, item in enumerate(fields["modules"].items()):
         module = originals.get(number)
         if module is None:
@@ -209,11 +205,7 @@ def _where(module: Module, fields: Mapping[str, JsonValue], originals: Mapping[i
 
 
 def originals_of(fields: Mapping[str, JsonValue], model: Module) -> dict[int, Module]:
-    """Returns the modules of `model` by the numbers that they have in the file.
-
-    Raises:
-        SerializationError: It is not the model that the file is of.
-    """
+    """Returns the modules of `model` by the numbers that they have in the file."""
     modules = fields["modules"].items()
     frames = fields["frames"].items()
     found: dict[int, Module] = {}

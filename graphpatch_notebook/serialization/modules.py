@@ -218,11 +218,7 @@ class ModuleTable:
         return known or _noted(held, "module", self.number(callee))
 
     def reach_tensor(self, module: Module, path: str) -> str:
-        """Returns the attribute path by which a graph of `module` reads the tensor that the model has at `path`.
-
-        Raises:
-            UnstorableError: The tensor does not exist, or cannot be written.
-        """
+        """Returns the attribute path by which a graph of `module` reads the tensor that the model has at `path`."""
         path = module.tensor_paths.get(path, path) if isinstance(module, LoadedModule) else path
         parents, _, name = path.rpartition(".")
         holder = module_at(module, parents)
@@ -245,11 +241,7 @@ class ModuleTable:
         return path
 
     def hold(self, module: Module, tensor: Tensor) -> str:
-        """Returns the name by which a graph of `module` reads a tensor that no module holds.
-
-        Raises:
-            UnstorableError: It cannot be written.
-        """
+        """Returns the name by which a graph of `module` reads a tensor that no module holds."""
         held = self._extras_of(module, "attributes")
         number = self._tensor(module, f"constant_{len(held)}", tensor)
         known = next((name for name, other in held.items() if other == number and name.startswith(ALIAS)), None)

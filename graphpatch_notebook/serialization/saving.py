@@ -165,10 +165,10 @@ def _refused(source: GraphToSave, call: ModelCall, with_gradients: bool) -> dict
     }
 
 
-def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelCall, Bounds | None]:
+def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelCall, IntegerBounds | None]:
     """Returns the first call to check the graphs with, and the bounds to make similar calls with."""
     model, problem = source.root.module, ""
-    found: tuple[ModelCall, Bounds] | None = None
+    found: tuple[ModelCall, IntegerBounds] | None = None
     devices = {spec.device.type for node in source.root.inputs() if isinstance(spec := node.spec, TensorSpec)}
     # A wrong index is fatal on other devices than the CPU.
     for bounds in _BOUNDS if devices <= {"cpu"} else _BOUNDS[2:]:
@@ -225,11 +225,7 @@ class _Trial:
             form.is_contiguous = self._outcome(strided) is not None
 
     def check(self, form: Form, check: Sequence[ModelCall]) -> None:
-        """Compares graph and model on the user's calls, and widens the form to their sizes.
-
-        Raises:
-            SerializationError: They differ, or the call differs from the example in more than sizes.
-        """
+        """Compares graph and model on the user's calls, and widens the form to their sizes."""
         for number, (args, kwargs) in enumerate(check):
             call = tuple(args), kwargs
             with torch.set_grad_enabled(form.grad_modes[-1]):
@@ -267,11 +263,7 @@ def _shapes(form: Form, call: ModelCall) -> list[list[int]]:
 
 
 def _settle(source: GraphToSave, reasons: Reasons) -> None:
-    """Settles the reasons, and checks that no edited or custom graph is left out: the module's code would run instead.
-
-    Raises:
-        SerializationError: One of these is not stored.
-    """
+    """Settles the reasons, and refuses to leave out edited and custom graphs: the module's code would run instead."""
     reasons.settle()
     for frame in source.root.walk():
         reason = reasons.of(frame)
@@ -326,7 +318,7 @@ def _frames(count: int) -> str:
 
 ModelCall: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
-Bounds: TypeAlias = "tuple[int, int]"
+IntegerBounds: TypeAlias = "tuple[int, int]"
 """The smallest integer of made-up inputs, and the one after the largest."""
 
 _BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
@@ -337,12 +329,8 @@ class ModelRaisesError(Exception):
     """The model itself cannot run on inputs that were made up (caught in this file)."""
 
 
-def _made_call(frame: Frame, bounds: Bounds, *, is_strided: bool = False) -> ModelCall:
-    """Returns a call like the example's, optionally with tensors that are not contiguous.
-
-    Raises:
-        UnstorableError: One of the inputs cannot be made up.
-    """
+def _made_call(frame: Frame, bounds: IntegerBounds, *, is_strided: bool = False) -> ModelCall:
+    """Returns a call like the example's, optionally with tensors that are not contiguous."""
     generator = torch.Generator().manual_seed(0)
 
     def tensor(name: str, spec: TensorSpec) -> Tensor:
@@ -356,7 +344,7 @@ def _made_call(frame: Frame, bounds: Bounds, *, is_strided: bool = False) -> Mod
         raise UnstorableError(str(error)) from error
 
 
-def _made_tensor(name: str, spec: TensorSpec, bounds: Bounds, generator: torch.Generator) -> Tensor:
+def _made_tensor(name: str, spec: TensorSpec, bounds: IntegerBounds, generator: torch.Generator) -> Tensor:
     if spec.type_name != "Tensor":
         raise UnstorableError(f"its input {name!r} is a {spec.type_name}, for which no values can be generated")
     shape = tuple(spec.shape)
@@ -374,11 +362,7 @@ def _made_tensor(name: str, spec: TensorSpec, bounds: Bounds, generator: torch.G
 
 
 def _difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: ModelCall) -> str | None:
-    """Runs a model and its graph on copies of the same inputs, and returns how they differ, if they do.
-
-    Raises:
-        ModelRaisesError: The model raises.
-    """
+    """Runs a model and its graph on copies of the same inputs, and returns how they differ, if they do."""
 
     def expected(*args: Any, **kwargs: Any) -> Any:
         try:

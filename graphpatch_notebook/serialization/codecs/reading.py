@@ -95,11 +95,7 @@ class JsonValue:
 
 
 def parsed(text: str, where: str) -> JsonValue:
-    """Returns the JSON document in `text`.
-
-    Raises:
-        SerializationError: It is not strict JSON: a name is given twice, say, or a number is NaN.
-    """
+    """Returns the JSON document in `text`."""
     try:
         return JsonValue(json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number), where)
     except RecursionError:

@@ -35,11 +35,7 @@ _LARGEST = 2**48
 
 
 def check_storable(tensor: Tensor) -> None:
-    """Checks that a tensor is a plain view of a storage.
-
-    Raises:
-        UnstorableError: It is not; the message gives the reason.
-    """
+    """Checks that a tensor is a plain view of a storage."""
     if is_lazy(tensor):
         raise UnstorableError("it holds a parameter that has no shape yet; run the model once")
     if type(tensor) not in (Tensor, Parameter):
@@ -98,11 +94,7 @@ class TensorTable:
         self._names: set[str] = set()
 
     def add(self, tensor: Tensor, name: str) -> int:
-        """Returns the number of `tensor`; `name` becomes the name of its storage if the storage is new.
-
-        Raises:
-            UnstorableError: It cannot be written.
-        """
+        """Returns the number of `tensor`; `name` becomes the name of its storage if the storage is new."""
         known = self._numbers.get(id(tensor))
         if known is not None:
             return known
@@ -177,11 +169,7 @@ class StoredTensor:
 
     @classmethod
     def read(cls, item: JsonValue) -> StoredTensor:
-        """Returns the entry in `item`.
-
-        Raises:
-            SerializationError: It is not an entry.
-        """
+        """Returns the entry in `item`."""
         fields = item.fields(
             "storage", "dtype", "shape", "stride", "offset", "device", "parameter", "requires_grad"
         )  # fmt: skip
@@ -207,11 +195,7 @@ class StoredTensor:
         return (self.offset + last + 1) * self.dtype.itemsize
 
     def of(self, storage: Tensor) -> Tensor:
-        """Returns the tensor as a view of `storage`, which has the bytes.
-
-        Raises:
-            SerializationError: It is not inside the storage.
-        """
+        """Returns the tensor as a view of `storage`, which has the bytes."""
         if self.bytes_needed > storage.numel():
             raise self.item.error(f"it reaches beyond the end of the storage {self.storage[:60]!r}")
         result = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -223,11 +207,7 @@ class StoredTensor:
 
 
 def made_tensors(entries: list[StoredTensor], contents: dict[str, Tensor]) -> list[Tensor]:
-    """Returns the tensors of a file with new storages, each on its original device.
-
-    Raises:
-        SerializationError: The table does not fit the contents, or a device is not there.
-    """
+    """Returns the tensors of a file with new storages, each on its original device."""
     used = {entry.storage for entry in entries}
     if used != contents.keys():
         name = min(used ^ contents.keys())

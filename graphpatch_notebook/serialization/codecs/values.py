@@ -27,11 +27,7 @@ class UnstorableError(Exception):
 
 
 def encoded(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
-    """Returns the JSON of `value`: plain values, in tuples, lists, dicts and slices; `leaf` writes all others.
-
-    Raises:
-        UnstorableError: It cannot be written.
-    """
+    """Returns the JSON of `value`: plain values, in tuples, lists, dicts and slices; `leaf` writes all others."""
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -83,11 +79,7 @@ def _encoded_container(value: Any, leaf: Callable[[Any], Any] | None) -> Any:
 
 
 def decoded(item: JsonValue, leaves: Mapping[str, Callable[[JsonValue], Any]] | None = None, depth: int = 0) -> Any:
-    """Returns the value of a JSON item; `leaves` read other kinds than those of plain values, by kind.
-
-    Raises:
-        SerializationError: The item is not a result of `encoded`.
-    """
+    """Returns the value of a JSON item; `leaves` read other kinds than those of plain values, by kind."""
     if depth > _DEEPEST:
         raise item.error("it is nested too deeply")
     value = item.value
