@@ -20,10 +20,10 @@ from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.names import Allowed
-from graphpatch_notebook.serialization.codecs.reading import JsonValue, parsed
-from graphpatch_notebook.serialization.codecs.tensors import StoredTensor, made_tensors
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
+from graphpatch_notebook.serialization.codecs.tensors import made_tensors
 from graphpatch_notebook.serialization.codecs.values import decoded
-from graphpatch_notebook.serialization.files import read_file
+from graphpatch_notebook.serialization.files import read_document
 from graphpatch_notebook.serialization.forms import Guard, decoded_form
 from graphpatch_notebook.serialization.frames import FrameReader, decoded_lines
 from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleReader
@@ -52,15 +52,12 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
     if model is not None and not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     allowed = Allowed(allow)
-    name, metadata, contents = read_file(file, "pg.save(file)", "load")
-    if METADATA_KEY not in metadata:
-        raise SerializationError(f"{name} holds tensors, but no graph; pg.save(file) writes files with both")
+    otherwise = "holds tensors, but no graph; pg.save(file) writes files with both"
+    name, content, contents = read_document(file, METADATA_KEY, "pg.save(file)", "load", otherwise)
     try:
-        content = parsed(metadata[METADATA_KEY], name)
         fields = _checked_fields(content)
-        entries = [StoredTensor.read(item) for item in fields["tensors"].items()]
         originals = None if model is None else originals_of(fields, model)
-        tensors = made_tensors(entries, contents)
+        tensors = made_tensors(fields["tensors"], contents)
         return _assembled(fields, tensors, originals, allowed, name)
     except RecursionError:
         raise SerializationError(f"{name}: it is nested too deeply") from None
@@ -81,14 +78,8 @@ def guard_of(module: Module) -> Guard | None:
 
 
 def _checked_fields(content: JsonValue) -> dict[str, JsonValue]:
-    if type(content.value) is dict and type(content.value.get("schema")) is int and content.value["schema"] != SCHEMA:
-        schema, version = content.value["schema"], str(content.value.get("written_by"))[:40]
-        which = f"{version} or newer" if schema > SCHEMA else f"{version}"
-        raise content.error(
-            f"it is of schema {schema}, and this version reads schema {SCHEMA}: graphpatch-notebook {which} reads it"
-        )
+    content.check_schema(SCHEMA)
     fields = content.fields(*_FIELDS)
-    fields["schema"].whole(SCHEMA, SCHEMA)
     fields["written_by"].text()
     fields["torch"].text()
     if not fields["frames"].items():

@@ -13,7 +13,6 @@ The document is everything that is written except the numbers in tensors:
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.tensors import TensorTable
 from graphpatch_notebook.serialization.codecs.value_reads import has_only_reads
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, encoded
-from graphpatch_notebook.serialization.files import checked_target, name_of, write_file
+from graphpatch_notebook.serialization.files import checked_target, name_of, write_document
 from graphpatch_notebook.serialization.forms import Form, encoded_form, find_sizes, given_values
 from graphpatch_notebook.serialization.frames import LineTable, boundary, encoded_nodes, encoded_parameters
 from graphpatch_notebook.serialization.graphs import Builds, encoded_graph
@@ -90,8 +89,7 @@ def save(
     _settle(source, reasons)
     found = _checked(source, reasons, calls)
     _warn(where, source.root, reasons, found.content["options"]["dropped"])
-    text = json.dumps(found.content, allow_nan=False, separators=(",", ":"))
-    write_file(where, found.tensors.contents(), {METADATA_KEY: text})
+    write_document(where, METADATA_KEY, found.content, found.tensors.contents())
 
 
 def _check_calls(check: Sequence[Any]) -> None:

@@ -206,8 +206,9 @@ class StoredTensor:
         return result.requires_grad_(self.requires_grad)
 
 
-def made_tensors(entries: list[StoredTensor], contents: dict[str, Tensor]) -> list[Tensor]:
+def made_tensors(table: JsonValue, contents: dict[str, Tensor]) -> list[Tensor]:
     """Returns the tensors of a file with new storages, each on its original device."""
+    entries = [StoredTensor.read(item) for item in table.items()]
     used = {entry.storage for entry in entries}
     if used != contents.keys():
         name = min(used ^ contents.keys())
