@@ -113,12 +113,7 @@ def output_problem(graph: fx.Graph, *, is_wrapped: bool) -> str | None:
 
 
 def reference_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
-    """Returns why a node cannot have its target or its arguments; `None` if it can. See `target_problem`."""
-    return target_problem(node, owner, module, put) or literal_problem(node, put)
-
-
-def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
-    """Returns why a node cannot read or call its target; `None` if it can.
+    """Returns why a node cannot have its target or its arguments; `None` if it can.
 
     Args:
         node: The node.
@@ -126,6 +121,10 @@ def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> st
         module: The user's module.
         put: How the owner gets a tensor, with a place for its name.
     """
+    return _target_problem(node, owner, module, put) or _literal_problem(node, put)
+
+
+def _target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
     if node.op not in ("get_attr", "call_module"):
         return None
     found = _attribute(owner, str(node.target))
@@ -142,8 +141,8 @@ def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> st
     return None
 
 
-def literal_problem(node: fx.Node, put: str) -> str | None:
-    """Returns why the arguments of a node cannot be written as code, and what to do; `None` if they can."""
+def _literal_problem(node: fx.Node, put: str) -> str | None:
+    """Returns why the arguments of a node cannot be written as code."""
     found: list[Any] = []
     if node.op != "placeholder":
         map_arguments((node.args, node.kwargs), lambda leaf: None if _is_writable(leaf) else found.append(leaf))

@@ -448,7 +448,8 @@ def nearest_paths(root: Frame, path: ParsedPath, count: int = 3) -> list[str]:
     """
     meant = _meant_elsewhere(root, path) if path.names else []
     parts = (*path.names, *path.dig)
-    ranked = sorted(_walk(root, ()), key=lambda item: _likeness(parts, *item), reverse=True)
+    named = ((frame.path, frame) for frame in root.walk())
+    ranked = sorted(named, key=lambda item: _likeness(parts, *item), reverse=True)
     candidates = (leaf for names, frame in ranked[:10] for leaf in _graph_paths(frame, names))
     return list(dict.fromkeys([*meant, *nearest(str(path), list(islice(candidates, 1000)), count)]))[:count]
 
@@ -459,12 +460,6 @@ def _likeness(parts: Sequence[str], names: tuple[str, ...], frame: Frame) -> flo
     )
     has_last = bool(parts) and parts[-1] in frame.names
     return len(set(parts) & set(names)) + leading + has_last - 0.1 * max(0, len(names) - len(parts) + 1)
-
-
-def _walk(frame: Frame, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Frame]]:
-    yield names, frame
-    for call in frame.calls():
-        yield from _walk(call.frame, (*names, call.name))
 
 
 def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:

@@ -34,7 +34,7 @@ from graphpatch_notebook.serialization.codecs.values import (
     encoded,
     encoded_key,
 )
-from graphpatch_notebook.serialization.graphs import decoded_graph, is_identifier
+from graphpatch_notebook.serialization.graphs import GraphReader, is_identifier
 from graphpatch_notebook.serialization.modules import LoadedModule, StoredForward
 from graphpatch_notebook.values import (
     ContainerSpec,
@@ -271,7 +271,7 @@ class FrameReader:
             if frame.opaque_reason is None:
                 if "graph" not in fields:
                     raise entry.error("there should be a graph, or why there is none")
-                frame.custom_graph = decoded_graph(fields["graph"].items(), frame, allowed)
+                frame.custom_graph = GraphReader(frame, allowed).read(fields["graph"].items())
                 # All loaded graphs are custom ones. These were edited or custom before they were saved, too.
                 frame.is_edited = "own_graph" in fields and fields["own_graph"].flag()
             if isinstance(frame.module, LoadedModule):

@@ -148,12 +148,9 @@ def _encoded_target(
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def decoded_graph(items: Sequence[JsonValue], frame: Frame, allowed: Allowed) -> fx.Graph:
-    """Returns the graph of `frame`, whose records are known."""
-    return _GraphReader(frame, allowed).read(items)
+class GraphReader:
+    """Reads the graph of a frame whose records are known."""
 
-
-class _GraphReader:
     def __init__(self, frame: Frame, allowed: Allowed) -> None:
         self.frame = frame
         self.allowed = allowed
@@ -163,6 +160,7 @@ class _GraphReader:
         self.recorded: set[int] = set()
 
     def read(self, items: Sequence[JsonValue]) -> fx.Graph:
+        """Returns the graph."""
         parameters = iter(self.frame.parameters)
         for number, item in enumerate(items):
             fields = item.fields(
