@@ -233,10 +233,6 @@ class ExampleInputs:
     """References to the inputs of a call, such as the example inputs of a graph. Nothing is copied.
 
     Make it before the inputs are used: what the call itself changes (a cache that grows) is a change, too.
-
-    Attributes:
-        args: The positional ones.
-        kwargs: Those by keyword.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -81,8 +81,6 @@ class CompositeCall:
     """A call of a composite function that has its steps as nodes.
 
     Attributes:
-        name: The name of the function.
-        site: Its call site.
         occurrence: How often the same call site ran before in its frame, or in the call around it.
         outer: The opened call that this one is a step of.
         is_fused: Whether the function itself runs, also in graphs, except where one of the steps is patched.
@@ -124,11 +122,8 @@ class Structure:
 def map_leaves(value: Any, leaf: Callable[[Any], Any], *, with_subclasses: bool = False) -> Any:
     """Returns `value` with `leaf` applied to all but tuples, lists, dicts and slices; containers are new.
 
-    Args:
-        value: The arguments of a call.
-        leaf: The function.
-        with_subclasses: Whether subclasses are containers, too, as in graphs of fx, and become plain ones. Otherwise
-            they are leaves: a named tuple, say, may accept only values of certain types.
+    Subclasses are leaves, since a named tuple, say, may accept only values of certain types. `with_subclasses` they are
+    containers, as in graphs of fx, and become plain ones.
     """
     kind = type(value)
     if kind is torch.Size:  # holds integers only, and a leaf may become something else
@@ -408,10 +403,7 @@ class Reason(enum.Enum):
 class Doubt:
     """One reason why the graph of a frame may not do what its module does.
 
-    Attributes:
-        reason: The kind.
-        what: The name of the operation, class, module or function that it is about.
-        line: The user's line of source.
+    `what` is the name of the operation, class, module or function that it is about; `line` the user's line of source.
     """
 
     reason: Reason
@@ -442,14 +434,11 @@ class Frame:
     Attributes:
         module: The user's module.
         attribute_path: Its attribute path from the module of the calling frame (`h.3`); empty for the root.
-        parent: The calling frame.
         call: The node of this call in the calling frame; `None` for the root.
         parameters: The parameters of `forward`, each with an `input` node, in order.
         nodes: All nodes in order of execution, inputs first, the output last. Inner nodes (`Node.is_inner`) are in
             front of the node of their call.
         output: What `forward` returned, with a `Ref` for each value that has a node.
-        conditions: The state of the module and its inputs when it was called.
-        capture: Facts about the whole capture; all its frames share it.
         opaque_reason: Why this frame has no graph; `None` if it has one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
         doubts: Why its graph may differ from the module on other inputs (it reads a value into Python, ...), or at
@@ -457,7 +446,6 @@ class Frame:
         custom_graph: The graph that a custom extraction function returned.
         is_edited: Whether the user edited the graph of this frame, which then runs in place of the module.
         custom_failure: Why the custom extraction function did not return a graph.
-        names: The nodes by name.
         value_reads: The values that were read into Python, and where.
     """
 

@@ -128,7 +128,6 @@ class CallSignature:
         inputs: The inputs by name: structure and plain values.
         tensors: The other properties of each tensor in them, in order.
         same: For each tensor which of them, the first, is the same object.
-        settings: The known settings of torch.
         ranges: The smallest and the largest that a symbolic size may be.
         ignored: In what calls may differ: with `Aspect.SIZE` tensors may have any size.
 

@@ -77,7 +77,7 @@ def compared(
         found: Runs what may do the same.
         args: The positional inputs.
         kwargs: The inputs by keyword.
-        within_rounding: Whether the values may differ by rounding.
+        within_rounding: Whether floats may differ by rounding.
     """
     with _lock:
         try:

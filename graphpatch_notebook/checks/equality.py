@@ -25,11 +25,7 @@ def difference(a: Any, b: Any, where: str, *, within_rounding: bool = False) -> 
     strides, device, `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal if their
     attributes are.
 
-    Args:
-        a: One value.
-        b: The other one.
-        where: What the message calls them.
-        within_rounding: Whether floats may differ as described for `ExtractionOptions.decompose`.
+    The message calls them `where`. `within_rounding`, floats may differ as `ExtractionOptions` says of attention.
 
     Raises:
         IncomparableError: Before any difference there are two objects without attributes.

@@ -35,8 +35,6 @@ class Target:
 
     Attributes:
         path: The path as the package writes it.
-        frame: The frame that the node is in.
-        node: The node.
         dig: The keys that lead from the node's value to the value at the path.
         dig_text: The same keys as the path writes them.
         whole: What was recorded of the value at the path. `ScalarSpec(None)` for an input that the example did not

@@ -47,7 +47,6 @@ class TreeEntry:
         name: Its name, as a path writes it.
         label: The text behind the name.
         style: The style of the label, for its color.
-        children: The nodes below it.
         is_plumbing: Whether it prepares what the model computes: masks, indices, positions.
         size: How many entries there are from here on down.
         pattern: Equal for entries that look the same but for their own name.
@@ -92,11 +91,8 @@ class Line:
 def frame_entry(frame: Frame, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
     """Returns the entry of a frame with everything that the tree shows of it.
 
-    Args:
-        frame: The frame.
-        name: Its name there.
-        show_all: Also show values that only carry sizes, constants, and inputs that the example did not have.
-        label_of: Returns the label of a value; with it, graphs have no label.
+    With `show_all`, these are also values that only carry sizes, constants, and inputs that the example did not have.
+    `label_of` returns the label of a value; with it, graphs have no label.
     """
     return _FrameEntries(plumbing(frame.root), show_all, label_of).of_frame(frame, name)
 

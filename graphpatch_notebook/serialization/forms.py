@@ -53,8 +53,7 @@ class Form:
     """The calls that a stored graph is valid for.
 
     Attributes:
-        parameters: The parameters of `forward`.
-        specs: The specs of their values in the example.
+        specs: The specs of the values of the parameters in the example.
         dims: The sizes of each tensor among the inputs, as numbers or names.
         ranges: The smallest and the largest size that the graph was checked for, by the name of the size.
         same: For each tensor among the inputs, the number of the first one that is the same object.

@@ -53,8 +53,6 @@ class GraphToSave:
     """The graph to save.
 
     Attributes:
-        graph_module: Its hierarchy of graph modules.
-        options: How it was captured.
         call: Runs it as a user does, without patches.
         runnable: Returns a callable that runs a model with the graphs of a root frame.
     """
