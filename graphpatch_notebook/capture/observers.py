@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from graphpatch_notebook.capture.naming.call_sites import facts_of, invoke
 from graphpatch_notebook.interrupts import HeldSwitch, holding
 from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes, visible_flex_attention
+from graphpatch_notebook.values import ABSENT
 
 
 class Observer(Protocol):
@@ -41,7 +42,6 @@ OfUnobserved: TypeAlias = "Callable[[Module], Observer | None]"
 
 _lock = threading.RLock()
 _swaps: dict[int, _SwappedForward] = {}
-_ABSENT: Any = object()
 
 
 class _SwappedForward:
@@ -52,7 +52,7 @@ class _SwappedForward:
         self.of_unobserved = of_unobserved
         self._module = module
         self._attribute = innermost_forward(module) if "_hf_hook" in module.__dict__ else "forward"
-        self._before = module.__dict__.get(self._attribute, _ABSENT)
+        self._before = module.__dict__.get(self._attribute, ABSENT)
         self._is_installed = False
         # `inspect.signature` returns that of the original
         self.original = self.__wrapped__ = getattr(module, self._attribute)
@@ -91,7 +91,7 @@ class _SwappedForward:
         """Gives the module back what it had before."""
         if self._module.__dict__.get(self._attribute) is not self:
             return  # the user's code has set another `forward` since: keep it
-        if self._before is _ABSENT:
+        if self._before is ABSENT:
             del self._module.__dict__[self._attribute]
         else:
             self._module.__dict__[self._attribute] = self._before
