@@ -67,11 +67,6 @@ class GraphToSave:
         """The root frame."""
         return self.graph_module.frame
 
-    @property
-    def builds(self) -> Builds:
-        """The source of the graphs of its frames."""
-        return Builds(self.graph_module)
-
 
 def save(
     source: GraphToSave,
@@ -83,7 +78,7 @@ def save(
     _check_calls(check)
     calls: list[ModelCall] = [(tuple(args), dict(kwargs)) for args, kwargs in check]
     reasons = Reasons(source.root)
-    note_unstorable(source.root, source.builds, reasons)
+    _note_unstorable(source, reasons)
     _settle(source, reasons)
     found = _checked(source, reasons, calls)
     _warn(where, source.root, reasons, found.content["options"]["dropped"])
@@ -105,13 +100,13 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) 
     root = source.root
     known = guard_of(root.module)
     if known is not None:  # it was loaded, without a model to compare it with
-        return with_form(document(root, source.builds, source.options, reasons), known.form)
+        return _with_form(_document(source, reasons), known.form)
     if reasons.of(root) is not None:
-        return document(root, source.builds, source.options, reasons)
+        return _document(source, reasons)
     first, bounds = _first_call(source, check)
     _verify(source, reasons, first)
     _settle(source, reasons)
-    found = document(root, source.builds, source.options, reasons)
+    found = _document(source, reasons)
     if reasons.of(root) is not None:
         return found
     form = Form.of_example(root)
@@ -122,19 +117,19 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) 
             reasons.add(frame, listed_doubts(frame.doubts))
         _settle(source, reasons)
         if reasons.of(root) is None:
-            found = document(root, source.builds, source.options, reasons)
+            found = _document(source, reasons)
             trial = _Trial(source, found)
             problem = trial.find_modes(form, first)
     if problem is not None:
         reasons.add(root, f"compared with the model on inputs like the example's: {problem}")
         _settle(source, reasons)
-        return document(root, source.builds, source.options, reasons)
+        return _document(source, reasons)
     if form.same == list(range(len(form.same))):
         find_sizes(root, form)
     if bounds is not None:
         trial.find_layout(form, _made_call(root, bounds, is_strided=True))
     trial.check(form, check)
-    return with_form(found, form)
+    return _with_form(found, form)
 
 
 def _verify(source: GraphToSave, reasons: Reasons, call: ModelCall) -> None:
@@ -284,7 +279,7 @@ def _warn(file: Path | IO[bytes], root: Frame, reasons: Reasons, dropped: dict[s
     message = ""
     if parts:
         message = (
-            f"{_frames(len(reasons.by_path()))} not stored in {name_of(file)}; to call these, load it with the model "
+            f"{_frames(len(reasons))} not stored in {name_of(file)}; to call these, load it with the model "
             f"(PatchableGraph.load(file, model=model)):{''.join(shown)}"
         )
     if any(_uses_cache(frame) for frame in root.walk() if reasons.of(frame) is not None):
@@ -417,10 +412,8 @@ class Reasons:
                 if (other := without.get(id(frame.module))) is not None and self.of(frame) is None:
                     self.add(frame, f"it is the module of {_where(other)}, which is not stored")
 
-    def by_path(self) -> dict[str, str]:
-        """Returns the reasons by the paths of the frames, in order of execution."""
-        frames = ((frame, self.of(frame)) for frame in self._root.walk())
-        return {format_path(frame.path): reason for frame, reason in frames if reason is not None}
+    def __len__(self) -> int:
+        return len(self._found)
 
     def topmost(self) -> Iterator[tuple[str, str]]:
         """Yields paths and reasons of the frames that are not stored although those that call them are."""
@@ -434,11 +427,11 @@ def _where(frame: Frame) -> str:
     return repr(format_path(frame.path)) if frame.parent is not None else "the root"
 
 
-def note_unstorable(root: Frame, builds: Builds, reasons: Reasons) -> None:
+def _note_unstorable(source: GraphToSave, reasons: Reasons) -> None:
     """Finds the frames that have no graph, or one that may differ from the module, or one that cannot be written."""
-    tensors = TensorTable()
-    modules = ModuleTable(root.module, (frame.module for frame in root.walk()), tensors)
-    for frame in root.walk():
+    frames, builds = list(source.root.walk()), Builds(source.graph_module)
+    modules = ModuleTable(source.root.module, (frame.module for frame in frames), TensorTable())
+    for frame in frames:
         if reasons.of(frame) is None and (reason := _problem(frame, builds, modules)) is not None:
             reasons.add(frame, reason)
 
@@ -462,22 +455,22 @@ def _problem(frame: Frame, builds: Builds, modules: ModuleTable) -> str | None:
     return None
 
 
-def document(root: Frame, builds: Builds, options: ExtractionOptions, reasons: Reasons) -> Document:
+def _document(source: GraphToSave, reasons: Reasons) -> Document:
     """Returns the document of a graph, without the form of its calls."""
-    frames = list(root.walk())
+    frames, builds = list(source.root.walk()), Builds(source.graph_module)
     numbers = {id(frame): number for number, frame in enumerate(frames)}
     tensors, lines = TensorTable(), LineTable()
-    modules = ModuleTable(root.module, (frame.module for frame in frames), tensors)
+    modules = ModuleTable(source.root.module, (frame.module for frame in frames), tensors)
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "written_by": __version__,
         "torch": str(torch.__version__),
-        "options": encoded_options(options),
+        "options": encoded_options(source.options),
         "form": None,
         "frames": [_encoded_frame(frame, builds, numbers, modules, lines, reasons.of(frame)) for frame in frames],
     }
     for frame, entry in zip(frames, content["frames"], strict=True):
-        if is_own_graph(frame, root) and reasons.of(frame) is None:
+        if is_own_graph(frame, source.root) and reasons.of(frame) is None:
             entry["own_graph"] = True
     content["modules"] = modules.encoded()
     content["tensors"] = tensors.encoded()
@@ -520,7 +513,7 @@ def _indistinct_inputs(frame: Frame) -> list[Node]:
     return [node for node in frame.inputs() if node.target in names]
 
 
-def with_form(found: Document, form: Form) -> Document:
+def _with_form(found: Document, form: Form) -> Document:
     """Returns the document with the form of the calls that its graphs are valid for."""
     return Document({**found.content, "form": encoded_form(form)}, found.tensors, found.modules)
 
