@@ -204,7 +204,7 @@ def attribute(
     _warn_of_infinite(result)
     if axis is not None:
         weights = {node.path for node in wanted if node.is_state}
-        _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights})
+        _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights}, axis.cached)
     return result
 
 
@@ -372,7 +372,14 @@ def _warn_of_losses(
     warn_of_loss(what, loss, result.attrs["fallbacks"], is_half=is_half)
 
 
-def _warn_of_no_positions(problems: Mapping[str, str]) -> None:
+def _warn_of_no_positions(problems: Mapping[str, str], cached: set[int]) -> None:
+    if cached:
+        warn(
+            f"the given key/value cache has positions {min(cached)} to {max(cached)}, which the runs do not compute: "
+            "the scores there are NaN",
+            ExperimentWarning,
+            stacklevel=level_of_caller(),
+        )
     if problems:
         warn(
             f"{len(problems)} values have no scores by position (NaN). The most common reasons (see the attribute "

@@ -272,7 +272,8 @@ class PositionAxis:
 
     Attributes:
         dims: The sequence dimension of each path.
-        problems: Why the positions of a path are unknown.
+        problems: Why the positions of a path are unknown, or not computed.
+        cached: The positions that some values lack, since they are in a given key/value cache.
 
     Raises:
         ExperimentError: The sequence of the model is unknown, or a position is out of range.
@@ -292,6 +293,7 @@ class PositionAxis:
         if positions is not None and positions is not True and rows is None:
             whole_numbers(positions)  # check this first
         self.problems: dict[str, str] = {}
+        self.cached: set[int] = set()
         self._places: dict[str, _SequenceDim] = {}
         self._by_tokens = bool(token_inputs(root))
         for node in nodes:
@@ -345,6 +347,11 @@ class PositionAxis:
         first = self._first(path, len(scores))
         if first is None:
             return row
+        cached = {position for position in self.positions if position < first}
+        if len(cached) == len(self.positions):
+            self.problems[path] = "these positions are in the given key/value cache, and not computed in the runs"
+            return row
+        self.cached |= cached
         for index, position in enumerate(self.positions):
             if first <= position < first + len(scores):
                 row[index] = scores[position - first]
