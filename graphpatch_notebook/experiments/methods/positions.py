@@ -103,36 +103,10 @@ def _takes_tokens(root: Frame) -> bool:
     return any(isinstance(spec, TensorSpec) and len(spec.shape) >= 2 for spec in tokens)
 
 
-def chosen_positions(
-    given: Positions | RowPositions, values: Mapping[str, Tensor], dims: Mapping[str, int]
-) -> list[int]:
-    """Returns the given positions, counted from the start of the sequence.
-
-    Args:
-        given: A number or several; negative numbers count from the end. `True` or `None` for all.
-        values: The values at the paths.
-        dims: The sequence dimension of each path.
-
-    Raises:
-        ExperimentError: A position is out of range, or the values have sequences of different lengths.
-    """
-    lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
-    first, length = next(iter(lengths.items()))
-    for path, other in lengths.items():
-        if other != length:
-            raise ExperimentError(
-                f"{path!r} has {other} positions, but {first!r} has {length}; give paths of one sequence at a time"
-            )
-    return counted_positions(given, length, f"{first!r} has {length} positions, shape {tuple(values[first].shape)}")
-
-
 def counted_positions(given: Positions | RowPositions, length: int, whose: str) -> list[int]:
-    """Returns the given positions, counted from the start of the sequence, in the given order.
+    """Returns the given positions in the given order, counted from the start of a sequence of some length.
 
-    Args:
-        given: A number or several, or a slice; negative numbers count from the end. `True` or `None` for all.
-        length: The length of the sequence.
-        whose: What has that length, for the message.
+    `True` and `None` are all positions. `whose` says what has that length, for the message.
 
     Raises:
         ExperimentError: A position is out of range or repeated, or there are no positions.
@@ -190,13 +164,13 @@ class PositionCells:
     columns: Sequence[Sequence[int]] = ()
     row_dims: Mapping[str, int] = field(default_factory=dict)
 
-    def place(self, index: list[Any], path: str, label: int) -> None:
-        """Makes an index of the value at `path`, a list with an item for each dimension, one of a position."""
+    def place(self, index: list[Any], path: str, label: int | list[int]) -> None:
+        """Makes an index of the value at `path`, a list with an item for each dimension, one of positions."""
         if not self.columns:
             index[self.dims[path]] = label
             return
-        index[self.dims[path]] = torch.tensor(self.columns[label])
-        index[self.row_dims[path]] = torch.arange(len(self.columns[label]))
+        index[self.dims[path]] = torch.tensor(self.columns)[label]
+        index[self.row_dims[path]] = torch.arange(len(self.columns[0]))
 
 
 def position_cells(
@@ -212,42 +186,30 @@ def position_cells(
         dims: The sequence dimension of each path.
 
     Raises:
-        ExperimentError: A position is out of range, or positions of rows do not fit the values.
+        ExperimentError: A position is out of range, the values have sequences of different lengths, or positions of
+            rows do not fit the values.
     """
+    lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
+    first, length = next(iter(lengths.items()))
+    for path, other in lengths.items():
+        if other != length:
+            raise ExperimentError(
+                f"{path!r} has {other} positions, but {first!r} has {length}; give paths of one sequence at a time"
+            )
+    whose = f"{first!r} has {length} positions, shape {tuple(values[first].shape)}"
     if not are_of_rows(given):
-        return PositionCells(chosen_positions(given, values, dims), dims)
-    columns, row_dims = _columns_of_rows(pg, given, values, dims)
-    return PositionCells(list(range(len(columns))), dims, columns, row_dims)
-
-
-def _columns_of_rows(
-    pg: PatchableGraph, given: Any, values: Mapping[str, Tensor], dims: Mapping[str, int]
-) -> tuple[list[list[int]], dict[str, int]]:
-    """Returns, for each column, the position in each row, counted from the start; and the batch dimension by path.
-
-    Args:
-        pg: The graph.
-        given: As many positions for each row of the batch; negative numbers count from the end.
-        values: The values at the paths.
-        dims: The sequence dimension of each path.
-
-    Raises:
-        ExperimentError: The rows differ in length, a position is out of range, or the batch has another number of rows.
-    """
+        return PositionCells(counted_positions(given, length, whose), dims)
     rows = rows_of(given)
     found = {path: row_dim(pg.nodes.root, target, dims[path]) for path, target in targets(pg, list(dims)).items()}
     if problems := {path: dim for path, dim in found.items() if isinstance(dim, str)}:
         raise ExperimentError("\n  ".join(["positions of each row cannot be used here:", *by_problem(problems)]))
     batch_dims = {path: dim for path, dim in found.items() if isinstance(dim, int)}
-    counted = []
     for path, dim in batch_dims.items():
         shape = tuple(values[path].shape)
         if shape[dim] != len(rows):
             raise ExperimentError(f"positions has {len(rows)} rows, but {path!r} has {shape[dim]}, shape {shape}")
-        length = shape[dims[path]]
-        counted = [counted_positions(row, length, f"{path!r} has {length} positions, shape {shape}") for row in rows]
-    chosen_positions(None, values, dims)  # all paths have sequences of one length
-    return [list(column) for column in zip(*counted, strict=True)], batch_dims
+    columns = list(zip(*(counted_positions(row, length, whose) for row in rows), strict=True))
+    return PositionCells(list(range(len(columns))), dims, columns, batch_dims)
 
 
 def rows_of(given: Any) -> list[list[int]]:
@@ -304,8 +266,3 @@ def whole_numbers(given: Any) -> list[int] | slice:
     except TypeError:
         pass
     raise ExperimentError(f"positions must be integers, or True for all, not {given!r}")
-
-
-def at_position(dim: int, position: Any) -> tuple[Any, ...]:
-    """Returns the index of a position, or of a list of positions, along dimension `dim`."""
-    return (*(slice(None),) * dim, position)
