@@ -49,11 +49,7 @@ from graphpatch_notebook.warning_places import collected_warnings
 
 
 class WatchedRuns:
-    """Runs a model and passes the values of nodes to a listener.
-
-    Args:
-        pg: The graph.
-        nodes: The nodes; parameters among them are left out.
+    """Runs a model and passes the values of nodes, other than parameters, to a listener.
 
     Attributes:
         captured: The captured model.
@@ -143,72 +139,55 @@ class NodeGroup:
     left: set[str]
 
 
+@dataclass
 class AttributionRuns:
     """Runs the model as often as an attribution needs it, and computes the scores.
 
-    Args:
-        pg: The graph.
-        watched: Runs of it that pass on the values of `nodes`.
-        metric: Maps the output to a single number.
-        clean: The clean inputs.
-        corrupted: The corrupted ones.
+    Attributes:
+        watched: Runs of the graph that pass on the values of `nodes`.
         nodes: All nodes that hold floating-point tensors, in order of execution.
         kept: The dimensions of positions and heads, for paths that have them.
         fractions: The points between the corrupted run (0) and the clean run (1) at which gradients are taken.
         max_bytes: The memory limit for recorded values and their gradients.
-        method: The derivative rules of both runs.
-        routing: Whether the corrupted runs make the choices of the clean run.
         is_one_sided: Whether each value is compared with the corrupted run in which it alone is restored.
     """
 
-    def __init__(
-        self,
-        pg: PatchableGraph,
-        watched: WatchedRuns,
-        metric: Callable[[Any], Any],
-        clean: Inputs,
-        corrupted: Inputs,
-        nodes: Sequence[ScoredNode],
-        kept: Mapping[str, KeptDims],
-        fractions: Sequence[float],
-        max_bytes: int,
-        method: Method,
-        routing: Routing,
-        is_one_sided: bool = False,
-    ) -> None:
-        self._pg = pg
-        self._watched = watched
-        self._metric = metric
-        self._clean = clean
-        self._corrupted = corrupted
-        self._nodes = [node for node in nodes if not node.is_parameter]
-        self._kept = kept
-        self._fractions = fractions
-        self._max_bytes = max_bytes
-        self._method = method
-        self._choices = Choices(routing)
-        self._is_one_sided = is_one_sided
+    pg: PatchableGraph
+    watched: WatchedRuns
+    metric: Callable[[Any], Any]
+    clean: Inputs
+    corrupted: Inputs
+    nodes: Sequence[ScoredNode]
+    kept: Mapping[str, KeptDims]
+    fractions: Sequence[float]
+    max_bytes: int
+    method: Method
+    routing: Routing
+    is_one_sided: bool = False
+
+    def __post_init__(self) -> None:
+        self._choices = Choices(self.routing)
         self._has_run = False
         self._roots = Roots()
         self._copied: set[str] = set()
         self._found = AttributionResults()
-        self._found.scores = {node.path: np.zeros(()) for node in nodes if node.is_parameter}
+        self._found.scores = {node.path: np.zeros(()) for node in self.nodes if node.is_parameter}
 
     def run(self) -> AttributionResults:
         """Returns the scores. The model and the random state are restored."""
-        with collected_warnings() as messages, torch.inference_mode(False), self._watched.context:
-            state = ModuleState(captured(self._pg).module)
+        with collected_warnings() as messages, torch.inference_mode(False), self.watched.context:
+            state = ModuleState(captured(self.pg).module)
             with afterwards(state.restore):
-                (self._run_one_by_one if self._is_one_sided else self._run_all)(state)
-        self._watched.listener = _pass_on
+                (self._run_one_by_one if self.is_one_sided else self._run_all)(state)
+        self.watched.listener = _pass_on
         self._found.roots = list(dict.fromkeys(path for path, _ in self._roots.clean))
         # Paths that were not computed are in `problems`.
         self._found.remarks = [message for message in messages if "never fired" not in message]
         return self._found
 
     def _run_all(self, state: ModuleState) -> None:
-        wanted = {node.path for node in self._nodes if node.is_compared}
-        if list(self._fractions) != [0.0]:
+        wanted = {node.path for node in self.nodes if node.is_compared and not node.is_parameter}
+        if list(self.fractions) != [0.0]:
             wanted = self._scored_on_the_way(wanted, state)
         while wanted:
             wanted = self._scored(wanted, state)
@@ -240,14 +219,14 @@ class AttributionRuns:
 
     def _compared(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> NodeGroup:
         """Runs the model on the clean and on the corrupted inputs, and compares the values."""
-        clean = CleanValues(wanted, self._copied, self._max_bytes)
-        rules = rules_of(self._method)
+        clean = CleanValues(wanted, self._copied, self.max_bytes)
+        rules = rules_of(self.method)
         with torch.no_grad(), rules.recording():
-            output = self._output(clean, self._clean, state)
+            output = self._output(clean, self.clean, state)
             with noted_metric(output):
-                self._found.clean = float(metric_number(self._metric(output)))
+                self._found.clean = float(metric_number(self.metric(output)))
         if rules.recorded_bytes:
-            clean.shrink(max(self._max_bytes - rules.recorded_bytes, self._max_bytes // 2))
+            clean.shrink(max(self.max_bytes - rules.recorded_bytes, self.max_bytes // 2))
         differences = Differences(clean, is_careful)
         run = GradientRun(differences, self._roots)
         metric = self._gradient_run(run, state, rules)
@@ -271,17 +250,17 @@ class AttributionRuns:
         problems = dict(differences.problems)
         totals: dict[str, Scores] = {}
         first, compared.first = compared.first, None
-        for fraction in self._fractions:
+        for fraction in self.fractions:
             if first is None or fraction:
                 first = None
                 run = GradientRun(differences, self._roots, fraction, is_first=False)
-                metric = self._gradient_run(run, state, rules_of(self._method))
+                metric = self._gradient_run(run, state, rules_of(self.method))
             else:
                 run, metric = first
-            scores = scores_of(metric, run, differences, self._kept, problems)
+            scores = scores_of(metric, run, differences, self.kept, problems)
             totals |= {path: totals[path] + score if path in totals else score for path, score in scores.items()}
         self._found.problems |= problems
-        count = len(self._fractions)
+        count = len(self.fractions)
         self._found.scores |= {
             path: score if count == 1 else score / count for path, score in totals.items() if path not in problems
         }
@@ -289,11 +268,11 @@ class AttributionRuns:
     # -- one value -----------------------------------------------------------------------------------------------------
 
     def _run_one_by_one(self, state: ModuleState) -> None:
-        wanted = {node.path for node in self._nodes if node.is_wanted}
+        wanted = {node.path for node in self.nodes if node.is_wanted and not node.is_parameter}
         while wanted:
-            clean = CleanValues(wanted, self._copied, self._max_bytes)
+            clean = CleanValues(wanted, self._copied, self.max_bytes)
             with torch.no_grad():
-                self._found.clean = float(metric_number(self._metric(self._output(clean, self._clean, state))))
+                self._found.clean = float(metric_number(self.metric(self._output(clean, self.clean, state))))
             self._found.problems |= clean.problems
             rewritten = {
                 path for path, values in clean.by_path.items() if not all(value.is_current for value in values)
@@ -307,12 +286,12 @@ class AttributionRuns:
 
     def _score_alone(self, path: str, clean: list[Tensor], state: ModuleState) -> str | None:
         """Scores one value, or returns why that is not possible."""
-        rules = rules_of(self._method)
+        rules = rules_of(self.method)
         restored, cut = Restored(path, clean), Cut(path)
         with torch.no_grad(), rules.recording():
-            after = float(metric_number(self._metric(self._output(restored, self._corrupted, state))))
+            after = float(metric_number(self.metric(self._output(restored, self.corrupted, state))))
         with torch.enable_grad(), rules.applied():
-            metric = metric_number(self._metric(self._output(cut, self._corrupted, state)))
+            metric = metric_number(self.metric(self._output(cut, self.corrupted, state)))
         cut.is_over = True
         self._found.fallbacks |= rules.fallbacks
         self._found.corrupted = float(metric.detach())
@@ -322,15 +301,16 @@ class AttributionRuns:
         if not metric.requires_grad:
             return _UNREACHED
         gradients = torch.autograd.grad(metric, cut.values, allow_unused=True)
-        kept = self._kept.get(path)
+        kept = self.kept.get(path)
         scores = [
-            _reduced(_difference(mine, value.detach()), gradient, kept, is_careful=True).double().cpu().numpy()
+            _reduced(_difference(mine, value.detach(), is_careful=True), gradient, kept, is_careful=True)
             for mine, value, gradient in zip(clean, cut.values, gradients, strict=True)
             if gradient is not None  # type: ignore[redundant-expr]  # `allow_unused`
         ]
         if not scores:
             return _UNREACHED
-        self._found.scores[path] = np.sum(np.broadcast_arrays(*scores), axis=0)
+        arrays = (score.double().cpu().numpy() for score in scores)
+        self._found.scores[path] = np.sum(np.broadcast_arrays(*arrays), axis=0)
         self._found.changes[path] = after - self._found.corrupted
         return None
 
@@ -340,14 +320,13 @@ class AttributionRuns:
         if self._has_run:
             state.restore()  # all runs have the same random numbers and buffers
         self._has_run = True
-        fresh = inputs.fresh()
-        self._watched.listener = listener
-        with self._choices.recorded() if inputs is self._clean else self._choices.held():
-            return self._pg(*fresh.args, **fresh.kwargs)
+        self.watched.listener = listener
+        with self._choices.recorded() if inputs is self.clean else self._choices.held():
+            return inputs.run(self.pg)
 
     def _gradient_run(self, run: GradientRun, state: ModuleState, rules: DerivativeRules) -> Tensor:
         with torch.enable_grad(), rules.applied():
-            metric = metric_number(self._metric(self._output(run, self._corrupted, state)))
+            metric = metric_number(self.metric(self._output(run, self.corrupted, state)))
         run.finish()
         if run.edges and not metric.requires_grad:
             raise no_gradient()
@@ -425,12 +404,10 @@ class CleanValue:
 
 
 class CleanValues:
-    """The listener of the clean run: keeps values, in order of execution, up to a memory limit.
+    """The listener of the clean run: keeps the values of wanted paths, in order of execution, up to a memory limit.
 
-    Args:
-        wanted: The paths whose values are kept.
-        copied: The paths whose values are copied, since the model writes into them later.
-        max_bytes: The memory limit for the values and their gradients. One value is always kept.
+    The limit is for values and their gradients; one value is always kept. Values at the paths `copied` are copied: the
+    model writes into them later.
 
     Attributes:
         by_path: The values, one for each time that the path was computed.
@@ -505,9 +482,6 @@ def _cost(value: Tensor) -> int:
     return value.numel() * max(value.element_size(), 4) * 2
 
 
-Occurrence: TypeAlias = "tuple[str, int]"
-"""A path, and the number of its earlier values in the same run."""
-
 _NO_GRADIENT = (
     "it differs between the runs, but only through operations without a gradient (integers, comparisons, .detach(), "
     "torch.no_grad)"
@@ -526,7 +500,7 @@ class Roots:
     """
 
     def __init__(self) -> None:
-        self.clean: dict[Occurrence, Tensor] = {}
+        self.clean: dict[tuple[str, int], Tensor] = {}
         self.tracked: set[int] = set()
         self.untracked: set[int] = set()
         self.flow = ValueFlow()
@@ -566,18 +540,15 @@ class Differences:
         self._known: dict[tuple[int, Any], int] = {}
 
     def add(self, clean: CleanValue, value: Tensor, origin: Any) -> int:
-        """Returns the index of the difference; equal for all names of the same two tensors.
+        """Returns the index of the difference of two values.
 
-        Args:
-            clean: The value of the clean run.
-            value: The value of the corrupted run.
-            origin: An object that all names of the value share.
+        It is the same for all names of these two: `origin` is an object that all names of the corrupted value share.
         """
         key = (id(clean), origin)
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = len(self.tensors)
-            self.tensors.append(self._difference(clean.tensor.detach(), value.detach()))
+            self.tensors.append(_difference(clean.tensor.detach(), value.detach(), self.is_careful))
         return number
 
     def release(self) -> None:
@@ -585,22 +556,15 @@ class Differences:
         self.clean.release()
         self._known.clear()
 
-    def _difference(self, clean: Tensor, value: Tensor) -> Tensor:
-        difference = _difference(clean, value)
-        # Masked scores are infinite in both runs, which does not count as a difference.
-        return torch.where(clean == value, 0, difference) if self.is_careful else difference
 
-
-def _difference(clean: Tensor, value: Tensor) -> Tensor:
-    return clean.float() - value.float() if clean.element_size() < 4 else clean - value
+def _difference(clean: Tensor, value: Tensor, is_careful: bool) -> Tensor:
+    difference = clean.float() - value.float() if clean.element_size() < 4 else clean - value
+    # Masked scores are infinite in both runs, which does not count as a difference.
+    return torch.where(clean == value, 0, difference) if is_careful else difference
 
 
 class Restored:
-    """The listener of a run on the corrupted inputs in which one value is replaced by its clean value.
-
-    Attributes:
-        problem: Why it cannot be.
-    """
+    """The listener of a run on the corrupted inputs in which one value is replaced by its clean value, if it can be."""
 
     def __init__(self, path: str, clean: Sequence[Tensor]) -> None:
         self._path = path
@@ -651,11 +615,8 @@ class Cut:
 class GradientRun:
     """The listener of one run with gradients.
 
-    Args:
-        differences: Filled in if `is_first`, otherwise only read.
-        roots: The values at which the runs begin to differ; extended if `is_first`.
-        fraction: The interpolation at the roots: 0 for the corrupted value, 1 for the clean value.
-        is_first: Whether the values of this run are compared with the clean values.
+    In the first run of a pair, its values are compared with the clean ones, which fills in `differences`, and extends
+    `roots`; the others only read these. At the roots, `fraction` is 0 for the corrupted value, and 1 for the clean one.
 
     Attributes:
         counts: How often each path was computed, minus one.
@@ -893,7 +854,10 @@ class KeptDims:
     def summed(self, product: Tensor) -> Tensor:
         """Returns the sum of a tensor over all other dimensions."""
         if self.row is not None and self.position is not None:
-            product = self._at_columns(product, self.row, self.position)
+            by_row = product.movedim((self.row, self.position), (0, 1))
+            rows = torch.arange(len(by_row), device=product.device)[:, None]
+            columns = torch.tensor(self.columns, device=product.device).T
+            product = by_row[rows, columns].movedim((0, 1), (self.row, self.position))
         kept = [] if self.position is None else [self.position]
         if self.heads is not None:
             product = product.unflatten(self.heads, (self.count, -1))
@@ -902,15 +866,8 @@ class KeptDims:
         sums = product.sum(others) if others else product
         return sums.T if kept != sorted(kept) else sums
 
-    def _at_columns(self, product: Tensor, row: int, position: int) -> Tensor:
-        """Returns a tensor with the selected columns instead of the positions."""
-        by_row = product.movedim((row, position), (0, 1))
-        rows = torch.arange(len(by_row), device=product.device)
-        columns = torch.tensor(self.columns, device=product.device)
-        return torch.stack([by_row[rows, column] for column in columns], 1).movedim((0, 1), (row, position))
 
-
-Part = tuple[int, KeptDims | None]
+_Part: TypeAlias = "tuple[int, KeptDims | None]"
 """The index of a slot, and the dimensions that are kept."""
 
 _UNREACHED = (
@@ -944,13 +901,13 @@ def scores_of(
 
 
 def _by_part(
-    metric: Tensor, run: GradientRun, differences: Differences, parts: Iterable[Part]
-) -> dict[Part, Scores | None]:
+    metric: Tensor, run: GradientRun, differences: Differences, parts: Iterable[_Part]
+) -> dict[_Part, Scores | None]:
     """Returns the score of each part; `None` for values that differ between the runs, but have no gradient."""
     if not run.edges:
         return {}
     gradients = gradients_of(metric, run.edges)
-    tensors: dict[Part, Tensor | None] = {}
+    tensors: dict[_Part, Tensor | None] = {}
     known: dict[Any, Tensor] = {}  # several names of one tensor often share one gradient
     for slot, kept in parts:
         number, gradient = run.slots[slot], gradients[slot]
@@ -989,18 +946,17 @@ def _reduced(difference: Tensor, gradient: Tensor, kept: KeptDims | None, is_car
     return product.sum() if kept is None else kept.summed(product)
 
 
-def _as_arrays(tensors: Mapping[Part, Tensor | None]) -> dict[Part, Scores | None]:
+def _as_arrays(tensors: Mapping[_Part, Tensor | None]) -> dict[_Part, Scores | None]:
     """Returns all tensors as arrays, with one transfer for each device."""
-    arrays: dict[Part, Scores | None] = dict.fromkeys(tensors)
-    by_device: dict[torch.device, list[Part]] = {}
+    arrays: dict[_Part, Scores | None] = dict.fromkeys(tensors)
+    by_device: dict[torch.device, list[tuple[_Part, Tensor]]] = {}
     for part, tensor in tensors.items():
         if tensor is not None:
-            by_device.setdefault(tensor.device, []).append(part)
-    for parts in by_device.values():
-        present = [tensor for part in parts if (tensor := tensors[part]) is not None]
-        flat = torch.cat([tensor.reshape(-1) for tensor in present]).to("cpu").double().numpy()
+            by_device.setdefault(tensor.device, []).append((part, tensor))
+    for present in by_device.values():
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in present]).to("cpu").double().numpy()
         end = 0
-        for part, tensor in zip(parts, present, strict=True):
+        for part, tensor in present:
             start, end = end, end + tensor.numel()
             arrays[part] = flat[start:end].reshape(tuple(tensor.shape))
     return arrays
@@ -1052,13 +1008,10 @@ class ValueFlow:
 
     def made_of(self, node: ScoredNode) -> list[Node]:
         """Returns the nodes that a value is computed from directly; for a module call, the output node of that call."""
-        direct = (inner for inner, _ in _made_of(node.node, node.frame))
-        return [_returned(inner) for inner in direct]
-
-
-def _returned(node: Node) -> Node:
-    """Returns the output node of the called module, if the node is a module call; otherwise the node."""
-    return node.frame.output_node if isinstance(node, CallNode) and node.frame.nodes else node
+        return [
+            inner.frame.output_node if isinstance(inner, CallNode) and inner.frame.nodes else inner
+            for inner, _ in _made_of(node.node, node.frame)
+        ]
 
 
 def _made_of(node: Node, frame: Frame) -> Iterator[tuple[Node, Frame]]:

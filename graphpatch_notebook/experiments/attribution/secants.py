@@ -136,7 +136,7 @@ def by_steps(steps: Callable[..., Any]) -> Surrogate:
     """Returns the rule that decomposes a function: `steps` has its signature, and each step has its own rule."""
 
     def surrogate(call: PairedCall, *inputs: Tensor) -> Any:
-        rules = call.rules.another()
+        rules = type(call.rules)()
         with torch.no_grad(), rules.recording():
             call.take(steps, *call.clean)
         inputs = tuple(x if differs else x.detach() for x, differs in zip(inputs, call.differs, strict=True))

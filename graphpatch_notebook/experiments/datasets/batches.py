@@ -113,11 +113,6 @@ class ExampleRows:
 class RowReader:
     """Splits values of a model into rows, one for each position of each example. It can be pickled.
 
-    Args:
-        pg: The graph.
-        patterns: A path, a pattern, or several.
-        positions: The positions that are wanted; `None` for all.
-
     Attributes:
         by_path: By path, the dimensions of the recorded value that hold the batch and the positions; the latter is
             `None` if the value has one row for each example. Both may be one dimension.
@@ -232,10 +227,7 @@ def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None, bool]:
 def read_batch(
     reader: RowReader, dtype: torch.dtype | None, pg: PatchableGraph, numbered: tuple[int, Inputs]
 ) -> tuple[ExampleRows, dict[str, Tensor]]:
-    """Runs the model on a batch, given with the number of its first example.
-
-    Returns:
-        The rows of the batch, and by path the rows of each value.
+    """Returns the rows of a batch, given with the number of its first example, and by path those of each value.
 
     Raises:
         ExperimentError: A value was not computed.

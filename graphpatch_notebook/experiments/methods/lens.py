@@ -584,7 +584,6 @@ class _LinearNorm:
     Attributes:
         path: The path of the module.
         weight: The weight, up to a factor; `None` if there is no norm.
-        bias: The bias.
         subtracts_mean: Whether the mean over channels is subtracted.
     """
 

@@ -33,11 +33,7 @@ PositionDim: TypeAlias = "int | Mapping[str, int] | None"
 def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: PositionDim) -> dict[str, int]:
     """Returns the sequence dimension of the value at each path.
 
-    Args:
-        pg: The graph.
-        paths: The paths.
-        position_dim: The dimension given by the user, for all paths or in a dict by path. Required for models that do
-            not take tokens.
+    `position_dim` is that of all paths, or by path; it is required for models that do not take tokens.
 
     Raises:
         ExperimentError: A sequence dimension is unknown. The message has each reason once, with its paths.
@@ -182,8 +178,8 @@ def position_cells(
         pg: The graph.
         given: A number or several, or as many for each row of the batch; negative numbers count from the end. `True` or
             `None` for all.
-        values: The values at the paths.
-        dims: The sequence dimension of each path.
+        values: The values, by path.
+        dims: Their sequence dimensions.
 
     Raises:
         ExperimentError: A position is out of range, the values have sequences of different lengths, or positions of

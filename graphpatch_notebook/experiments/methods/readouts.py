@@ -107,18 +107,6 @@ class Readouts:
 
     Raises:
         ExperimentError: The layers or logits of the model are not known, or an argument does not fit.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
-        >>> ids = torch.arange(6)[None]
-        >>> readouts = Readouts(PatchableGraph(model, ids), Inputs((ids,)), target=3)
-        >>> read = readouts.read("residual")
-        >>> read.names
-        ['layers[0].resid_pre', 'layers[0].resid_post', 'layers[1].resid_post']
-        >>> final = model(ids).logits[0].softmax(-1)
-        >>> bool(np.allclose(read.readouts[-1].target, final[:, 3].detach()))
-        True
     """
 
     def __init__(
@@ -204,10 +192,6 @@ class Readouts:
         """Returns what the states of a stream say, without or with patches.
 
         States that equal those without patches are not read again. Patches after the last layer act on each readout.
-
-        Args:
-            stream: One of `STREAMS`.
-            patches: The patches, each in a list.
 
         Raises:
             ExperimentError: A state has another shape than the residual stream, or its logits cannot be computed.
@@ -326,13 +310,7 @@ class Readouts:
 
 
 class RemoteReadouts(Readouts):
-    """Reads the states of a model in other processes, which keep the run without patches; the states stay there.
-
-    Args:
-        pg: The graph, a `RemoteGraph`.
-        inputs: The inputs of the model.
-        **options: Keyword arguments of `Readouts`.
-    """
+    """Reads the states of a model in other processes, which keep the run without patches; the states stay there."""
 
     def __init__(self, pg: PatchableGraph, inputs: Inputs, **options: Any) -> None:
         self._key, self._options = uuid.uuid4().hex, options
@@ -394,12 +372,7 @@ class _ReadLogits:
 
 
 def _reader_of(pg: PatchableGraph, start: str) -> str | None:
-    """Returns the stack that reads another one by cross attention; `None` if there is none.
-
-    Args:
-        pg: The graph.
-        start: The beginning of the names of the other stack.
-    """
+    """Returns the stack that reads that at `start` by cross attention; `None` if there is none."""
     crossing = {name.partition("layers[")[0] for name in pg.components if ".cross_attn." in name}
     return next((one.removesuffix(".") for one in sorted(crossing) if start not in crossing), None)
 

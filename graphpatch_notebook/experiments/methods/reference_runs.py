@@ -31,7 +31,7 @@ class ReferenceRun:
 
     Attributes:
         values: The values at some paths: the model's tensors, detached.
-        measurement: The metric of the run.
+        measurement: The metric.
         drawn: The random generators that the model used.
     """
 
@@ -59,12 +59,7 @@ def record(
 ) -> ReferenceRun:
     """Runs the model once without gradients, and returns the values at `paths` and the metric.
 
-    Args:
-        pg: The graph.
-        inputs: The inputs of the model.
-        paths: The paths.
-        metric: Maps the output to numbers.
-        until: The path at which the run ends, then without an output; `None` for a whole run.
+    With `until`, the run ends at that path, and has no output.
 
     Raises:
         ExperimentError: A value is not a tensor.
@@ -97,12 +92,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 @dataclass(frozen=True)
 class MetricRange:
-    """The metric on the clean and on the corrupted inputs, between which results are scaled.
-
-    Args:
-        clean: The metric on the clean inputs.
-        corrupted: The metric on the corrupted inputs.
-        normalize: Whether results are scaled such that `corrupted` is 0 and `clean` is 1.
+    """The metrics on the clean and on the corrupted inputs; with `normalize`, results are 1 and 0 there.
 
     Raises:
         ExperimentError: The two metrics are equal or not finite, and `normalize` is set.
@@ -124,9 +114,8 @@ class MetricRange:
     def result_of(self, run: Callable[[], DataArray], form: Callable[[DataArray], DataArray]) -> DataArray:
         """Returns the result of a sweep, scaled, with the metrics of the two runs in its `attrs`.
 
-        Args:
-            run: Runs the sweep. If it is interrupted, the partial result is finished in the same way.
-            form: Removes dimensions that are not part of the result, and keeps the `attrs`.
+        `form` removes dimensions that are not part of the result, and keeps the `attrs`. If the sweep is interrupted,
+        the partial result is finished in the same way.
         """
         try:
             swept = run()

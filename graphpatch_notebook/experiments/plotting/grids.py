@@ -31,8 +31,8 @@ class Scale:
     Attributes:
         name: The name of the numbers.
         center: The number without color; `None` if colors go from the minimum to the maximum.
-        limits: The numbers of the first and the last color.         missing: Why some cells have no number; `None` if
-            all have one.
+        limits: The numbers of the first and the last color.
+        missing: Why some cells have no number; `None` if all have one.
     """
 
     name: str
@@ -66,9 +66,6 @@ class Grid:
 
     Attributes:
         values: Of shape (rows, columns), float64; NaN for numbers that are not finite.
-        rows: The rows.
-        columns: The columns.
-        scale: The color scale.
     """
 
     values: FloatArray
@@ -149,11 +146,7 @@ def facets_of(
 
 
 def is_upward(grid: Grid, origin: str | None) -> bool:
-    """Whether the first row is the lowest: by default, for layers, and not for tokens.
-
-    Raises:
-        ExperimentError: `origin` is neither `"lower"` nor `"upper"`.
-    """
+    """Whether the first row is the lowest: by default, for layers, and not for tokens."""
     if origin is None:
         return not grid.rows.is_tokens and grid.rows.name not in _POSITIONS
     if origin in ("lower", "upper"):
@@ -211,11 +204,7 @@ def _missing_words(array: DataArray, values: Any) -> str | None:
 
 
 def sides_of(array: DataArray, tokens: Sequence[str] | None, options: DisplayOptions) -> list[Side]:
-    """Returns the rows and columns.
-
-    Raises:
-        ExperimentError: The tokens do not fit any dimension.
-    """
+    """Returns the rows and columns; raises an `ExperimentError` if the tokens do not fit any dimension."""
     place, texts = _token_texts(array, tokens) if tokens is not None else (None, None)
     return [_side(array, str(name), texts if name == place else None, options) for name in array.dims]
 
@@ -268,12 +257,7 @@ _ZERO_CENTERED = ("gradient", "integrated", "relp", "secant", "attribution")
 
 @dataclass(frozen=True)
 class Center:
-    """The number without color.
-
-    Attributes:
-        value: The number.
-        name: The name of the number; empty for zero.
-    """
+    """The number without color, and its name; without a name for zero."""
 
     value: float
     name: str = ""
@@ -284,11 +268,7 @@ class Center:
 
 
 def center_of(array: DataArray, center: float | str | None) -> Center | None:
-    """Returns the number without color.
-
-    Raises:
-        ExperimentError: `center` is neither a finite number, `None`, nor `"auto"`.
-    """
+    """Returns the number without color: `center`, or the one of the result for `"auto"`."""
     if center is None:
         return None
     if isinstance(center, str):
@@ -312,11 +292,7 @@ def _found_center(array: DataArray) -> Center | None:
 
 
 def base_of(array: DataArray, relative_to: str | float) -> Center:
-    """Returns the number to subtract.
-
-    Raises:
-        ExperimentError: `relative_to` is not the name of an attribute that is a number.
-    """
+    """Returns the number to subtract, which may be an attribute of the result."""
     if not isinstance(relative_to, str):
         return Center(float(relative_to))
     if array.attrs.get("method") in _ZERO_CENTERED:
@@ -367,13 +343,8 @@ def _number(value: Any) -> float | None:
 def checked(result: Any, dimensions: int, instead: str) -> DataArray:
     """Returns the result, if it has this number of dimensions and real numbers.
 
-    Args:
-        result: The argument of a plot.
-        dimensions: The required number of dimensions.
-        instead: A function for other results, appended to the message; may be empty.
-
     Raises:
-        ExperimentError: It is something else. The message has a repair.
+        ExperimentError: It is something else. The message has a repair, and `instead`, a function for other results.
     """
     extra("xarray", "a plot")
     from xarray import DataArray, Dataset
@@ -423,11 +394,7 @@ def dimensions_text(result: DataArray) -> str:
 
 
 def dimension(array: DataArray, name: str, argument: str) -> str:
-    """Returns the name, if it is a dimension.
-
-    Raises:
-        ExperimentError: It is not a dimension.
-    """
+    """Returns the name of a dimension; raises an `ExperimentError` if the result does not have it."""
     if name not in array.dims:
         raise ExperimentError(f"{argument}={name!r} is not a dimension of the result: {dimensions_text(array)}")
     return name

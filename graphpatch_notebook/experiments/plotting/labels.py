@@ -28,8 +28,7 @@ class PathLabels:
 
     Attributes:
         labels: One for each path; with the prefix `WHOLE` if it is a full path among shortened ones.
-        common: What all (or nearly all) paths have in common, with `*` for the rest; `None` if they have nothing in
-            common.
+        common: What (nearly) all paths have in common, with `*` for the rest; `None` for nothing.
     """
 
     labels: tuple[str, ...]
@@ -126,10 +125,7 @@ def shown_labels(side: Side, has_glyph: Callable[[str], bool] = any_glyph) -> li
 def tick_texts(texts: Sequence[str], has_glyph: Callable[[str], bool], *, is_token: bool) -> list[str]:
     """Returns texts as labels: long ones are shortened, and numbered if two would be equal.
 
-    Args:
-        texts: The texts.
-        has_glyph: Whether the font has a character.
-        is_token: Whether spaces matter.
+    In tokens, spaces matter. `has_glyph` says whether the font has a character.
     """
     seen = [tick_text(text, has_glyph, is_token=is_token) for text in texts]
     short: dict[str, str] = {}

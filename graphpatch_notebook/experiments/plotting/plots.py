@@ -526,12 +526,7 @@ _SMALL: Any = {"fontsize": "small", **_PLAIN}
 def new_axes(sides: Sequence[Side], shape: tuple[int, int] = (1, 1)) -> tuple[Any, tuple[float, float]]:
     """Returns an array of axes in a new figure, and the approximate width and height of each in inches.
 
-    Args:
-        sides: The rows, and the columns if any, which determine the size.
-        shape: The number of rows and columns of axes.
-
-    Raises:
-        ExperimentError: matplotlib is not installed.
+    The size depends on the rows and the columns, if any. `shape` is the number of rows and columns of axes.
     """
     pyplot = extra("matplotlib.pyplot", "a plot")
     rows, columns = sides if len(sides) > 1 else (sides[0], None)
@@ -551,12 +546,7 @@ def size_of(ax: Axes) -> tuple[float, float]:
 def draw_grid(ax: Axes, grid: Grid, size: tuple[float, float], colormap: Any, *, is_upward: bool) -> Any:
     """Draws cells and labels, and returns the colored mesh. Cells without a number show the hatched background.
 
-    Args:
-        ax: The axes.
-        grid: The grid.
-        size: The width and height of the axes in inches.
-        colormap: The colormap; `None` for the default.
-        is_upward: Whether the first row is the lowest.
+    The size of the axes is in inches. If `is_upward`, the first row is the lowest.
     """
     rows, columns = grid.values.shape
     cells = ax.pcolormesh(
@@ -581,14 +571,9 @@ def draw_grid(ax: Axes, grid: Grid, size: tuple[float, float], colormap: Any, *,
 
 
 def draw_bars(ax: Axes, values: Any, side: Side, size: tuple[float, float], names: tuple[str, str]) -> None:
-    """Draws bars, the first on top.
+    """Draws labeled bars, the first on top.
 
-    Args:
-        ax: The axes.
-        values: The length of each bar.
-        side: The labels of the bars.
-        size: The width and height of the axes in inches.
-        names: The titles of the numbers and of the bars.
+    The size of the axes is in inches; `names` are those of the numbers and of the bars.
     """
     ax.barh(np.arange(len(values)), values, color=np.where(values < 0, _NEGATIVE, _POSITIVE).tolist())
     ax.axvline(0.0, color=ax.spines["bottom"].get_edgecolor(), linewidth=0.8)
