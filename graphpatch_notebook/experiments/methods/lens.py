@@ -314,22 +314,18 @@ class _Parts:
         for name in pg.components:
             if (found := pattern.fullmatch(name)) is not None:
                 self.writes[found[2], int(found[1])] = name
-        inner = {"head": ("attn", "attn.z"), "neuron": ("mlp", "mlp.post")}.get(by)
+        divided, part = {"head": ("attn", "attn.z"), "neuron": ("mlp", "mlp.post")}.get(by, ("", ""))
         self.inner: dict[tuple[str, int], str] = {}
         self.mixtures: dict[tuple[str, int], _Mixture] = {}
-        if inner is not None:
-            for kind, layer in self.writes:
-                name = f"{self.start}layers[{layer}].{inner[1]}"
-                if kind != inner[0]:
-                    continue
-                if (
-                    by == "neuron"
-                    and name not in pg.components
-                    and f"{self.start}layers[{layer}].router" in pg.components
-                ):
-                    name = self.writes[kind, layer]
-                    self.mixtures[kind, layer] = _Mixture.of(pg, f"{self.start}layers[{layer}].", name)
-                self.inner[kind, layer] = component(pg, name).name
+        for (kind, layer), written in self.writes.items():
+            if kind != divided:
+                continue
+            start = f"{self.start}layers[{layer}]."
+            name = start + part
+            if by == "neuron" and name not in pg.components and f"{start}router" in pg.components:
+                name = written
+                self.mixtures[kind, layer] = _Mixture.of(pg, start, name)
+            self.inner[kind, layer] = component(pg, name).name
         self.norms = {place: norm for place in self.inner if (norm := _norm_before(pg, self.writes[place])) is not None}
 
     @property
@@ -463,9 +459,9 @@ class _Attribution:
         logits = self._values[self._parts.unembedding]
         logits = of_rows(logits.reshape(len(numbers), -1, logits.shape[-1]), numbers)
         expected = torch.einsum("bpd,bd->bp", normed, self._direction(tokens))
+        at_position = self._at(expected)
         if logits.shape[1] == 1 and expected.shape[1] > 1:  # computed for one position only
-            expected = self._at(expected)[:, None]
-            found = logits[:, 0]
+            expected, found = at_position[:, None], logits[:, 0]
         else:
             found = self._at(logits)
         bias = logits - expected
@@ -477,7 +473,7 @@ class _Attribution:
                     f"{self._positions.tolist()[0]}: there is something else in between, so the logit is not a sum of "
                     "contributions; or it reads another position (position=0 is that of a class token)"
                 )
-        return found, found - self._at(torch.einsum("bpd,bd->bp", normed, self._direction(tokens)))
+        return found, found - at_position
 
     def dataset(self) -> Dataset:
         """Returns the contributions."""

@@ -61,13 +61,11 @@ def by_problem(problems: Mapping[str, str]) -> list[str]:
     paths: dict[str, list[str]] = {}
     for path, problem in problems.items():
         paths.setdefault(problem, []).append(path)
-    return [f"{_listed(paths[problem])}: {problem}" for problem in sorted(paths, key=lambda each: -len(paths[each]))]
-
-
-def _listed(paths: Sequence[str]) -> str:
-    """Returns up to three paths as text."""
-    few = ", ".join(map(repr, paths[:3]))
-    return few if len(paths) <= 3 else f"{few} and {len(paths) - 3} others"
+    lines = []
+    for problem, found in sorted(paths.items(), key=lambda item: -len(item[1])):
+        others = f" and {len(found) - 3} others" if len(found) > 3 else ""
+        lines.append(f"{', '.join(map(repr, found[:3]))}{others}: {problem}")
+    return lines
 
 
 def _dim(root: Frame, target: Target, given: int | None) -> int | str:

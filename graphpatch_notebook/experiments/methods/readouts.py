@@ -169,7 +169,9 @@ class Readouts:
         """
         layers = range(self._count)
         if stream == "residual":
-            return [self._state_after(layer) for layer in range(-1, self._count)], [None, *layers]
+            after = [f"{self._start}layers[{layer}].resid_post" for layer in (-1, *layers)]
+            states = zip(after, stream_states(self._start, self._count), strict=True)
+            return [one if one in self._pg.components else other for one, other in states], [None, *layers]
         if stream not in _PARTS:
             raise ExperimentError(f"stream must be one of {', '.join(map(repr, STREAMS))}, not {stream!r}")
         names = {layer: f"{self._start}layers[{layer}].{_PARTS[stream]}" for layer in layers}
@@ -177,11 +179,6 @@ class Readouts:
             component(self._pg, names[0])  # raises an error with the reason
         found = {layer: name for layer, name in names.items() if name in self._pg.components}
         return list(found.values()), list(found)
-
-    def _state_after(self, layer: int) -> str:
-        """Returns the state of the stream after a layer; after the embeddings for -1."""
-        after = f"{self._start}layers[{layer}].resid_post"
-        return after if after in self._pg.components else stream_states(self._start, self._count)[layer + 1]
 
     def has(self, stream: str) -> bool:
         """Whether the model has a stream: some layers may lack it."""

@@ -16,7 +16,6 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.engine.side_effects import draws_from_python
 from graphpatch_notebook.experiments.methods.arguments import check_inputs
-from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, StopPatch
 from graphpatch_notebook.warning_places import warn_each_time
@@ -66,8 +65,8 @@ def record(
         PatchNotFiredError: A path was not reached.
     """
     check_inputs(pg, inputs)
-    probes: dict[str | NodePath, ProbePatch] = {path: ProbePatch() for path in paths}
-    patches: dict[str | NodePath, list[Patch[Any]]] = {path: [probe] for path, probe in probes.items()}
+    probes = {path: ProbePatch() for path in paths}
+    patches: dict[Any, list[Patch[Any]]] = {path: [probe] for path, probe in probes.items()}
     if until is not None:
         patches.setdefault(until, []).append(StopPatch())
     with torch.no_grad(), pg.patch(patches, strict=True):

@@ -46,10 +46,9 @@ class Side:
     """The rows or the columns of a grid.
 
     Attributes:
-        name: The name of the dimension.
+        name: The name of the dimension; `title` is what is shown.
         values: Its coordinates: node paths, numbers, texts.
         labels: The label of each row or column.
-        title: The title of the dimension.
         is_tokens: Whether the labels are texts of tokens, which may contain any character.
     """
 
@@ -211,8 +210,7 @@ def sides_of(array: DataArray, tokens: Sequence[str] | None, options: DisplayOpt
 
 def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, options: DisplayOptions) -> Side:
     title = options.label(name, name)
-    raw = array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
-    values = tuple(map(_plain, raw))
+    values = tuple(value.item() if isinstance(value, np.generic) else value for value in _coordinates(array, name))
     if tokens is not None:
         return Side(name, values, tokens, title, is_tokens=True)
     if all(isinstance(value, str) for value in values):
@@ -222,15 +220,12 @@ def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, options: 
             common += IN_FULL if found.has_whole else ""
             return Side(name, values, found.labels, title if title != name else f"{name}{common}")
         return Side(name, values, values, title, is_tokens=name in _POSITIONS)
-    return Side(name, values, tuple(_number_text(value) for value in values), title)
+    texts = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in values)
+    return Side(name, values, tuple(texts), title)
 
 
-def _number_text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+def _coordinates(array: DataArray, name: str) -> list[Any]:
+    return array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
 
 
 def _token_texts(array: DataArray, tokens: Any) -> tuple[str, tuple[str, ...]]:
@@ -242,7 +237,7 @@ def _token_texts(array: DataArray, tokens: Any) -> tuple[str, tuple[str, ...]]:
     known = [str(name) for name in array.dims if name in _POSITIONS]
     fitting = [str(name) for name in array.dims if len(texts) == array.sizes[name]]
     name = (known or fitting[::-1] or [str(array.dims[-1])])[0]
-    positions = array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
+    positions = _coordinates(array, name)
     if all(type(place) is int and -len(texts) <= place < len(texts) for place in positions):
         return name, tuple(texts[place] for place in positions)  # texts of the whole sequence
     if len(texts) == len(positions):
@@ -370,22 +365,15 @@ def _dimension_message(result: DataArray, dimensions: int, instead: str) -> str:
     if result.dims == ("path",):
         return f"{message}; plot_scores(result) draws one number for each path"
     if result.ndim < dimensions:
-        example = "result.expand_dims('path')" if result.ndim == 0 else f"result.expand_dims('{_new_name(result)}')"
-        return f"{message}: {example}{instead}"
+        new = next(name for name in ("path", "position", "head") if name not in result.dims)
+        return f"{message}: result.expand_dims({new!r}){instead}"
     sizes = sorted(result.sizes.items(), key=lambda item: item[1])[: result.ndim - dimensions]
     names = [str(name) for name, _ in sizes]
-    first = result.coords[names[0]].values[0] if names[0] in result.coords else 0
     reduced = names[0] if len(names) == 1 else names
-    pick = (
-        f"result.sel({names[0]}={getattr(first, 'item', lambda: first)()!r})"
-        if names[0] in result.coords
-        else f"result.isel({names[0]}=0)"
-    )
+    pick = f"result.isel({names[0]}=0)"
+    if names[0] in result.coords:
+        pick = f"result.sel({names[0]}={_coordinates(result, names[0])[0]!r})"
     return f"{message}: select one with {pick}, or use result.mean({reduced!r}){instead}"
-
-
-def _new_name(result: DataArray) -> str:
-    return next(name for name in ("path", "position", "head") if name not in result.dims)
 
 
 def dimensions_text(result: DataArray) -> str:

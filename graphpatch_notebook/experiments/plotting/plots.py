@@ -476,7 +476,8 @@ def _for_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workspace,
 def _axes_for(sides: Sequence[Side], ax: Axes | None) -> tuple[Axes, tuple[float, float]]:
     """Returns the given or new axes, and their width and height in inches."""
     if ax is not None:
-        return ax, size_of(ax)
+        box, dpi = ax.get_window_extent(), ax.figure.dpi
+        return ax, (box.width / dpi, box.height / dpi)
     table, size = new_axes(sides)
     return table[0, 0], size
 
@@ -535,12 +536,6 @@ def new_axes(sides: Sequence[Side], shape: tuple[int, int] = (1, 1)) -> tuple[An
     beside, below = (0.0 if side is None else _length(shown_labels(side)) for side in (rows, columns))
     size = shape[1] * (wide + 0.2) + beside + 1.5, shape[0] * (tall + 0.3) + below + 1.0
     return pyplot.subplots(*shape, figsize=size, layout="constrained", squeeze=False)[1], (wide, tall)
-
-
-def size_of(ax: Axes) -> tuple[float, float]:
-    """Returns the current width and height of axes in inches."""
-    box, dpi = ax.get_window_extent(), ax.figure.dpi
-    return box.width / dpi, box.height / dpi
 
 
 def draw_grid(ax: Axes, grid: Grid, size: tuple[float, float], colormap: Any, *, is_upward: bool) -> Any:
