@@ -178,11 +178,7 @@ class HeldTensors:
         self.size = 0
 
     def hold(self, tensor: Tensor) -> Held:
-        """Returns a tensor as it is now.
-
-        Raises:
-            ExperimentError: It is a `DTensor`.
-        """
+        """Returns a tensor as it is now."""
         if is_distributed(tensor):
             raise ExperimentError(
                 'the model computes with DTensors, which derivative rules cannot follow: use method="gradient", or a '

@@ -362,11 +362,7 @@ def no_gradient() -> ExperimentError:
 
 
 def metric_number(value: Any) -> Tensor:
-    """Returns the result of a metric as a tensor without dimensions.
-
-    Raises:
-        ExperimentError: It is not a single number that has a gradient.
-    """
+    """Returns the result of a metric as a tensor without dimensions."""
     if value is None:
         raise ExperimentError("the metric returned None: is a return statement missing?")
     if not isinstance(value, Tensor):
@@ -923,11 +919,7 @@ def _by_part(
 
 
 def gradients_of(metric: Tensor, values: Sequence[Tensor] | Sequence[GradientEdge]) -> list[Tensor | None]:
-    """Returns the gradient of the metric at each value; `None` where the metric does not depend on it.
-
-    Raises:
-        ExperimentError: It cannot be computed.
-    """
+    """Returns the gradient of the metric at each value; `None` where the metric does not depend on it."""
     try:
         return list(torch.autograd.grad(metric, values, allow_unused=True))
     except RuntimeError as error:

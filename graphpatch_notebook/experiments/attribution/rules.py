@@ -629,11 +629,7 @@ def rules_of(method: Method) -> DerivativeRules:
 
 
 def check_method(method: Any, known: Sequence[str] = METHODS) -> None:
-    """Checks the name of a method.
-
-    Raises:
-        ExperimentError: The method does not exist.
-    """
+    """Checks the name of a method."""
     if method not in known:
         renamed = '; "attribution" is called "gradient" now' if method == "attribution" else ""
         raise ExperimentError(f"method must be one of {', '.join(map(repr, known))}, not {method!r}{renamed}")
@@ -643,9 +639,6 @@ def midpoints(steps: int) -> list[float]:
     """Returns the midpoints of equal parts of the way between two runs, from 0 to 1.
 
     The error of integrated gradients falls with the square of their number.
-
-    Raises:
-        ExperimentError: `steps` is not a positive integer.
     """
     if type(steps) is not int or steps < 1:
         raise ExperimentError(f"steps must be a positive integer, not {steps!r}")

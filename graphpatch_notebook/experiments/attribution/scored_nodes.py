@@ -265,9 +265,6 @@ class PositionAxis:
         dims: The sequence dimension of each path.
         problems: Why the positions of a path are unknown, or not computed.
         cached: The positions that some values lack, since they are in a given key/value cache.
-
-    Raises:
-        ExperimentError: The sequence of the model is unknown, or a position is out of range.
     """
 
     def __init__(

@@ -39,9 +39,6 @@ def batches_of(dataset: Dataset, batch_size: int | None) -> Iterator[Inputs]:
             inputs of all examples in that form, which are cut into batches.
         batch_size: How many examples a batch has, if the inputs of all examples are given.
 
-    Raises:
-        ExperimentError: `batch_size` is missing, or the dataset has batches already.
-
     Example:
         >>> [tuple(batch.args[0].shape) for batch in batches_of(torch.zeros(5, 3), 2)]
         [(2, 3), (2, 3), (1, 3)]
@@ -189,11 +186,7 @@ class RowReader:
         return ExampleRows(example + first, position, ids, kept)
 
     def of_value(self, path: str, value: Tensor, rows: ExampleRows) -> Tensor:
-        """Returns the rows of a value, of shape (rows, ...): copies on the CPU.
-
-        Raises:
-            ExperimentError: The value has another number of examples or positions than the inputs.
-        """
+        """Returns the rows of a value, of shape (rows, ...): copies on the CPU."""
         row_dim, position_dim = self.by_path[path]
         value = value.detach().movedim(row_dim, 0)
         if position_dim is None:
@@ -227,11 +220,7 @@ def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None, bool]:
 def read_batch(
     reader: RowReader, dtype: torch.dtype | None, pg: PatchableGraph, numbered: tuple[int, Inputs]
 ) -> tuple[ExampleRows, dict[str, Tensor]]:
-    """Returns the rows of a batch, given with the number of its first example, and by path those of each value.
-
-    Raises:
-        ExperimentError: A value was not computed.
-    """
+    """Returns the rows of a batch, given with the number of its first example, and by path those of each value."""
     first, batch = numbered
     rows, fresh = reader.rows(batch, first), batch.fresh()
     with torch.no_grad():

@@ -301,11 +301,7 @@ class _BagOfTokens:
         self._table = torch.zeros(0, _BAG)
 
     def features(self, tokens: Tensor | None, rows: ExampleRows) -> Tensor:
-        """Returns the features, of shape (rows, features).
-
-        Raises:
-            ExperimentError: The model does not take tokens.
-        """
+        """Returns the features, of shape (rows, features)."""
         if tokens is None or tokens.ndim != 2 or tokens.is_floating_point():
             raise ExperimentError("the model does not take tokens: leave out the baseline 'bag_of_tokens'")
         tokens = tokens.cpu()

@@ -214,10 +214,6 @@ def head_layout(
     the last or the sequence dimension.
 
     The shapes of values are given by path; `rows` is the batch size, if known.
-
-    Raises:
-        ExperimentError: A value cannot be split into this number of heads; or, according to the graph, its heads are
-            mixed.
     """
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ExperimentError(f"heads must be the number of heads, a positive integer, not {count!r}")

@@ -38,11 +38,7 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 0.03, tor
 
 
 def component(pg: PatchableGraph, name: str) -> Component:
-    """Returns a component.
-
-    Raises:
-        ExperimentError: The model does not have it, with the reason.
-    """
+    """Returns a component."""
     found = pg.components.get(name)
     if found is None:
         why = pg.components.why_missing(name)
@@ -51,11 +47,7 @@ def component(pg: PatchableGraph, name: str) -> Component:
 
 
 def layer_count(pg: PatchableGraph, stack: str) -> int:
-    """Returns the number of layers of a stack.
-
-    Raises:
-        ExperimentError: The stack of layers does not exist, or there are several and none was given.
-    """
+    """Returns the number of layers of a stack."""
     layers = pg.components.layers
     if stack in layers:
         return layers[stack]

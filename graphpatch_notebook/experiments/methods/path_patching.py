@@ -180,9 +180,6 @@ class _Edges:
         held: The paths of the components, in the package's spelling.
         sending: The paths of the senders.
         receiving: The paths of the receivers.
-
-    Raises:
-        ExperimentError: There are no edges: all receivers run before all senders.
     """
 
     def __init__(
@@ -518,11 +515,7 @@ _HOW_TO_GIVE = "give the values to hold, through which all other edges go: compo
 
 
 def default_components(pg: PatchableGraph) -> list[str]:
-    """Returns the paths of what the layers add to the residual stream, in order of execution: see `pg.components`.
-
-    Raises:
-        ExperimentError: They cannot be found: the model has no layers with a residual stream, or some are unlike it.
-    """
+    """Returns the paths of what the layers add to the residual stream, in order of execution: see `pg.components`."""
     found = find(pg.nodes.root)
     unknown = {name: reason for name, reason in found.missing.items() if name.endswith("]")}
     paths = {component.path for name, component in found.items() if name.endswith("_out")}

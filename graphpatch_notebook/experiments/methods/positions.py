@@ -102,9 +102,6 @@ def counted_positions(given: Positions | RowPositions, length: int, whose: str) 
 
     `True` and `None` are all positions. `whose` says what has that length, for the message.
 
-    Raises:
-        ExperimentError: A position is out of range or repeated, or there are no positions.
-
     Example:
         >>> counted_positions([2, -1], 7, ""), counted_positions(slice(-2, None), 7, "")
         ([2, 6], [5, 6])
@@ -178,10 +175,6 @@ def position_cells(
             `None` for all.
         values: The values, by path.
         dims: Their sequence dimensions.
-
-    Raises:
-        ExperimentError: A position is out of range, the values have sequences of different lengths, or positions of
-            rows do not fit the values.
     """
     lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
     first, length = next(iter(lengths.items()))
@@ -207,11 +200,7 @@ def position_cells(
 
 
 def rows_of(given: Any) -> list[list[int]]:
-    """Returns the positions of each row of the batch, as Python integers.
-
-    Raises:
-        ExperimentError: They are not integers, or not as many in each row.
-    """
+    """Returns the positions of each row of the batch, as Python integers."""
     rows = [row for row in map(whole_numbers, given) if not isinstance(row, slice)]
     if len(rows) < len(given) or len({len(row) for row in rows}) > 1:
         raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
@@ -240,11 +229,7 @@ def counts_from_end(given: Positions | RowPositions) -> bool:
 
 
 def whole_numbers(given: Any) -> list[int] | slice:
-    """Returns positions as Python integers; a slice is returned unchanged.
-
-    Raises:
-        ExperimentError: They are not integers, or there are none.
-    """
+    """Returns positions as Python integers; a slice is returned unchanged."""
     if isinstance(given, slice):
         parts = (given.start, given.stop, given.step)
         if any(part is not None and type(part) is not int for part in parts) or given.step == 0:

@@ -104,9 +104,6 @@ class Readouts:
         top: How many probable tokens are read.
         row: The row of the batch.
         stack: The stack of layers, if the model has several.
-
-    Raises:
-        ExperimentError: The layers or logits of the model are not known, or an argument does not fit.
     """
 
     def __init__(
@@ -162,11 +159,7 @@ class Readouts:
         return Fingerprint(ModuleState(captured(self._pg).module, is_look=True)), captured(self._pg).edits
 
     def names(self, stream: str) -> tuple[list[str], list[int | None]]:
-        """Returns the components of a stream, and the layer that computes each of them; `None` for the embeddings.
-
-        Raises:
-            ExperimentError: The stream does not exist, or the model does not have it.
-        """
+        """Returns the components of a stream, and the layer that computes each of them; `None` for the embeddings."""
         layers = range(self._count)
         if stream == "residual":
             after = [f"{self._start}layers[{layer}].resid_post" for layer in (-1, *layers)]

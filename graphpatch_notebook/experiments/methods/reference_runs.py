@@ -91,11 +91,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 @dataclass(frozen=True)
 class MetricRange:
-    """The metrics on the clean and on the corrupted inputs; with `normalize`, results are 1 and 0 there.
-
-    Raises:
-        ExperimentError: The two metrics are equal or not finite, and `normalize` is set.
-    """
+    """The metrics on the clean and on the corrupted inputs; with `normalize`, results are 1 and 0 there."""
 
     clean: Array
     corrupted: Array

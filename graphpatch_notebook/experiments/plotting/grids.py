@@ -130,11 +130,7 @@ def grid_of(
 def facets_of(
     array: DataArray, options: DisplayOptions, facet: str, tokens: Sequence[str] | None
 ) -> tuple[list[Grid], Side]:
-    """Returns a grid of heads for each coordinate of a third dimension, with one color scale, and that dimension.
-
-    Raises:
-        ExperimentError: The dimension does not exist; or as for `grid_of`.
-    """
+    """Returns a grid of heads for each coordinate of a third dimension, with one color scale, and that dimension."""
     dimension(array, facet, "facet")
     if facet == "head":
         raise ExperimentError("facet='head' leaves no heads for the columns; give another dimension")
@@ -336,11 +332,7 @@ def _number(value: Any) -> float | None:
 
 
 def checked(result: Any, dimensions: int, instead: str) -> DataArray:
-    """Returns the result, if it has this number of dimensions and real numbers.
-
-    Raises:
-        ExperimentError: It is something else. The message has a repair, and `instead`, a function for other results.
-    """
+    """Returns the result, if it has this number of dimensions and real numbers."""
     extra("xarray", "a plot")
     from xarray import DataArray, Dataset
 

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def metric_dims(baseline: Measurement, axes: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the dimensions that the metric adds to the result.
-
-    Raises:
-        ExperimentError: An axis has the same name.
-    """
+    """Returns the names of the dimensions that the metric adds to the result."""
     dims = ["metric"] if baseline.names is not None else [f"metric_{n}" for n in range(baseline.values.ndim)]
     if taken := [name for name in dims if name in axes]:
         raise ExperimentError(

@@ -198,9 +198,6 @@ KINDS = "biufUO"  # dtype kinds that can be written: booleans, numbers, texts, a
 def encoded(value: Any, where: str) -> Any:
     """Returns a value as JSON: `None`, a number, a text, an array of these, or a list, tuple or dict of such values.
 
-    Raises:
-        ExperimentError: The value is something else; the message has `where` it is.
-
     Example:
         >>> encoded({"a": (1, float("nan"))}, "attrs")
         {'a': {'$tuple': [1, {'$float': 'nan'}]}}
