@@ -371,7 +371,7 @@ _Answer: TypeAlias = "tuple[bool, list[tuple[str, type[GraphPatchWarning]]], byt
 
 
 class Engines:
-    """Runs tasks in all engines of a cluster at once: those of a client of ipyparallel, or of a view of some of them."""
+    """Runs tasks in all engines of a cluster at once: those of a client of ipyparallel, or of a view of some."""
 
     def __init__(self, cluster: Any) -> None:
         client = getattr(cluster, "client", cluster)

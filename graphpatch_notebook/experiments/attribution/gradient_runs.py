@@ -7,8 +7,8 @@ The nodes are scored in groups that fit into memory. For each group:
 3. Integrated gradients take further runs, which are interpolated between the two at the roots.
 4. The metric of each run is differentiated once, for all values of the group (`scores_of`).
 
-One-sided scores take two runs for each value instead, on the corrupted inputs: in one, the value is the clean one
-(`Restored`), in the other, it has a gradient (`Cut`).
+One-sided scores take two runs for each value instead, on the corrupted inputs: in the first, the value is the clean one
+(`Restored`). Where the value is computed, the two runs begin to differ.
 
 Two terms:
 
@@ -19,6 +19,7 @@ Two terms:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,6 +170,7 @@ class AttributionRuns:
         self._choices = Choices(self.routing)
         self._has_run = False
         self._roots = Roots()
+        self._only: str | None = None  # the path that is scored against the run in which it alone is restored
         self._copied: set[str] = set()
         self._found = AttributionResults()
         self._found.scores = {node.path: np.zeros(()) for node in self.nodes if node.is_parameter}
@@ -222,7 +224,11 @@ class AttributionRuns:
         clean = CleanValues(wanted, self._copied, self.max_bytes)
         rules = rules_of(self.method)
         with torch.no_grad(), rules.recording():
-            output = self._output(clean, self.clean, state)
+            if self._only is None:
+                output = self._output(clean, self.clean, state)
+            else:
+                restored = Restored(clean, self._only, [*self._roots.clean.values()])
+                output = self._output(restored, self.corrupted, state)
             with noted_metric(output):
                 self._found.clean = float(metric_number(self.metric(output)))
         if rules.recorded_bytes:
@@ -269,50 +275,39 @@ class AttributionRuns:
 
     def _run_one_by_one(self, state: ModuleState) -> None:
         wanted = {node.path for node in self.nodes if node.is_wanted and not node.is_parameter}
+        metric = math.nan
         while wanted:
             clean = CleanValues(wanted, self._copied, self.max_bytes)
             with torch.no_grad():
-                self._found.clean = float(metric_number(self.metric(self._output(clean, self.clean, state))))
+                metric = float(metric_number(self.metric(self._output(clean, self.clean, state))))
             self._found.problems |= clean.problems
             rewritten = {
                 path for path, values in clean.by_path.items() if not all(value.is_current for value in values)
             }
             self._copied |= rewritten
             for path in wanted - clean.left - rewritten - set(clean.problems):
-                problem = self._score_alone(path, [value.tensor for value in clean.by_path.get(path, ())], state)
-                if problem is not None:
-                    self._found.problems[path] = problem
+                self._score_alone(path, [value.tensor for value in clean.by_path.get(path, ())], state)
             wanted = clean.left | rewritten
+        self._found.clean = metric
 
-    def _score_alone(self, path: str, clean: list[Tensor], state: ModuleState) -> str | None:
-        """Scores one value, or returns why that is not possible."""
-        rules = rules_of(self.method)
-        restored, cut = Restored(path, clean), Cut(path)
-        with torch.no_grad(), rules.recording():
-            after = float(metric_number(self.metric(self._output(restored, self.corrupted, state))))
-        with torch.enable_grad(), rules.applied():
-            metric = metric_number(self.metric(self._output(cut, self.corrupted, state)))
-        cut.is_over = True
-        self._found.fallbacks |= rules.fallbacks
-        self._found.corrupted = float(metric.detach())
-        problem = cut.problem or restored.problem or _uneven(len(clean), len(cut.values))
-        if problem is not None:
-            return problem
-        if not metric.requires_grad:
-            return _UNREACHED
-        gradients = torch.autograd.grad(metric, cut.values, allow_unused=True)
-        kept = self.kept.get(path)
-        scores = [
-            _reduced(_difference(mine, value.detach(), is_careful=True), gradient, kept, is_careful=True)
-            for mine, value, gradient in zip(clean, cut.values, gradients, strict=True)
-            if gradient is not None  # type: ignore[redundant-expr]  # `allow_unused`
-        ]
-        if not scores:
-            return _UNREACHED
-        arrays = (score.double().cpu().numpy() for score in scores)
-        self._found.scores[path] = np.sum(np.broadcast_arrays(*arrays), axis=0)
-        self._found.changes[path] = after - self._found.corrupted
-        return None
+    def _score_alone(self, path: str, clean: Sequence[Tensor], state: ModuleState) -> None:
+        """Scores one value: the corrupted run in which it alone is restored takes the place of the clean run."""
+        self._roots, self._only = Roots(), path
+        self._roots.clean = {(path, number): value for number, value in enumerate(clean)}
+        compared = self._compared({path}, state, is_careful=True)
+        if compared.left:  # the model writes into the value
+            compared = self._compared({path}, state, is_careful=True)
+        if compared.first is not None:
+            run, metric = compared.first
+            problem = _uneven(len(clean), run.counts.get(path, -1) + 1)
+            if problem is None and not metric.requires_grad:
+                problem = _UNREACHED
+            if problem is not None:
+                compared.differences.problems.setdefault(path, problem)
+        self._score(compared, state)
+        if path in self._found.scores:
+            self._found.changes[path] = self._found.clean - self._found.corrupted
+        self._roots, self._only = Roots(), None
 
     # -- one run -------------------------------------------------------------------------------------------------------
 
@@ -320,7 +315,10 @@ class AttributionRuns:
         if self._has_run:
             state.restore()  # all runs have the same random numbers and buffers
         self._has_run = True
-        self.watched.listener = listener
+        only = self._only
+        self.watched.listener = (
+            listener if only is None else lambda node, value: listener(node, value) if node.path == only else value
+        )
         with self._choices.recorded() if inputs is self.clean else self._choices.held():
             return inputs.run(self.pg)
 
@@ -328,7 +326,7 @@ class AttributionRuns:
         with torch.enable_grad(), rules.applied():
             metric = metric_number(self.metric(self._output(run, self.corrupted, state)))
         run.finish()
-        if run.edges and not metric.requires_grad:
+        if run.edges and not metric.requires_grad and self._only is None:
             raise no_gradient()
         return metric
 
@@ -560,52 +558,26 @@ def _difference(clean: Tensor, value: Tensor, is_careful: bool) -> Tensor:
 
 
 class Restored:
-    """The listener of a run on the corrupted inputs in which one value is replaced by its clean value, if it can be."""
+    """The listener of a run on the corrupted inputs in which one value is its clean value, if it can be.
 
-    def __init__(self, path: str, clean: Sequence[Tensor]) -> None:
-        self._path = path
-        self._left = list(clean)
-        self.problem: str | None = None
-
-    def __call__(self, node: ScoredNode, value: Any) -> Any:
-        if node.path != self._path or not self._left:
-            return value
-        clean = self._left.pop(0)
-        if not node.can_be_cut:
-            self.problem = "it cannot be replaced: it is the state of a module, or a view that the model fills later"
-        elif not isinstance(value, Tensor) or (value.shape, value.dtype, value.device) != (
-            clean.shape,
-            clean.dtype,
-            clean.device,
-        ):
-            self.problem = node.problem(value) or _unlike(clean, value)
-        return value if self.problem else clean.clone()
-
-
-class Cut:
-    """The listener of a run on the corrupted inputs in which one value has a gradient.
-
-    Attributes:
-        values: The value, as often as it is computed.
-        problem: Why it has no gradient.
-        is_over: Whether the run is over: values after that are recomputed in backward.
+    It passes all values on to the listener that keeps them.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.values: list[Tensor] = []
-        self.problem: str | None = None
-        self.is_over = False
+    def __init__(self, kept: CleanValues, path: str, clean: Sequence[Tensor]) -> None:
+        self._kept, self._path = kept, path
+        self._left = list(clean)
 
     def __call__(self, node: ScoredNode, value: Any) -> Any:
-        if node.path != self._path or self.is_over:
-            return value
-        self.problem = self.problem or node.problem(value)
-        if self.problem is not None:
-            return value
-        self.values.append(_writable_copy(value.detach()))
-        # The model may write into its argument, but the gradient belongs to the value before.
-        return self.values[-1].clone() if torch.is_grad_enabled() else value
+        if node.path == self._path and self._left:
+            clean = self._left.pop(0)
+            if not node.can_be_cut:
+                problem = "it cannot be replaced: it is the state of a module, or a view that the model fills later"
+                self._kept.problems[node.path] = problem
+            elif not isinstance(value, Tensor) or not _are_alike(clean, value):
+                self._kept.problems[node.path] = node.problem(value) or _unlike(clean, value)
+            else:
+                value = clean.clone()
+        return self._kept(node, value)
 
 
 class GradientRun:
@@ -655,6 +627,9 @@ class GradientRun:
         problem = self._problem(node, occurrence, value)
         if problem is not None:
             self._differences.problems.setdefault(path, problem)
+            return value
+        if is_root and not torch.is_grad_enabled():
+            self._differences.problems[path] = _NO_GRADIENT
             return value
         if is_root:
             value, edge = self._cut(node, value, self._roots.clean[path, occurrence])
@@ -738,7 +713,7 @@ class GradientRun:
         if occurrence >= len(clean) or not isinstance(value, Tensor):
             return node.problem(value)
         mine = clean[occurrence].tensor  # checked in the clean run
-        if mine.shape == value.shape and mine.dtype == value.dtype and mine.device == value.device:
+        if _are_alike(mine, value):
             return None
         return node.problem(value) or _unlike(mine, value)
 
@@ -821,6 +796,10 @@ def _writable_copy(value: Tensor) -> Tensor:
     if value.is_inference():  # from a part of the model that runs in inference mode
         value = value.clone()
     return value.requires_grad_().clone()
+
+
+def _are_alike(mine: Tensor, value: Tensor) -> bool:
+    return mine.shape == value.shape and mine.dtype == value.dtype and mine.device == value.device
 
 
 def _unlike(mine: Tensor, value: Tensor) -> str:
