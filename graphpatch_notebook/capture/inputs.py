@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, Ref
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
@@ -19,6 +18,7 @@ from graphpatch_notebook.values import (
     ScalarSpec,
     TensorSpec,
     ValueSpec,
+    is_same_plain,
     key_text,
     readable_children,
     rebuilt,
@@ -223,14 +223,13 @@ def _made(
 # -- example inputs ----------------------------------------------------------------------------------------------------
 
 
-_MOST_MARKS = 10_000
-_Marks: TypeAlias = "dict[str, tuple[Any, ...]]"
+_MOST_SEEN = 10_000
 
 
 class ExampleInputs:
-    """References to the example inputs of a graph. Nothing is copied.
+    """References to the inputs of a call, such as the example inputs of a graph. Nothing is copied.
 
-    Make it before the inputs are used: what the capture itself changes (a cache that grows) is a change, too.
+    Make it before the inputs are used: what the call itself changes (a cache that grows) is a change, too.
 
     Attributes:
         args: The positional ones.
@@ -240,7 +239,18 @@ class ExampleInputs:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
-        self._marks = self._look()
+        # With the values, so that no other value gets the id of one of them.
+        self._before = self._look()
+
+    @property
+    def values(self) -> list[Any]:
+        """What they were made of: the arguments, and what containers and objects in them held."""
+        return [value for value, _ in self._before.values()]
+
+    @property
+    def are_all_seen(self) -> bool:
+        """Whether `change` compares all of them, however many there are."""
+        return len(self._before) < _MOST_SEEN
 
     def change(self) -> str | None:
         """Returns a description of what has changed since this object was made, or `None`.
@@ -258,50 +268,53 @@ class ExampleInputs:
             'argument 0 was written into'
         """
         now = self._look()
-        for where, mark in self._marks.items():
+        for where, (value, mark) in self._before.items():
             if where not in now:
                 return f"{where} is gone"
-            if now[where] != mark:
-                return f"{where} {_difference(mark, now[where])}"
-        more = next((where for where in now if where not in self._marks), None)
+            value_now, mark_now = now[where]
+            if value is not value_now and isinstance(value, IMMUTABLE) and isinstance(value_now, IMMUTABLE):
+                if not is_same_plain(value, value_now):
+                    return f"{where} was {value!r}, and is {value_now!r}"
+            elif value is not value_now:
+                return f"{where} is another object"
+            elif mark != mark_now:
+                return f"{where} {_difference(mark, mark_now)}"
+        more = next((where for where in now if where not in self._before), None)
         return None if more is None else f"{more} is new"
 
-    def _look(self) -> _Marks:
-        named = [*((f"argument {i}", value) for i, value in enumerate(self.args)), *self.kwargs.items()]
-        marks: _Marks = {}
-        seen: set[int] = set()
-        for where, value in named:
-            for inner, mark in _marks_of(where, value, seen):
-                if len(marks) == _MOST_MARKS:
-                    return marks
-                marks[inner] = mark
-        return marks
+    def _look(self) -> _Seen:
+        found: _Seen = {}
+        containers: set[int] = set()
+        for number, value in enumerate(self.args):
+            _add(found, f"argument {number}", value, containers)
+        for name, value in self.kwargs.items():
+            _add(found, name, value, containers)
+        return found
 
 
-def _marks_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+_Seen: TypeAlias = "dict[str, tuple[Any, Any]]"
+"""Values, and what a write into one of them changes, by place."""
+
+
+def _add(found: _Seen, where: str, value: Any, containers: set[int]) -> None:
+    if len(found) == _MOST_SEEN:
+        return
     if isinstance(value, Tensor):
         with without_torch_functions():  # some subclasses have no shape otherwise: see `describe`
-            mark = ("tensor", id(value), version_of(value), str(tuple(value.shape)), value.requires_grad)
-        yield where, mark
+            found[where] = value, (version_of(value), tuple(value.shape), value.requires_grad)
         return
-    if isinstance(value, IMMUTABLE):
-        # The text: NaN is not equal to itself, and `1` is equal to `True`.
-        yield where, ("plain", type(value), repr(value))
+    found[where] = value, None
+    if isinstance(value, IMMUTABLE) or id(value) in containers:
         return
-    yield where, ("object", id(value))
-    if id(value) in seen or isinstance(value, (Module, type)) or callable(value):
-        return
-    seen.add(id(value))
+    containers.add(id(value))
     inside = readable_children(value)
-    if inside is None:
+    if inside is None and not callable(value):
         inside = list(getattr(value, "__dict__", {}).items())
-    for key, child in inside:
-        yield from _marks_of(f"{where}.{key_text(key)}", child, seen)
+    for key, child in inside or ():
+        _add(found, f"{where}.{key_text(key)}", child, containers)
 
 
 def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
-    if before[:2] != after[:2] or before[0] != "tensor":
-        return f"was {before[2]}, and is {after[2]}" if before[0] == after[0] == "plain" else "is another object"
-    if before[3] != after[3]:
-        return f"had the shape {before[3]}, and has {after[3]}"
-    return "was written into" if before[2] != after[2] else "has another requires_grad than before"
+    if before[1] != after[1]:
+        return f"had the shape {before[1]}, and has {after[1]}"
+    return "was written into" if before[0] != after[0] else "has another requires_grad than before"

@@ -57,14 +57,12 @@ class Step:
         result: The stream after it.
         source: The stream before it.
         other: What it adds.
-        norm: The norm, if it is a module.
     """
 
     kind: StepKind
     result: Value
     source: Value
     other: Value | None = None
-    norm: Norm | None = None
 
 
 @dataclass(eq=False)
@@ -190,7 +188,7 @@ class Trails:
         """Yields the steps that may have led to a value of the stream."""
         flow, op = self.flow, value.op
         if (norm := self.norms.get(value)) is not None:
-            yield Step("norm", value, norm.given.value, norm=norm)
+            yield Step("norm", value, norm.given.value)
             return
         reads, size = flow.reads(value.node), value.size
         if op in ADDITIONS and len(reads) > 1:

@@ -19,7 +19,7 @@ from graphpatch_notebook.components.mlp import Mlp, mlp_of
 from graphpatch_notebook.components.names import find_one, look_up, why_missing
 from graphpatch_notebook.components.operations import CHOICES, CREATIONS
 from graphpatch_notebook.components.proofs import Evidence, NamedLayer, NamedWrite, ProofRun, norm_name, prove
-from graphpatch_notebook.components.writes import Write, WriteKind, Writes
+from graphpatch_notebook.components.writes import Write, WriteKind, Writes, norm_of
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
 
@@ -230,7 +230,7 @@ def find(root: Frame) -> Components:
     with _lock:
         findings = root.capture.findings
         if find not in findings:
-            findings[find] = _Finder(root).found
+            findings[find] = _ComponentFinder(root).found
         return Components(findings[find])
 
 
@@ -240,7 +240,7 @@ def _unrecorded(frame: Frame) -> str:
     return f"{who!r} ({type(frame.module).__name__}) has no graph to find them in: {frame.opaque_reason}"
 
 
-class _Finder:
+class _ComponentFinder:
     """Finds components, and names them."""
 
     def __init__(self, root: Frame) -> None:
@@ -360,7 +360,7 @@ class _Finder:
 
     def _add_write(self, start: str, kind: str, write: Write, layer: Layer) -> NamedWrite:
         named = NamedWrite(kind, write)
-        norm = self._norm_of(write, layer)
+        norm = norm_of(write, layer)
         if norm is not None:
             self._add_value(f"{start}{norm_name(kind)}", norm, layer.frame, layer.axes(norm))
         else:
@@ -386,14 +386,6 @@ class _Finder:
         else:
             self._add(f"{start}{kind}_out", path, write.value, layer.axes(write.value))
         return named
-
-    def _norm_of(self, write: Write, layer: Layer) -> Value | None:
-        """Returns the norm in front of a write; if there is none, the norm of the stream behind it."""
-        if write.norm is not None:
-            return write.norm.returned.value
-        at = layer.steps.index(write.step)
-        after = layer.steps[at + 1] if at + 1 < len(layer.steps) else None
-        return after.result if after is not None and after.kind == "norm" else None
 
     def _add_attention(self, start: str, kind: str, write: Write, layer: Layer) -> Parts:
         parts = parts_of(self._trails, write.attentions[-1], write.inside)
@@ -465,19 +457,8 @@ class _Finder:
         self._add(name, self._path(value, inside), value, axes)
 
     def _path(self, value: Value, inside: Frame) -> str:
-        """Returns the path of a value: the output of the outermost frame in `inside` that returns it, if one does.
-
-        Nothing in that frame may read the value: a patch on the output would not reach it there.
-        """
-        if (norm := self._trails.norms.get(value)) is not None:
-            return norm.returned.path
-        found = self._flow.path(value)
-        for frame in self._flow.frames_around(value):
-            place = next((place for place in self._flow.outputs(frame) if place.value == value), None)
-            if frame is inside or place is None or self._flow.is_read_in(value, frame):
-                break
-            found = place.path
-        return found
+        norm = self._trails.norms.get(value)
+        return self._flow.boundary_path(value, inside, is_unread=True) if norm is None else norm.returned.path
 
 
 def table(components: Components) -> str:

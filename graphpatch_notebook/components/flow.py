@@ -26,6 +26,7 @@ from graphpatch_notebook.capture.records import (
     refs_in,
 )
 from graphpatch_notebook.components.operations import LINEAR_MAPS, SHAPED_LIKE
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import (
     ContainerSpec,
@@ -42,7 +43,7 @@ from graphpatch_notebook.values import (
 _CONTAINERS = (tuple, list, dict, slice)
 
 
-class UnknownValueError(Exception):
+class UnknownValueError(GraphError):
     """A value is not known; the text has its path (caught inside the package)."""
 
 
@@ -194,6 +195,17 @@ class Flow:
 
         return map_leaves(given, argument)
 
+    def rerun(self, node: Node, of: Callable[[Value], Any]) -> Any:
+        """Returns the result of an operation on other values: on the result of `of` for each value that it reads.
+
+        Raises:
+            UnknownValueError: An argument is not one value.
+        """
+        made = node.whole
+        args, kwargs = self.arguments((made.args, made.kwargs), of)
+        result = made.target(*args, **kwargs)
+        return result if node.position is None else result[node.position]
+
     def reads(self, node: Node) -> list[Value]:
         """Returns the tensors whose values an operation reads, in order."""
         found = self._reads.get(node)
@@ -227,8 +239,7 @@ class Flow:
         """Whether a value is the result of a linear map of the model."""
         return value.op in LINEAR_MAPS and bool(self.weights(value.node))
 
-    def is_read_in(self, value: Value, frame: Frame) -> bool:
-        """Whether an operation in a frame reads a value."""
+    def _is_read_in(self, value: Value, frame: Frame) -> bool:
         end = self.order[frame.output_node]
         return any(self.order[user] <= end for user in self.users.get(value.node, ()))
 
@@ -240,6 +251,22 @@ class Flow:
     def frames_around(self, value: Value) -> Iterator[Frame]:
         """Yields the frames that an operation is in, innermost first."""
         return self.frame_of[value.node].frames_above()
+
+    def boundary_path(self, value: Value, inside: Frame | None = None, *, is_unread: bool = False) -> str:
+        """Returns the path of a value at the output of the outermost frame that returns it, if one does.
+
+        Args:
+            value: The value.
+            inside: The frame that this frame is in; `None` for the whole model.
+            is_unread: Whether nothing in that frame may read the value: a patch on the output would not reach it there.
+        """
+        found = self.path(value)
+        for frame in self.frames_around(value):
+            place = next((place for place in self.outputs(frame) if place.value == value), None)
+            if frame is inside or place is None or (is_unread and self._is_read_in(value, frame)):
+                break
+            found = place.path
+        return found
 
     def outputs(self, frame: Frame) -> list[Place]:
         """Returns the tensors that a frame returns."""

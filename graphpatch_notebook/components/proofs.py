@@ -18,25 +18,21 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.custom_graphs import run_custom
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import Frame, Node, refs_in
+from graphpatch_notebook.capture.records import Frame, refs_in
 from graphpatch_notebook.components.attention import Attention, Part, Parts
-from graphpatch_notebook.components.chain import Layer, Norm, Stack, Step, Trails
+from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails
 from graphpatch_notebook.components.ends import End, Start
 from graphpatch_notebook.components.flow import Place, UnknownValueError, Value
 from graphpatch_notebook.components.mlp import Mlp
 from graphpatch_notebook.components.operations import CREATIONS, SHAPED_LIKE
 from graphpatch_notebook.components.regions import region
-from graphpatch_notebook.components.writes import Write
+from graphpatch_notebook.components.writes import Write, norm_of
 from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch
-from graphpatch_notebook.values import children
+from graphpatch_notebook.values import TensorSpec, children
 
 ProofRun: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], Any]"
 """Runs the model with patches, on the inputs of the proofs, and returns its result."""
 
-Proof: TypeAlias = "tuple[str, str, str | None]"
-"""The name of a component, how it was proved, and why it was not."""
-
-_SUM = "residual sum recomputed"
 _HEAD_COUNTS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     *("encoder_attention_heads", "decoder_attention_heads"),
@@ -127,18 +123,21 @@ class _Prover:
         for prefix, end in evidence.ends:
             self._prove_end(prefix, end)
         for _, layers in evidence.stacks:
-            for name, proof, problem in NoiseRuns(self._trails, known, run).proofs(layers):
-                self.verdicts.note(name, proof, problem)
+            self._prove_positions(layers)
+            self._prove_chain(layers)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def _record(self, paths: Iterable[str], values: Iterable[Value] = ()) -> None:
-        """Runs the model, and keeps copies of values until the next time."""
-        wanted = {*paths, *map(self._flow.path, values)}
+    def _recorded(self, paths: Iterable[str]) -> dict[str, Tensor]:
+        """Runs the model, and returns copies of values."""
         kept: dict[str, Tensor] = {}
-        if patches := {path: keeping(kept, path) for path in sorted(wanted) if path in self._known}:
+        if patches := {path: keeping(kept, path) for path in sorted({*paths}) if path in self._known}:
             self._run(patches)
-        self._values = kept
+        return kept
+
+    def _record(self, paths: Iterable[str], values: Iterable[Value] = ()) -> None:
+        """Keeps copies of values of a run until the next time."""
+        self._values = self._recorded([*paths, *map(self._flow.path, values)])
 
     def _record_components(self, names: Collection[str], values: Iterable[Value]) -> None:
         """Records values, and those of components; a path at which there is another value is in doubt."""
@@ -158,25 +157,11 @@ class _Prover:
     def _value(self, value: Value) -> Tensor:
         return self._at(self._flow.path(value))
 
-    def _reads(self, node: Node) -> list[Value]:
-        return self._flow.reads(node)
-
-    def _computed(self, node: Node) -> Tensor:
-        """Returns the result of an operation on the recorded values that it reads."""
-        made = node.whole
-        result = made.target(*self._arguments(made.args), **self._arguments(made.kwargs))
-        if made is not node:
-            assert node.position is not None
-            result = result[node.position]
-        if not isinstance(result, Tensor):
-            raise UnknownValueError(f"{node.op} does not return a tensor")
-        return result
-
     def _called(self, frame: Frame, returned: Place) -> Tensor | None:
         """Returns one of the tensors that a module returns for its recorded inputs."""
         call = frame.call
         assert call is not None
-        args, kwargs = self._arguments(call.args), self._arguments(call.kwargs)
+        args, kwargs = self._flow.arguments((call.args, call.kwargs), self._copy)
         if frame.custom_graph is None:
             result = frame.module(*args, **kwargs)
         else:
@@ -186,21 +171,33 @@ class _Prover:
         places = self._flow.outputs(frame)
         return tensors[places.index(returned)] if len(tensors) == len(places) else next(iter(tensors), None)
 
-    def _arguments(self, given: Any) -> Any:
-        return self._flow.arguments(given, lambda value: self._value(value).clone())
+    def _copy(self, value: Value) -> Tensor:
+        return self._value(value).clone()
 
-    def _values_of(self, node: Node) -> list[Value]:
-        """Returns the values that `_computed` needs."""
-        made = node.whole
-        shapes = refs_in((made.args, made.kwargs)) if node.op in SHAPED_LIKE else ()
-        given = [value for ref in shapes if (value := self._flow.resolve(ref.node, ref.dig)) is not None]
-        return [*self._reads(node), *given, Value(node)]
+    def _rerun_problem(self, value: Value) -> str | None:
+        """Runs an operation, or a norm, alone."""
+        norm = self._trails.norms.get(value)
+        result = self._flow.rerun(value.node, self._copy) if norm is None else self._called(norm.frame, norm.returned)
+        return None if is_close(result, self._value(value)) else f"the rerun of {self._flow.path(value)} differs"
 
-    def _attempt(self, names: str | Iterable[str], proof: str, check: Callable[[], str | None]) -> None:
+    def _needed(self, values: Iterable[Value]) -> list[Value]:
+        """Returns the values that reruns of the operations and norms that return some values need."""
+        found = list[Value]()
+        for value in values:
+            made = value.node.whole
+            if value.op in SHAPED_LIKE:
+                refs = refs_in((made.args, made.kwargs))
+                found += filter(None, (self._flow.resolve(ref.node, ref.dig) for ref in refs))
+            norm = self._trails.norms.get(value)
+            inputs = self._flow.inputs(norm.frame) if norm is not None else []
+            found += [value, *self._flow.reads(value.node), *(place.value for place in inputs)]
+        return found
+
+    def _attempt(self, names: str | Iterable[str], proof: str, check: Callable[..., str | None], *args: Any) -> None:
         names = [names] if isinstance(names, str) else list(names)
         names = [name for name in names if name in self._paths]
         try:
-            problem = check()
+            problem = check(*args)
         except UnknownValueError as unknown:
             problem = str(unknown)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
@@ -210,70 +207,27 @@ class _Prover:
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def _prove_layer(self, named: NamedLayer) -> None:
-        layer = named.layer
-        start = named.name
+        layer, start = named.layer, named.name
         names = [name for name in self._paths if name.startswith(start)]
-        self._record_components(names, self._needed(named))
+        self._record_components(names, self._values_in(named))
         stream = [f"{start}resid_pre", f"{start}resid_mid", f"{start}resid_post"]
         stream += [f"{start}{each.kind}_out" for each in named.writes]
-        self._attempt(stream, _SUM, lambda: self._sum_problem(named))
+        self._attempt(stream, "residual sum recomputed", self._sum_problem, named)
         for each in named.writes:
-            norm = self._norm_of(each.write, layer)
-            if norm is not None:
-                name = norm_name(each.kind)
-                self._attempt(f"{start}{name}", "norm rerun", lambda norm=norm: self._norm_problem(norm))  # type: ignore[misc]
+            if (norm := norm_of(each.write, layer)) is not None:
+                self._attempt(f"{start}{norm_name(each.kind)}", "norm rerun", self._rerun_problem, norm)
             if each.parts is not None:
                 self._prove_attention(f"{start}{each.kind}", each.write.attentions[-1], each.parts, each.write)
             if each.mlp is not None:
                 self._prove_mlp(start, each.kind, each.mlp, each.write)
 
-    def _needed(self, named: NamedLayer) -> list[Value]:
-        layer, found = named.layer, list[Value]()
-        found += layer.states
-        for step in layer.steps:
-            found += self._step_values(step)
-        for each in named.writes:
-            norm = self._norm_of(each.write, layer)
-            if norm is not None:
-                found += self._norm_values(norm)
-            if each.parts is not None:
-                attention = each.write.attentions[-1]
-                found += [part.value for part in (*each.parts.found.values(), *each.parts.operands.values())]
-                found += [value for value in (attention.pattern, attention.scores) if value is not None]
-                found += self._values_of((attention.dot or attention.z).node)
-                if each.parts.output is not None:
-                    found += self._way_values(each.parts.output, each.write.value)
-            if each.mlp is not None:
-                found += self._mlp_values(each.mlp, each.write)
-        return found
-
-    def _step_values(self, step: Step) -> list[Value]:
-        found = self._values_of(step.result.node)
-        if step.norm is not None:
-            found += self._call_values(step.norm.frame)
-        return [*found, step.result, step.source]
-
-    def _call_values(self, frame: Frame) -> list[Value]:
-        return [*(place.value for place in self._flow.inputs(frame)), *(p.value for p in self._flow.outputs(frame))]
-
-    def _norm_of(self, write: Write, layer: Layer) -> Norm | Value | None:
-        if write.norm is not None:
-            return write.norm
-        at = layer.steps.index(write.step)
-        after = layer.steps[at + 1] if at + 1 < len(layer.steps) else None
-        if after is None or after.kind != "norm":
-            return None
-        return after.norm if after.norm is not None else after.result
-
-    def _norm_values(self, norm: Norm | Value) -> list[Value]:
-        return self._call_values(norm.frame) if isinstance(norm, Norm) else self._values_of(norm.node)
-
-    def _norm_problem(self, norm: Norm | Value) -> str | None:
-        """Reruns a norm, alone."""
-        if isinstance(norm, Value):
-            return None if is_close(self._computed(norm.node), self._value(norm)) else "the norm's rerun differs"
-        result = self._value(norm.returned.value)
-        return None if is_close(self._called(norm.frame, norm.returned), result) else "the norm's rerun differs"
+    def _values_in(self, named: NamedLayer) -> list[Value]:
+        """Returns the values in a layer, and what they are computed from."""
+        nodes = {step.result.node for step in named.layer.steps}.union(*(each.write.inside for each in named.writes))
+        found = self._needed(value for value in map(Value, nodes) if value.op and isinstance(value.spec, TensorSpec))
+        experts = [frame for each in named.writes if each.mlp is not None for frame in each.mlp.experts.values()]
+        found += [place.value for frame in experts for place in self._flow.inputs(frame)]
+        return [*named.layer.states, *found]
 
     def _sum_problem(self, named: NamedLayer) -> str | None:
         """Recomputes the stream step by step; the control leaves out what is added."""
@@ -294,16 +248,10 @@ class _Prover:
         result, source = self._value(step.result), self._value(step.source)
         where = self._flow.path(step.result)
         if step.kind == "same":
-            is_view = is_close(result, source) or is_close(result, self._computed(step.result.node))
+            is_view = is_close(result, source) or self._rerun_problem(step.result) is None
             return None if is_view else f"{where} changes the stream"
-        if step.kind == "norm" and step.norm is not None:
-            return (
-                None
-                if is_close(self._called(step.norm.frame, step.norm.returned), result)
-                else f"the rerun of the norm at {where} differs"
-            )
         if step.kind != "add" or step.other is None:
-            return None if is_close(self._computed(step.result.node), result) else f"the rerun of {where} differs"
+            return self._rerun_problem(step.result)
         other = self._value(step.other)
         alpha = step.result.node.kwargs.get("alpha", 1)
         if not is_close(source + alpha * other, result) and not is_close(alpha * source + other, result):
@@ -322,42 +270,28 @@ class _Prover:
             if last is None or letter not in operands:
                 continue
             used = "values" if letter == "v" else "queries" if letter == "q" else "keys"
-            names = [f"{name}.{letter}_rot" if rotated is not None else f"{name}.{letter}"]
-            operand = operands[letter]
-            self._attempt(
-                names,
-                f"the {used} of the products",
-                lambda o=operand, p=last: self._same_problem(o, p),  # type: ignore[misc]
-            )
+            own = f"{name}.{letter}"
+            last_name = own if rotated is None else f"{own}_rot"
+            self._attempt(last_name, f"the {used} of the products", self._same_problem, operands[letter], last)
             if rotated is not None and part is not None:
-                self._attempt(
-                    f"{name}.{letter}",
-                    f"{letter}_rot is a rotation of it",
-                    lambda a=part, b=rotated: self._rotation_problem(a, b),  # type: ignore[misc]
-                )
+                self._attempt(own, f"{letter}_rot is a rotation of it", self._rotation_problem, part, rotated)
         factors = [f"{name}.{each}_rot" if f"{each}_rot" in found else f"{name}.{each}" for each in "qk"]
-        if attention.dot is None and "scores" in found and attention.z.node.whole.op == "flex_attention":
-            scores = found["scores"]  # a rerun would take functions of scores, and masks of blocks: not recorded
-            self._attempt(factors, "scores from q @ k", lambda: self._changed_scores_problem(operands, scores))
+        scores, pattern, z = (found.get(each) for each in ("scores", "pattern", "z"))
+        if attention.dot is None and scores is not None and attention.z.node.whole.op == "flex_attention":
+            # A rerun would take functions of scores, and masks of blocks: not recorded.
+            self._attempt(factors, "scores from q @ k", self._changed_scores_problem, operands, scores)
         else:
             proof = "scores from q @ k" if attention.dot is not None else "fused call rerun"
-            self._attempt(factors, proof, lambda: self._dot_problem(attention, operands))
-        if "pattern" in found and "z" in found and "v" in operands:
-            self._attempt(
-                [f"{name}.{each}" for each in ("pattern", "z", "v")],
-                "pattern @ v = z",
-                lambda: self._varied_product_problem(found["pattern"], operands["v"], found["z"]),
-            )
-            self._attempt(f"{name}.pattern", "rows sum to 1", lambda: self._rows_problem(found["pattern"]))
-        if "scores" in found and "pattern" in found:
-            scores, pattern = found["scores"], found["pattern"]
-            self._attempt(f"{name}.scores", "softmax(scores) = pattern", lambda: self._softmax_problem(scores, pattern))
-        if "z" in found and parts.output is not None:
-            z, output = found["z"], parts.output
-            self._attempt(f"{name}.z", "z @ W_O + b", lambda: self._output_problem(z, output, write))
-        self._attempt(
-            [f"{name}.{each}" for each in found], "heads agree with config", lambda: self._head_problem(parts)
-        )
+            self._attempt(factors, proof, self._dot_problem, attention, operands)
+        if pattern is not None and z is not None and "v" in operands:
+            names = [f"{name}.{each}" for each in ("pattern", "z", "v")]
+            self._attempt(names, "pattern @ v = z", self._varied_product_problem, pattern, operands["v"], z)
+            self._attempt(f"{name}.pattern", "rows sum to 1", self._rows_problem, pattern)
+        if scores is not None and pattern is not None:
+            self._attempt(f"{name}.scores", "softmax(scores) = pattern", self._softmax_problem, scores, pattern)
+        if z is not None and parts.output is not None:
+            self._attempt(f"{name}.z", "z @ W_O + b", self._output_problem, z, parts.output, write)
+        self._attempt([f"{name}.{each}" for each in found], "heads agree with config", self._head_problem, parts)
 
     def _arranged(self, part: Part, last: tuple[str, str], heads: int) -> Tensor:
         """Returns a value of attention with batch and heads as one dimension in front of two axes.
@@ -399,30 +333,24 @@ class _Prover:
     def _dot_problem(self, attention: Attention, operands: Mapping[str, Part]) -> str | None:
         """Whether queries and keys give the scores, before masks and biases; of a fused call, whether all give `z`."""
         product = attention.dot if attention.dot is not None else attention.z
-        if any(read.op in CREATIONS for read in self._reads(product.node)):
+        if any(read.op in CREATIONS for read in self._flow.reads(product.node)):
             return None  # the model fills these in after the recorded value
         if attention.dot is None or attention.dot.op == "baddbmm" or not {"q", "k", "dot"} <= set(operands):
-            return (
-                None if is_close(self._computed(product.node), self._value(product)) else "the product's rerun differs"
-            )
-        queries, keys = operands["q"], operands["k"]
-        heads = _heads(queries)
-        one, other = (
-            self._arranged(queries, ("query", "channel"), heads),
-            self._arranged(keys, ("key", "channel"), heads),
-        )
-        result = self._arranged(operands["dot"], ("query", "key"), heads)
-        return None if is_multiple(one.float() @ other.float().transpose(-1, -2), result) else "q @ k is not the scores"
+            return self._rerun_problem(product)
+        result = self._arranged(operands["dot"], ("query", "key"), _heads(operands["q"]))
+        return None if is_multiple(self._dots(operands), result) else "q @ k is not the scores"
 
     def _changed_scores_problem(self, operands: Mapping[str, Part], scores: Part) -> str | None:
         """Whether queries and keys give the scores where no mask is."""
-        heads = _heads(operands["q"])
-        one = self._arranged(operands["q"], ("query", "channel"), heads)
-        other = self._arranged(operands["k"], ("key", "channel"), heads)
-        result = self._arranged(scores, ("query", "key"), heads).float()
-        products = one.float() @ other.float().transpose(-1, -2)
+        result = self._arranged(scores, ("query", "key"), _heads(operands["q"])).float()
         is_seen = torch.isfinite(result)
+        products = self._dots(operands)
         return None if is_multiple(products[is_seen], result[is_seen]) else "q @ k is not the scores: they are changed"
+
+    def _dots(self, operands: Mapping[str, Part]) -> Tensor:
+        heads = _heads(operands["q"])
+        queries = self._arranged(operands["q"], ("query", "channel"), heads).float()
+        return queries @ self._arranged(operands["k"], ("key", "channel"), heads).float().transpose(-1, -2)
 
     def _varied_product_problem(self, pattern: Part, v: Part, z: Part) -> str | None:
         """Whether `pattern @ v` is `z`; where `v` is the same at all positions, with noise added to it."""
@@ -479,9 +407,9 @@ class _Prover:
 
     def _output_problem(self, z: Part, output: Value, write: Write) -> str | None:
         """Returns why the output projection does not map the heads of `z`, one after the other, to what is written."""
-        given = (self._flow.moving(output.node) or self._reads(output.node))[0]
-        if not is_close(self._computed(output.node), self._value(output)):
-            return "the rerun of the output projection differs"
+        given = (self._flow.moving(output.node) or self._flow.reads(output.node))[0]
+        if (problem := self._rerun_problem(output)) is not None:
+            return problem
         inside = region(self._trails, given, write.inside)
         if "batch" not in z.axes or not _heads(z):
             return None  # one head, or heads and batch in one: nothing to lay out
@@ -507,7 +435,7 @@ class _Prover:
                 continue
             seen.add(value)
             ops.add(value.op)
-            waiting += self._reads(value.node)
+            waiting += self._flow.reads(value.node)
         own, read = self._value(z.value), self._value(given)
         has_same = own.numel() == read.numel() and is_close(own.flatten().sort().values, read.flatten().sort().values)
         return None if has_same or ops & _GATES else "the output projection reads something else than z"
@@ -522,54 +450,23 @@ class _Prover:
 
     # -- MLPs ----------------------------------------------------------------------------------------------------------
 
-    def _mlp_values(self, mlp: Mlp, write: Write) -> list[Value]:
-        found = []
-        if mlp.down is not None:
-            found += self._way_values(mlp.down, write.value)
-        for value in (mlp.post, mlp.pre, mlp.router):
-            if value is not None:
-                found += self._pre_values(value, write)
-        for frame in mlp.experts.values():
-            found += self._call_values(frame)
-        if mlp.choice is not None:
-            found += [Value(mlp.choice), *self._reads(mlp.choice)]
-        return found
-
-    def _pre_values(self, value: Value, write: Write) -> list[Value]:
-        found = [value]
-        for waist in region(self._trails, value, write.inside).waists:
-            found += self._values_of(waist.node)
-        return found
-
-    def _way_values(self, output: Value, write: Value) -> list[Value]:
-        found = self._values_of(output.node)
-        for step in self._trails.find(write, output, adds=False) or ():
-            found += self._step_values(step)
-        return [*found, write]
-
     def _prove_mlp(self, start: str, kind: str, mlp: Mlp, write: Write) -> None:
-        if (down := mlp.down) is not None and (post := mlp.post) is not None:
-            self._attempt(f"{start}{kind}.post", "post @ W_out + b", lambda: self._down_problem(post, down, write))
-        if (pre := mlp.pre) is not None:
-            self._attempt(f"{start}{kind}.pre", "linear map rerun", lambda: self._linear_problem(pre, write))
-        if (router := mlp.router) is not None:
-            self._attempt(f"{start}router", "linear map rerun", lambda: self._linear_problem(router, write))
+        if mlp.down is not None and mlp.post is not None:
+            self._attempt(f"{start}{kind}.post", "post @ W_out + b", self._down_problem, mlp.post, mlp.down, write)
+        for name, value in ((f"{kind}.pre", mlp.pre), ("router", mlp.router)):
+            if value is not None:
+                self._attempt(f"{start}{name}", "linear map rerun", self._linear_problem, value, write)
         for number, frame in mlp.experts.items():
-            self._attempt(
-                f"{start}experts[{number}].out",
-                "expert rerun",
-                lambda frame=frame: (
-                    None  # type: ignore[misc]
-                    if is_close(
-                        self._called(frame, returned := self._flow.outputs(frame)[0]), self._value(returned.value)
-                    )
-                    else "the expert's rerun differs"
-                ),
-            )
+            self._attempt(f"{start}experts[{number}].out", "expert rerun", self._expert_problem, frame)
+
+    def _expert_problem(self, frame: Frame) -> str | None:
+        returned = self._flow.outputs(frame)[0]
+        is_same = is_close(self._called(frame, returned), self._value(returned.value))
+        return None if is_same else "the expert's rerun differs"
 
     def _down_problem(self, post: Value, down: Value, write: Write) -> str | None:
-        if not is_close(self._computed(down.node), self._value(down)):
-            return "the rerun of the last linear map differs"
+        if (problem := self._rerun_problem(down)) is not None:
+            return problem
         given = next(iter(self._flow.moving(down.node)))
         if not is_close(self._value(given), self._value(post)):
             return "it is not what the last linear map reads"
@@ -580,103 +477,37 @@ class _Prover:
 
     def _linear_problem(self, value: Value, write: Write) -> str | None:
         """Recomputes the way from a linear map to a value, the map included."""
-        for waist in region(self._trails, value, write.inside).waists:
-            if not is_close(self._computed(waist.node), self._value(waist)):
-                return f"the rerun of {self._flow.path(waist)} differs"
-        return None
+        waists = region(self._trails, value, write.inside).waists
+        return next((problem for waist in waists if (problem := self._rerun_problem(waist)) is not None), None)
 
     # -- both ends -----------------------------------------------------------------------------------------------------
 
     def _prove_start(self, prefix: str, start: Start) -> None:
         for word, values in (("embed", start.tokens), ("pos_embed", start.positions)):
-            if len(values) == 1:
-                name, value = f"{prefix}@{word}", values[0]
-                if name in self._paths:
-                    self._record([self._paths[name]], self._values_of(value.node))
-                    self._attempt(name, "lookup rerun", lambda name=name, v=value: self._rerun_problem(name, v))  # type: ignore[misc]
+            name = f"{prefix}@{word}"
+            if len(values) == 1 and name in self._paths:
+                self._record([self._paths[name]], self._needed(values))
+                self._attempt(name, "lookup rerun", self._lookup_problem, name, values[0])
 
-    def _rerun_problem(self, name: str, value: Value) -> str | None:
-        result = self._at(self._paths[name])
-        if value.node.kind != "op":
-            return None  # a parameter
-        return None if is_close(self._computed(value.node), result) else "the rerun of the operation differs"
+    def _lookup_problem(self, name: str, value: Value) -> str | None:
+        self._at(self._paths[name])
+        return self._rerun_problem(value) if value.op else None  # else it is a parameter
 
     def _prove_end(self, prefix: str, end: End) -> None:
         if (norm := end.norm) is not None:
-            found = self._trails.norms[norm]
-            self._record([], self._call_values(found.frame))
-            self._attempt(f"{prefix}@final_norm", "norm rerun", lambda: self._norm_problem(found))
-        if end.logits is not None and (linear := end.unembedding) is not None:
-            place = end.logits
-            self._record([place.path], self._values_of(linear.node))
-            self._attempt("@logits", "unembedding rerun", lambda: self._logits_problem(place, linear))
+            self._record([], self._needed([norm]))
+            self._attempt(f"{prefix}@final_norm", "norm rerun", self._rerun_problem, norm)
+        if end.logits is not None and end.unembedding is not None:
+            self._record([end.logits.path], self._needed([end.unembedding]))
+            self._attempt("@logits", "unembedding rerun", self._logits_problem, end.logits.path, end.unembedding)
 
-    def _logits_problem(self, place: Place, linear: Value) -> str | None:
-        self._at(place.path)
-        return None if is_close(self._computed(linear.node), self._value(linear)) else "the rerun of the map differs"
+    def _logits_problem(self, path: str, linear: Value) -> str | None:
+        self._at(path)
+        return self._rerun_problem(linear)
 
+    # -- runs with noise: what moves values between positions, and whether layers follow each other ------------------
 
-_GATES = frozenset("mul imul sigmoid silu layer_norm rms_norm group_norm rsqrt".split())
-
-
-def norm_name(kind: str) -> str:
-    """Returns the name of the norm of a write: `ln1` of attention or a mixer, `ln2` of an MLP."""
-    for start, name in (("cross_attn", "ln_cross"), ("mlp", "ln2")):
-        if kind.startswith(start):
-            return name + kind.removeprefix(start)
-    return "ln1" + kind.lstrip("abcdefghijklmnopqrstuvwxyz")
-
-
-_HEADS = ("head", "query_head")
-
-
-def _heads(part: Part) -> int:
-    return next((size for axis, size in zip(part.axes, part.value.shape, strict=True) if axis in _HEADS), 0)
-
-
-def _config_numbers(module: Any, names: tuple[str, ...]) -> Iterator[int]:
-    """Yields what the config of a model, and the configs in it, say of some sizes."""
-    config = getattr(module, "config", None)
-    for each in (config, *vars(config).values()) if hasattr(config, "__dict__") else ():
-        for name in names:
-            found = vars(each).get(name) if hasattr(each, "__dict__") else None
-            values = found if isinstance(found, (list, tuple)) else [found]
-            yield from (value for value in values if type(value) is int)
-
-
-# -- runs with noise: what moves values between positions, and whether layers follow each other ------------------------
-
-_MOST_POSITIONS = 8
-_PATCHED = "patching it = patching the next layer's input"
-
-
-class NoiseRuns:
-    """Runs the model with noise added to the stream.
-
-    Args:
-        trails: The flow of values, and the norms.
-        known: The paths that can be patched.
-        run: Runs the model.
-    """
-
-    def __init__(self, trails: Trails, known: Collection[str], run: ProofRun) -> None:
-        self._trails = trails
-        self._flow = trails.flow
-        self._known = known
-        self._run = run
-
-    def proofs(self, layers: list[NamedLayer]) -> Iterator[Proof]:
-        """Yields what runs with noise prove, or refute, of the layers of a stack."""
-        yield from self._positions(layers)
-        yield from self._patches(layers)
-
-    def _recorded(self, *paths: str) -> dict[str, Tensor]:
-        kept: dict[str, Tensor] = {}
-        if patches := {path: keeping(kept, path) for path in paths if path in self._known}:
-            self._run(patches)
-        return kept
-
-    def _positions(self, layers: list[NamedLayer]) -> Iterator[Proof]:
+    def _prove_positions(self, layers: list[NamedLayer]) -> None:
         """Whether attention and mixers move values between positions, and MLPs do not: by noise at one position."""
         seen: dict[tuple[type, str], str | None] = {}
         for named in layers:
@@ -688,8 +519,8 @@ class NoiseRuns:
                     except UnknownValueError:  # the model takes another way with noise, as experts do
                         seen[key] = None
                 if seen[key] is not None:
-                    for part in ("_out", ".pre", ".post"):
-                        yield f"{named.name}{each.kind}{part}", "", seen[key]
+                    names = (f"{named.name}{each.kind}{part}" for part in ("_out", ".pre", ".post"))
+                    self.verdicts.note(names, "", seen[key])
 
     def _position_problem(self, layer: Layer, write: Write) -> str | None:
         state = write.state
@@ -697,12 +528,7 @@ class NoiseRuns:
         given = [place.path for place in self._flow.inputs(layer.frame) if place.value == state]
         if len(given) == 1:  # else noise at the input would not change the others
             path = given[0]
-        own = self._flow.path(write.value)
-        for frame in self._flow.frames_around(write.value):  # with noise, other experts may write the result
-            place = next((place for place in self._flow.outputs(frame) if place.value == write.value), None)
-            if frame is layer.frame or place is None:
-                break
-            own = place.path
+        own = self._flow.boundary_path(write.value, layer.frame)  # with noise, other experts may write the result
         axes = layer.axes(state)
         if (
             sorted(axes) != ["batch", "channel", "position"]
@@ -712,7 +538,7 @@ class NoiseRuns:
             or path not in self._known
         ):
             return None
-        values = self._recorded(path, own)
+        values = self._recorded([path, own])
         if len(values) < len({path, own}):
             return None
         stream = values[path]
@@ -740,13 +566,13 @@ class NoiseRuns:
         change[at] = 0
         return bool(change.max() <= 1e-5 * (1 + before.abs().max()))
 
-    def _patches(self, layers: list[NamedLayer]) -> Iterator[Proof]:
+    def _prove_chain(self, layers: list[NamedLayer]) -> None:
         """Whether a patch at the end of a layer has the same effect as one at the start of the next layer."""
         pairs = [pair for pair in pairwise(layers) if self._is_chained(*pair)]
         for one, other in dict.fromkeys([*pairs[:1], *pairs[-1:]]):
-            values = self._recorded(one.layer.end.path, other.layer.start.path)
+            values = self._recorded([one.layer.end.path, other.layer.start.path])
             if one.layer.end.path in values:
-                yield from self._patched(one, other, values)
+                self._prove_link(one, other, values)
 
     def _is_chained(self, one: NamedLayer, other: NamedLayer) -> bool:
         """Whether a layer, and nothing else, reads the output of the layer before it."""
@@ -763,16 +589,46 @@ class NoiseRuns:
         readers = [user for state in states for user in flow.users.get(state.node, ()) if flow.order[user] > after]
         return all(flow.order[user] in inside or Value(user) in states for user in readers)
 
-    def _patched(self, one: NamedLayer, other: NamedLayer, values: dict[str, Tensor]) -> Iterator[Proof]:
+    def _prove_link(self, one: NamedLayer, other: NamedLayer, values: dict[str, Tensor]) -> None:
         end, start = one.layer.end, other.layer.start
         added = noise(values[end.path])
         shape = values[start.path].shape if start.path in values else start.value.shape
         at_end = first_float(self._run({end.path: AddPatch(value=added)}))
         at_start = first_float(self._run({start.path: AddPatch(value=added.reshape(shape))}))
+        name, proof = f"{one.name}resid_post", "patching it = patching the next layer's input"
         if not is_close(at_end, at_start):
-            yield f"{one.name}resid_post", "", f"patching {end.path} is not patching {start.path}"
+            self.verdicts.note(name, proof, f"patching {end.path} is not patching {start.path}")
         elif not is_close(at_end, first_float(self._run({})), 0.0):  # else the result does not depend on either
-            yield f"{one.name}resid_post", _PATCHED, None
+            self.verdicts.note(name, proof, None)
+
+
+_MOST_POSITIONS = 8
+_GATES = frozenset("mul imul sigmoid silu layer_norm rms_norm group_norm rsqrt".split())
+
+
+def norm_name(kind: str) -> str:
+    """Returns the name of the norm of a write: `ln1` of attention or a mixer, `ln2` of an MLP."""
+    for start, name in (("cross_attn", "ln_cross"), ("mlp", "ln2")):
+        if kind.startswith(start):
+            return name + kind.removeprefix(start)
+    return "ln1" + kind.lstrip("abcdefghijklmnopqrstuvwxyz")
+
+
+_HEADS = ("head", "query_head")
+
+
+def _heads(part: Part) -> int:
+    return next((size for axis, size in zip(part.axes, part.value.shape, strict=True) if axis in _HEADS), 0)
+
+
+def _config_numbers(module: Any, names: tuple[str, ...]) -> Iterator[int]:
+    """Yields what the config of a model, and the configs in it, say of some sizes."""
+    config = getattr(module, "config", None)
+    for each in (config, *vars(config).values()) if hasattr(config, "__dict__") else ():
+        for name in names:
+            found = vars(each).get(name) if hasattr(each, "__dict__") else None
+            values = found if isinstance(found, (list, tuple)) else [found]
+            yield from (value for value in values if type(value) is int)
 
 
 def keeping(kept: dict[str, Tensor], path: str) -> Patch[Any]:

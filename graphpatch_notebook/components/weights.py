@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import is_offloaded
-from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, map_leaves
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components.axes import product_letters
 from graphpatch_notebook.components.chain import Trails
@@ -27,8 +27,8 @@ from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.components.flow import Flow, UnknownValueError, Value
 from graphpatch_notebook.components.operations import ADDITIONS, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.paths import nearest, parse_path
-from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, take
+from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, take
 
 WeightSide: TypeAlias = Literal["outputs", "inputs", "all"]
 WeightIndex: TypeAlias = "int | slice"
@@ -187,22 +187,17 @@ class Projection:
 
     Attributes:
         linear: What it returns.
-        heads: The numbers of the outputs (of inputs, for `attn.z`) that belong to each head, of shape `(heads, size)`.
+        heads: The numbers of the outputs (of inputs, for `attn.z`) that belong to each head, of shape `(heads, size)`;
+            of shape `(1, heads * size)` if the heads depend on each other.
         are_separate: Whether each head depends on its own outputs only, and not on others through a norm over all.
+        weight: Returns its matrix, with a row for each input: a view of the model's parameter. It raises a
+            `GraphError` if this is not held as a tensor of floating-point numbers.
     """
 
     linear: Value
     heads: Tensor
     are_separate: bool
-    matrix: _Matrix
-
-    def weight(self) -> Tensor:
-        """Returns its matrix, with a row for each input: a view of the model's parameter.
-
-        Raises:
-            GraphError: It is not held as a tensor of floating-point numbers.
-        """
-        return self.matrix.whole()
+    weight: Callable[[], Tensor]
 
 
 def projection(root: Frame, name: str) -> Projection:
@@ -211,18 +206,18 @@ def projection(root: Frame, name: str) -> Projection:
     Raises:
         NoWeightError: The component is not made, or not read, by one linear map.
     """
-    finder = _finder(root)
-    component = finder.component(name)
-    linear, matrix = finder.output_map(component) if name.endswith(".z") else finder.input_map(component)
-    if matrix.numbers is None or matrix.numbers.ndim != 2:
+    finder, is_read = _finder(root), name.endswith(".z")
+    component, axes = finder.component(name), ("head", "channel")
+    linear, matrix = finder.inputs(component, axes) if is_read else finder.outputs(component, axes)
+    heads = matrix.numbers
+    if heads is None or heads.ndim != 2:
         raise NoWeightError(f"{name} is not divided into heads")
-    if not _LinearMap.of(finder.flow, linear).is_by_columns:
+    if not linear.is_by_columns:
         raise NoWeightError(
-            f"{finder.path(linear)} has heads as a dimension of its own, and not as parts of the last one"
+            f"{finder.flow.path(linear.result)} has heads as a dimension of its own, and not as parts of the last one"
         )
-    is_read = name.endswith(".z")
-    are_separate = is_read or not finder.has_norm_over_heads(component, matrix.numbers.shape[1])
-    return Projection(linear, matrix.numbers, are_separate, matrix)
+    are_separate = is_read or not finder.has_norm_over_heads(component, heads.shape[1])
+    return Projection(linear.result, heads if are_separate else heads.reshape(1, -1), are_separate, matrix.whole)
 
 
 class ComponentWeights:
@@ -343,15 +338,14 @@ class Weights:
         """
         finder = _finder(self._root)
         try:
-            return finder.path(finder.unembedding())
+            return finder.flow.path(finder.unembedding())
         except NoWeightError as problem:
             raise GraphError(f"W_U was not found: {problem}") from None
 
     @property
     def changes_logits(self) -> bool:
         """Whether the model computes something between the multiplication with `W_U` and its logits."""
-        finder = _finder(self._root)
-        return finder.unembedding() not in finder.same_as_logits()
+        return _finder(self._root).changes_logits()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in dir(self):
@@ -378,22 +372,21 @@ def _weights(root: Frame, stack: str, name: str) -> ComponentWeights | Tensor:
     return finder.by_layer(prefix, name, components.layers[stack])
 
 
-def _finder(root: Frame) -> _Finder:
+def _finder(root: Frame) -> _WeightFinder:
     with _lock:
         findings = root.capture.findings
-        if _Finder not in findings:
-            findings[_Finder] = _Finder(root, find(root))
-        return findings[_Finder]  # type: ignore[no-any-return]
+        if _finder not in findings:
+            findings[_finder] = _WeightFinder(find(root))
+        return findings[_finder]  # type: ignore[no-any-return]
 
 
-class _Finder:
+class _WeightFinder:
     """Finds the weights of components; keeps what it found."""
 
-    def __init__(self, root: Frame, components: Components) -> None:
-        self._root = root
+    def __init__(self, components: Components) -> None:
         self._components = components
         self._trails: Trails = components.evidence.trails
-        self.flow = self._flow = self._trails.flow
+        self.flow = self._trails.flow
         self._known: dict[str, ComponentWeights] = {}
 
     def by_layer(self, prefix: str, name: str, count: int) -> ComponentWeights:
@@ -412,15 +405,15 @@ class _Finder:
     def _of_layer(self, start: str, name: str) -> _Matrix | str:
         try:
             if name in ("W_Q", "W_K", "W_V"):
-                return self._outputs(self.component(f"{start}attn.{name[-1].lower()}"), ("head", "channel"))
+                return self.outputs(self.component(f"{start}attn.{name[-1].lower()}"), ("head", "channel"))[1]
             if name == "W_O":
-                return self._inputs(self.component(f"{start}attn.z"), ("head", "channel"))
+                return self.inputs(self.component(f"{start}attn.z"), ("head", "channel"))[1]
             post = self.component(f"{start}mlp.post")
             if name == "W_out":
-                return self._inputs(post, ("neuron",))
-            gate = self._outputs(self.component(f"{start}mlp.pre"), ("neuron",))
+                return self.inputs(post, ("neuron",))[1]
+            gate = self.outputs(self.component(f"{start}mlp.pre"), ("neuron",))[1]
             up = self._up(post)
-            other = None if up is None else self._outputs_of(up, ("neuron",), post)
+            other = None if up is None else self._outputs_of(up, ("neuron",), post)[1]
             # An activation may be a product with its own input (`x * sigmoid(x)`).
             is_gated = other is not None and not other.is_same(gate)
             if name == "W_gate" and not is_gated:
@@ -433,41 +426,35 @@ class _Finder:
         """Returns the embedding or the unembedding."""
         if name == "W_E":
             value = self._value(self.component(f"{prefix}@embed"))
-            if (table := table_of(self._flow, value)) is None:
+            if (table := table_of(self.flow, value)) is None:
                 raise NoWeightError(f"the embedding is made by {value.op or value.node.kind}, not by a table")
-            return _Matrix(self._flow, table)
+            return _Matrix(self.flow, table)
         if name == "W_pos":
-            return _Matrix(self._flow, self._table_before(self._value(self.component(f"{prefix}@pos_embed"))))
-        linear = _LinearMap.of(self._flow, self.unembedding())
+            return _Matrix(self.flow, self._table_before(self._value(self.component(f"{prefix}@pos_embed"))))
+        linear = _LinearMap.of(self.flow, self.unembedding())
         return linear.matrix(linear.inputs)
 
     def _table_before(self, value: Value) -> Value:
         """Returns the table of the model whose rows a value has, selected and repeated."""
-        start, table = value, table_of(self._flow, value)
-        while table is None and value.op in VIEWS | SAME_VALUES and self._flow.is_held(value):
-            value = self._flow.reads(value.node)[0]
-            table = table_of(self._flow, value)
+        start, table = value, table_of(self.flow, value)
+        while table is None and value.op in VIEWS | SAME_VALUES and self.flow.is_held(value):
+            value = self.flow.reads(value.node)[0]
+            table = table_of(self.flow, value)
         table = value if table is None else table
         if table.node.kind not in HELD_KINDS or len(table.shape) != 2:
-            raise NoWeightError(f"{self._flow.path(start)} does not have rows of one table")
+            raise NoWeightError(f"{self.flow.path(start)} does not have rows of one table")
         return table
 
     def unembedding(self) -> Value:
         """Returns the result of the last linear map before the logits."""
         return self._before(self._value(self.component("@logits")))
 
-    def same_as_logits(self) -> Iterator[Value]:
-        """Yields the logits, and what they are before operations that only rearrange them or change their dtype."""
+    def changes_logits(self) -> bool:
+        """Whether more is done with the result of that linear map than to rearrange it or to change its dtype."""
         value: Value | None = self._value(self.component("@logits"))
-        while value is not None and not self._flow.is_linear_map(value):
-            yield value
-            value = self._source(value) if value.op in SAME_VALUES | VIEWS else None
-        if value is not None:
-            yield value
-
-    def path(self, value: Value) -> str:
-        """Returns the path of a value."""
-        return self._flow.path(value)
+        while value is not None and value.op in SAME_VALUES | VIEWS:
+            value = self._source(value)
+        return value != self.unembedding()
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -478,39 +465,23 @@ class _Finder:
         return self._components[name]
 
     def _value(self, component: Component) -> Value:
-        """Returns the value at the path of a component."""
-        parsed, frame, keys = parse_path(component.path), self._root, list[Key]()
-        node: Node | None = None
-        for name in parsed.names:
-            node = frame.names[name]
-            frame = node.frame if isinstance(node, CallNode) else frame
-        assert node is not None
-        spec: Any = node.spec
-        for text in parsed.dig:
-            found = spec.child(text) if isinstance(spec, ContainerSpec) else None
-            assert found is not None
-            keys.append(found[0])
-            spec = found[1]
-        value = self._flow.resolve(node, tuple(keys))
-        if value is None:
-            raise NoWeightError(f"{component.path} is not one value")
-        return value
+        return self._components.evidence.values[component.name]
 
     def _before(self, value: Value) -> Value:
         """Returns the linear map behind a value, through norms and operations that only rearrange."""
         for _ in range(_FARTHEST):
-            if self._flow.is_linear_map(value):
+            if self.flow.is_linear_map(value):
                 return value
             source = self._source(value)
             if source is None:
                 break
             value = source
-        raise NoWeightError(f"{self._flow.path(value)} is not made by one linear map")
+        raise NoWeightError(f"{self.flow.path(value)} is not made by one linear map")
 
     def has_norm_over_heads(self, component: Component, size: int) -> bool:
         """Whether a norm over more than a head's `size` channels lies between a component and its linear map."""
         value: Value | None = self._value(component)
-        while value is not None and not self._flow.is_linear_map(value):
+        while value is not None and not self.flow.is_linear_map(value):
             if (value in self._trails.norms or value.op in NORMS) and value.shape[-1] != size:
                 return True
             value = self._source(value)
@@ -521,7 +492,7 @@ class _Finder:
             return norm.given.value
         if value.op not in SAME_VALUES | VIEWS | NORMS | SCALINGS | ADDITIONS | {"tanh"}:
             return None
-        moving = [read for read in self._flow.moving(value.node) if read.is_float]
+        moving = [read for read in self.flow.moving(value.node) if read.is_float]
         return moving[0] if len(moving) == 1 else None
 
     def _up(self, post: Component) -> Value | None:
@@ -529,7 +500,7 @@ class _Finder:
         value: Value | None = self._value(post)
         while value is not None and value.op not in SCALINGS:
             value = self._source(value)
-        sides = self._flow.moving(value.node) if value is not None else []
+        sides = self.flow.moving(value.node) if value is not None else []
         direct = []
         for side in sides if len(sides) == 2 else []:
             try:
@@ -541,20 +512,12 @@ class _Finder:
 
     # -- matrices ------------------------------------------------------------------------------------------------------
 
-    def input_map(self, component: Component) -> tuple[Value, _Matrix]:
-        """Returns the linear map that makes the heads of a component."""
-        return self._before(self._value(component)), self._outputs(component, ("head", "channel"))
-
-    def output_map(self, component: Component) -> tuple[Value, _Matrix]:
-        """Returns the linear map that reads the heads of a component."""
-        return self._after(self._value(component))[0], self._inputs(component, ("head", "channel"))
-
-    def _outputs(self, component: Component, axes: tuple[str, ...]) -> _Matrix:
+    def outputs(self, component: Component, axes: tuple[str, ...]) -> tuple[_LinearMap, _Matrix]:
+        """Returns the linear map whose outputs form a component, and its matrix with the numbers of the outputs."""
         return self._outputs_of(self._value(component), axes, component)
 
-    def _outputs_of(self, value: Value, axes: tuple[str, ...], like: Component) -> _Matrix:
-        """Returns the matrix whose outputs form a value, with the numbers of the outputs."""
-        linear = _LinearMap.of(self._flow, self._before(value))
+    def _outputs_of(self, value: Value, axes: tuple[str, ...], like: Component) -> tuple[_LinearMap, _Matrix]:
+        linear = _LinearMap.of(self.flow, self._before(value))
         result = linear.result
         numbers = linear.numbers(result, linear.outputs)
         found = _by_axes(self._arrived(result, numbers, value), like.axes, axes)
@@ -562,30 +525,30 @@ class _Finder:
             entries = self._arrived(result, torch.arange(result.size).view(result.shape), value)
             others = tuple(slice(None) if axis in axes else 0 for axis in like.axes)
             if len(entries[others].unique()) > len(found.unique()):
-                raise NoWeightError(f"{self._flow.path(result)} multiplies a part of the stream for each head")
-        return linear.matrix(linear.inputs, "outputs", found)
+                raise NoWeightError(f"{self.flow.path(result)} multiplies a part of the stream for each head")
+        return linear, linear.matrix(linear.inputs, "outputs", found)
 
     def _arrived(self, start: Value, numbers: Tensor, value: Value) -> Tensor:
         """Returns the numbers of the entries of one value where operations that only rearrange take them."""
-        return _Rearranged(self._flow, self._trails, start, numbers).value(value)
+        return _Rearranged(self.flow, self._trails, start, numbers).value(value)
 
-    def _inputs(self, component: Component, axes: tuple[str, ...]) -> _Matrix:
-        """Returns the matrix whose inputs form a value, with the numbers of the inputs."""
+    def inputs(self, component: Component, axes: tuple[str, ...]) -> tuple[_LinearMap, _Matrix]:
+        """Returns the linear map whose inputs form a component, and its matrix with the numbers of the inputs."""
         value = self._value(component)
-        linear = _LinearMap.of(self._flow, self._after(value)[0])
+        linear = _LinearMap.of(self.flow, self._after(value)[0])
         numbered = torch.arange(value.size).view(value.shape)
         arrived = self._arrived(value, numbered, linear.given)
         if arrived.numel() != value.size:
-            raise NoWeightError(f"{self._flow.path(linear.result)} reads other values than {component.name}")
+            raise NoWeightError(f"{self.flow.path(linear.result)} reads other values than {component.name}")
         inputs = self._summed(linear)
         numbers = torch.empty(value.size, dtype=torch.long)
         numbers[arrived.reshape(-1)] = linear.numbers(linear.given, inputs).reshape(-1)
-        return linear.matrix(inputs, "inputs", _by_axes(numbers.view(value.shape), component.axes, axes))
+        return linear, linear.matrix(inputs, "inputs", _by_axes(numbers.view(value.shape), component.axes, axes))
 
     def _summed(self, linear: _LinearMap) -> str:
         """Returns the letters of the inputs of a linear map, and of what the model sums over right after it."""
         inputs = linear.inputs
-        for user in self._flow.users.get(linear.result.node, []) if linear.apart else []:
+        for user in self.flow.users.get(linear.result.node, []) if linear.apart else []:
             dims = user.kwargs.get("dim", user.args[1] if len(user.args) > 1 else None)
             if user.op == "sum" and dims is not None:
                 of_result = linear.letters[linear.result]
@@ -595,16 +558,16 @@ class _Finder:
     def _after(self, value: Value) -> tuple[Value, Value]:
         """Returns the linear map that reads a value, and the value as it reads it."""
         for _ in range(_FARTHEST):
-            users = self._flow.users.get(value.node, [])
+            users = self.flow.users.get(value.node, [])
             for user in users:
-                if self._flow.is_linear_map(Value(user)):
-                    given = next(read for read in self._flow.reads(user) if read.node is value.node)
+                if self.flow.is_linear_map(Value(user)):
+                    given = next(read for read in self.flow.reads(user) if read.node is value.node)
                     return Value(user), given
             steps = [user for user in users if user.op in SAME_VALUES | VIEWS]
             if len(steps) != 1:
                 break
             value = Value(steps[0])
-        raise NoWeightError(f"{self._flow.path(value)} is not read by one linear map")
+        raise NoWeightError(f"{self.flow.path(value)} is not read by one linear map")
 
 
 class _Rearranged:
@@ -613,9 +576,7 @@ class _Rearranged:
     def __init__(self, flow: Flow, trails: Trails, start: Value, numbers: Tensor) -> None:
         self._flow = flow
         self._trails = trails
-        self._known: dict[Node, Any] = {}
-        self._start = start
-        self._numbers = numbers
+        self._known: dict[Value, Any] = {start: numbers}
 
     def value(self, value: Value) -> Tensor:
         """Returns the numbers at the place of the value."""
@@ -628,23 +589,20 @@ class _Rearranged:
         return result
 
     def _at(self, value: Value) -> Any:
-        if value == self._start:
-            return self._numbers
-        if value.node not in self._known:
-            self._known[value.node] = self._made(value)
-        result = self._known[value.node]
-        for key in value.keys:
-            result = take(result, key)
-        return result
+        if value not in self._known:
+            whole = Value(value.node)
+            result = self._made(value) if value == whole else self._at(whole)
+            for key in value.keys:
+                result = take(result, key)
+            self._known[value] = result
+        return self._known[value]
 
     def _made(self, value: Value) -> Any:
         flow, node = self._flow, value.node
         if (norm := self._trails.norms.get(value)) is not None:
             return self._at(norm.given.value)
         if value.op in VIEWS:
-            args, kwargs = flow.arguments((node.whole.args, node.whole.kwargs), self._argument)
-            result = node.whole.target(*args, **kwargs)
-            return result if node.position is None else result[node.position]
+            return flow.rerun(node, self._argument)
         moving = [read for read in flow.moving(node) if read.size == value.size] if node.kind == "op" else []
         if value.op in SAME_VALUES | SCALINGS | ADDITIONS | NORMS and len(moving) == 1:
             return self._at(moving[0]).reshape(value.shape)
@@ -715,14 +673,7 @@ def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAM
             raise GraphError(f"{flow.path(value)} is not a tensor of floating-point numbers (it may be quantized)")
         return held
 
-    def argument(given: Any) -> Any:
-        read = flow.resolve(given.node, given.dig) if isinstance(given, Ref) else None
-        if read is None:
-            return given
-        return read.spec.value if isinstance(read.spec, ScalarSpec) else held_tensor(flow, read, through)
-
     if flow.reads(node) and value.op in through and not node.is_in_place:
-        args, kwargs = (map_leaves(each, argument) for each in (node.whole.args, node.whole.kwargs))
-        result: Tensor = node.whole.target(*args, **kwargs)
+        result: Tensor = flow.rerun(node, lambda read: held_tensor(flow, read, through))
         return result
     raise GraphError(f"{flow.path(value)} is computed from weights, and not one of them")

@@ -190,6 +190,15 @@ class Writes:
         return None
 
 
+def norm_of(write: Write, layer: Layer) -> Value | None:
+    """Returns the norm in front of a write; if there is none, the norm of the stream behind it."""
+    if write.norm is not None:
+        return write.norm.returned.value
+    at = layer.steps.index(write.step)
+    after = layer.steps[at + 1] if at + 1 < len(layer.steps) else None
+    return after.result if after is not None and after.kind == "norm" else None
+
+
 def _is_at_one_position(attention: Attention, layer: Layer) -> bool:
     """Whether attention is computed at each position alone, such as over the states after earlier layers."""
     stream, q, k = (value.shape for value in (layer.start.value, attention.q, attention.k))

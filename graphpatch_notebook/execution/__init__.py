@@ -3,7 +3,7 @@
 `captured_model` holds a model and the records of its capture. `patch_map` checks a patch map before anything runs,
 `plan` sorts its patches by frame, and `context` makes them active in a `with` block: it swaps the forwards of the
 modules on the way, and reports patches that never fire (`reports`). `live/` is a call in the block. `steps` and
-`positions` limit patches to parts of a generation, `recording` keeps many values of one run, `replay/` reuses the
+`positions` limit patches to parts of a generation, `recording` keeps many values of one run, `replay` reuses the
 results of frames in sweeps, `splices` joins patches on the latents of an SAE with it, `skipped_calls` checks patches
 that replace calls, `verified_fx` makes plain fx modules and compares them with the patched model, and `compiled_model`
 is such a module compiled by `torch.compile`.
@@ -42,6 +42,20 @@ from graphpatch_notebook.execution.positions import (
     token_inputs,
 )
 from graphpatch_notebook.execution.recording import Recording, record, results_of
+from graphpatch_notebook.execution.replay import (
+    NEVER,
+    FrameFlow,
+    FrameNode,
+    FrameRecording,
+    FrameReplay,
+    FrameTree,
+    has_hooks,
+    leaves_of,
+    own_tensors,
+    storage_of,
+    tensors_among,
+    tensors_in,
+)
 from graphpatch_notebook.execution.skipped_calls import call_problem, target_of_call
 from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount, is_given_cache
@@ -51,11 +65,17 @@ __all__ = [
     "DECODER_TOKENS",
     "FUSED_MODULES",
     "GENERATION_CONFIG",
+    "NEVER",
     "CapturedModel",
     "CompiledModel",
     "CompiledPatches",
     "CompiledSteps",
     "Entry",
+    "FrameFlow",
+    "FrameNode",
+    "FrameRecording",
+    "FrameReplay",
+    "FrameTree",
     "FrameWatch",
     "GenerationStep",
     "GenerationSteps",
@@ -72,11 +92,14 @@ __all__ = [
     "copied_config",
     "frames_seen",
     "generating_with",
+    "has_hooks",
     "held_value",
     "innermost",
     "is_given_cache",
     "is_part_of_splice",
+    "leaves_of",
     "no_compile_arguments",
+    "own_tensors",
     "patches_in_steps",
     "record",
     "restriction_of",
@@ -84,8 +107,11 @@ __all__ = [
     "row_and_position_dims",
     "row_dimension",
     "sequence_dims",
+    "storage_of",
     "target_of_call",
     "tensor_at",
+    "tensors_among",
+    "tensors_in",
     "token_inputs",
     "verified_fx_module",
 ]

@@ -1,8 +1,7 @@
-/** What anywidget loads: puts the parts of a view together. */
+/** The entry point of the front end: creates a view and connects its parts. */
 import { makeCircuitPanel, makeCircuitView } from "./circuits/circuit_views";
-import { makeActivation } from "./details/activation_view";
-import { makePopup } from "./details/popup";
-import { inflated } from "./inflate";
+import { NodePopup } from "./details/popup";
+import { inflateText } from "./inflate";
 import type {
   AttentionTraits,
   CircuitTraits,
@@ -15,23 +14,23 @@ import type {
 import { showFailure, watchErrors } from "./page/boundary";
 import { copyText, element } from "./page/dom";
 import { followTheme } from "./page/theme";
-import { makeEditor } from "./patches/editor";
+import { PatchEditor } from "./patches/editor";
 import { tryEdit } from "./patches/edits";
-import { makePatchList } from "./patches/patch_list";
+import { PatchList } from "./patches/patch_list";
 import { makeResultHeatmap, makeResultView } from "./plots/result_heatmap";
-import { makeRunPanel } from "./runs/run_panel";
-import { keepKeys, type TreeActions, watchKeys } from "./tree/keyboard";
+import { RunPanel } from "./runs/run_panel";
+import { stopKeyPropagation, type TreeActions, watchKeys } from "./tree/keyboard";
 import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
-import { makeToolbar } from "./tree/toolbar";
+import { Toolbar } from "./tree/toolbar";
 import { TreeState } from "./tree/tree_state";
-import { makeTree } from "./tree/tree_view";
-import type { Model, View } from "./view";
+import { TreeView } from "./tree/tree_view";
+import { listen, type Model, type View } from "./view";
 import { makeAttentionView } from "./views/attention_view";
 import { makeGenerationView } from "./views/generation_view";
 import { makeLensView } from "./views/lens_view";
 import { link, type MakeView } from "./views/linked_view";
 import { makeFilterNote } from "./views/shared_filter";
-import { joinFilter, joinSelection } from "./views/tree_selection";
+import { connectFilter, connectSelection } from "./views/tree_selection";
 
 type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
@@ -44,7 +43,7 @@ type AnyModel =
   | Model<AttentionTraits>
   | Model<GenerationTraits>;
 
-/** By the name that the kernel gives in `about`. */
+/** By `about.view`. */
 const VIEWS: Partial<Record<string, MakeView<never>>> = {
   attention: makeAttentionView,
   lens: makeLensView,
@@ -60,7 +59,7 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
   let shown = 0;
   const clear = () => {
     shown += 1;
-    for (const undo of undos.splice(0).reverse()) attempt(undo);
+    for (const undo of undos.splice(0).reverse()) tryUndo(undo);
     root.replaceChildren();
   };
   const show = async () => {
@@ -68,23 +67,23 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
     undos = [followTheme(root)];
     const current = shown;
     try {
-      // A model without a tree: that of `show_heatmap` or `show_circuit`.
+      // `show_heatmap` and `show_circuit` have models without `about`.
       const onRemove = (undo: Undo) => undos.push(undo);
       const linked = model as Model<LinkedTraits>;
       const make = VIEWS[linked.get("about")?.view] as MakeView<LinkedTraits> | undefined;
-      if (make !== undefined) return await fillLinked(root, linked, make, onRemove);
-      if (isOfHeatmap(model)) return fillHeatmap(root, model, onRemove);
-      if (isOfCircuit(model)) return fillCircuit(root, model, onRemove);
+      if (make !== undefined) return await showLinkedView(root, linked, make, onRemove);
+      if (isHeatmap(model)) return showHeatmap(root, model, onRemove);
+      if (isCircuit(model)) return showCircuit(root, model, onRemove);
       const tree = model as Model;
       const skeleton = await decodeSkeleton(tree.get("skeleton"));
-      if (shown === current) fill(root, tree, skeleton, onRemove);
+      if (shown === current) showTree(root, tree, skeleton, onRemove);
     } catch (error) {
       if (shown !== current) return;
       clear();
       showFailure(root, error);
     }
   };
-  // Another graph, or the same after its graphs were edited: all rows are others.
+  // A new skeleton, as after an edit of the graph, has other rows.
   model.on("change:skeleton", show);
   await show();
   return () => {
@@ -95,7 +94,7 @@ async function render({ model, el }: { model: AnyModel; el: HTMLElement }): Prom
 }
 
 /** Puts the parts into `root`. */
-function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (undo: Undo) => void): void {
+function showTree(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (undo: Undo) => void): void {
   const linked = link(root, model, onRemove);
   const { notices } = linked;
   const view: View = {
@@ -117,17 +116,17 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
     copy: (text) => copyText(text, root),
   };
   const state = new TreeState(view);
-  const tree = makeTree(view, state, actions);
-  const toolbar = makeToolbar(view, state);
-  const popup = makePopup(view, [makeActivation]);
-  const editor = makeEditor(view);
+  const tree = new TreeView(view, state, actions);
+  const toolbar = new Toolbar(view, state);
+  const popup = new NodePopup(view);
+  const editor = new PatchEditor(view);
   const circuit = makeCircuitPanel(view, state);
   const filtered = { element: makeFilterNote(view.filter, onRemove) };
-  const parts = [circuit, toolbar, notices, filtered, tree, popup, editor, makePatchList(view), makeRunPanel(view)];
+  const parts = [circuit, toolbar, notices, filtered, tree, popup, editor, new PatchList(view), new RunPanel(view)];
   root.append(...parts.map((part) => part.element));
   watchKeys(view, toolbar);
-  joinSelection(view, state);
-  joinFilter(view, state);
+  connectSelection(view, state);
+  connectFilter(view, state);
   onRemove(watchErrors(import.meta.url, (message) => notices.error(message)));
   onRemove(hideStaticHtml(model.get("about").model_id, root));
   tree.show(state.active);
@@ -137,39 +136,38 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
   }, onRemove);
 }
 
-/** Asks the kernel for the components, unless they are saved here; without an answer, the tree stays as it is. */
-async function nameComponents({ kernel, model, onRemove }: View, state: TreeState): Promise<void> {
+/** Shows the names of components; requests them from the kernel if they are not saved. */
+async function nameComponents(view: View, state: TreeState): Promise<void> {
+  const { kernel, model } = view;
   const show = async () => {
     const data = model.get("components");
     if (!data?.byteLength) return;
-    const components = JSON.parse(await inflated(data)) as Component[];
+    const components = JSON.parse(await inflateText(data)) as Component[];
     if (components.length > 0) state.setComponents(components);
   };
-  const again = () => void show();
-  model.on("change:components", again);
-  onRemove(() => model.off("change:components", again));
+  listen(view, "change:components", show);
   await show();
   if (state.components.size > 0 || kernel.state === "lost") return;
   await kernel.ask("components", {}, true).catch(() => null);
 }
 
-function isOfHeatmap(model: AnyModel): model is HeatmapModel {
+function isHeatmap(model: AnyModel): model is HeatmapModel {
   return (model as HeatmapModel).get("heatmap") !== undefined;
 }
 
-function fillHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Undo) => void): void {
+function showHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Undo) => void): void {
   root.append(makeResultHeatmap(model, onRemove));
   onRemove(hideStaticHtml(model.get("heatmap").model_id, root));
 }
 
-async function fillLinked(
+async function showLinkedView(
   root: HTMLElement,
   model: Model<LinkedTraits>,
   make: MakeView<LinkedTraits>,
   onRemove: (undo: Undo) => void,
 ): Promise<void> {
   const linked = link(root, model, onRemove);
-  keepKeys(root, onRemove);
+  stopKeyPropagation(root, onRemove);
   onRemove(watchErrors(import.meta.url, (message) => linked.notices.error(message)));
   onRemove(hideStaticHtml(model.get("about").model_id, root));
   await make(
@@ -179,17 +177,17 @@ async function fillLinked(
   );
 }
 
-function isOfCircuit(model: AnyModel): model is CircuitModel {
+function isCircuit(model: AnyModel): model is CircuitModel {
   return (model as Model).get("skeleton") === undefined;
 }
 
-function fillCircuit(root: HTMLElement, model: CircuitModel, onRemove: (undo: Undo) => void): void {
+function showCircuit(root: HTMLElement, model: CircuitModel, onRemove: (undo: Undo) => void): void {
   root.append(makeCircuitView(model, onRemove));
   onRemove(hideStaticHtml(model.get("model_id"), root));
 }
 
-/** One part that cannot be taken away keeps none of the others. */
-function attempt(undo: Undo): void {
+/** An error in one part must not keep the others from being removed. */
+function tryUndo(undo: Undo): void {
   try {
     undo();
   } catch (error) {
@@ -207,7 +205,7 @@ export default { render };
 /** Hides the static tree that the kernel displays beside the view. Returns a function that shows it again. */
 function hideStaticHtml(modelId: string, root: Element): () => void {
   const name = `.gp-static-${CSS.escape(modelId)}`;
-  // With the output around it, so that no gap stays.
+  // With the output around it, so that there is no gap.
   const around = [".jp-OutputArea-child", ".output_area", ".output-container", ".cell-output-display"];
   const text = `${name} { display: none !important; }
 ${around.map((output) => `${output}:has(${name}):not(:has(.gp-root))`).join(", ")} { display: none !important; }`;

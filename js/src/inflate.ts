@@ -1,19 +1,19 @@
-/** Returns the text that a zlib stream holds. */
-export async function inflated(data: DataView): Promise<string> {
-  return new TextDecoder().decode(await inflatedBytes(data));
+/** Decompresses a zlib stream to text. */
+export async function inflateText(data: DataView): Promise<string> {
+  return new TextDecoder().decode(await inflateBytes(data));
 }
 
 /**
- * Returns the bytes that a zlib stream holds, in a buffer of their own.
+ * Decompresses a zlib stream to bytes in a new buffer.
  *
- * Through a writer rather than a `Blob`, whose bytes take a detour through the browser's process: here no task of the
- * page, which has others to do while it shows its first widget, comes in between.
+ * It uses a writer rather than a `Blob`, whose bytes go through the browser's process: no other task of the page, which
+ * is busy while it shows its first widget, runs in between.
  */
-async function inflatedBytes(data: DataView): Promise<Uint8Array<ArrayBuffer>> {
+async function inflateBytes(data: DataView): Promise<Uint8Array<ArrayBuffer>> {
   const { readable, writable } = new DecompressionStream("deflate");
   const writer = writable.getWriter();
   const bytes = new Uint8Array(data.buffer as ArrayBuffer, data.byteOffset, data.byteLength);
-  // Of bytes that cannot be read, the reader says so.
+  // The reader throws the error of invalid bytes.
   const written = Promise.all([writer.write(bytes), writer.close()]).catch(() => undefined);
   const chunks: Uint8Array<ArrayBuffer>[] = [];
   let length = 0;
@@ -32,14 +32,14 @@ async function inflatedBytes(data: DataView): Promise<Uint8Array<ArrayBuffer>> {
   return inflated;
 }
 
-/** Reads the arrays that a zlib stream holds, one after the other; numbers are little-endian. */
+/** Reads consecutive arrays of a zlib stream; numbers are little-endian. */
 export class PackedNumbers {
   private at = 0;
 
   private constructor(private readonly stream: Uint8Array<ArrayBuffer>) {}
 
   static async of(data: DataView): Promise<PackedNumbers> {
-    return new PackedNumbers(await inflatedBytes(data));
+    return new PackedNumbers(await inflateBytes(data));
   }
 
   bytes(count: number): Uint8Array<ArrayBuffer> {
@@ -48,18 +48,18 @@ export class PackedNumbers {
     return this.stream.subarray(this.at - count, this.at);
   }
 
-  /** Copied, since numbers begin at any byte. */
+  /** Returns a copy, since numbers may start at any byte. */
   floats(count: number): Float32Array<ArrayBuffer> {
     return new Float32Array(this.bytes(4 * count).slice().buffer);
   }
 
-  /** Numbers from 0 on, of 4 bytes. */
-  counts(count: number): Uint32Array<ArrayBuffer> {
+  /** Unsigned integers of 4 bytes. */
+  unsigned(count: number): Uint32Array<ArrayBuffer> {
     return new Uint32Array(this.bytes(4 * count).slice().buffer);
   }
 
-  /** Throws an error if something was not read. */
-  end(): void {
+  /** Throws an error if there are more bytes. */
+  checkAllRead(): void {
     if (this.at !== this.stream.length) throw new Error(`${UNREADABLE}: there are more than it shows`);
   }
 }

@@ -1,8 +1,8 @@
 /**
- * What anywidget loads: unpacks the front end, which comes deflated in a trait, and hands over to it. As plain text it
+ * The script that anywidget loads: decompresses the front end, which is in a trait, and runs it. Uncompressed, it
  * would be three times as large, in every message that shows a widget and in every notebook that is saved with one.
  */
-import { inflated } from "./inflate";
+import { inflateText } from "./inflate";
 import type { Model } from "./view";
 
 type Undo = () => void;
@@ -16,12 +16,12 @@ interface Unpacked {
   readonly frontEnd: Promise<FrontEnd>;
 }
 
-// Hosts load this script once for each widget. The front end is loaded once for all of a page: ids that it gives to
-// elements stay apart, and only the first widget waits for it. Kernels of other versions send others.
+// Hosts load this script once for each widget. The front end is loaded once per page: ids that it gives to
+// elements stay unique, and only the first widget waits for it. Kernels of other versions send another front end.
 const page = globalThis as unknown as Record<symbol, Unpacked[] | undefined>;
 const UNPACKED = Symbol.for("graphpatch-notebook: front ends");
 
-/** The front end of a widget: that of an earlier one, if it is the same. */
+/** Returns the front end of a widget, from the cache if an earlier widget has the same one. */
 function frontEndOf(data: DataView): Promise<FrontEnd> {
   page[UNPACKED] ??= [];
   const known = page[UNPACKED];
@@ -40,7 +40,7 @@ function isEqual(a: DataView, b: DataView): boolean {
 }
 
 async function unpack(data: DataView): Promise<FrontEnd> {
-  const { css, js } = JSON.parse(await inflated(data)) as { css: string; js: string };
+  const { css, js } = JSON.parse(await inflateText(data)) as { css: string; js: string };
   const url = URL.createObjectURL(new Blob([js], { type: "text/javascript" }));
   try {
     const module = (await import(/* @vite-ignore */ url)) as { default: Pick<FrontEnd, "render"> };
@@ -50,7 +50,7 @@ async function unpack(data: DataView): Promise<FrontEnd> {
   }
 }
 
-/** Hosts call this when the model is there, before they show it. */
+/** Hosts call this when the model exists, before they render it. */
 function initialize({ model }: { model: Model }): void {
   if (!model.get("front_end")?.byteLength) return;
   void frontEndOf(model.get("front_end"));
@@ -58,7 +58,7 @@ function initialize({ model }: { model: Model }): void {
 
 async function render(context: { model: Model; el: HTMLElement }): Promise<Undo> {
   const { model, el } = context;
-  // A notebook that was saved without the front end: the HTML beside the view stays in its place.
+  // A notebook that was saved without the front end: the static HTML stays.
   if (!model.get("front_end")?.byteLength) return () => undefined;
   const style = document.createElement("style");
   try {

@@ -1,6 +1,6 @@
 /**
- * The view: what its parts get, and the types they know each other by. `index.ts` creates the parts and connects them;
- * they import nothing else of one another.
+ * The interfaces between the parts of a view. `index.ts` creates the parts and connects them;
+ * they import only these from one another.
  *
  *     index.ts       creates the view of a model in the page
  *     ├── kernel/    messages: requests, replies, polling; a lost kernel            protocol.ts, kernel.ts
@@ -22,7 +22,7 @@ import type { Skeleton } from "./tree/skeleton";
 import type { Selection } from "./views/selection";
 import type { SharedFilter } from "./views/shared_filter";
 
-/** The model as anywidget gives it, with types: that of the tree, or another widget's. */
+/** The anywidget model of a tree or another widget, with types. */
 export interface Model<T = Traits> {
   get<K extends keyof T>(name: K): T[K];
   set<K extends keyof T>(name: K, value: T[K]): void;
@@ -36,7 +36,43 @@ export interface Model<T = Traits> {
   widget_manager?: unknown;
 }
 
-/** A reply, with the binary parts that came beside it. */
+/** Calls `listener` at each event of a model, until the view is removed. */
+export function listen(
+  view: { readonly model: Pick<Model, "on" | "off">; onRemove(undo: () => void): void },
+  event: string,
+  listener: Parameters<Model["on"]>[1],
+): void {
+  const { model } = view;
+  model.on(event, listener);
+  view.onRemove(() => model.off(event, listener));
+}
+
+/** Listeners of one kind of change. */
+export class Listeners<T = void> {
+  private readonly all = new Set<(change: T) => void>();
+
+  /** Returns a function that removes the listener. */
+  add(listener: (change: T) => void): () => void {
+    this.all.add(listener);
+    return () => this.all.delete(listener);
+  }
+
+  notify(change: T): void {
+    for (const listener of [...this.all]) listener(change);
+  }
+}
+
+/** Sends the traits that were set to the kernel. Returns whether that was possible: hosts throw without a connection. */
+export function saveChanges(model: Pick<Model, "save_changes">): boolean {
+  try {
+    model.save_changes();
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** A reply with its buffers. */
 export interface Answer<N extends RequestName> {
   result: Requests[N]["result"];
   buffers: DataView[];
@@ -49,36 +85,36 @@ export class RequestFailed extends Error {
   }
 }
 
-/** `idle`; `busy`: something was asked and no answer came for half a second; `lost`: none will come. */
+/** `busy`: a request has had no reply for half a second; `lost`: there will be no more replies. */
 export type KernelState = "idle" | "busy" | "lost";
 
 export interface Kernel {
   readonly state: KernelState;
-  /** Why it is lost, in words, with what to do; empty before. */
-  readonly why?: string;
-  /** Whether there was none from the start: in a saved notebook or page. */
+  /** Why it is lost and what to do, as a sentence; empty before. */
+  readonly lostReason?: string;
+  /** Whether there never was a kernel: in a saved notebook or page. */
   readonly isSaved?: boolean;
   /**
    * Rejects with `RequestFailed`; never hangs once the kernel is known to be lost.
-   * `isQuiet`: nobody waits for the answer, so that the kernel is not called busy for want of it.
+   * `isQuiet`: the user does not wait for the reply, so that the kernel does not count as busy.
    */
   ask<N extends RequestName>(request: N, payload: Requests[N]["payload"], isQuiet?: boolean): Promise<Answer<N>>;
-  /** Returns what stops that. */
+  /** Returns a function that removes the listener. */
   onState(listener: (state: KernelState) => void): () => void;
 }
 
 export interface Notices {
-  /** Into the live region: read out by screen readers, not seen. */
-  say(text: string): void;
-  /** Seen until it is closed or the next one comes; read out as an alert. */
+  /** Announces text to screen readers, in a live region. */
+  announce(text: string): void;
+  /** Shows an error until it is closed or replaced; screen readers read it as an alert. */
   error(message: string): void;
   clear(): void;
 }
 
-/** What the editor is opened for: a row (or a component of its value, by name), or a patch that is chosen. */
+/** What the editor is opened for: a row (or a component of its value, by name), or a chosen patch. */
 export type PatchTarget = { row: number; component?: string; positions?: string } | { number: number };
 
-/** What the parts of every view of a graph get. */
+/** The context of the parts of every view of a graph. */
 export interface Linked<T extends LinkedTraits = LinkedTraits> {
   /** `.gp-root`. */
   readonly root: HTMLElement;
@@ -87,25 +123,25 @@ export interface Linked<T extends LinkedTraits = LinkedTraits> {
   readonly notices: Notices;
   readonly selection: Selection;
   readonly filter: SharedFilter;
-  /** Runs when the view is taken away. Every listener, timer and observer of a part goes through it. */
+  /** Calls `undo` when the view is removed. Parts register every listener, timer and observer here. */
   onRemove(undo: () => void): void;
 }
 
-/** What every part of the tree browser gets. */
+/** The context of the parts of the tree browser. */
 export interface View extends Linked<Traits> {
   readonly skeleton: Skeleton;
 
-  /** Opens what is above a row, scrolls to it and makes it the selected one. */
+  /** Expands the ancestors of a row, scrolls to it and selects it. */
   reveal(row: number): void;
-  /** Puts the keyboard's focus on the tree. */
+  /** Focuses the tree. */
   focusTree(): void;
-  /** Opens the popup of a row beside `anchor` (in the inline panel, where there is no popover). */
+  /** Opens the popup of a row beside `anchor`. */
   showDetails(row: number, anchor: Element): void;
   /** Opens the editor for a new patch of a row, or for a patch that is chosen. */
   editPatch(target: PatchTarget, anchor: Element): void;
 }
 
-/** A part in place. */
+/** A part of a view. */
 export interface Part {
   readonly element: HTMLElement;
 }

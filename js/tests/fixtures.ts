@@ -266,7 +266,7 @@ export class FakeView implements View {
   readonly errors: string[] = [];
   readonly calls: unknown[][] = [];
   readonly notices: Notices = {
-    say: (text) => this.said.push(text),
+    announce: (text) => this.said.push(text),
     error: (message) => this.errors.push(message),
     clear: () => this.errors.splice(0),
   };

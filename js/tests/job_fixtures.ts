@@ -1,6 +1,6 @@
 /** What tests of runs and activations share: a kernel whose answers one scripts, statuses, plots with known values. */
 
-import type { Reported } from "../src/kernel/polling";
+import type { JobReply } from "../src/kernel/polling";
 import type {
   ActivationStatus,
   ActivationView,
@@ -69,7 +69,7 @@ export function float32(values: readonly number[], offset = 1): DataView {
 export function heatmap(rows: number, columns: number, changes: Partial<Heatmap> = {}): Heatmap {
   const full: [number, number] = [rows, columns];
   const size = { type: "heatmap" as const, buffer: 0, rows, columns, full };
-  return { ...size, reduced: null, slice: "0, 3, :, :", minimum: 0, maximum: 1, ...changes };
+  return { ...size, reduced: null, slice: "0, 3, :, :", ...changes };
 }
 
 export const HISTOGRAM: Histogram = { type: "histogram", counts: [1, 0, 6, 3], edges: [-2, -1, 0, 1, 2], slice: null };
@@ -98,7 +98,7 @@ export function patch(number: number, changes: Partial<PatchState> = {}): PatchS
 
 const JOB = { seconds: 0.25, fraction: null, error: null };
 
-export function runStatus(id: number, changes: Partial<RunStatus> = {}): Reported<RunStatus> {
+export function runStatus(id: number, changes: Partial<RunStatus> = {}): JobReply<RunStatus> {
   return { result: { ...JOB, id, state: "running", report: null, ...changes }, buffers: [] };
 }
 
@@ -122,7 +122,7 @@ export function activationStatus(
   id: number,
   changes: Partial<ActivationStatus> = {},
   buffers: DataView[] = [],
-): Reported<ActivationStatus> {
+): JobReply<ActivationStatus> {
   return { result: { ...JOB, id, state: "running", view: null, ...changes }, buffers };
 }
 

@@ -65,6 +65,15 @@ def test_changes_are_noticed(change: Callable[[dict[str, Any]], object], words: 
     assert inputs.change() == words
 
 
+def test_a_tensor_in_the_place_of_one_that_is_gone_is_another_one() -> None:
+    for _ in range(20):  # the new one may be where the old one was
+        kept = [torch.ones(2)]
+        inputs = ExampleInputs((kept,), {})
+        kept.clear()
+        kept.append(torch.zeros(2))
+        assert inputs.change() == "argument 0.sub_0 is another object"
+
+
 def test_containers_that_hold_themselves_are_looked_at_once() -> None:
     loop: list[Any] = [1]
     loop.append(loop)

@@ -243,22 +243,6 @@ def test_a_source_that_does_not_run_is_an_error_and_no_older_value() -> None:
         pg.patch({"b.output": SkipPatch(torch.ones(3))}).__enter__()
 
 
-def test_sweeps_are_the_loop(gpt2: PatchableGraph) -> None:
-    def patches(layer: int, kind: str) -> dict[str, Any]:
-        path = f"transformer.h_{layer}.mlp"
-        if kind == "skip":
-            return {path: SkipPatch()}
-        return {f"{path}.output": FromPatch(f"transformer.h_{layer}.ln_1.output", rows=[1, 0])}
-
-    axes = {"layer": [0, 1, 2], "kind": ["skip", "read"]}
-    result = gpt2.sweep(axes, patches, TOKENS, metric=lambda output: output.logits[:, -1, 3].sum(), progress=False)
-    for layer in axes["layer"]:
-        for kind in axes["kind"]:
-            with torch.no_grad(), gpt2.patch(patches(layer, kind)):
-                expected = gpt2(TOKENS).logits[:, -1, 3].sum().item()
-            assert result.sel(layer=layer, kind=kind) == expected
-
-
 def test_a_transform_cannot_write_into_the_source(gpt2: PatchableGraph) -> None:
     source = "transformer.h_0.mlp.output"
     for rows in (None, [0, 1]):

@@ -375,19 +375,6 @@ def test_the_end_of_a_generation(gpt2: PatchableGraph) -> None:
     assert len(calls) == 3
 
 
-def test_a_sweep_with_stops_is_the_loop(gpt2: PatchableGraph) -> None:
-    def patches(layer: int) -> dict[str, Any]:
-        return {f"transformer.h_{layer}.output": StopPatch(), "transformer.h_0.mlp.output": ZeroPatch()}
-
-    def metric(output: Any) -> Tensor:
-        return (output if isinstance(output, Tensor) else output.logits).sum()
-
-    result = gpt2.sweep({"layer": [0, 1, 2]}, patches, TOKENS, metric=metric, progress=False)
-    for layer in range(3):
-        with torch.no_grad(), gpt2.patch(patches(layer)):
-            assert result[layer] == metric(gpt2(TOKENS)).item()
-
-
 def test_stops_that_are_refused(gpt2: PatchableGraph) -> None:
     with pytest.raises(PatchMapError, match="a run ends at a node, not at a position"):
         gpt2.patch({"transformer.h_1.output": StopPatch(positions=1)}).__enter__()

@@ -130,21 +130,6 @@ def test_containers_come_back_in_their_class() -> None:
     assert "_Result(hidden = add" in root.code
 
 
-def test_model_outputs_come_back_as_they_were() -> None:
-    modeling_outputs = pytest.importorskip("transformers.modeling_outputs")
-    x = torch.rand(2, 3)
-
-    def function(x: Tensor) -> Any:
-        return modeling_outputs.BaseModelOutputWithPooling(last_hidden_state=x + 1, attentions=(x * 2,))
-
-    result = graph_module(Runs(function), x).run_graph((x,), {})
-    assert type(result) is modeling_outputs.BaseModelOutputWithPooling
-    assert list(result) == ["last_hidden_state", "attentions"]
-    assert result.pooler_output is None
-    assert torch.equal(result.attentions[0], x * 2)
-    assert torch.equal(result[0], x + 1)
-
-
 _SENTINEL = object()
 
 

@@ -19,7 +19,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    FromPatch,
+    PatchableGraph,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    SkipPatch,
+    StopPatch,
+    ZeroPatch,
+)
 from graphpatch_notebook.errors import ExperimentError
 from tests.experiments.engine.loops import TOLERANCE, differing, numbers
 from tests.laws.captures import capture_of
@@ -86,9 +97,11 @@ class Cells:
         self.units = [0]
         self.patch = AddPatch(value=0.0, slice=(..., 0))
         self.probe, self.record = ProbePatch(), RecordPatch()
+        self.patches: dict[str, Any] = {}
 
     def make(self, number: int) -> dict[str, Any]:
-        patches: dict[str, Any] = {}
+        patches = self.patches  # one dict for all cells
+        patches.clear()
         if self.is_aimed:
             self.at = number + 1
         for kind in self.rng.sample(self.kinds, min(len(self.kinds), self.rng.randint(1, 2))):
@@ -130,6 +143,15 @@ class Cells:
 
     def nothing(self, number: int) -> dict[str, Any]:
         return {}
+
+    def skipped(self, number: int) -> dict[str, Any]:
+        return {self.path.removesuffix(".output"): SkipPatch()}
+
+    def read(self, number: int) -> dict[str, Any]:
+        return {self.rng.choice(self.paths[1:]): FromPatch(self.paths[0])}
+
+    def stopped(self, number: int) -> dict[str, Any]:
+        return {self.path: StopPatch()}
 
     # -- alike, but made of what is reused -----------------------------------------------------------------------------
 
@@ -241,7 +263,7 @@ class Adding(AddPatch):
         return super().op(value) * len(self.calls)
 
 
-PURE = ["plain", "whole_value", "position", "nothing"]
+PURE = ["plain", "whole_value", "position", "nothing", "skipped", "read", "stopped"]
 REUSED = ["reused_value", "reused_data", "reused_numpy", "reused_whole", "reused_mask", "reused_list", "reused_patch"]
 REUSED += ["drawn_value", "generated_value", "next_value"]
 IMPURE = ["handed_on", "late", "counted", "noisy", "noisy_by_numpy", "noisy_by_all", "iterated", "subclassed"]

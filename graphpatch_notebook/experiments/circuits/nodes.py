@@ -19,7 +19,6 @@ from graphpatch_notebook.experiments.circuits.stream import (
     StreamStep,
     Sum,
     Writer,
-    boundary_path,
     in_order,
     is_same,
 )
@@ -105,7 +104,7 @@ def nodes_of(root: Frame, *, heads: bool = True, experts: bool = False) -> Nodes
     known: dict[tuple[bool, bool], Nodes] = root.capture.findings.setdefault(nodes_of, {})
     key = (heads, experts)
     if key not in known:
-        known[key] = _Finder(root, find(root), heads, experts).found
+        known[key] = _NodeFinder(root, find(root), heads, experts).found
     found = known[key]
     if not found.readers or not found.writers:
         where, why = next(iter({**find(root).missing, **found.skipped}.items()), ("layers[*]", "nothing was found"))
@@ -134,7 +133,7 @@ def writers_in(source: Sum) -> set[Writer]:
 _Cut = Callable[[Node, Value], bool]
 
 
-class _Finder:
+class _NodeFinder:
     """Finds senders and receivers in what `components` found."""
 
     def __init__(self, root: Frame, components: Components, heads: bool, experts: bool) -> None:
@@ -178,7 +177,7 @@ class _Finder:
                 return
             except NoPathError:
                 pass
-        path = boundary_path(self._flow, value)
+        path = self._flow.boundary_path(value)
         stream = _prefix(stack)
         self._by_value[value] = Writer((f"{stream}@embed",), value, path, stream=stream)
         self.found.streams[stream] = path
@@ -191,7 +190,7 @@ class _Finder:
             writers = self._of_experts(named, each.write.value, each.mlp.router)
         if not writers:
             name = f"{named.name}{each.kind}_out"
-            writers = [Writer((name,), each.write.value, boundary_path(self._flow, each.write.value))]
+            writers = [Writer((name,), each.write.value, self._flow.boundary_path(each.write.value))]
         for writer in writers:
             steps = self._steps_to(each.write.value, writer)
             self._by_value[writer.value] = replace(writer, stream=stream, steps=steps)
@@ -237,7 +236,7 @@ class _Finder:
             return []
         shared = f"{named.name}shared_experts.out"
         return [
-            each if isinstance(each, Writer) else Writer((shared,), value, boundary_path(self._flow, value))
+            each if isinstance(each, Writer) else Writer((shared,), value, self._flow.boundary_path(value))
             for each, value in zip(found, summands, strict=True)
         ]
 
@@ -276,7 +275,7 @@ class _Finder:
                 return place.path
             reads = self._flow.reads(value.node) if self._flow.frame_of[value.node] is frame else []
             if not reads or not in_order(value, reads[0]):
-                return boundary_path(self._flow, value)
+                return self._flow.boundary_path(value)
             value = reads[0]
 
     # -- receivers -----------------------------------------------------------------------------------------------------
@@ -310,15 +309,13 @@ class _Finder:
         except (NoWeightError, ExperimentError, ValueError) as error:
             return str(error)
         for letter, made in found.items():
-            heads = made.heads if made.are_separate else made.heads.reshape(1, -1)
-            names = [f"{name}.heads[{head}].{letter}" for head in range(len(heads))]
+            names = [f"{name}.heads[{head}].{letter}" for head in range(len(made.heads))]
             if not made.are_separate:
                 names = [f"{name}.{letter}"]
                 self.found.skipped[f"{name}.heads[*].{letter}"] = "a norm over all heads makes them one receiver"
             path = self._output_path(made.linear)
             number = self._flow.order[made.linear.node]
-            own = Projection(made.linear, heads, made.are_separate, made.matrix)
-            self.found.readers.append(Reader(tuple(names), (path,), sources[letter], number, own))
+            self.found.readers.append(Reader(tuple(names), (path,), sources[letter], number, made))
             self._note_fed(name, names, self._components[f"{name}.{letter}"])
         return ""
 
@@ -340,12 +337,7 @@ class _Finder:
         """Returns the path of the result of a linear map: the output of its module, if it is a module."""
         value = linear
         while True:
-            path = self._flow.path(value)
-            for frame in self._flow.frames_around(value):
-                place = next((place for place in self._flow.outputs(frame) if place.value == value), None)
-                if place is None or self._flow.is_read_in(value, frame):
-                    break
-                path = place.path
+            path = self._flow.boundary_path(value, is_unread=True)
             users = self._flow.users.get(value.node, [])
             inside = [user for user in users if self._flow.frame_of[user] is self._flow.frame_of[value.node]]
             if path != self._flow.path(value) or len(inside) != 1 or not in_order(Value(inside[0]), value):

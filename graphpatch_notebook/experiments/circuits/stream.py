@@ -380,7 +380,7 @@ class LinearPaths:
             args, kwargs = (map_leaves(each, lambda g: argument(g, rows)) for each in (made.args, made.kwargs))
             return made.target(*args, **kwargs)
 
-        return self._normed(value, source, boundary_path(self._flow, source), function)
+        return self._normed(value, source, self._flow.boundary_path(source), function)
 
     def _normed(self, value: Value, source: Value, path: str, function: Any) -> Sum:
         if source.shape != value.shape:
@@ -428,17 +428,6 @@ def _is_constant(flow: Flow, value: Value) -> bool:
         return flow.is_held(value) and _constant(flow, value) is not None
     except GraphError:
         return False
-
-
-def boundary_path(flow: Flow, value: Value) -> str:
-    """Returns the path of a value, at the output of a module if one returns it: reading it there is cheapest."""
-    path = flow.path(value)
-    for frame in flow.frames_around(value):
-        place = next((place for place in flow.outputs(frame) if place.value == value), None)
-        if place is None:
-            break
-        path = place.path
-    return path
 
 
 def in_order(value: Value, source: Value) -> bool:

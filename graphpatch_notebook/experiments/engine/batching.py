@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.checks.dimensions import Dimensions, NoBatchError, dimensions_of
-from graphpatch_notebook.execution import Entry, is_given_cache
-from graphpatch_notebook.execution.replay import (
+from graphpatch_notebook.execution import (
     NEVER,
+    Entry,
     FrameNode,
     FrameTree,
+    is_given_cache,
     leaves_of,
 )
 from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions, substitutes

@@ -13,14 +13,14 @@ from torch import Tensor
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.model_state import Fingerprint, ModuleState
-from graphpatch_notebook.execution import FrameWatch, frames_seen
-from graphpatch_notebook.execution.replay import (
+from graphpatch_notebook.execution import (
     NEVER,
     FrameFlow,
     FrameNode,
     FrameRecording,
     FrameTree,
-    all_modules,
+    FrameWatch,
+    frames_seen,
     own_tensors,
     storage_of,
     tensors_in,
@@ -273,7 +273,7 @@ def watched_run(
     marks = {target.path: Mark(tree=tree, noticed=noticed) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
-    with frames_seen(watch, all_modules(captured(pg).module)), pg.patch(patches).quiet():
+    with frames_seen(watch, captured(pg).module.modules()), pg.patch(patches).quiet():
         return marks, pg(*fresh.args, **fresh.kwargs)
 
 

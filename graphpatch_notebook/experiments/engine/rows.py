@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.dimensions import batch_inputs
-from graphpatch_notebook.execution import Entry, apply_to_rows
-from graphpatch_notebook.execution.replay import leaves_of
+from graphpatch_notebook.execution import Entry, apply_to_rows, leaves_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.values import mapped, readable_children, rebuilt, with_own_containers

@@ -13,6 +13,7 @@ with the reason. The runner then falls back to a simpler setup; a remark gives t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -27,10 +28,12 @@ from torch.nn import Module
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import Entry, PatchContext, frames_seen
-from graphpatch_notebook.execution.replay import (
+from graphpatch_notebook.execution import (
+    Entry,
     FrameNode,
     FrameReplay,
+    PatchContext,
+    frames_seen,
     leaves_of,
     own_tensors,
     tensors_in,
@@ -53,7 +56,7 @@ from graphpatch_notebook.experiments.engine.rows import (
     taken,
 )
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest, SweepSetup, sweep_setup
-from graphpatch_notebook.experiments.engine.trimming import ReadElsewhereError, fill, is_part, watched_metric
+from graphpatch_notebook.experiments.engine.trimming import ReadElsewhereError, is_part, paired, watched_metric
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 
@@ -91,8 +94,7 @@ class CellRunner:
         self._setup = setup
         self._plain = Plain(setup)
         self._replays = Replays(setup) if setup.clean is not None and setup.replays else None
-        may_replay = self._replays is not None and setup.has_same_bits
-        self._replayed = Replayed(setup, self._replays) if self._replays is not None and may_replay else None
+        self._replayed = Replayed(setup, self._replays) if self._replays is not None and setup.has_same_bits else None
         self._batched = Batched(setup) if setup.batching is not None else None
 
     @property
@@ -263,9 +265,14 @@ class Replays:
         self._modules: dict[frozenset[FrameNode], list[Module]] = {}
         self._are_equal: dict[frozenset[FrameNode], bool] = {frozenset(): True}
 
+    @functools.cached_property
+    def cost(self) -> RunCost:
+        """The cost of the clean run."""
+        return RunCost.of(self._clean.tree)
+
     def worthwhile(self, until: float) -> frozenset[FrameNode]:
         """Returns the frames that ended before a time; none if they do little: the comparison costs a run."""
-        work = 1 - RunCost.of(self._clean.tree).fraction_after(until)
+        work = 1 - self.cost.fraction_after(until)
         return frozenset(self._clean.tree.replayable(until) if work > _LITTLE_WORK else ())
 
     def are_equal_without(self, frames: frozenset[FrameNode]) -> bool:
@@ -305,7 +312,6 @@ class Replayed:
         assert setup.clean is not None
         self._setup, self._clean, self._replays = setup, setup.clean, replays
         self._plain = Plain(setup)
-        self._cost = RunCost.of(self._clean.tree)
         self._cells: Counter[float] = Counter()
         self._runs: Counter[float] = Counter()
 
@@ -322,7 +328,7 @@ class Replayed:
         until = self._first_of(entries)
         self._runs[until] += 1
         frames = frozenset(self._clean.tree.replayable(until))
-        saved = self._cost.fraction_of(frames)
+        saved = self._replays.cost.fraction_of(frames)
         # A comparison is one more run, and replays the same frames.
         if max(self._cells[until], self._runs[until]) * saved <= 1 - saved:
             return self._plain.measured(patches, entries)
@@ -550,7 +556,9 @@ def _assure_same_alone(
         if is_same and setup.is_trimmed:
             # Of the same numbers: rounding may be more than a small difference of logits.
             trimmed = own_tensors(outputs[most])
-            fill(trimmed, alone, is_last=is_last)
+            for own, whole in paired(trimmed, alone, is_last=is_last):
+                if isinstance(own, Tensor):
+                    own.copy_(whole)
             is_same = measurement(metric(alone)).is_close(measurement(metric(trimmed)))
     if not is_same:
         raise RowsError("in one forward with others, a cell has other numbers than in a forward of its own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.execution import FUSED_MODULES, innermost
-from graphpatch_notebook.execution.replay import NEVER, all_modules, has_hooks, own_tensors
+from graphpatch_notebook.execution import FUSED_MODULES, NEVER, has_hooks, innermost, own_tensors
 from graphpatch_notebook.experiments.engine.batching import Batching, batching_of, most_cells
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun, Mark, clean_run
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -48,8 +48,9 @@ class SweepRequest:
     batch: int | str | None = "auto"
     backward: bool = False
 
+    @functools.cached_property
     def why_alone(self) -> str | None:
-        """Returns why cells that may share forwards cannot do so with these inputs, as a message."""
+        """Why cells that may share forwards cannot do so with these inputs, as a message."""
         if self.batch is not None:
             try:
                 most_cells(self.inputs, self.batch)
@@ -182,7 +183,7 @@ def _looked_at(
     if why is not None:
         state.restore()
         return plain(request.baseline(pg)).remarked(f"{_ONE_BY_ONE}: {why}")
-    why_alone = request.why_alone()
+    why_alone = request.why_alone
     may_share = request.batch is not None and why_alone is None
     setup = _trimmed(pg, request, targets, state, known, may_share=may_share)
     assert setup.clean is not None
@@ -205,7 +206,7 @@ def _looked_at(
 
 def why_plain(pg: PatchableGraph) -> str | None:
     """Returns why all cells must run as in a plain loop, as a message; `None` if cells may share work."""
-    modules = all_modules(captured(pg).module)
+    modules = list(captured(pg).module.modules())
     if has_global_hooks() or any(map(has_hooks, modules)):
         return "there are hooks on modules, which may keep what they see"
     if captured(pg).runs_own_graphs:
@@ -234,7 +235,7 @@ def _trimmed(
     the same: frames that write into it would have to run in each cell.
     """
     inputs, metric = request.inputs, request.metric
-    holds_fused = any(isinstance(module, FUSED_MODULES) for module in all_modules(captured(pg).module))
+    holds_fused = any(isinstance(module, FUSED_MODULES) for module in captured(pg).module.modules())
     # Torch's fused kernels may have run in the clean run and not in patched ones, or the reverse.
     is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
     full = known or (request.baseline(pg) if is_fused else None)

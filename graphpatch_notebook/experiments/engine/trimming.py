@@ -7,17 +7,17 @@ whether a metric reads the last position only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.execution.replay import leaves_of
+from graphpatch_notebook.execution import leaves_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.values import IMMUTABLE, readable_children
+from graphpatch_notebook.values import ABSENT, IMMUTABLE, readable_children
 
 _LOGITS, _CACHE = "logits_to_keep", "use_cache"
 _LEAVES = (Tensor, *IMMUTABLE)
@@ -109,27 +109,22 @@ def watched_metric(metric: Callable[[Any], Any], output: Any) -> Any:
 
 def is_part(part: Any, whole: Any, is_equal: Callable[[Tensor, Tensor], bool], *, is_last: bool = False) -> bool:
     """Whether a trimmed output has what the whole output has, or its last position if `is_last`."""
-    if isinstance(part, Tensor):
-        return isinstance(whole, Tensor) and is_equal(part, _as_in(part, whole, is_last=is_last))
-    inside = readable_children(part)
+    return all(
+        isinstance(theirs, Tensor) and is_equal(own, theirs) if isinstance(own, Tensor) else bool(own == theirs)
+        for own, theirs in paired(part, whole, is_last=is_last)
+    )
+
+
+def paired(part: Any, whole: Any, *, is_last: bool = False) -> Iterator[tuple[Any, Any]]:
+    """Yields each leaf of a trimmed output with the same part of the whole output; `ABSENT` where it has none."""
+    inside = None if isinstance(part, Tensor) else readable_children(part)
     if inside is None:
-        return bool(part == whole)
+        is_cut = is_last and isinstance(part, Tensor) and isinstance(whole, Tensor) and whole.shape != part.shape
+        yield part, whole[:, -1:] if is_cut else whole
+        return
     among = dict(readable_children(whole) or ())
-    return all(key in among and is_part(child, among[key], is_equal, is_last=is_last) for key, child in inside)
-
-
-def fill(part: Any, whole: Any, *, is_last: bool) -> None:
-    """Writes the numbers of the whole output into a trimmed one."""
-    if isinstance(part, Tensor):
-        part.copy_(_as_in(part, whole, is_last=is_last))
-    elif (inside := readable_children(part)) is not None:
-        among = dict(readable_children(whole) or ())
-        for key, child in inside:
-            fill(child, among[key], is_last=is_last)
-
-
-def _as_in(part: Tensor, whole: Tensor, *, is_last: bool) -> Tensor:
-    return whole[:, -1:] if is_last and whole.shape != part.shape else whole
+    for key, child in inside:
+        yield from paired(child, among.get(key, ABSENT), is_last=is_last)
 
 
 def trims(

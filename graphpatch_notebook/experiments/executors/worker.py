@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.execution.replay import tensors_in
+from graphpatch_notebook.execution import tensors_in
 from graphpatch_notebook.experiments.engine.cells import CellResult, PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import Fingerprint, ModuleState
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution.replay import NEVER, FrameTree
+from graphpatch_notebook.execution import NEVER, FrameTree
 from graphpatch_notebook.experiments.engine.cells import Cell, PatchMap
 from graphpatch_notebook.experiments.engine.clean_run import Mark
 from graphpatch_notebook.experiments.engine.inputs import Inputs

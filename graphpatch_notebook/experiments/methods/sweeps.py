@@ -116,7 +116,7 @@ def run_sweep(
 
 def _worthwhile(request: SweepRequest, count: int) -> SweepRequest:
     """Returns the request for this number of cells that may share work: as in a plain loop, if these are few."""
-    may_share = request.batch is not None and request.why_alone() is None
+    may_share = request.batch is not None and request.why_alone is None
     return replace(request, paths=()) if count < (_FEW if may_share else _FEW_ALONE) else request
 
 

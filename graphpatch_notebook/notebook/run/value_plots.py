@@ -173,8 +173,7 @@ def _heatmap(part: Tensor, text: str | None, low: Any, mean: Any, high: Any, rem
     takes_maxima = low >= 0 and high > _PEAKED * mean
     strips = [_reduced(doubles(part[at : at + block[0]]), block, takes_maxima) for at in range(0, rows, block[0])]
     values = torch.cat(strips).to(torch.float32)
-    shown = values[values.isfinite()]
-    if not len(shown):
+    if not values.isfinite().any():
         return nothing("none of its numbers fits into float32")
     words = [remark] if remark else []
     if not is_whole:
@@ -188,8 +187,6 @@ def _heatmap(part: Tensor, text: str | None, low: Any, mean: Any, high: Any, rem
         "full": [rows, columns],
         "reduced": "; ".join(words) or None,
         "slice": text,
-        "minimum": float(shown.min()),
-        "maximum": float(shown.max()),
         "constant": low if low == high and all(bool(piece.isfinite().all()) for piece in pieces(part)) else None,
     }
     return Picture(plot, struct.pack(f"<{values.numel()}f", *values.flatten().tolist()))

@@ -347,7 +347,7 @@ _VIRIDIS = (
     (170, 220, 50),
     (253, 231, 37),
 )
-"""Every 32nd color of viridis, as in js/src/plots/plane.ts."""
+"""Every 32nd color of viridis, as in js/src/plots/matrix.ts."""
 
 
 def picture_of(layers: Sequence[Tensor]) -> bytes:

@@ -370,7 +370,7 @@ class GenerationView(ComputedView):
         }
 
     def _packed(self) -> bytes:
-        """Returns the numbers of all lines, as `readGeneration` in generation_data.ts reads them."""
+        """Returns the numbers of all lines, as `readGeneration` in generation_view.ts reads them."""
         vocabulary, parts = np.array(self._vocabulary), []
         for one in self._shown_lines.continuations:
             parts.append(np.searchsorted(vocabulary, one.tokens).astype("<u4"))

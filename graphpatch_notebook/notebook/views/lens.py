@@ -288,7 +288,7 @@ class LensView(ComputedView):
         }
 
     def _packed(self) -> bytes:
-        """Returns the numbers: for each run and stream those of all rows, as `readCells` in lens_data.ts reads them."""
+        """Returns the numbers: for each run and stream those of all rows, as `readLens` in lens_view.ts reads them."""
         vocabulary, top = np.array(self._vocabulary), self._top
         parts: list[bytes] = []
         for read in (read for run in self._runs for read in run.values()):

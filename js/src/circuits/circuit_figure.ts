@@ -1,20 +1,20 @@
 /**
- * The picture of a circuit. The kernel places everything (`experiments/circuits/layout.py`); this draws it, and answers
- * pointer and keyboard: a slider leaves out weak edges, what is pointed at is shown with its neighbors, a click pins it.
+ * The picture of a circuit. The kernel computes the layout (`experiments/circuits/layout.py`); this draws it, and handles
+ * pointer and keyboard: a slider hides weak edges, hovering highlights a node with its neighbors, a click pins it.
  */
 import type { CircuitEdge, CircuitNode, CircuitPicture, Pinned } from "../kernel/protocol";
-import { copyText, element, icon, replaceChildren, setAttribute, svgElement } from "../page/dom";
+import { buttonElement, copyText, element, icon, replaceChildren, setAttribute, svgElement } from "../page/dom";
 import { formatCount, formatNumber } from "../page/numbers";
 
 interface FigureOptions {
-  /** Something else is pinned, or nothing any more. */
+  /** Called when another node or edge is pinned; `null`: nothing is pinned. */
   onPin(pinned: Pinned | null): void;
-  /** What one can do with a node that is pinned; `null`: nothing. */
+  /** Buttons for a pinned node. */
   actions: ((node: CircuitNode) => HTMLElement[]) | null;
 }
 
-/** Least width, in CSS pixels, of what reacts to the pointer around the line of an edge. */
-const EASY_TO_HIT = 12;
+/** The minimum width of the area around an edge that reacts to the pointer, in CSS pixels. */
+const MIN_HIT_WIDTH = 12;
 
 interface DrawnNode {
   node: CircuitNode;
@@ -39,8 +39,8 @@ export class CircuitFigure {
   private readonly slider: HTMLInputElement;
   private count: number;
   private pinned: Pinned | null = null;
-  private pointed: Pinned | null = null;
-  /** The node that Tab goes to. */
+  private hovered: Pinned | null = null;
+  /** The node in the tab order. */
   private active = 0;
 
   constructor(
@@ -83,13 +83,13 @@ export class CircuitFigure {
     this.showPinned();
   }
 
-  /** Pins a node or an edge, without telling `onPin`. */
+  /** Pins a node or an edge, without calling `onPin`. */
   pin(pinned: Pinned | null): void {
     this.pinned = pinned;
     this.showPinned();
   }
 
-  /** Marks the nodes of rows of the tree: the row that is selected there, and the rows that have patches. */
+  /** Marks the node of the row that is selected in the tree, and the nodes of rows with patches. */
   mark(selected: number | null, patched: ReadonlySet<string>): void {
     for (const { node, group } of this.nodes) {
       group.classList.toggle("gp-in-tree", node.row >= 0 && node.row === selected);
@@ -97,7 +97,7 @@ export class CircuitFigure {
     }
   }
 
-  // -- what is drawn -------------------------------------------------------------------------------------------------
+  // -- drawing -------------------------------------------------------------------------------------------------------
 
   private draw(): SVGSVGElement {
     const { width, height, bands, columns } = this.circuit;
@@ -132,9 +132,9 @@ export class CircuitFigure {
     const target = svgElement("path", {
       class: "gp-circuit-target",
       d: edge.line,
-      "stroke-width": Math.max(EASY_TO_HIT, edge.thickness + 4),
+      "stroke-width": Math.max(MIN_HIT_WIDTH, edge.thickness + 4),
     });
-    this.react(target, ["edge", number]);
+    this.addPointerListeners(target, ["edge", number]);
     return { edge, lines: [line, target] };
   }
 
@@ -142,7 +142,9 @@ export class CircuitFigure {
     const { x, y, width, height, ports } = node;
     const box = svgElement("rect", { x: x - width / 2, y: y - height / 2, width, height, rx: 6 });
     const label = svgElement("text", { x, y: y + (ports.length > 0 ? 0 : 4) }, node.label);
-    const inputs = ports.map(([name, at]) => svgElement("text", { class: "gp-circuit-port", x: at, y: y + 14 }, name));
+    const inputs = ports.map(([name, atPosition]) =>
+      svgElement("text", { class: "gp-circuit-port", x: atPosition, y: y + 14 }, name),
+    );
     const group = svgElement(
       "g",
       { class: "gp-circuit-node", role: "button", tabindex: number === 0 ? 0 : -1 },
@@ -150,19 +152,19 @@ export class CircuitFigure {
       label,
       ...inputs,
     );
-    this.react(group, ["node", number]);
+    this.addPointerListeners(group, ["node", number]);
     group.addEventListener("focus", () => {
       this.active = number;
-      this.point(["node", number]);
+      this.hover(["node", number]);
     });
-    group.addEventListener("blur", () => this.point(null));
+    group.addEventListener("blur", () => this.hover(null));
     return { node, group };
   }
 
-  private react(target: Element, what: Pinned): void {
-    target.addEventListener("pointerenter", () => this.point(what));
-    target.addEventListener("pointerleave", () => this.point(null));
-    target.addEventListener("click", () => this.choose(what));
+  private addPointerListeners(target: Element, what: Pinned): void {
+    target.addEventListener("pointerenter", () => this.hover(what));
+    target.addEventListener("pointerleave", () => this.hover(null));
+    target.addEventListener("click", () => this.togglePin(what));
   }
 
   private legend(): HTMLElement {
@@ -185,15 +187,15 @@ export class CircuitFigure {
   }
 
   private copyButton(name: string, text: string): HTMLElement {
-    const said = element("span", { class: "gp-unseen", role: "status" });
+    const said = element("span", { class: "gp-visually-hidden", role: "status" });
     const copy = async () => {
       said.textContent = (await copyText(text, this.element)) ? "copied" : "the browser does not allow copying";
     };
-    const button = element("button", { type: "button", class: "gp-button", onclick: copy }, icon("copy"), name);
+    const button = buttonElement({ onclick: copy }, icon("copy"), name);
     return element("span", {}, button, said);
   }
 
-  // -- which edges are shown -----------------------------------------------------------------------------------------
+  // -- visible edges -------------------------------------------------------------------------------------------------
 
   private showStrongest(count: number): void {
     this.count = count;
@@ -218,11 +220,11 @@ export class CircuitFigure {
       this.nameNode(number);
     });
     if (!seen.has(this.active)) this.setActive([...seen][0] ?? 0);
-    if (this.pinned !== null && !this.isShown(this.pinned)) this.choose(null);
+    if (this.pinned !== null && !this.isShown(this.pinned)) this.togglePin(null);
     else this.highlight();
   }
 
-  /** Makes nodes faint, and edges that begin at one: what a filter takes out. */
+  /** Makes nodes faint that do not pass a filter, and their edges. */
   fade(isFaint: (name: string) => boolean): void {
     for (const { group, node } of this.nodes) group.classList.toggle("gp-faint", isFaint(node.name));
     for (const { edge, lines } of this.edges) {
@@ -249,14 +251,14 @@ export class CircuitFigure {
     setAttribute(drawn.group, "aria-label", `${label}${this.at(position)}: ${name}, ${counts}`);
   }
 
-  // -- what is pointed at, and pinned --------------------------------------------------------------------------------
+  // -- hovering and pinning ------------------------------------------------------------------------------------------
 
-  private point(what: Pinned | null): void {
-    this.pointed = what;
+  private hover(what: Pinned | null): void {
+    this.hovered = what;
     this.highlight();
   }
 
-  private choose(what: Pinned | null): void {
+  private togglePin(what: Pinned | null): void {
     const isSame = what !== null && this.pinned?.[0] === what[0] && this.pinned[1] === what[1];
     this.pinned = isSame ? null : what;
     this.showPinned();
@@ -264,7 +266,7 @@ export class CircuitFigure {
   }
 
   private highlight(): void {
-    const focus = this.pointed ?? this.pinned;
+    const focus = this.hovered ?? this.pinned;
     const near = new Set<number>();
     this.edges.forEach(({ edge, lines }, number) => {
       const ends = [edge.from, ...edge.to];
@@ -282,7 +284,7 @@ export class CircuitFigure {
       group.classList.toggle("gp-near", near.has(number));
     });
     this.picture.classList.toggle("gp-focused", focus !== null);
-    this.readout.replaceChildren(...this.describe(this.pointed));
+    this.readout.replaceChildren(...this.describe(this.hovered));
   }
 
   private describe(what: Pinned | null): (Node | string)[] {
@@ -297,11 +299,11 @@ export class CircuitFigure {
       " → ",
       element("code", {}, edge.receiver),
       `${this.at(edge.position)}: `,
-      element("strong", { class: "gp-number" }, signed(edge.score)),
+      element("strong", { class: "gp-number" }, withSign(edge.score)),
     ];
   }
 
-  /** ` at 5`, for what is at a position. */
+  /** ` at 5`, for a node or edge at a position. */
   private at(position: number | null): string {
     return position === null ? "" : ` at ${position}`;
   }
@@ -342,10 +344,10 @@ export class CircuitFigure {
 
   private unpin(): HTMLElement {
     const close = () => {
-      this.choose(null);
+      this.togglePin(null);
       this.nodes[this.active]?.group.focus();
     };
-    return element("button", { type: "button", class: "gp-button", onclick: close }, "Unpin");
+    return buttonElement({ onclick: close }, "Unpin");
   }
 
   private table(title: string, edges: CircuitEdge[], text: (edge: CircuitEdge) => string): HTMLElement | null {
@@ -355,7 +357,7 @@ export class CircuitFigure {
         "tr",
         {},
         element("td", {}, element("code", {}, text(edge))),
-        element("td", { class: "gp-number" }, signed(edge.score)),
+        element("td", { class: "gp-number" }, withSign(edge.score)),
       ),
     );
     const caption = element("caption", {}, title);
@@ -374,7 +376,7 @@ export class CircuitFigure {
     if (next !== undefined) {
       this.setActive(next);
       this.nodes[next]?.group.focus();
-    } else this.choose(isChoice ? ["node", this.active] : null);
+    } else this.togglePin(isChoice ? ["node", this.active] : null);
   }
 
   private setActive(number: number): void {
@@ -384,7 +386,7 @@ export class CircuitFigure {
     });
   }
 
-  /** The node that an arrow key leads to; `undefined`: there is none, or it is another key. */
+  /** The node that an arrow key goes to; `undefined` for other keys. */
   private nextNode(key: string): number | undefined {
     const from = this.nodes[this.active]?.node;
     if (from === undefined) return undefined;
@@ -404,12 +406,12 @@ export class CircuitFigure {
   }
 }
 
-/** `q` of `layers[2].attn.heads[3].q`, for the list of what a head reads. */
+/** The input of a head: `q` of `layers[2].attn.heads[3].q`. */
 function inputOf(receiver: string): string {
   return receiver.slice(receiver.lastIndexOf(".") + 1);
 }
 
-/** With a sign in front, as scores are written. */
-function signed(score: number): string {
+/** Formats a score, always with a sign. */
+function withSign(score: number): string {
   return score < 0 ? `−${formatNumber(-score)}` : `+${formatNumber(score)}`;
 }

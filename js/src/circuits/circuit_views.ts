@@ -1,8 +1,8 @@
-/** Where the picture of a circuit is: alone, as `show_circuit` shows it, or above the tree of its model. */
+/** The picture of a circuit, alone, as `show_circuit` shows it, or above the tree of its model. */
 import type { CircuitNode, CircuitTraits } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element } from "../page/dom";
 import type { TreeState } from "../tree/tree_state";
-import type { Model, Part, View } from "../view";
+import { listen, type Model, type Part, saveChanges, type View } from "../view";
 import { itemOf } from "../views/selection";
 import { CircuitFigure } from "./circuit_figure";
 
@@ -10,28 +10,23 @@ export function makeCircuitView(model: Model<CircuitTraits>, onRemove: (undo: ()
   const figure = new CircuitFigure(model.get("circuit"), {
     onPin: (pinned) => {
       model.set("pinned", pinned);
-      try {
-        model.save_changes();
-      } catch {
-        return; // hosts throw without a connection: what is pinned is seen here only
-      }
+      saveChanges(model);
     },
     actions: null,
   });
   const follow = () => figure.pin(model.get("pinned"));
-  model.on("change:pinned", follow);
-  onRemove(() => model.off("change:pinned", follow));
+  listen({ model, onRemove }, "change:pinned", follow);
   follow();
   return figure.element;
 }
 
-/** A node that is pinned is the selected row of the tree, at its position if it has one, and can be patched. */
+/** The picture above the tree. A pinned node selects its row in the tree, and can be patched. */
 export function makeCircuitPanel(view: View, state: TreeState): Part {
   const panel = element("div", { class: "gp-circuit-panel" });
   let figure: CircuitFigure | null = null;
   const actions = (node: CircuitNode) => {
     if (node.row < 0) return [];
-    const patch = element("button", { type: "button", class: "gp-button gp-primary" }, "Patch …");
+    const patch = buttonElement({ class: "gp-button gp-primary" }, "Patch …");
     const positions = node.position === null ? "" : String(node.position);
     patch.addEventListener("click", () => view.editPatch({ row: node.row, component: node.name, positions }, patch));
     return [patch];
@@ -39,7 +34,7 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
   const mark = () => {
     const patched = view.model.get("session").patches.map(({ path }) => path);
     figure?.mark(state.activeRow, new Set(patched));
-    figure?.fade((name) => !view.filter.leaves(itemOf(name)));
+    figure?.fade((name) => !view.filter.keeps(itemOf(name)));
   };
   const show = () => {
     const circuit = view.model.get("circuit") ?? null;
@@ -59,10 +54,8 @@ export function makeCircuitPanel(view: View, state: TreeState): Part {
     panel.append(figure.element);
     mark();
   };
-  view.model.on("change:circuit", show);
-  view.model.on("change:session", mark);
-  view.onRemove(() => view.model.off("change:circuit", show));
-  view.onRemove(() => view.model.off("change:session", mark));
+  listen(view, "change:circuit", show);
+  listen(view, "change:session", mark);
   view.onRemove(state.onChange(mark));
   view.onRemove(view.filter.onChange(mark));
   show();

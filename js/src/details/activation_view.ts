@@ -1,26 +1,22 @@
-/** What a node's value is, on request: statistics, a plot of a 2-D slice of it, and steps through the other slices. */
-import { Poller, type Reported } from "../kernel/polling";
+/** Shows the value of a node on request: statistics, a plot of a 2-D slice, and steps to the other slices. */
+import { type JobReply, Poller } from "../kernel/polling";
 import type { ActivationStatus, ActivationView } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element, showFieldError } from "../page/dom";
 import { makePlot } from "../plots/plots";
 import { makeStatistics } from "../plots/statistics";
-import { choiceOf, describeInputs, inputsOf } from "../runs/inputs";
+import { describeInputs, inputsOf, patchesKey } from "../runs/inputs";
 import { Progress } from "../runs/progress";
 import { type Part, RequestFailed, type View } from "../view";
 
-export interface ActivationPart extends Part {
-  /** Interrupts the run, and drops the value in the kernel. */
-  close(): void;
-}
+let sliceFields = 0;
 
-let fields = 0;
-
-class Activation implements ActivationPart {
+/** The activation section of a popup. It does not send requests before the user presses its button. */
+export class ActivationSection implements Part {
   readonly element: HTMLElement;
   private readonly button: HTMLButtonElement;
   private readonly isPatched = element("input", { type: "checkbox", checked: true });
   private readonly inputs = element("p", { class: "gp-note" });
-  private readonly stale = element("p", { class: "gp-message gp-outdated", hidden: true });
+  private readonly outdated = element("p", { class: "gp-message gp-outdated", hidden: true });
   private readonly error = element("p", { class: "gp-message gp-error", role: "alert", hidden: true });
   private readonly progress: Progress;
   private readonly slice = element("input", { type: "text", class: "gp-field gp-typed", spellcheck: "false" });
@@ -29,23 +25,22 @@ class Activation implements ActivationPart {
   private readonly sliceRow: HTMLElement;
   private readonly result = element("div", { class: "gp-stack gp-activation-result" });
   private readonly poller: Poller<ActivationStatus>;
-  /** What the kernel keeps for us. */
+  /** The jobs whose values the kernel keeps. */
   private readonly ids = new Set<number>();
   private current: number | null = null;
   private shape: number[] = [];
-  /** The patches that the shown value was made with; `null`: none is shown, or it is without patches. */
-  private choice: string | null = null;
+  /** The patches of the shown value; `null`: no value is shown, or it is without patches. */
+  private patchesKey: string | null = null;
   private isClosed = false;
 
   constructor(
     private readonly view: View,
     private readonly row: number,
   ) {
-    const label = { type: "button", class: "gp-button", onclick: () => this.show(this.plane) };
-    this.button = element("button", label, "Show activation");
+    this.button = buttonElement({ onclick: () => this.show(this.plane) }, "Show activation");
     this.progress = new Progress("Progress of the activation", view.kernel, () => this.interrupt());
     this.sliceRow = this.makeSliceRow();
-    const ask = (id: number) => this.hear(view.kernel.ask("activation_status", { id }));
+    const ask = (id: number) => this.trackJob(view.kernel.ask("activation_status", { id }));
     this.poller = new Poller<ActivationStatus>(ask, {
       onStatus: (answer) => this.onStatus(answer),
       onError: (reason) => this.onError(reason),
@@ -53,22 +48,32 @@ class Activation implements ActivationPart {
     const patched = element("label", { class: "gp-check" }, this.isPatched, "With the chosen patches");
     const head = element("div", { class: "gp-line" }, this.button, patched);
     const title = element("h3", { class: "gp-heading" }, "Activation");
-    const parts = [title, head, this.inputs, this.progress.element, this.error, this.sliceRow, this.stale, this.result];
+    const parts = [
+      title,
+      head,
+      this.inputs,
+      this.progress.element,
+      this.error,
+      this.sliceRow,
+      this.outdated,
+      this.result,
+    ];
     this.element = element("section", { class: "gp-stack gp-activation", "aria-label": "Activation" }, ...parts);
     this.listen();
   }
 
+  /** Interrupts the run, and drops the value in the kernel. */
   close(): void {
     if (this.isClosed) return;
     this.isClosed = true;
     this.poller.stop();
     this.progress.hide();
     this.view.model.off("change:session", this.onSession);
-    for (const id of this.ids) this.letGo(id);
+    for (const id of this.ids) this.release(id);
   }
 
   private makeSliceRow(): HTMLElement {
-    const id = `gp-activation-slice-${fields++}`;
+    const id = `gp-activation-slice-${sliceFields++}`;
     this.slice.id = id;
     this.sliceError.id = `${id}-error`;
     const field = element(
@@ -91,9 +96,9 @@ class Activation implements ActivationPart {
   }
 
   private readonly onSession = (): void => {
-    const isStale = this.choice !== null && this.choice !== choiceOf(this.view.model.get("session"));
-    this.stale.hidden = !isStale;
-    this.stale.textContent = isStale ? "The chosen patches have changed since: press “Show again”." : "";
+    const isStale = this.patchesKey !== null && this.patchesKey !== patchesKey(this.view.model.get("session"));
+    this.outdated.hidden = !isStale;
+    this.outdated.textContent = isStale ? "The chosen patches have changed since: press “Show again”." : "";
   };
 
   private get plane(): string | null {
@@ -107,22 +112,22 @@ class Activation implements ActivationPart {
     this.progress.showWaiting();
     this.inputs.replaceChildren("Inputs: ", element("code", {}, describeInputs(view)));
     const isPatched = this.isPatched.checked;
-    this.choice = isPatched ? choiceOf(view.model.get("session")) : null;
+    this.patchesKey = isPatched ? patchesKey(view.model.get("session")) : null;
     const payload = { row, plane, is_patched: isPatched, inputs: inputsOf(view) };
-    this.poller.follow(this.hear(view.kernel.ask("activation", payload)));
+    this.poller.follow(this.trackJob(view.kernel.ask("activation", payload)));
   }
 
-  /** Stores the number of the job of an answer, even if the answer is not needed any more. */
-  private async hear(asked: Promise<Reported<ActivationStatus>>): Promise<Reported<ActivationStatus>> {
+  /** Stores the id of a job, even if its reply is not needed any more. */
+  private async trackJob(asked: Promise<JobReply<ActivationStatus>>): Promise<JobReply<ActivationStatus>> {
     const answer = await asked;
     const { id } = answer.result;
-    if (this.isClosed) this.letGo(id);
+    if (this.isClosed) this.release(id);
     else this.ids.add(id);
     return answer;
   }
 
-  /** Closes a job in the kernel; nothing to do if the kernel is lost. */
-  private letGo(id: number): void {
+  /** Closes a job in the kernel, unless the kernel is lost. */
+  private release(id: number): void {
     this.ids.delete(id);
     this.view.kernel.ask("activation_close", { id }).catch(() => undefined);
   }
@@ -130,17 +135,17 @@ class Activation implements ActivationPart {
   private interrupt(): void {
     if (this.current === null) return;
     this.progress.showInterrupting();
-    this.poller.follow(this.hear(this.view.kernel.ask("activation_interrupt", { id: this.current })));
+    this.poller.follow(this.trackJob(this.view.kernel.ask("activation_interrupt", { id: this.current })));
   }
 
-  private onStatus({ result, buffers }: Reported<ActivationStatus>): void {
+  private onStatus({ result, buffers }: JobReply<ActivationStatus>): void {
     this.current = result.id;
     if (result.state === "running") {
       this.progress.show(result);
       return;
     }
     this.finish();
-    for (const id of this.ids) if (id !== result.id) this.letGo(id);
+    for (const id of this.ids) if (id !== result.id) this.release(id);
     if (result.state === "done" && result.view !== null) this.fill(result.view, buffers);
     else if (result.state === "interrupted") this.fail("Interrupted. Press “Show again” to start again.");
     else this.fail(`${result.error ?? "The run failed."}\nChange the inputs or the patches, then press “Show again”.`);
@@ -150,10 +155,7 @@ class Activation implements ActivationPart {
     this.finish();
     const field = reason instanceof RequestFailed ? reason.error.field : null;
     if (field === "plane") {
-      this.slice.setAttribute("aria-invalid", "true");
-      this.slice.setAttribute("aria-describedby", this.sliceError.id);
-      this.sliceError.textContent = reason.message;
-      this.sliceError.hidden = false;
+      showFieldError(this.slice, this.sliceError, reason.message);
       this.result.classList.remove("gp-dimmed");
     } else this.fail(field === "inputs" ? `The inputs, as typed under “Run”: ${reason.message}` : reason.message);
   }
@@ -171,9 +173,7 @@ class Activation implements ActivationPart {
 
   private clearErrors(): void {
     this.error.hidden = true;
-    this.sliceError.hidden = true;
-    this.slice.removeAttribute("aria-invalid");
-    this.slice.removeAttribute("aria-describedby");
+    showFieldError(this.slice, this.sliceError, null);
   }
 
   private fill(shown: ActivationView, buffers: DataView[]): void {
@@ -182,15 +182,15 @@ class Activation implements ActivationPart {
     const slice = plot.type === "none" ? null : plot.slice;
     if (slice !== null && !this.slice.matches(":focus")) this.slice.value = slice;
     this.sliceRow.hidden = this.shape.length < 2;
-    this.fillSteppers(leadingOf(slice, this.shape));
+    this.fillSteppers(steppedDimensions(slice, this.shape));
     const options = { title: `Activation of ${path}`, rowTokens: shown.row_labels, columnTokens: shown.column_labels };
     this.result.replaceChildren(makeStatistics(statistics), makePlot(plot, buffers, options));
     this.result.classList.remove("gp-dimmed");
     this.onSession();
   }
 
-  /** Replaces the buttons, and keeps the focus on the same one. */
-  private fillSteppers(leading: Leading[]): void {
+  /** Replaces the buttons, and restores the focus. */
+  private fillSteppers(leading: SteppedDimension[]): void {
     const name = this.steppers.querySelector(":focus")?.getAttribute("aria-label");
     this.steppers.replaceChildren(...leading.map((one) => this.stepper(one)));
     for (const button of this.steppers.querySelectorAll("button")) {
@@ -198,13 +198,11 @@ class Activation implements ActivationPart {
     }
   }
 
-  private stepper({ dimension, index, size }: Leading): HTMLElement {
+  private stepper({ dimension, index, size }: SteppedDimension): HTMLElement {
     const name = `Dimension ${dimension}`;
     const step = (by: number, text: string, word: string) =>
-      element(
-        "button",
+      buttonElement(
         {
-          type: "button",
           class: "gp-step",
           "aria-label": `${name}: ${word}`,
           "aria-disabled": index + by < 0 || index + by >= size,
@@ -228,29 +226,24 @@ class Activation implements ActivationPart {
     );
   }
 
-  /** From what is asked for, not from what is shown: so that quick clicks add up. */
+  /** Steps from the requested slice, not from the shown one, so that quick clicks add up. */
   private step(dimension: number, by: number): void {
-    const asked = leadingOf(this.plane, this.shape).find((one) => one.dimension === dimension);
-    const moved = asked && moveAlong(this.slice.value, this.shape, dimension, asked.index + by);
+    const asked = steppedDimensions(this.plane, this.shape).find((one) => one.dimension === dimension);
+    const moved = asked && withIndex(this.slice.value, this.shape, dimension, asked.index + by);
     if (!moved) return;
     this.slice.value = moved;
     this.show(moved);
   }
 }
 
-/** The activation section of a popup. It does not send requests before the user presses its button. */
-export function makeActivation(view: View, row: number): ActivationPart {
-  return new Activation(view, row);
-}
-
-/** A dimension that one can walk along. */
-interface Leading {
+/** A dimension of which the slice takes one index. */
+interface SteppedDimension {
   dimension: number;
   index: number;
   size: number;
 }
 
-function expand(slice: string, dimensions: number): string[] | null {
+function expandSlice(slice: string, dimensions: number): string[] | null {
   const parts = slice.split(",").map((part) => part.trim());
   if (parts[parts.length - 1] === "") parts.pop();
   const ellipsis = parts.indexOf("...");
@@ -264,9 +257,9 @@ function expand(slice: string, dimensions: number): string[] | null {
   return parts.length === dimensions && isPlain ? parts : null;
 }
 
-/** Empty for a slice without single positions, or with parts that cannot be parsed (`None`, names). */
-export function leadingOf(slice: string | null, shape: readonly number[]): Leading[] {
-  const parts = slice === null ? null : expand(slice, shape.length);
+/** Empty for a slice without single indices, or with parts that cannot be parsed (`None`, names). */
+export function steppedDimensions(slice: string | null, shape: readonly number[]): SteppedDimension[] {
+  const parts = slice === null ? null : expandSlice(slice, shape.length);
   return (parts ?? []).flatMap((part, dimension) => {
     const size = shape[dimension] ?? 1;
     if (part.includes(":") || size < 2) return [];
@@ -276,9 +269,9 @@ export function leadingOf(slice: string | null, shape: readonly number[]): Leadi
   });
 }
 
-/** The slice with one dimension at another index; `null` if that cannot be written. */
-export function moveAlong(slice: string, shape: readonly number[], dimension: number, index: number): string | null {
-  const parts = expand(slice, shape.length);
+/** The slice with another index of one dimension; `null` if it cannot be parsed or the index is out of range. */
+export function withIndex(slice: string, shape: readonly number[], dimension: number, index: number): string | null {
+  const parts = expandSlice(slice, shape.length);
   const size = shape[dimension] ?? 0;
   if (parts === null || index < 0 || index >= size) return null;
   parts[dimension] = String(index);

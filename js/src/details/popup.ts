@@ -1,75 +1,53 @@
-/** The popup: what there is to know of a node. */
+/** The popup with the details of a node. */
 
-import { wordsOf } from "../kernel/kernel";
+import { asRequestError } from "../kernel/kernel";
 import type { Details, Kind, Link, Source } from "../kernel/protocol";
-import { copyText, element, icon, replaceChildren } from "../page/dom";
-import { type Floating, focusedElement, makeFloating } from "../page/floating";
+import { buttonElement, copyText, element, icon, replaceChildren } from "../page/dom";
+import { Dialog, focusedElement } from "../page/floating";
 import { visible, visibleLines } from "../page/visible";
 import { shapeText } from "../patches/edits";
 import { whyUnpatchable } from "../patches/patchable";
 import type { Part, View } from "../view";
+import { ActivationSection } from "./activation_view";
 import { coloredPython } from "./python_code";
 
-export interface Popup extends Part {
-  show(row: number, anchor: Element): void;
-  close(): void;
-}
+/** The term for the torch function or class of a row. */
+const FACT_NAMES: Partial<Record<Kind, string>> = { graph: "module", unused: "module", op: "operation" };
+/** With more links, the rest are behind a button. */
+const MAX_LINKS = 12;
 
-/** What is shown below the facts of a value, by who knows how to show it. */
-type Section = (view: View, row: number) => SectionPart;
-export interface SectionPart extends Part {
-  /** It is shown no more. */
-  close?(): void;
-}
-
-/** What the torch function, or the class, of a row is called. */
-const FACT_OF_KIND: Partial<Record<Kind, string>> = { graph: "module", unused: "module", op: "operation" };
-/** More links than this are behind a button. */
-const MOST_LINKS = 12;
-
-export function makePopup(view: View, sections: Section[] = []): Popup {
-  return new NodePopup(view, sections);
-}
-
-class NodePopup implements Popup {
+export class NodePopup implements Part {
   readonly element: HTMLElement;
-  private readonly floating: Floating;
+  private readonly dialog: Dialog;
   private row = -1;
   private anchor: Element | null = null;
-  private parts: SectionPart[] = [];
+  private activation: ActivationSection | null = null;
 
-  constructor(
-    private readonly view: View,
-    private readonly sections: Section[],
-  ) {
-    this.floating = makeFloating(view, {
+  constructor(private readonly view: View) {
+    this.dialog = new Dialog(view, {
       class: "gp-popup",
       height: 460,
-      isLight: true,
+      closesOnOutsideClick: true,
       onEscape: () => this.close(),
-      onClose: () => this.closeParts(),
+      onClose: () => this.activation?.close(),
     });
-    this.element = this.floating.element;
+    this.element = this.dialog.element;
   }
 
   show(row: number, anchor: Element): void {
-    this.closeParts();
+    this.activation?.close();
     this.row = row;
     this.anchor = anchor;
     const path = this.view.skeleton.path(row);
     this.fill(path, this.waiting());
-    this.floating.open(anchor, path || this.nameOfModel());
+    this.dialog.open(anchor, path || this.nameOfModel());
     this.element.focus({ preventScroll: true });
     void this.load(row, path);
   }
 
   close(): void {
     this.row = -1;
-    this.floating.close();
-  }
-
-  private closeParts(): void {
-    for (const part of this.parts.splice(0)) part.close?.();
+    this.dialog.close();
   }
 
   private async load(row: number, path: string): Promise<void> {
@@ -79,14 +57,15 @@ class NodePopup implements Popup {
     try {
       const { result } = await this.view.kernel.ask("details", { row });
       stop();
-      if (this.row === row && this.floating.isOpen) this.fill(path, this.body(result));
+      if (this.row === row && this.dialog.isOpen) this.fill(path, this.body(result));
     } catch (reason) {
       stop();
-      if (this.row === row && this.floating.isOpen) this.fill(path, this.failure(row, path, wordsOf(reason).message));
+      if (this.row === row && this.dialog.isOpen)
+        this.fill(path, this.failure(row, path, asRequestError(reason).message));
     }
   }
 
-  /** Puts the content in place, keeping the keyboard's focus inside. */
+  /** Replaces the content, and keeps the focus inside. */
   private fill(path: string, body: HTMLElement): void {
     const hadFocus = this.element.contains(focusedElement(this.element));
     replaceChildren(this.element, this.header(path), body);
@@ -100,7 +79,7 @@ class NodePopup implements Popup {
   private header(path: string): HTMLElement {
     const copy = async () => {
       const isCopied = await copyText(path, this.element);
-      if (isCopied) this.view.notices.say("path copied");
+      if (isCopied) this.view.notices.announce("path copied");
       else this.view.notices.error(`The browser does not allow copying. The path is: ${path}`);
       label.textContent = isCopied ? "Copied" : "Copy";
     };
@@ -109,7 +88,7 @@ class NodePopup implements Popup {
       "div",
       { class: "gp-floating-header" },
       element("div", { class: "gp-floating-title" }, visible(path || this.nameOfModel())),
-      path ? element("button", { type: "button", class: "gp-button", onclick: copy }, icon("copy"), label) : null,
+      path ? buttonElement({ onclick: copy }, icon("copy"), label) : null,
       closeButton(() => this.close()),
     );
   }
@@ -135,16 +114,14 @@ class NodePopup implements Popup {
       { class: "gp-floating-body" },
       element("p", this.view.kernel.isSaved ? saved : { class: "gp-error gp-message", role: "alert" }, message),
       this.facts(row, null),
-      this.view.kernel.state === "lost"
-        ? null
-        : element("div", {}, element("button", { type: "button", class: "gp-button", onclick: again }, "Ask again")),
+      this.view.kernel.state === "lost" ? null : element("div", {}, buttonElement({ onclick: again }, "Ask again")),
     );
   }
 
   private body(details: Details): HTMLElement {
     const { row } = details;
     const hasValue = whyUnpatchable(this.view.skeleton, row) === null;
-    this.parts = hasValue ? this.sections.map((section) => section(this.view, row)) : [];
+    this.activation = hasValue ? new ActivationSection(this.view, row) : null;
     return element(
       "div",
       { class: "gp-floating-body", tabindex: -1 },
@@ -153,7 +130,7 @@ class NodePopup implements Popup {
         ? element("ul", { class: "gp-notes" }, ...details.notes.map((note) => element("li", {}, visibleLines(note))))
         : null,
       this.patching(row),
-      ...this.parts.map((part) => part.element),
+      this.activation?.element,
       ...codeSection(details),
       ...this.links("Inputs", details.inputs),
       ...this.links("Used by", details.users),
@@ -165,7 +142,7 @@ class NodePopup implements Popup {
     const { skeleton } = this.view;
     const [kind, op] = [skeleton.kindOf(row), skeleton.opOf(row)];
     const facts: [string, string | null][] = [
-      [FACT_OF_KIND[kind] ?? "kind", op || kind],
+      [FACT_NAMES[kind] ?? "kind", op || kind],
       ["shape", details?.shape ? shapeText(details.shape) : null],
       ["dtype", details?.dtype ?? null],
       ["device", details?.device ?? null],
@@ -188,7 +165,7 @@ class NodePopup implements Popup {
       this.close();
     };
     if (unpatchable === null) {
-      const button = element("button", { type: "button", class: "gp-button gp-primary", onclick: edit(row) }, "Patch");
+      const button = buttonElement({ class: "gp-button gp-primary", onclick: edit(row) }, "Patch");
       return element("div", { class: "gp-popup-actions" }, button);
     }
     const { why, instead } = unpatchable;
@@ -198,9 +175,8 @@ class NodePopup implements Popup {
       element("p", { class: "gp-muted" }, why),
       instead === null
         ? null
-        : element(
-            "button",
-            { type: "button", class: "gp-button gp-primary", onclick: edit(instead) },
+        : buttonElement(
+            { class: "gp-button gp-primary", onclick: edit(instead) },
             `Patch ${visible(shortened(this.view.skeleton.path(instead), this.view.skeleton.path(row)))}`,
           ),
     );
@@ -208,12 +184,12 @@ class NodePopup implements Popup {
 
   private links(title: string, links: Link[]): HTMLElement[] {
     if (links.length === 0) return [];
-    const list = element("ul", { class: "gp-links" }, ...links.slice(0, MOST_LINKS).map((link) => this.link(link)));
-    if (links.length > MOST_LINKS) {
-      const more = element("button", { type: "button", class: "gp-node-link" }, `${links.length - MOST_LINKS} more`);
+    const list = element("ul", { class: "gp-links" }, ...links.slice(0, MAX_LINKS).map((link) => this.link(link)));
+    if (links.length > MAX_LINKS) {
+      const more = buttonElement({ class: "gp-node-link" }, `${links.length - MAX_LINKS} more`);
       const item = element("li", {}, more);
       more.addEventListener("click", () => {
-        const rest = links.slice(MOST_LINKS).map((link) => this.link(link));
+        const rest = links.slice(MAX_LINKS).map((link) => this.link(link));
         item.replaceWith(...rest);
         rest[0]?.querySelector("button")?.focus();
       });
@@ -228,19 +204,18 @@ class NodePopup implements Popup {
       this.close();
       this.view.focusTree();
     };
-    return element("li", {}, element("button", { type: "button", class: "gp-node-link", onclick: go }, visible(text)));
+    return element("li", {}, buttonElement({ class: "gp-node-link", onclick: go }, visible(text)));
   }
 }
 
 export function closeButton(onclick: () => void): HTMLElement {
-  return element(
-    "button",
-    { type: "button", class: "gp-button gp-quiet gp-close", "aria-label": "Close", title: "Close (Esc)", onclick },
+  return buttonElement(
+    { class: "gp-button gp-quiet gp-close", "aria-label": "Close", title: "Close (Esc)", onclick },
     icon("close"),
   );
 }
 
-/** A path as seen from what it is in. */
+/** A path relative to `above`. */
 function shortened(path: string, above: string): string {
   return above !== "" && path.startsWith(above) ? path.slice(above.length + 1) : path;
 }

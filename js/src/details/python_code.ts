@@ -1,4 +1,4 @@
-/** Python with light colors: spans that hold text, nothing else. */
+/** Syntax highlighting of Python. */
 
 const KEYWORDS =
   "False None True and as assert async await break class continue def del elif else except finally for from global if " +
@@ -18,14 +18,14 @@ const TOKENS = new RegExp(
   ].join("|"),
   "gm",
 );
-/** Longer code is not colored, and stays one text node. */
-const MOST_COLORED = 60_000;
+/** The rest of longer code is not colored. */
+const MAX_COLORED = 60_000;
 
-/** Returns the code as text nodes and spans of class `gp-py-...`; together they say exactly `code`. */
+/** Returns the code as text nodes and spans of class `gp-py-...`, which together have exactly the text of `code`. */
 export function coloredPython(code: string): DocumentFragment {
   const fragment = document.createDocumentFragment();
   let end = 0;
-  for (const match of code.slice(0, MOST_COLORED).matchAll(TOKENS)) {
+  for (const match of code.slice(0, MAX_COLORED).matchAll(TOKENS)) {
     const kind = Object.entries(match.groups ?? {}).find(([, text]) => text !== undefined)?.[0];
     if (kind === undefined) continue;
     fragment.append(code.slice(end, match.index));

@@ -1,16 +1,16 @@
 /** Requests to the kernel, and its state: idle, busy, or lost. */
 
-import { type Answer, type Kernel, type KernelState, type Model, RequestFailed } from "../view";
-import { GONE, SAVED, UNCONNECTED, watchLife } from "./kernel_life";
+import { type Answer, type Kernel, type KernelState, Listeners, listen, type Model, RequestFailed } from "../view";
+import { DISCONNECTED_MESSAGE, SAVED_MESSAGE, STOPPED_MESSAGE, watchKernel } from "./kernel_status";
 import type { LinkedTraits, Reply, Request, RequestError, RequestName, Requests } from "./protocol";
 
-/** How long an answer may take before the kernel is considered busy. */
-export const PATIENCE_MS = 500;
-/** How long a reply may take to arrive after the kernel has processed the message. */
-const GRACE_MS = 2000;
+/** The time without a reply after which the kernel counts as busy. */
+export const BUSY_AFTER_MS = 500;
+/** The time for a reply to arrive after the kernel has processed the message. */
+const REPLY_GRACE_MS = 2000;
 const UNANSWERED = "The kernel did not answer, perhaps since it was restarted: run the cell again.";
 
-interface Open {
+interface PendingRequest {
   resolve(answer: Answer<RequestName>): void;
   reject(error: RequestFailed): void;
   isQuiet: boolean;
@@ -19,129 +19,125 @@ interface Open {
 /** Returns the kernel of a model; its listeners are removed through `onRemove`. */
 export function connect(model: Model<LinkedTraits>, onRemove: (undo: () => void) => void): Kernel {
   const connection = new Connection(model);
-  const listener = (content: unknown, buffers: unknown) => connection.receive(content, buffers);
-  model.on("msg:custom", listener);
-  onRemove(() => model.off("msg:custom", listener));
+  listen({ model, onRemove }, "msg:custom", (content, buffers) => connection.receive(content, buffers));
   onRemove(() => connection.close());
-  watchLife(model, model.get("about")?.model_id, connection, onRemove);
+  watchKernel(model, model.get("about")?.model_id, connection, onRemove);
   return connection;
 }
 
 class Connection implements Kernel {
   state: KernelState = "idle";
-  why = "";
-  // Replies reach every view of the model, also those in other windows: the numbers must be unique.
-  private last = Math.floor(Math.random() * 2 ** 52);
-  private readonly open = new Map<number, Open>();
-  private readonly listeners = new Set<(state: KernelState) => void>();
-  private readonly graces = new Set<ReturnType<typeof setTimeout>>();
-  private patience: ReturnType<typeof setTimeout> | undefined;
+  lostReason = "";
+  // Replies reach every view of the model, also in other windows: ids must be unique.
+  private lastId = Math.floor(Math.random() * 2 ** 52);
+  private readonly pending = new Map<number, PendingRequest>();
+  private readonly listeners = new Listeners<KernelState>();
+  private readonly graceTimers = new Set<ReturnType<typeof setTimeout>>();
+  private busyTimer: ReturnType<typeof setTimeout> | undefined;
 
   constructor(private readonly model: Model<LinkedTraits>) {}
 
   get isSaved(): boolean {
-    return this.why === SAVED;
+    return this.lostReason === SAVED_MESSAGE;
   }
 
   ask<N extends RequestName>(request: N, payload: Requests[N]["payload"], isQuiet = false): Promise<Answer<N>> {
     return new Promise((resolve, reject) => {
       if (this.state === "lost") {
-        reject(failed(this.why));
+        reject(failure(this.lostReason));
         return;
       }
-      this.last += 1;
-      const id = this.last;
-      this.open.set(id, { resolve: resolve as Open["resolve"], reject, isQuiet });
+      this.lastId += 1;
+      const id = this.lastId;
+      this.pending.set(id, { resolve: resolve as PendingRequest["resolve"], reject, isQuiet });
       try {
         // marimo calls this when the message is sent; ipywidgets reads the property.
         const callbacks = Object.assign(() => undefined, {
-          iopub: { status: (message: unknown) => this.heard(id, message) },
+          iopub: { status: (message: unknown) => this.onStatus(id, message) },
         });
         this.model.send({ id, request, payload } satisfies Request<N>, callbacks);
       } catch {
-        this.lost(GONE);
+        this.onLost(STOPPED_MESSAGE);
         return;
       }
-      if (this.patience === undefined) this.wait();
+      if (this.busyTimer === undefined) this.restartBusyTimer();
     });
   }
 
   onState(listener: (state: KernelState) => void): () => void {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
+    return this.listeners.add(listener);
   }
 
   receive(content: unknown, buffers: unknown): void {
     if (!isReply(content)) return;
-    const request = this.open.get(content.id);
+    const request = this.pending.get(content.id);
     if (request === undefined) return;
-    this.open.delete(content.id);
+    this.pending.delete(content.id);
     if ("error" in content) request.reject(new RequestFailed(errorOf(content.error)));
-    else request.resolve({ result: content.result, buffers: views(buffers) });
-    this.wait();
+    else request.resolve({ result: content.result, buffers: dataViews(buffers) });
+    this.restartBusyTimer();
   }
 
-  lost(why: string): void {
-    // A kernel that has stopped is disconnected, too: a later connection is to a new kernel.
-    if (this.state === "lost" && why === UNCONNECTED) return;
-    const isNews = this.state === "lost" && this.why !== why;
-    this.why = why;
-    clearTimeout(this.patience);
-    this.patience = undefined;
-    const requests = [...this.open.values()];
-    this.open.clear();
-    if (isNews) this.tell();
-    else this.become("lost");
-    for (const request of requests) request.reject(failed(why));
+  onLost(why: string): void {
+    // A stopped kernel is also disconnected; a later connection is to a new kernel.
+    if (this.state === "lost" && why === DISCONNECTED_MESSAGE) return;
+    const isNews = this.state === "lost" && this.lostReason !== why;
+    this.lostReason = why;
+    clearTimeout(this.busyTimer);
+    this.busyTimer = undefined;
+    const requests = [...this.pending.values()];
+    this.pending.clear();
+    if (isNews) this.notify();
+    else this.setState("lost");
+    for (const request of requests) request.reject(failure(why));
   }
 
-  found(): void {
-    if (this.state === "lost" && this.why === UNCONNECTED) this.become("idle");
+  onReconnected(): void {
+    if (this.state === "lost" && this.lostReason === DISCONNECTED_MESSAGE) this.setState("idle");
   }
 
   close(): void {
-    clearTimeout(this.patience);
-    for (const grace of this.graces) clearTimeout(grace);
-    this.listeners.clear();
+    clearTimeout(this.busyTimer);
+    for (const grace of this.graceTimers) clearTimeout(grace);
   }
 
-  /** The kernel is idle until half a second has passed without any answer. */
-  private wait(): void {
-    clearTimeout(this.patience);
-    this.patience = undefined;
+  /** The kernel counts as idle until half a second has passed without a reply. */
+  private restartBusyTimer(): void {
+    clearTimeout(this.busyTimer);
+    this.busyTimer = undefined;
     if (this.state === "lost") return;
-    this.become("idle");
-    if ([...this.open.values()].every((request) => request.isQuiet)) return;
-    this.patience = setTimeout(() => this.become("busy"), PATIENCE_MS);
+    this.setState("idle");
+    if ([...this.pending.values()].every((request) => request.isQuiet)) return;
+    this.busyTimer = setTimeout(() => this.setState("busy"), BUSY_AFTER_MS);
   }
 
-  /** Hosts of ipywidgets report when the kernel has processed a message. Without a reply by then, it was lost. */
-  private heard(id: number, message: unknown): void {
+  /** Hosts of ipywidgets report when the kernel has processed a message. Without a reply soon after, the request is lost. */
+  private onStatus(id: number, message: unknown): void {
     const content = (message as { content?: { execution_state?: unknown } } | undefined)?.content;
-    if (content?.execution_state !== "idle" || !this.open.has(id)) return;
+    if (content?.execution_state !== "idle" || !this.pending.has(id)) return;
     const grace = setTimeout(() => {
-      this.graces.delete(grace);
-      const request = this.open.get(id);
+      this.graceTimers.delete(grace);
+      const request = this.pending.get(id);
       if (request === undefined) return;
-      this.open.delete(id);
-      this.wait();
-      request.reject(failed(UNANSWERED));
-    }, GRACE_MS);
-    this.graces.add(grace);
+      this.pending.delete(id);
+      this.restartBusyTimer();
+      request.reject(failure(UNANSWERED));
+    }, REPLY_GRACE_MS);
+    this.graceTimers.add(grace);
   }
 
-  private become(state: KernelState): void {
+  private setState(state: KernelState): void {
     if (this.state === state) return;
     this.state = state;
-    this.tell();
+    this.notify();
   }
 
-  private tell(): void {
-    for (const listener of [...this.listeners]) listener(this.state);
+  private notify(): void {
+    this.listeners.notify(this.state);
   }
 }
 
-function failed(message: string): RequestFailed {
+function failure(message: string): RequestFailed {
   return new RequestFailed({ message, field: null });
 }
 
@@ -159,8 +155,8 @@ function errorOf(error: unknown): RequestError {
   };
 }
 
-/** Hosts hand over binary parts as views, as arrays of bytes or as bare buffers. */
-function views(buffers: unknown): DataView[] {
+/** Hosts pass buffers as data views, typed arrays or array buffers. */
+function dataViews(buffers: unknown): DataView[] {
   if (!Array.isArray(buffers)) return [];
   return buffers.map((buffer: ArrayBuffer | ArrayBufferView) =>
     ArrayBuffer.isView(buffer)
@@ -169,8 +165,8 @@ function views(buffers: unknown): DataView[] {
   );
 }
 
-/** The reason of a rejected promise, for display. */
-export function wordsOf(reason: unknown): RequestError {
+/** The error of a rejected promise, for display. */
+export function asRequestError(reason: unknown): RequestError {
   if (reason instanceof RequestFailed) return reason.error;
   return { message: reason instanceof Error ? reason.message : String(reason), field: null };
 }

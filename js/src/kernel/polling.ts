@@ -3,18 +3,18 @@ import type { JobStatus } from "./protocol";
 
 const FIRST_DELAY = 30;
 const LONGEST_DELAY = 300;
-/** Of each delay over the one before: a job is seen to have finished after at most a fifth more of its time. */
-const GROWTH = 1.2;
+/** The ratio of consecutive delays: the end of a job is noticed after at most 20% more of its time. */
+const DELAY_FACTOR = 1.2;
 
-/** An `Answer` about a job. */
-export interface Reported<J extends JobStatus> {
+/** A reply about a job. */
+export interface JobReply<J extends JobStatus> {
   result: J;
   buffers: DataView[];
 }
 
-export interface Listener<J extends JobStatus> {
-  onStatus(reported: Reported<J>): void;
-  /** No answer: the kernel is lost, or knows nothing of the job. */
+export interface JobListener<J extends JobStatus> {
+  onStatus(reported: JobReply<J>): void;
+  /** There is no reply: the kernel is lost, or does not know the job. */
   onError(error: Error): void;
 }
 
@@ -22,20 +22,20 @@ function asError(reason: unknown): Error {
   return reason instanceof Error ? reason : new Error(String(reason));
 }
 
-/** Follows one job at a time: late answers for an earlier job are ignored. */
+/** Polls one job at a time; late replies for an earlier job are ignored. */
 export class Poller<J extends JobStatus> {
   private timer: ReturnType<typeof setTimeout> | undefined;
   private round = 0;
 
   constructor(
-    private readonly ask: (id: number) => Promise<Reported<J>>,
-    private readonly listener: Listener<J>,
+    private readonly ask: (id: number) => Promise<JobReply<J>>,
+    private readonly listener: JobListener<J>,
   ) {}
 
-  /** `start`: an answer that is on its way, of whatever makes the job known. */
-  follow(start: Promise<Reported<J>>): void {
+  /** `start`: the reply to the request that starts or names the job. */
+  follow(start: Promise<JobReply<J>>): void {
     this.stop();
-    void this.hear(start, this.round, FIRST_DELAY);
+    void this.receive(start, this.round, FIRST_DELAY);
   }
 
   stop(): void {
@@ -43,13 +43,13 @@ export class Poller<J extends JobStatus> {
     this.round++;
   }
 
-  private async hear(asked: Promise<Reported<J>>, round: number, delay: number): Promise<void> {
+  private async receive(asked: Promise<JobReply<J>>, round: number, delay: number): Promise<void> {
     try {
       const answer = await asked;
       if (round !== this.round) return;
       const { id, state } = answer.result;
       if (state === "running") {
-        const again = () => void this.hear(this.ask(id), round, Math.min(GROWTH * delay, LONGEST_DELAY));
+        const again = () => void this.receive(this.ask(id), round, Math.min(DELAY_FACTOR * delay, LONGEST_DELAY));
         this.timer = setTimeout(again, delay);
       }
       this.listener.onStatus(answer);

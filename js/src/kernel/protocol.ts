@@ -159,7 +159,7 @@ export interface AttentionLayer {
 /** The traits of a lens view, which `show_lens` shows. Besides `selection`, the front end sets `stream`. */
 export interface LensTraits extends LinkedTraits {
   lens: Lens;
-  /** Deflated numbers: see `readLens` in lens_data.ts. */
+  /** Deflated numbers: see `readLens` in lens_view.ts. */
   cells: DataView;
   /** The stream that is shown. */
   stream: string;
@@ -202,7 +202,7 @@ interface LensRow {
 /** The traits of a generation view, which `show_generation` shows. */
 export interface GenerationTraits extends LinkedTraits {
   generation: Generation;
-  /** Deflated numbers: see `readGeneration` in generation_data.ts. */
+  /** Deflated numbers: see `readGeneration` in generation_view.ts. */
   numbers: DataView;
 }
 
@@ -527,8 +527,6 @@ export interface Heatmap {
   reduced: string | null;
   /** Which part of the value it is, as a slice: `0, 3, :, :`. */
   slice: string;
-  minimum: number;
-  maximum: number;
   /** What all values of this part are, where they are one and the same. */
   constant?: number | null;
 }
@@ -634,7 +632,8 @@ export interface Requests {
   run: { payload: { inputs: string | null }; result: RunStatus };
   run_status: { payload: { id: number }; result: RunStatus };
   run_interrupt: { payload: { id: number }; result: RunStatus };
-  /** `plane`: a slice that leaves two dimensions (or one); `null`: the last two. Another slice of the same value does not run the model, unless a cell ran since. */
+  /** `plane`: a slice with two dimensions (or one); `null`: the last two. A new slice of the same value runs the model only if a
+   * cell ran since. */
   activation: {
     payload: { row: number; plane: string | null; is_patched: boolean; inputs: string | null };
     result: ActivationStatus;

@@ -3,14 +3,14 @@
 import { BrokenSkeleton } from "../tree/skeleton";
 import { element } from "./dom";
 
-const AGAIN = "Run the cell again; if that does not help, save the notebook and reload the page.";
+const ADVICE = "Run the cell again; if that does not help, save the notebook and reload the page.";
 
 /** Shows an error in place of the view. */
 export function showFailure(root: HTMLElement, error: unknown): void {
   const why = error instanceof Error ? error.message : String(error);
   const cause = error instanceof BrokenSkeleton ? "The tree cannot be shown" : "This widget failed";
   root.replaceChildren(
-    element("div", { class: "gp-failure", role: "alert" }, element("strong", {}, `${cause}: ${why}. `), AGAIN),
+    element("div", { class: "gp-failure", role: "alert" }, element("strong", {}, `${cause}: ${why}. `), ADVICE),
   );
   console.error(error);
 }
@@ -23,7 +23,7 @@ export function showFailure(root: HTMLElement, error: unknown): void {
 export function watchErrors(source: string, tell: (message: string) => void): () => void {
   const report = (error: unknown) => {
     const why = error instanceof Error ? error.message : String(error);
-    tell(`A view of this page raised an error: ${why}. It may be out of date. ${AGAIN}`);
+    tell(`A view of this page raised an error: ${why}. It may be out of date. ${ADVICE}`);
   };
   const onError = (event: ErrorEvent) => {
     if (event.filename === source) report(event.error ?? event.message);

@@ -1,13 +1,13 @@
-/** How elements are made: everything that comes from the user's model is text, and nothing is ever parsed as HTML. */
+/** Creates elements: everything from the user's model is text, and nothing is ever parsed as HTML. */
 
-/** A string, number or boolean becomes an attribute (`true`: an empty one), a function a listener; `null`, `false`: left out. */
+/** A string, number or `true` becomes an attribute, a function a listener; `null`, `undefined` and `false` are left out. */
 export type AttributeValue = string | number | boolean | null | undefined | ((event: never) => void);
 type Child = Node | string | null | undefined | false;
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /**
- * An element.
+ * Returns a new element.
  *
  *     element("button", { class: "gp-button", onclick: () => run(), disabled: !canRun }, icon("play"), "Run")
  */
@@ -16,19 +16,24 @@ export function element<K extends keyof HTMLElementTagNameMap>(
   attributes: Record<string, AttributeValue> = {},
   ...children: Child[]
 ): HTMLElementTagNameMap[K] {
-  return filled(document.createElement(tag), attributes, children);
+  return withContent(document.createElement(tag), attributes, children);
 }
 
-/** An element of a picture, as `element`. */
+/** A button that does not submit a form, of class `gp-button` unless another class is given. */
+export function buttonElement(attributes: Record<string, AttributeValue>, ...children: Child[]): HTMLButtonElement {
+  return element("button", { type: "button", class: "gp-button", ...attributes }, ...children);
+}
+
+/** As `element`, for SVG. */
 export function svgElement<K extends keyof SVGElementTagNameMap>(
   tag: K,
   attributes: Record<string, AttributeValue> = {},
   ...children: Child[]
 ): SVGElementTagNameMap[K] {
-  return filled(document.createElementNS(SVG, tag), attributes, children);
+  return withContent(document.createElementNS(SVG, tag), attributes, children);
 }
 
-function filled<E extends Element>(made: E, attributes: Record<string, AttributeValue>, children: Child[]): E {
+function withContent<E extends Element>(made: E, attributes: Record<string, AttributeValue>, children: Child[]): E {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") made.addEventListener(name.replace(/^on/, ""), value as EventListener);
     else setAttribute(made, name, value);
@@ -37,14 +42,14 @@ function filled<E extends Element>(made: E, attributes: Record<string, Attribute
   return made;
 }
 
-/** Sets an attribute, or takes it away for `null`, `undefined` and `false`. `aria-...`: `true` and `false` are written out. */
+/** Sets an attribute, or removes it for `null`, `undefined` and `false`. Booleans of `aria-...` attributes are written out. */
 export function setAttribute(target: Element, name: string, value: string | number | boolean | null | undefined): void {
   if (typeof value === "boolean" && name.startsWith("aria-")) target.setAttribute(name, String(value));
   else if (value === null || value === undefined || value === false) target.removeAttribute(name);
   else target.setAttribute(name, value === true ? "" : String(value));
 }
 
-/** Puts `children` in place of what an element holds. */
+/** Replaces the children of an element. */
 export function replaceChildren(target: Element, ...children: Child[]): void {
   target.replaceChildren();
   append(target, children);
@@ -56,7 +61,15 @@ function append(target: Element, children: Child[]): void {
   }
 }
 
-/** Outlines of 16 by 16, drawn with a line of 1.4. */
+/** Shows why the text of a field is invalid in `message`, which must have an id; `null`: it is valid. */
+export function showFieldError(field: Element, message: HTMLElement, error: string | null): void {
+  message.textContent = error;
+  message.hidden = error === null;
+  setAttribute(field, "aria-invalid", error === null ? null : "true");
+  setAttribute(field, "aria-describedby", error === null ? null : message.id);
+}
+
+/** SVG paths in a view box of 16 by 16, drawn with a stroke of 1.4. */
 export const ICONS = {
   add: "M8 3.5v9M3.5 8h9",
   arrow: "M3 8h10M9 4l4 4-4 4",
@@ -81,13 +94,13 @@ export const ICONS = {
   warning: "M8 2.5l6 11H2zM8 6.5v3.5M8 11.7v.3",
 } as const;
 
-/** A picture without a name of its own: the button around it has one. */
+/** An icon without a label: the button around it has one. */
 export function icon(name: keyof typeof ICONS): SVGSVGElement {
   const outline = svgElement("path", { d: ICONS[name] });
   return svgElement("svg", { class: "gp-icon", viewBox: "0 0 16 16", "aria-hidden": true }, outline);
 }
 
-/** Resolves to whether the text is in the clipboard now. */
+/** Copies text; resolves to whether that succeeded. */
 export async function copyText(text: string, near: HTMLElement): Promise<boolean> {
   try {
     await navigator.clipboard.writeText(text);
@@ -97,17 +110,17 @@ export async function copyText(text: string, near: HTMLElement): Promise<boolean
   }
 }
 
-/** The old way: needs a selection, and gives the keyboard's focus back. */
+/** Copies where the Clipboard API is not allowed, as in pages without HTTPS. */
 function copySelected(text: string, near: HTMLElement): boolean {
   const scope = near.getRootNode() as Document | ShadowRoot;
   const focused = scope.activeElement;
   const area = document.createElement("textarea");
-  area.className = "gp-unseen";
+  area.className = "gp-visually-hidden";
   area.readOnly = true;
   area.tabIndex = -1;
   area.setAttribute("aria-hidden", "true");
   area.value = text;
-  // Inside what has the focus now: an open dialog keeps it.
+  // Inside `near`, so that an open dialog keeps the focus.
   near.append(area);
   area.select();
   let isCopied = false;

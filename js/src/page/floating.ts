@@ -1,58 +1,39 @@
-/** A dialog beside what it is about: a popover, or a panel below the tree in browsers that have none. */
+/** A dialog beside its anchor: a popover, or a panel below the tree in browsers without popovers. */
 
-import type { View } from "../view";
+import type { Part, View } from "../view";
 import { element } from "./dom";
 
 const MARGIN = 8;
 const GAP = 4;
-/** Where there is less room than this, a dialog goes to the other side of its anchor. */
-const LEAST_HEIGHT = 220;
+/** With less space than this, in pixels, a dialog moves to the other side of its anchor. */
+const MIN_HEIGHT = 220;
 
-export interface Floating {
-  /** `role=dialog`; the caller adds the content. */
-  readonly element: HTMLElement;
-  readonly isOpen: boolean;
-  /** Shows it beside `anchor`, under the name that screen readers say. */
-  open(anchor: Element, name: string): void;
-  /** Closes it; the keyboard's focus, if it is inside, goes back to where it came from. */
-  close(): void;
-}
-
-interface Options {
+interface DialogOptions {
   class: string;
-  /** How high it becomes when all is in it, roughly: with less room below its anchor than that, it may go above. */
+  /** The approximate height with all content: with less space below the anchor, the dialog may open above it. */
   height: number;
-  /** Closes at a click anywhere else. Not for what one types in. */
-  isLight: boolean;
-  /** Escape was pressed; `close` is up to this. */
+  /** Whether a click outside closes it. `false` for forms. */
+  closesOnOutsideClick: boolean;
+  /** Called when Escape is pressed; decides whether to call `close`. */
   onEscape(): void;
-  /** It was open and is closed, by whatever way. */
+  /** Called after it was closed. */
   onClose?(): void;
 }
 
-export function makeFloating(view: View, options: Options): Floating {
-  const floating = new Dialog(view, options);
-  view.onRemove(() => floating.forget());
-  return floating;
-}
-
-function hasPopovers(): boolean {
-  return typeof HTMLElement.prototype.showPopover === "function";
-}
-
-class Dialog implements Floating {
+export class Dialog implements Part {
+  /** `role=dialog`; the caller adds the content. */
   readonly element: HTMLElement;
   isOpen = false;
-  private readonly isPopover = hasPopovers();
-  /** Where the anchor is within the view: scrolling replaces the elements of rows, so the element itself cannot be used. */
-  private place = { top: 0, bottom: 0, left: 0 };
+  private readonly isPopover = typeof HTMLElement.prototype.showPopover === "function";
+  /** The anchor's position in the view: scrolling replaces the elements of rows, so the element itself cannot be used. */
+  private anchorBox = { top: 0, bottom: 0, left: 0 };
   private side: "below" | "above" = "below";
   private opener: Element | null = null;
   private undos: (() => void)[] = [];
 
   constructor(
     private readonly view: View,
-    private readonly options: Options,
+    private readonly options: DialogOptions,
   ) {
     this.element = element("div", {
       class: `gp-floating ${options.class}`,
@@ -63,8 +44,10 @@ class Dialog implements Floating {
       onkeydown: (event: KeyboardEvent) => this.onKey(event),
     });
     this.element.classList.toggle("gp-inline", !this.isPopover);
+    view.onRemove(() => this.stopListening());
   }
 
+  /** Shows it beside `anchor`, with `name` as its accessible name. */
   open(anchor: Element, name: string): void {
     this.element.setAttribute("aria-label", name);
     this.measure(anchor);
@@ -78,26 +61,26 @@ class Dialog implements Floating {
     this.position();
   }
 
+  /** Closes it, and restores the focus if it is inside. */
   close(): void {
     if (!this.isOpen) return;
     const hadFocus = this.element.contains(focusedElement(this.view.root));
-    this.forget();
+    this.stopListening();
     if (this.isPopover) this.element.hidePopover();
     else this.element.hidden = true;
-    if (hadFocus) this.giveFocusBack();
+    if (hadFocus) this.restoreFocus();
     this.opener = null;
     this.options.onClose?.();
-    // Fields of a closed dialog cannot be found.
+    // Fields of a closed dialog must not be found by their labels.
     this.element.replaceChildren();
   }
 
-  /** Stops listening, without touching what is shown. */
-  forget(): void {
+  private stopListening(): void {
     this.isOpen = false;
     for (const undo of this.undos.splice(0)) undo();
   }
 
-  private giveFocusBack(): void {
+  private restoreFocus(): void {
     const { opener, view } = this;
     const isOutsideOfTree = opener instanceof HTMLElement && opener.isConnected && !opener.closest("[role=tree]");
     if (isOutsideOfTree && view.root.contains(opener) && opener.offsetParent !== null) opener.focus();
@@ -109,7 +92,7 @@ class Dialog implements Floating {
       target.addEventListener(event, listener as EventListener, { capture: true, passive: true });
       this.undos.push(() => target.removeEventListener(event, listener as EventListener, { capture: true }));
     };
-    if (this.options.isLight) on(document, "pointerdown", (event: Event) => this.onPointer(event));
+    if (this.options.closesOnOutsideClick) on(document, "pointerdown", (event: Event) => this.onPointerDown(event));
     if (!this.isPopover) return;
     const position = () => this.position();
     on(window, "resize", position);
@@ -122,7 +105,7 @@ class Dialog implements Floating {
     this.undos.push(() => observer.disconnect());
   }
 
-  private onPointer(event: Event): void {
+  private onPointerDown(event: Event): void {
     if (!event.composedPath().includes(this.element)) this.close();
   }
 
@@ -139,46 +122,46 @@ class Dialog implements Floating {
     const below = document.documentElement.clientHeight - MARGIN - GAP - box.bottom;
     const isBelow = below >= this.options.height || below >= box.top - GAP - MARGIN;
     this.side = isBelow ? "below" : "above";
-    this.place = { top: box.top - root.top, bottom: box.bottom - root.top, left: box.left - root.left };
+    this.anchorBox = { top: box.top - root.top, bottom: box.bottom - root.top, left: box.left - root.left };
   }
 
-  /** Puts it below or above its anchor, in the viewport as a whole. */
+  /** Places it below or above its anchor, inside the viewport. */
   private position(): void {
     if (!this.isOpen || !this.isPopover || !this.element.isConnected) return;
     const root = this.view.root.getBoundingClientRect();
     const { style } = this.element;
     const width = document.documentElement.clientWidth;
     const height = document.documentElement.clientHeight;
-    const top = clamp(root.top + this.place.top, 0, height);
-    const bottom = clamp(root.top + this.place.bottom, 0, height);
+    const top = clamp(root.top + this.anchorBox.top, 0, height);
+    const bottom = clamp(root.top + this.anchorBox.bottom, 0, height);
     style.maxWidth = `${width - 2 * MARGIN}px`;
     style.maxHeight = "";
     const wanted = Math.min(this.element.scrollHeight + 2, height - 2 * MARGIN);
     const below = height - MARGIN - bottom - GAP;
     const above = top - GAP - MARGIN;
-    // On the side where it was, unless that becomes too narrow: what comes in or scrolls does not make it jump.
+    // It stays on its side unless that becomes too narrow: new content and scrolling do not make it jump.
     const rooms = { below, above };
-    const isNarrow = rooms[this.side] < LEAST_HEIGHT && rooms[this.side] < Math.max(below, above);
+    const isNarrow = rooms[this.side] < MIN_HEIGHT && rooms[this.side] < Math.max(below, above);
     if (isNarrow) this.side = below >= above ? "below" : "above";
     const isBelow = this.side === "below";
     let room = isBelow ? below : above;
-    // Beside neither edge of the anchor: over it rather than a slit.
-    if (room < Math.min(wanted, LEAST_HEIGHT)) room = Math.min(wanted, height - 2 * MARGIN);
-    const limit = Math.min(room, this.highest(height));
+    // Without enough space on either side, it covers the anchor.
+    if (room < Math.min(wanted, MIN_HEIGHT)) room = Math.min(wanted, height - 2 * MARGIN);
+    const limit = Math.min(room, this.maxHeight(height));
     style.maxHeight = `${Math.round(limit)}px`;
     const size = this.element.getBoundingClientRect();
     const y = isBelow ? bottom + GAP : top - GAP - size.height;
     style.top = `${Math.round(clamp(y, MARGIN, Math.max(MARGIN, height - MARGIN - size.height)))}px`;
-    const x = root.left + this.place.left;
+    const x = root.left + this.anchorBox.left;
     style.left = `${Math.round(clamp(x, MARGIN, Math.max(MARGIN, width - MARGIN - size.width)))}px`;
   }
 
-  private highest(height: number): number {
-    return Math.max(LEAST_HEIGHT, Math.min(height - 2 * MARGIN, 640));
+  private maxHeight(height: number): number {
+    return Math.max(MIN_HEIGHT, Math.min(height - 2 * MARGIN, 640));
   }
 }
 
-/** What has the keyboard's focus, also inside of a shadow root. */
+/** The element that has the focus, also inside a shadow root. */
 export function focusedElement(inside: Element): Element | null {
   const scope = inside.getRootNode() as Partial<DocumentOrShadowRoot>;
   return scope.activeElement ?? null;

@@ -1,22 +1,18 @@
-/** What the view has to say: to screen readers, in an error bar, and of a kernel that is busy, lost, or was never there. */
+/** The messages of a view: to screen readers, in an error bar, and about a kernel that is busy, lost, or was never there. */
 
 import type { Kernel, Notices, Part } from "../view";
-import { element, icon } from "./dom";
+import { buttonElement, element, icon } from "./dom";
 
 const BUSY = "The kernel is busy: the answer follows when it is idle.";
 const LOST_TOO = "You can still browse the tree.";
 
 /** Returns the notices, with their element, which goes above the tree. */
 export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void): Notices & Part {
-  const spoken = element("div", { class: "gp-unseen", role: "status", "aria-live": "polite" });
+  const spoken = element("div", { class: "gp-visually-hidden", role: "status", "aria-live": "polite" });
   const words = element("div", { class: "gp-notice-text" });
-  const close = element(
-    "button",
-    { type: "button", class: "gp-button gp-quiet", "aria-label": "Close the message" },
-    icon("close"),
-  );
+  const close = buttonElement({ class: "gp-button gp-quiet", "aria-label": "Close the message" }, icon("close"));
   const bar = element("div", { class: "gp-notice gp-notice-error", hidden: true }, icon("warning"), words, close);
-  // The alert is there before it says anything: one that comes with its text is not read out everywhere.
+  // The alert exists before it has a text: some screen readers do not read one that is inserted with its text.
   const alert = element("div", { role: "alert" }, bar);
   const banner = element("div", { role: "status" });
   const clear = () => {
@@ -29,8 +25,8 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
   show();
   return {
     element: element("div", { class: "gp-notices" }, spoken, alert, banner),
-    say: (text) => {
-      // The same words twice are read twice only if the text changes.
+    announce: (text) => {
+      // Screen readers read a repeated message only if the text changes.
       spoken.textContent = spoken.textContent === text ? `${text}\u00a0` : text;
     },
     error: (message) => {
@@ -41,7 +37,7 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
   };
 }
 
-function kernelNotice({ state, why = "The kernel has stopped.", isSaved }: Kernel): HTMLElement[] {
+function kernelNotice({ state, lostReason: why = "The kernel has stopped.", isSaved }: Kernel): HTMLElement[] {
   if (state === "idle") return [];
   const notice = (kind: string, picture: Element, text: string) => [
     element(

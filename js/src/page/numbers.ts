@@ -1,9 +1,9 @@
-/** Numbers as text, never misleading: what is rounded looks rounded (`0.1000`), what is exact looks exact (`0.5`). */
+/** Formats numbers: a rounded number looks rounded (`0.1000`), an exact one looks exact (`0.5`). */
 
-/** Exact integers are written in full up to here; a float64 holds each of them. */
-const LARGEST_WRITTEN_OUT = 1e12;
-const SMALLEST_WITHOUT_EXPONENT = 1e-3;
-const LARGEST_WITHOUT_EXPONENT = 1e6;
+/** Integers below this are written in full; a float64 represents each of them exactly. */
+const MAX_EXACT_INTEGER = 1e12;
+const MIN_WITHOUT_EXPONENT = 1e-3;
+const MAX_WITHOUT_EXPONENT = 1e6;
 
 function groupThousands(digits: string): string {
   const [integer = "", fraction] = digits.split(".");
@@ -11,21 +11,21 @@ function groupThousands(digits: string): string {
   return fraction === undefined ? grouped : `${grouped}.${fraction}`;
 }
 
-/** Without trailing zeros, if the number stays the same. */
-function shortest(text: string, value: number): string {
+/** Removes trailing zeros, if the number stays the same. */
+function withoutTrailingZeros(text: string, value: number): string {
   if (Number(text) !== value || !text.includes(".")) return text;
   return text.replace(/0+(e|$)/, "$1").replace(/\.(e|$)/, "$1");
 }
 
-/** As `formatNumber`, of a positive finite number. */
+/** As `formatNumber`, for a positive finite number. */
 function formatMagnitude(value: number, digits: number): string {
-  if (Number.isInteger(value) && value < LARGEST_WRITTEN_OUT) return groupThousands(String(value));
-  if (value < SMALLEST_WITHOUT_EXPONENT || value >= LARGEST_WITHOUT_EXPONENT) {
-    return shortest(value.toExponential(digits - 1), value);
+  if (Number.isInteger(value) && value < MAX_EXACT_INTEGER) return groupThousands(String(value));
+  if (value < MIN_WITHOUT_EXPONENT || value >= MAX_WITHOUT_EXPONENT) {
+    return withoutTrailingZeros(value.toExponential(digits - 1), value);
   }
   const rounded = value.toPrecision(digits);
   const hasDecimals = rounded.includes(".") && !rounded.includes("e");
-  return groupThousands(shortest(hasDecimals ? rounded : value.toFixed(1), value));
+  return groupThousands(withoutTrailingZeros(hasDecimals ? rounded : value.toFixed(1), value));
 }
 
 /** A dash for `null` (unknown). Large numbers keep a decimal, so that they do not look like integers. */
@@ -38,7 +38,7 @@ export function formatNumber(value: number | null, digits = 4): string {
 }
 
 /** A number that is known up to `error`, without the digits beyond that: `0.24` for 0.2392 and 0.002. */
-export function formatWithin(value: number, error: number): string {
+export function formatWithError(value: number, error: number): string {
   if (!(error > 0) || value === 0 || !Number.isFinite(value)) return formatNumber(value, 5);
   const place = Math.ceil(Math.log10(error));
   const digits = Math.floor(Math.log10(Math.abs(value))) - place + 1;
@@ -50,7 +50,7 @@ export function formatCount(count: number, noun: string, plural = `${noun}s`): s
   return `${formatNumber(count)} ${count === 1 ? noun : plural}`;
 }
 
-/** Of a part of 1. `100%` and `0%` are exactly that. */
+/** Formats a fraction as a percentage. `100%` and `0%` are exact. */
 export function formatPercent(part: number): string {
   if (!Number.isFinite(part)) return formatNumber(part);
   const percent = part * 100;
@@ -75,7 +75,7 @@ export function formatShape(shape: readonly number[]): string {
   return shape.length === 0 ? "one number" : `[${shape.join(", ")}]`;
 }
 
-/** What the kernel says in the middle of a line, at the start of one. What may be a name is left as it is. */
+/** Makes a message of the kernel a sentence: capitalized, unless it starts with what may be a name, and with a full stop. */
 export function sentence(text: string): string {
   const start = /^[a-z]+ /.test(text) ? text.charAt(0).toUpperCase() + text.slice(1) : text;
   return /[.!?]$/.test(start) ? start : `${start}.`;

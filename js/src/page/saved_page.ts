@@ -17,16 +17,16 @@ interface FrontEnd {
   render(context: { model: SavedModel; el: HTMLElement }): unknown;
 }
 
-/** A model as anywidget gives it, without a kernel: the views of the page share what they set. */
+/** An anywidget model without a kernel: the views of the page share its traits. */
 class SavedModel {
-  /** Has a model say that its kernel is not there. */
+  /** Reports that there is no kernel. */
   readonly widget_manager = { get_model: async () => ({ comm_live: false }) };
   private readonly traits: Record<string, unknown>;
   private readonly listeners = new Map<string, Set<Listener>>();
 
   constructor({ state, buffers = [] }: SavedState) {
     this.traits = { ...state };
-    // Those of anywidget are traits themselves.
+    // The buffers of anywidget are whole traits.
     for (const { data, path } of buffers) if (path[0] !== undefined) this.traits[path[0]] = decoded(data);
   }
 
@@ -68,7 +68,7 @@ function decoded(data: string): DataView {
   return new DataView(Uint8Array.from(atob(data), (character) => character.charCodeAt(0)).buffer);
 }
 
-/** What the scripts of a type hold, from the first to the last. */
+/** The script elements of a type with their parsed content, in document order. */
 function scripts<T>(type: string): [HTMLScriptElement, T][] {
   const found = document.querySelectorAll<HTMLScriptElement>(`script[type="application/vnd.jupyter.${type}+json"]`);
   return [...found].map((script) => [script, JSON.parse(script.textContent ?? "") as T]);
@@ -83,7 +83,7 @@ async function frontEndOf(code: string): Promise<FrontEnd> {
   }
 }
 
-/** Puts each view behind its mark. */
+/** Inserts each view after its script element. */
 export async function showSavedViews(): Promise<void> {
   const states = Object.assign({}, ...scripts<{ state: object }>("widget-state").map(([, { state }]) => state));
   const models = new Map<string, [SavedModel, Promise<FrontEnd>]>();

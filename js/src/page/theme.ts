@@ -1,8 +1,8 @@
-/** Light or dark, as the host says, also inside of a shadow root, where the rules of theme.css do not see the page. */
+/** The light or dark theme of the host. CSS alone cannot follow it: rules in a shadow root do not see the page. */
 
 import { setAttribute } from "./dom";
 
-/** Keeps `data-gp-theme` of the root as the page around it is. Returns what stops that. */
+/** Keeps `data-gp-theme` of the root up to date with the page. Returns a function that stops this. */
 export function followTheme(root: HTMLElement): () => void {
   const show = () => setAttribute(root, "data-gp-theme", themeOf(document));
   const observer = new MutationObserver(show);
@@ -12,7 +12,7 @@ export function followTheme(root: HTMLElement): () => void {
   return () => observer.disconnect();
 }
 
-/** `null`: the page does not say, what the system prefers counts. */
+/** `null`: the page has no theme; CSS then follows the system's preference. */
 function themeOf({ body, documentElement: html }: Document): "light" | "dark" | null {
   const jupyter = body.dataset.jpThemeLight;
   if (jupyter !== undefined) return jupyter === "false" ? "dark" : "light";

@@ -1,15 +1,15 @@
-/** Text of the model or the user such that it shows as text and nothing else. What is copied stays as it is. */
+/** Escapes invisible characters in text of the model or the user for display. What is copied is not escaped. */
 
-/** Controls, what turns the direction of writing around, halves of characters, line ends, and spaces that are not seen. */
-const UNSEEN = /[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/gu;
+/** Control characters, direction overrides, lone surrogates, line ends, and unusual spaces. */
+const INVISIBLE = /[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/gu;
 const NAMED: Record<string, string> = { "\n": "\\n", "\r": "\\r", "\t": "\\t" };
 
-/** On one line, as `graphpatch_notebook/notebook/display/labels.py` writes it: a direction override as `\u202e`. */
+/** The same as in `graphpatch_notebook/notebook/display/labels.py`, on one line: a direction override becomes `\u202e`. */
 export function visible(text: string): string {
-  return text.replace(UNSEEN, escaped);
+  return text.replace(INVISIBLE, escaped);
 }
 
-/** As `visible`, with the line ends of a message of several lines. */
+/** As `visible`, but keeps line ends. */
 export function visibleLines(text: string): string {
   return text.split("\n").map(visible).join("\n");
 }
@@ -21,19 +21,19 @@ function escaped(character: string): string {
 }
 
 const TOKEN_MARKS: Record<string, string> = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽" };
-/** Controls, separators, what is put over other characters, and what turns the direction of writing around. */
-const UNSEEN_IN_TOKENS = /[\p{C}\p{Z}]/gu;
-/** An accent that would combine with the text before the token. */
-const LOOSE_MARK = /^\p{M}/u;
+/** Control characters, separators, and direction overrides. */
+const INVISIBLE_IN_TOKENS = /[\p{C}\p{Z}]/gu;
+/** A combining mark, which would combine with the text before the token. */
+const COMBINING_MARK = /^\p{M}/u;
 
-function seen(character: string): string {
+function visibleCharacter(character: string): string {
   const code = character.codePointAt(0) ?? 0;
   return TOKEN_MARKS[character] ?? `\\u${code.toString(16).padStart(4, "0")}`;
 }
 
-/** ` the` as `␣the`; line ends, tabs and invisible characters are seen, too. */
+/** Shows spaces, line ends, tabs and invisible characters of a token: `␣the`. */
 export function visibleToken(text: string): string {
   if (text === "") return "(empty)";
-  const marked = LOOSE_MARK.test(text) ? `◌${text}` : text;
-  return marked.replace(UNSEEN_IN_TOKENS, seen);
+  const marked = COMBINING_MARK.test(text) ? `◌${text}` : text;
+  return marked.replace(INVISIBLE_IN_TOKENS, visibleCharacter);
 }

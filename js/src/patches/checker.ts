@@ -1,62 +1,62 @@
-/** The kernel's check of a patch while the user types: requested after a pause; late replies are dropped. */
+/** The kernel's check of a patch while the user types: requested after a pause; late replies are ignored. */
 
-import { wordsOf } from "../kernel/kernel";
+import { asRequestError } from "../kernel/kernel";
 import type { Checked, RequestError } from "../kernel/protocol";
 import type { Kernel } from "../view";
-import { type Draft, fields, mistake } from "./draft";
+import { type Draft, fields, localError } from "./draft";
 
 /** The pause before the kernel is asked. */
 export const DEBOUNCE_MS = 150;
 
-type Said = { state: "asked" } | { state: "fine"; checked: Checked } | { state: "wrong"; error: RequestError };
+type CheckState = { state: "asked" } | { state: "fine"; checked: Checked } | { state: "wrong"; error: RequestError };
 
 export class Checker {
-  said: Said = { state: "asked" };
+  state: CheckState = { state: "asked" };
   /** Counts the requests: only the reply to the last one is used. */
   private turn = 0;
   private timer: ReturnType<typeof setTimeout> | undefined;
 
-  /** @param onSaid Called when `said` changes. */
+  /** @param onChange Called when `said` changes. */
   constructor(
     private readonly kernel: Kernel,
-    private readonly onSaid: () => void,
+    private readonly onChange: () => void,
   ) {}
 
   /** Asks after a pause without typing. */
-  later(draft: () => Draft, number: number | null): void {
-    this.forget();
+  askAfterPause(draft: () => Draft, number: number | null): void {
+    this.reset();
     this.timer = setTimeout(() => void this.ask(draft(), number), DEBOUNCE_MS);
   }
 
   /** Asks now. `number` is the patch that is edited, or `null` for a new one. */
   async ask(draft: Draft, number: number | null): Promise<void> {
-    this.forget();
+    this.reset();
     const { turn } = this;
-    this.onSaid();
-    if (mistake(draft) !== null) return;
-    let said: Said;
+    this.onChange();
+    if (localError(draft) !== null) return;
+    let said: CheckState;
     try {
       const { result } = await this.kernel.ask("check", { patch: fields(draft), number });
       said = { state: "fine", checked: result };
     } catch (reason) {
-      said = { state: "wrong", error: wordsOf(reason) };
+      said = { state: "wrong", error: asRequestError(reason) };
     }
     if (turn !== this.turn) return;
-    this.said = said;
-    this.onSaid();
+    this.state = said;
+    this.onChange();
   }
 
   /** Shows the error of an edit that the kernel refused. */
-  refuse(error: RequestError): void {
-    this.forget();
-    this.said = { state: "wrong", error };
-    this.onSaid();
+  showRefusal(error: RequestError): void {
+    this.reset();
+    this.state = { state: "wrong", error };
+    this.onChange();
   }
 
   /** Drops pending requests and the current reply. */
-  forget(): void {
+  reset(): void {
     clearTimeout(this.timer);
     this.turn += 1;
-    this.said = { state: "asked" };
+    this.state = { state: "asked" };
   }
 }

@@ -77,18 +77,18 @@ export function fields(draft: Draft): PatchFields {
 }
 
 /** Returns an error that needs no kernel; `null` if there is none. */
-export function mistake(draft: Draft): FieldError | null {
+export function localError(draft: Draft): FieldError | null {
   if (/^\s*([+-]?\d+)?\s*$/.test(draft.position_dim)) return null;
   return { field: "position_dim", message: "a whole number: 1, or -2 counted from the end" };
 }
 
 /** Returns a prompt for the value if it is missing; `null` if it is not. */
-export function missing(draft: Draft): string | null {
+export function missingValue(draft: Draft): string | null {
   if (draft.kind.value === null || draft.value.trim() !== "") return null;
   return `Type ${draft.kind.value.noun}: a variable or a Python expression.`;
 }
 
 /** Whether two patches are equal. */
-export function isSame(one: PatchFields, other: PatchFields): boolean {
+export function areEqual(one: PatchFields, other: PatchFields): boolean {
   return JSON.stringify(Object.entries(one).sort()) === JSON.stringify(Object.entries(other).sort());
 }

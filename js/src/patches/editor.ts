@@ -1,53 +1,42 @@
 /** The patch editor: a form for one patch, which the kernel checks while the user types. */
 
 import { closeButton } from "../details/popup";
-import { wordsOf } from "../kernel/kernel";
-import type { PatchKind, PatchState, RequestError } from "../kernel/protocol";
-import { element, replaceChildren, setAttribute } from "../page/dom";
-import { type Floating, makeFloating } from "../page/floating";
-import type { Part, PatchTarget, View } from "../view";
+import { asRequestError } from "../kernel/kernel";
+import type { Checked, PatchKind, PatchState, RequestError } from "../kernel/protocol";
+import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
+import { Dialog } from "../page/floating";
+import { listen, type Part, type PatchTarget, type View } from "../view";
 import { Checker } from "./checker";
 import {
+  areEqual,
   type Draft,
   draftOf,
   type FieldError,
   type FieldName,
   fields,
   hasField,
-  isSame,
-  missing,
-  mistake,
+  localError,
+  missingValue,
   newDraft,
 } from "./draft";
-import { describe, describeAll, fieldsOf, makeEdit } from "./edits";
-import { Outcome } from "./outcome";
+import { describe, describeAll, fieldsOf, makeEdit, shapeText } from "./edits";
 import { PatchForm } from "./patch_form";
 import { whyUnpatchable } from "./patchable";
 
-export interface Editor extends Part {
-  open(target: PatchTarget, anchor: Element): void;
-  /** Closes the editor and drops the texts. */
-  close(): void;
-}
-
 let editors = 0;
 
-export function makeEditor(view: View): Editor {
-  return new PatchEditor(view);
-}
-
-class PatchEditor implements Editor {
+export class PatchEditor implements Part {
   readonly element: HTMLElement;
-  private readonly floating: Floating;
-  private readonly form = new PatchForm(() => this.typed());
-  private readonly outcome = new Outcome();
+  private readonly dialog: Dialog;
+  private readonly form = new PatchForm(() => this.onInput());
+  private readonly preview = new Preview();
   private readonly failure = element("div", { class: "gp-form-failure", role: "alert" });
   private readonly reason = element("span", { class: "gp-reason" });
   private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
   private path = "";
   private row = -1;
   /** The latest state of the patch that is edited; `null` for a new patch. */
-  private changing: PatchState | null = null;
+  private edited: PatchState | null = null;
   private readonly checker: Checker;
   private isApplying = false;
   /** Counts how often the editor was opened or closed, to ignore replies for an earlier patch. */
@@ -55,65 +44,64 @@ class PatchEditor implements Editor {
 
   constructor(private readonly view: View) {
     this.checker = new Checker(view.kernel, () => this.show());
-    this.floating = makeFloating(view, {
+    this.dialog = new Dialog(view, {
       class: "gp-editor",
       height: 320,
-      isLight: false,
+      closesOnOutsideClick: false,
       onEscape: () => this.close(),
     });
-    this.element = this.floating.element;
+    this.element = this.dialog.element;
     this.form.showKinds(this.kinds());
-    const changed = () => this.sessionChanged();
-    view.model.on("change:session", changed);
-    view.onRemove(() => view.model.off("change:session", changed));
+    listen(view, "change:session", () => this.onSession());
     view.onRemove(view.kernel.onState(() => this.show()));
-    view.onRemove(() => this.checker.forget());
+    view.onRemove(() => this.checker.reset());
     editors += 1;
     this.reason.id = `gp-editor-${editors}-reason`;
     setAttribute(this.apply, "aria-describedby", this.reason.id);
   }
 
   open(target: PatchTarget, anchor: Element): void {
-    this.forget();
+    this.reset();
     const chosen = "number" in target ? this.patch(target.number) : null;
     if ("number" in target && chosen === null) {
       this.view.notices.error(`There is no patch #${target.number} any more.`);
       return;
     }
-    this.changing = chosen;
+    this.edited = chosen;
     this.row = "row" in target ? target.row : (chosen?.row ?? -1);
     const { component, positions = "" } = "row" in target ? target : {};
     this.path = chosen?.path ?? component ?? this.view.skeleton.path(this.row);
     const unpatchable = chosen === null ? whyUnpatchable(this.view.skeleton, this.row) : null;
     if (unpatchable !== null) {
-      this.refuse(unpatchable.why, unpatchable.instead, anchor);
+      this.showUnpatchable(unpatchable.why, unpatchable.instead, anchor);
       return;
     }
     this.form.lock(false);
-    this.outcome.clear();
+    this.preview.clear();
     this.form.showKinds(this.kinds());
     const draft = chosen === null ? newDraft(this.path, this.kinds()) : draftOf(chosen, this.kinds());
     this.form.write(chosen === null ? { ...draft, positions } : draft);
     this.failure.textContent = "";
     this.fill(this.content());
-    this.floating.open(anchor, this.title());
+    this.dialog.open(anchor, this.title());
     this.form.focus();
     this.check();
   }
 
+  /** Closes the editor and drops the texts. */
   close(): void {
-    this.forget();
-    this.floating.close();
+    this.reset();
+    this.dialog.close();
   }
 
-  private forget(): void {
-    this.checker.forget();
+  private reset(): void {
+    this.checker.reset();
     this.turn += 1;
     this.isApplying = false;
   }
 
   private title(): string {
-    return this.changing === null ? `Patch ${this.path}` : `Change patch #${this.changing.number}: ${this.path}`;
+    return this.edited === null ? `Patch ${this.path}` : `Change patch #${this.edited.number}: ${this.path}`;
   }
 
   private patch(number: number): PatchState | null {
@@ -128,7 +116,7 @@ class PatchEditor implements Editor {
     return this.form.read(this.path);
   }
 
-  // -- what is shown -------------------------------------------------------------------------------------------------
+  // -- display -------------------------------------------------------------------------------------------------------
 
   private fill(body: HTMLElement): void {
     const heading = element("div", { class: "gp-floating-title" }, this.title());
@@ -141,13 +129,13 @@ class PatchEditor implements Editor {
     replaceChildren(this.element, header, body);
   }
 
-  private refuse(why: string, instead: number | null, anchor: Element): void {
+  private showUnpatchable(why: string, instead: number | null, anchor: Element): void {
     const go = () => {
       this.close();
       if (instead !== null) this.open({ row: instead }, anchor);
     };
     const other = instead === null ? "" : this.view.skeleton.path(instead);
-    const button = element("button", { type: "button", class: "gp-button gp-primary", onclick: go }, `Patch ${other}`);
+    const button = buttonElement({ class: "gp-button gp-primary", onclick: go }, `Patch ${other}`);
     this.fill(
       element(
         "div",
@@ -156,17 +144,17 @@ class PatchEditor implements Editor {
         instead === null ? null : element("div", {}, button),
       ),
     );
-    this.floating.open(anchor, this.title());
+    this.dialog.open(anchor, this.title());
     (instead === null ? this.element : button).focus({ preventScroll: true });
   }
 
   private content(): HTMLElement {
-    const cancel = element("button", { type: "button", class: "gp-button", onclick: () => this.close() }, "Cancel");
+    const cancel = buttonElement({ onclick: () => this.close() }, "Cancel");
     const form = element(
       "form",
       { class: "gp-floating-body", novalidate: true },
       this.form.element,
-      this.outcome.element,
+      this.preview.element,
       this.failure,
       element("div", { class: "gp-form-actions" }, this.reason, cancel, this.apply),
     );
@@ -188,17 +176,17 @@ class PatchEditor implements Editor {
   private show(): void {
     const draft = this.draft();
     this.showErrors(draft);
-    this.showOutcome(draft);
-    const reason = this.whyNotNow(draft);
+    this.showPreview(draft);
+    const reason = this.disabledReason(draft);
     this.reason.textContent = reason ?? this.hint();
     setAttribute(this.apply, "aria-disabled", reason === null ? null : "true");
     this.apply.textContent = this.isApplying ? "Applying …" : "Apply";
   }
 
   private showErrors(draft: Draft): void {
-    const local = mistake(draft);
+    const local = localError(draft);
     // If the kernel is lost, the reason beside Apply is enough.
-    const { said } = this.checker;
+    const { state: said } = this.checker;
     const isHeard = said.state === "wrong" && this.view.kernel.state !== "lost";
     const error = local ?? (isHeard ? (said.error as FieldError) : null);
     const isBesideField = this.form.showError(error);
@@ -209,52 +197,52 @@ class PatchEditor implements Editor {
     }
   }
 
-  private showOutcome(draft: Draft): void {
-    const { said } = this.checker;
-    if (said.state === "asked") this.outcome.wait();
-    if (said.state === "wrong") this.outcome.clear();
+  private showPreview(draft: Draft): void {
+    const { state: said } = this.checker;
+    if (said.state === "asked") this.preview.markOutdated();
+    if (said.state === "wrong") this.preview.clear();
     if (said.state !== "fine") return;
-    this.outcome.show(said.checked, hasField(draft.kind, "name"));
+    this.preview.show(said.checked, hasField(draft.kind, "name"));
     this.form.suggestName(said.checked.name);
   }
 
   /** Returns why the patch cannot be applied now; `null` if it can. */
-  private whyNotNow(draft: Draft): string | null {
+  private disabledReason(draft: Draft): string | null {
     if (this.isApplying) return this.view.kernel.state === "busy" ? "It is applied when the kernel is free." : "";
-    if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "The kernel has stopped.";
-    if (mistake(draft) !== null) return "Correct the marked field first.";
-    const toType = missing(draft);
+    if (this.view.kernel.state === "lost") return this.view.kernel.lostReason ?? "The kernel has stopped.";
+    if (localError(draft) !== null) return "Correct the marked field first.";
+    const toType = missingValue(draft);
     if (toType !== null) return toType;
-    return this.checker.said.state === "wrong" ? "Correct the error above first." : null;
+    return this.checker.state.state === "wrong" ? "Correct the error above first." : null;
   }
 
   private hint(): string {
-    const isWaiting = this.checker.said.state === "asked" && this.view.kernel.state === "busy";
+    const isWaiting = this.checker.state.state === "asked" && this.view.kernel.state === "busy";
     return isWaiting ? "The kernel is busy: the patch is checked, and applied, when it is free." : "";
   }
 
-  // -- what is asked -------------------------------------------------------------------------------------------------
+  // -- requests ------------------------------------------------------------------------------------------------------
 
-  private typed(): void {
+  private onInput(): void {
     this.failure.textContent = "";
-    this.checker.later(() => this.draft(), this.changing?.number ?? null);
+    this.checker.askAfterPause(() => this.draft(), this.edited?.number ?? null);
     this.show();
   }
 
   private check(): void {
-    void this.checker.ask(this.draft(), this.changing?.number ?? null);
+    void this.checker.ask(this.draft(), this.edited?.number ?? null);
   }
 
   private async submit(): Promise<void> {
     const draft = this.draft();
     if (this.isApplying) return;
-    if (this.whyNotNow(draft) !== null) {
-      this.focusMistake(draft);
+    if (this.disabledReason(draft) !== null) {
+      this.focusError(draft);
       return;
     }
-    this.checker.forget();
+    this.checker.reset();
     const patch = fields(draft);
-    const number = this.changing?.number ?? null;
+    const number = this.edited?.number ?? null;
     const { turn } = this;
     this.isApplying = true;
     this.failure.textContent = "";
@@ -266,22 +254,22 @@ class PatchEditor implements Editor {
         number === null ? { action: "add", patch } : { action: "change", number, patch },
       );
     } catch (reason) {
-      if (turn === this.turn) this.refused(wordsOf(reason));
-      else this.view.notices.error(wordsOf(reason).message);
+      if (turn === this.turn) this.onRefused(asRequestError(reason));
+      else this.view.notices.error(asRequestError(reason).message);
       return;
     }
-    this.view.notices.say(`${number === null ? "added" : `changed #${number} to`} ${describe(patch)}`);
+    this.view.notices.announce(`${number === null ? "added" : `changed #${number} to`} ${describe(patch)}`);
     if (turn === this.turn) this.close();
   }
 
-  private focusMistake(draft: Draft): void {
-    const local = mistake(draft);
-    const said = this.checker.said.state === "wrong" ? (this.checker.said.error.field as FieldName | null) : null;
-    const field = local?.field ?? (missing(draft) === null ? said : "value");
+  private focusError(draft: Draft): void {
+    const local = localError(draft);
+    const said = this.checker.state.state === "wrong" ? (this.checker.state.error.field as FieldName | null) : null;
+    const field = local?.field ?? (missingValue(draft) === null ? said : "value");
     if (field !== null && field in draft) this.form.focusField(field);
   }
 
-  private refused(error: RequestError): void {
+  private onRefused(error: RequestError): void {
     this.isApplying = false;
     this.form.lock(false);
     if (error.field === "version") {
@@ -290,26 +278,59 @@ class PatchEditor implements Editor {
       this.check();
       return;
     }
-    this.checker.refuse(error);
+    this.checker.showRefusal(error);
     if (error.field !== null && error.field in this.draft()) this.form.focusField(error.field as FieldName);
   }
 
   /** The patches have changed elsewhere: the texts stay, and a message describes the change. */
-  private sessionChanged(): void {
-    if (!this.floating.isOpen || this.changing === null || this.isApplying) return;
-    const now = this.patch(this.changing.number);
-    const before = this.changing;
+  private onSession(): void {
+    if (!this.dialog.isOpen || this.edited === null || this.isApplying) return;
+    const now = this.patch(this.edited.number);
+    const before = this.edited;
     if (now === null) {
-      this.changing = null;
+      this.edited = null;
       this.failure.textContent = `Patch #${before.number} was removed meanwhile: Apply adds it as a new one.`;
       this.check();
       return;
     }
-    this.changing = now;
-    if (!isSame(fieldsOf(now), fieldsOf(before))) {
+    this.edited = now;
+    if (!areEqual(fieldsOf(now), fieldsOf(before))) {
       const what = `Patch #${now.number} was changed meanwhile, to: ${describe(now)}.`;
       this.failure.textContent = `${what} Apply replaces that with the fields here.`;
     }
     this.show();
   }
+}
+
+/** The value that a patch would be applied to: recorded shape, shape of the slice, warnings. */
+class Preview {
+  readonly element = element("div", { class: "gp-outcome", role: "status" });
+
+  /** Fades the preview until the next reply, instead of clearing it, so that nothing jumps during typing. */
+  markOutdated(): void {
+    this.element.classList.add("gp-stale");
+  }
+
+  clear(): void {
+    this.element.classList.remove("gp-stale");
+    replaceChildren(this.element);
+  }
+
+  /** @param isKept Whether the value is stored in a variable, not patched. */
+  show({ shape, sliced, warning }: Checked, isKept: boolean): void {
+    this.element.classList.remove("gp-stale");
+    replaceChildren(
+      this.element,
+      element("div", { class: "gp-shapes" }, ...shapes(shape, sliced, isKept ? "kept" : "patched")),
+      warning === null ? null : element("div", { class: "gp-warning" }, warning),
+    );
+  }
+}
+
+function shapes(shape: number[] | null, sliced: number[] | null, what: string): (string | HTMLElement)[] {
+  const code = (sizes: number[]) => element("code", {}, shapeText(sizes));
+  if (shape === null) return sliced === null ? [] : [code(sliced), ` ${what}`];
+  if (sliced === null) return ["Recorded ", code(shape)];
+  if (shapeText(sliced) === shapeText(shape)) return ["Recorded ", code(shape), `, all of it ${what}`];
+  return ["Recorded ", code(shape), " → ", code(sliced), ` ${what}`];
 }

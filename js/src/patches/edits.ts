@@ -1,5 +1,5 @@
-/** Edits of the chosen patches, one after the other, each with the version that it is based on. */
-import { wordsOf } from "../kernel/kernel";
+/** Edits of the chosen patches, one at a time, each with the version that it is based on. */
+import { asRequestError } from "../kernel/kernel";
 import type { Edit, PatchFields, PatchState } from "../kernel/protocol";
 import type { Linked } from "../view";
 
@@ -15,7 +15,7 @@ const queues = new WeakMap<object, Queue>();
 /**
  * Makes an edit when those before it are answered; rejects with `RequestFailed`.
  *
- * @param edit What to do, asked at the moment when it is sent; `null`: nothing any more.
+ * @param edit Returns the edit when it is sent; `null`: there is nothing to do.
  */
 export function makeEdit(view: Pick<Linked, "model" | "kernel">, edit: () => Edit | null): Promise<void> {
   const queue = queues.get(view.model) ?? { last: Promise.resolve(), version: 0 };
@@ -36,7 +36,7 @@ export function makeEdit(view: Pick<Linked, "model" | "kernel">, edit: () => Edi
   return made;
 }
 
-/** Makes an edit; says in the notices why it failed. Resolves to whether it was made. */
+/** Makes an edit; shows an error if it fails. Resolves to whether it was made. */
 export async function tryEdit(
   view: Pick<Linked, "model" | "kernel" | "notices">,
   edit: () => Edit | null,
@@ -45,31 +45,33 @@ export async function tryEdit(
   try {
     await makeEdit(view, edit);
   } catch (reason) {
-    const { message, field } = wordsOf(reason);
+    const { message, field } = asRequestError(reason);
     view.notices.error(field === "version" ? CHANGED_MEANWHILE : message);
     return false;
   }
-  if (said !== undefined) view.notices.say(said);
+  if (said !== undefined) view.notices.announce(said);
   return true;
 }
 
-/** `add h_0.output[:, -1] 0.5`, as it is written everywhere. */
+/** `add h_0.output[:, -1] 0.5`, as in the kernel. */
 export function describe(patch: PatchFields): string {
-  return [patch.kind, place(patch), patch.value ?? patch.name ?? "", ...restrictions(patch)].filter(Boolean).join(" ");
+  return [patch.kind, targetText(patch), patch.value ?? patch.name ?? "", ...restrictions(patch)]
+    .filter(Boolean)
+    .join(" ");
 }
 
-/** What is chosen now, as a sentence. */
+/** Describes all chosen patches in a sentence. */
 export function describeAll(patches: readonly PatchState[]): string {
   if (patches.length === 0) return "No patches are chosen now.";
   return `Now there are: ${patches.map((patch) => `#${patch.number} ${describe(patch)}`).join("; ")}.`;
 }
 
 /** `h_0.output[:, -1]` */
-export function place(patch: Pick<PatchFields, "path" | "slice">): string {
+export function targetText(patch: Pick<PatchFields, "path" | "slice">): string {
   return patch.slice === null ? patch.path : `${patch.path}[${patch.slice}]`;
 }
 
-/** When and where it is applied, if that was said. */
+/** The options of a patch, as text. */
 export function restrictions(patch: PatchFields): string[] {
   return [
     patch.steps === null ? "" : `steps ${patch.steps}`,

@@ -1,25 +1,30 @@
-/** The chosen patches, in the order in which they are applied, and how they leave: as Python, as a cell. */
+/** The chosen patches, in the order in which they are applied, and their export as Python. */
 
-import { wordsOf } from "../kernel/kernel";
+import { asRequestError } from "../kernel/kernel";
 import type { Edit, PatchState, SessionState } from "../kernel/protocol";
-import { type AttributeValue, copyText, element, type ICONS, icon, replaceChildren, setAttribute } from "../page/dom";
+import {
+  type AttributeValue,
+  buttonElement,
+  copyText,
+  element,
+  type ICONS,
+  icon,
+  replaceChildren,
+  setAttribute,
+} from "../page/dom";
 import { focusedElement } from "../page/floating";
 import { visible } from "../page/visible";
 import { inputsOf } from "../runs/inputs";
-import type { Part, View } from "../view";
-import { describe, place, restrictions, shapeText, tryEdit } from "./edits";
-import { findPlace } from "./new_cell";
+import { listen, type Part, type View } from "../view";
+import { describe, restrictions, shapeText, targetText, tryEdit } from "./edits";
+import { findCellInserter } from "./new_cell";
 
 const EMPTY = "No patches yet. Choose a node in the tree and press +, or its + button, to patch it.";
 const NO_CELLS =
   "This notebook editor does not let widgets insert cells. The code is in the clipboard: paste it into a new cell.";
 const TO_COPY = "The browser does not allow copying: copy the selected text by hand.";
 
-export function makePatchList(view: View): Part {
-  return new PatchList(view);
-}
-
-class PatchList implements Part {
+export class PatchList implements Part {
   readonly element: HTMLElement;
   private readonly list = element("ol", { class: "gp-patches" });
   private readonly empty = element("p", { class: "gp-muted gp-patches-empty" }, EMPTY);
@@ -27,8 +32,10 @@ class PatchList implements Part {
   private readonly undo = this.button("Undo", "undo", () => this.edit(() => ({ action: "undo" }), "undone"));
   private readonly redo = this.button("Redo", "redo", () => this.edit(() => ({ action: "redo" }), "redone"));
   private readonly clear = this.button("Clear", "remove", () => this.edit(() => ({ action: "clear" }), "all removed"));
-  private readonly copy = this.button("Copy as Python", "copy", () => this.leave((code) => this.copyCode(code)));
-  private readonly insert = this.button("Insert cell", "insert", () => this.leave((code) => this.insertCell(code)));
+  private readonly copy = this.button("Copy as Python", "copy", () => this.exportCode((code) => this.copyCode(code)));
+  private readonly insert = this.button("Insert cell", "insert", () =>
+    this.exportCode((code) => this.insertCell(code)),
+  );
   private readonly box = element("div", { class: "gp-code-box", hidden: true });
 
   constructor(private readonly view: View) {
@@ -49,8 +56,7 @@ class PatchList implements Part {
       this.box,
     );
     const show = () => this.show(view.model.get("session"));
-    view.model.on("change:session", show);
-    view.onRemove(() => view.model.off("change:session", show));
+    listen(view, "change:session", show);
     this.watchDrags();
     show();
   }
@@ -66,14 +72,14 @@ class PatchList implements Part {
     const enabled = patches.filter((patch) => patch.is_enabled).length;
     this.count.textContent =
       enabled === patches.length ? `${enabled || ""}` : `${enabled} of ${patches.length} applied`;
-    enable(this.undo, session.can_undo);
-    enable(this.redo, session.can_redo);
-    enable(this.clear, patches.length > 0);
-    for (const button of [this.copy, this.insert]) enable(button, enabled > 0);
+    setEnabled(this.undo, session.can_undo);
+    setEnabled(this.redo, session.can_redo);
+    setEnabled(this.clear, patches.length > 0);
+    for (const button of [this.copy, this.insert]) setEnabled(button, enabled > 0);
     if (focus !== null) this.restoreFocus(focus, patches);
   }
 
-  // -- the keyboard's focus, which every new session would else take away ---------------------------------------------
+  // -- focus, which would be lost when a new session replaces the items ----------------------------------------------
 
   private focusKey(): { number: number; action: string; position: number } | null {
     const focused = focusedElement(this.element);
@@ -98,7 +104,7 @@ class PatchList implements Part {
 
   private edit(edit: () => Edit | null, said: string): void {
     void tryEdit(this.view, edit, said).then((isMade) => {
-      // A box that is ticked, and was refused, goes back to what is true.
+      // Resets the checkbox of a refused edit.
       if (!isMade) this.show(this.view.model.get("session"));
     });
   }
@@ -127,7 +133,7 @@ class PatchList implements Part {
     }
   };
 
-  /** `to`: where it goes, from where it is and from the order of the others. */
+  /** `to`: returns the new position, from the old one and the order of the other patches. */
   private move(number: number, to: (own: number, others: number[]) => number, said: string): void {
     this.edit(() => {
       const order = this.view.model.get("session").patches.map((patch) => patch.number);
@@ -153,17 +159,17 @@ class PatchList implements Part {
       event.dataTransfer?.setDragImage(item, 8, 8);
     });
     list.addEventListener("dragover", (event) =>
-      this.over(event, (item, side) => item.setAttribute("data-drop", side)),
+      this.onDrag(event, (item, side) => item.setAttribute("data-drop", side)),
     );
     list.addEventListener("drop", (event) =>
-      this.over(event, (item, side) => this.drop(Number(item.dataset.number), side)),
+      this.onDrag(event, (item, side) => this.drop(Number(item.dataset.number), side)),
     );
     list.addEventListener("dragleave", () => this.clearDrop());
     list.addEventListener("dragend", () => this.endDrag());
   }
 
-  /** Calls `act` with the patch under the pointer, and the side of it that is nearer; the notebook does not see it. */
-  private over(event: DragEvent, act: (item: HTMLElement, side: "before" | "after") => void): void {
+  /** Calls `act` with the patch under the pointer and its nearer side; the notebook does not get the event. */
+  private onDrag(event: DragEvent, act: (item: HTMLElement, side: "before" | "after") => void): void {
     const item = itemOf(event);
     if (this.dragged === null || !item) return;
     event.preventDefault();
@@ -192,28 +198,28 @@ class PatchList implements Part {
 
   // -- as Python -----------------------------------------------------------------------------------------------------
 
-  private async leave(take: (code: string) => Promise<void>): Promise<void> {
+  private async exportCode(take: (code: string) => Promise<void>): Promise<void> {
     this.box.hidden = true;
     try {
       const { result } = await this.view.kernel.ask("export", { form: "graphpatch", inputs: inputsOf(this.view) });
       await take(result.code);
     } catch (reason) {
-      this.view.notices.error(wordsOf(reason).message);
+      this.view.notices.error(asRequestError(reason).message);
     }
   }
 
   private async copyCode(code: string): Promise<void> {
     if (await copyText(code, this.element))
-      this.done(this.copy, "Copied", "the patches are in the clipboard, as Python");
+      this.showDone(this.copy, "Copied", "the patches are in the clipboard, as Python");
     else this.showCode(code, TO_COPY);
   }
 
   private async insertCell(code: string): Promise<void> {
     const { model, root } = this.view;
-    const place = findPlace(model.widget_manager, model.get("about").model_id, root);
+    const place = findCellInserter(model.widget_manager, model.get("about").model_id, root);
     if (place !== null) {
       place.insert(code.trimEnd());
-      this.done(this.insert, "Inserted", "a cell with the patches was inserted below");
+      this.showDone(this.insert, "Inserted", "a cell with the patches was inserted below");
       return;
     }
     const isCopied = await copyText(code, this.element);
@@ -233,17 +239,17 @@ class PatchList implements Part {
       this.box.hidden = true;
       this.copy.focus();
     };
-    const button = element("button", { type: "button", class: "gp-button", onclick: close }, "Close");
+    const button = buttonElement({ onclick: close }, "Close");
     replaceChildren(this.box, element("p", { role: "status" }, words), area, element("div", {}, button));
     this.box.hidden = false;
     area.focus();
     area.select();
-    this.view.notices.say(words);
+    this.view.notices.announce(words);
   }
 
-  /** Says on the button itself, for a moment, that it did what it should. */
-  private done(button: HTMLButtonElement, word: string, said: string): void {
-    this.view.notices.say(said);
+  /** Shows success on the button for a moment. */
+  private showDone(button: HTMLButtonElement, word: string, said: string): void {
+    this.view.notices.announce(said);
     const mark = element("span", { class: "gp-done", "aria-hidden": true }, icon("check"), word);
     button.append(mark);
     const timer = setTimeout(() => mark.remove(), 1500);
@@ -251,8 +257,7 @@ class PatchList implements Part {
   }
 
   private button(name: string, picture: keyof typeof ICONS, onclick: () => unknown): HTMLButtonElement {
-    const attributes: Record<string, AttributeValue> = { type: "button", class: "gp-button" };
-    const button = element("button", attributes, icon(picture), name);
+    const button = buttonElement({}, icon(picture), name);
     button.addEventListener("click", () => {
       if (button.getAttribute("aria-disabled") !== "true") onclick();
     });
@@ -264,27 +269,25 @@ function itemOf(event: Event): HTMLElement | null {
   return (event.target as Element).closest<HTMLElement>("[data-number]");
 }
 
-/** Not `disabled`, which would take the keyboard's focus away from the button that was just pressed. */
-function enable(button: HTMLButtonElement, isEnabled: boolean): void {
+/** Uses `aria-disabled`: a button with `disabled` would lose the focus. */
+function setEnabled(button: HTMLButtonElement, isEnabled: boolean): void {
   setAttribute(button, "aria-disabled", isEnabled ? null : "true");
 }
 
 type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove" | "trust";
 type PatchAction = (action: Action, patch: PatchState, anchor: Element) => void;
 
-interface Context {
+interface ItemContext {
   readonly count: number;
   readonly act: PatchAction;
 }
 
-/** Returns the line; each thing that can have the keyboard's focus has `data-action`. */
-function patchItem(patch: PatchState, position: number, { count, act }: Context): HTMLLIElement {
-  const what = `#${patch.number} ${patch.kind} ${place(patch)}`;
+/** Returns the item of a patch; each of its controls has `data-action`. */
+function patchItem(patch: PatchState, position: number, { count, act }: ItemContext): HTMLLIElement {
+  const what = `#${patch.number} ${patch.kind} ${targetText(patch)}`;
   const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") =>
-    element(
-      "button",
+    buttonElement(
       {
-        type: "button",
         class: "gp-button gp-quiet",
         "data-action": action,
         "aria-label": `${name} ${what}`,
@@ -303,7 +306,13 @@ function patchItem(patch: PatchState, position: number, { count, act }: Context)
     checkbox(patch, what, act),
     element("span", { class: "gp-patch-number" }, `#${patch.number}`),
     element("span", { class: `gp-kind gp-kind-${patch.kind}` }, patch.kind),
-    element("div", { class: "gp-patch-what" }, placeButton(patch, act), ...facts(patch), ...trust(patch, act)),
+    element(
+      "div",
+      { class: "gp-patch-what" },
+      placeButton(patch, act),
+      ...describeParts(patch),
+      ...trustNotice(patch, act),
+    ),
     element(
       "div",
       { class: "gp-patch-buttons" },
@@ -334,16 +343,15 @@ function placeButton(patch: PatchState, act: PatchAction): HTMLElement {
   const slice = patch.slice === null ? null : element("span", { class: "gp-patch-slice" }, `[${patch.slice}]`);
   if (patch.row < 0) return element("span", { class: "gp-patch-place" }, path, slice);
   const attributes: Record<string, AttributeValue> = {
-    type: "button",
     class: "gp-node-link gp-patch-place",
     "data-action": "reveal",
     title: "Show it in the tree",
     onclick: (event: MouseEvent) => act("reveal", patch, event.currentTarget as Element),
   };
-  return element("button", attributes, path, slice);
+  return buttonElement(attributes, path, slice);
 }
 
-function facts(patch: PatchState): HTMLElement[] {
+function describeParts(patch: PatchState): HTMLElement[] {
   const fact = (name: string, text: string) => element("span", { class: `gp-patch-fact gp-patch-${name}` }, text);
   const found: HTMLElement[] = [];
   if (patch.value !== null) found.push(fact("value", visible(patch.value)));
@@ -356,21 +364,19 @@ function facts(patch: PatchState): HTMLElement[] {
   return found;
 }
 
-/** What keeps a value from being evaluated, and the button that trusts it. */
-function trust(patch: PatchState, act: PatchAction): HTMLElement[] {
+/** A notice that a value is not evaluated, with a button that trusts its file. */
+function trustNotice(patch: PatchState, act: PatchAction): HTMLElement[] {
   const { number, untrusted } = patch;
   if (!untrusted) return [];
   const file = visible(untrusted);
   const why = `This value is code from ${file}, which you have not trusted: it is not run. Read it first.`;
   const attributes: Record<string, AttributeValue> = {
-    type: "button",
-    class: "gp-button",
     "data-action": "trust",
     "aria-label": `Trust file ${file}, which #${number} is from`,
     title: "Run the code of all values from this file, as long as the file does not change",
     onclick: (event: MouseEvent) => act("trust", patch, event.currentTarget as Element),
   };
-  const button = element("button", attributes, "Trust file");
+  const button = buttonElement(attributes, "Trust file");
   return [element("div", { class: "gp-warning" }, icon("warning"), element("span", {}, why), button)];
 }
 

@@ -1,4 +1,4 @@
-/** Which rows can be patched; for the others, why not, and what to patch instead. */
+/** Why a row cannot be patched, and what to patch instead. */
 import { FLAG } from "../kernel/protocol";
 import type { Skeleton } from "../tree/skeleton";
 

@@ -1,7 +1,7 @@
-/** A matrix as colors: on a canvas, with axes, a scale, and a cell cursor that follows the mouse and the arrow keys. */
+/** A heatmap on a canvas, with axes, a color scale, and a cell cursor that follows the mouse and the arrow keys. */
 
 import type { Heatmap } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element } from "../page/dom";
 import { formatCount, formatNumber, sentence } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { type AxisLabels, HeatmapFrame, makeZoom, widest, type Zoom } from "./heatmap_frame";
@@ -13,32 +13,32 @@ import {
   cssGradient,
   fade,
   isLight,
+  type Matrix,
   MISSING,
   MISSING_STRIPE,
-  type Plane,
   type Rgb,
-  readPlane,
+  readMatrix,
   type Scale,
   type Summary,
-  summarise,
-} from "./plane";
+  summarize,
+} from "./matrix";
 
 export interface PlotOptions {
-  /** What is drawn, in words: `Activation of transformer.h_0.attn`. */
+  /** `Activation of transformer.h_0.attn`. */
   title: string;
-  /** For the positions, where they are tokens: their texts. */
+  /** The texts of the tokens, if rows or columns are positions. */
   rowTokens?: string[] | null;
   columnTokens?: string[] | null;
-  /** One of many: in a list. */
+  /** Whether it is one of several in a list. */
   isSmall?: boolean;
-  /** What a result brings along. */
+  /** For the heatmap of a result. */
   result?: ResultOptions;
 }
 
 export interface ResultOptions {
-  /** Its colors: they follow from more than the values. */
+  /** The color scale, which the kernel computes from more than the values. */
   scale: Scale;
-  /** What the numbers are, and which has no color. */
+  /** The name of the numbers, and which number has no color. */
   name: string;
   /** Why cells are hatched. */
   missing: string | null;
@@ -46,46 +46,49 @@ export interface ResultOptions {
   columnTitle: string;
   rowLabels: AxisLabels | null;
   columnLabels: AxisLabels | null;
-  /** Where a cell lies, in words. */
+  /** The position of a cell, as text. */
   describe(row: number, column: number): string;
   /** Called when the user selects a cell; `isMore`: with Shift. */
-  choose(row: number, column: number, isMore: boolean): void;
-  /** What is written in a cell; without it, nothing is. */
+  onSelect(row: number, column: number, isMore: boolean): void;
+  /** The text of a cell. Without it, cells have no text. */
   cellText?(row: number, column: number): string;
-  /** How much room there is for all cells with text, in CSS pixels. */
-  room?: number;
-  /** The value of a cell in words, instead of the number. */
+  /** The width for all cells with text, in CSS pixels. */
+  cellsWidth?: number;
+  /** The value of a cell as text, instead of the number. */
   valueText?(row: number, column: number): string;
-  /** The ends of the scale in words, instead of the numbers. */
+  /** The ends of the scale as text, instead of the numbers. */
   endText?(value: number): string;
-  /** Called when a cell is pointed at, and with `null` when none is any more. */
-  point?(cell: Cell | null): void;
-  /** Whether a filter leaves a cell; the others are faint. */
-  isLeft?(row: number, column: number): boolean;
-  /** The color of a cell that several values make, instead of that on the scale; with its legend. */
-  mixed?: { color(index: number): Rgb; legend: HTMLElement };
-  /** About how large the cells get together. */
+  /** Called with the cell under the pointer, and with `null` when the pointer leaves. */
+  onHover?(cell: Cell | null): void;
+  /** Whether a cell passes the filter; the others are faint. */
+  isKept?(row: number, column: number): boolean;
+  /** The color of a cell that combines several values, instead of a color of the scale; with its legend. */
+  overlay?: { color(index: number): Rgb; legend: HTMLElement };
+  /** The approximate size of all cells together. */
   box?: CellSize;
 }
 
+/** The value that a heatmap shows a part of; a result has no slice. */
+type HeatmapSource = Pick<Heatmap, "full" | "reduced"> & { slice?: string };
+
 export type Cell = [row: number, column: number];
 /** A cell that is selected; with `null`, a whole row or column. */
-export type Place = [row: number | null, column: number | null];
+export type CellSelection = [row: number | null, column: number | null];
 
 const BOX: CellSize = { width: 420, height: 320 };
 const SMALL_BOX: CellSize = { width: 240, height: 132 };
 const RESULT_BOX: CellSize = { width: 720, height: 480 };
-/** How large a cell gets, in CSS pixels, beside which labels are easy to read. */
+/** The size of a zoomed cell, in CSS pixels, beside which labels are easy to read. */
 const LARGE_CELL = 36;
-/** The longest side of a canvas, in device pixels: browsers draw no larger ones. */
-const LONGEST = 8192;
-/** How large cells are in which something is written, in CSS pixels. */
+/** The maximum side of a canvas, in device pixels: browsers do not draw larger ones. */
+const MAX_CANVAS_SIDE = 8192;
+/** The size of cells with text, in CSS pixels. */
 const TEXT_CELL = { narrow: 40, wide: 90, height: 22 };
 const FONT_SIZE = 11;
-/** How wide cells of a result get for labels that then need not lie on their side, in CSS pixels. */
+/** The maximum width of cells of a result that are widened so that labels stay horizontal, in CSS pixels. */
 const WIDE_CELL = 56;
 const LABEL_GAP = 6;
-const PAGE = 10;
+const PAGE_STEP = 10;
 
 function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, cell: CellSize): void {
   context.fillStyle = cssColor(MISSING);
@@ -105,10 +108,10 @@ function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, ce
   context.restore();
 }
 
-/** Each value as a block of exactly `cell` device pixels. */
-function drawPlane(
+/** Draws each value as a block of exactly `cell` device pixels. */
+function drawMatrix(
   canvas: HTMLCanvasElement,
-  plane: Plane,
+  plane: Matrix,
   colorAt: (value: number, index: number) => Rgb | null,
   cell: CellSize,
   isLeft: (index: number) => boolean = () => true,
@@ -138,9 +141,9 @@ function drawPlane(
   }
 }
 
-/** What one knows of a heatmap without seeing it. */
-function describeHeatmap(heatmap: Heatmap, summary: Summary, title: string): string {
-  const size = `${formatCount(heatmap.rows, "row")} by ${formatCount(heatmap.columns, "column")}`;
+/** The text of a heatmap for screen readers. */
+function describeHeatmap(heatmap: HeatmapSource, { rows, columns }: Matrix, summary: Summary, title: string): string {
+  const size = `${formatCount(rows, "row")} by ${formatCount(columns, "column")}`;
   const parts = [`${title}: heatmap of ${size}`];
   if (heatmap.reduced !== null) parts.push(heatmap.reduced);
   if (summary.minimum === null) parts.push("no finite values");
@@ -167,10 +170,10 @@ function describePosition(noun: string, index: number, count: number, full: numb
 function tokenLabels(tokens: string[] | null | undefined, count: number): AxisLabels | null {
   if (tokens?.length !== count) return null;
   const texts = tokens.map(visibleToken);
-  return { texts, whole: (index) => texts[index] ?? "" };
+  return { texts, describe: (index) => texts[index] ?? "" };
 }
 
-function fitted(context: CanvasRenderingContext2D, text: string, room: number): string {
+function truncated(context: CanvasRenderingContext2D, text: string, room: number): string {
   if (context.measureText(text).width <= room) return text;
   const letters = [...text];
   while (letters.length > 1 && context.measureText(`${letters.join("")}…`).width > room) letters.pop();
@@ -180,7 +183,7 @@ function fitted(context: CanvasRenderingContext2D, text: string, room: number): 
 export class HeatmapFigure {
   readonly element: HTMLElement;
   private readonly summary: Summary;
-  private readonly fitting: CellSize;
+  private readonly fittedCell: CellSize;
   private readonly frame: HeatmapFrame;
   private readonly zoom: Zoom | null;
   private readonly ratio = globalThis.devicePixelRatio || 1;
@@ -189,50 +192,50 @@ export class HeatmapFigure {
   private readonly marks = element("div", { class: "gp-heatmap-marks" });
   private readonly readout = element("div", { class: "gp-readout" });
   private readonly legend = element("div", { class: "gp-legend" });
-  private isCut: boolean;
+  private isClipped: boolean;
   private row = 0;
   private column = 0;
-  private chosen: readonly Place[] = [];
+  private selected: readonly CellSelection[] = [];
 
   constructor(
-    private readonly heatmap: Heatmap,
-    private readonly plane: Plane,
+    private readonly heatmap: HeatmapSource,
+    private readonly matrix: Matrix,
     private readonly options: PlotOptions,
   ) {
-    this.summary = summarise(this.plane);
-    this.isCut = this.summary.cut !== null;
+    this.summary = summarize(this.matrix);
+    this.isClipped = this.summary.clipped !== null;
     const { result } = options;
-    this.fitting = this.fittingCell();
-    const label = describeHeatmap(heatmap, this.summary, options.title);
+    this.fittedCell = this.fittingCell();
+    const label = describeHeatmap(heatmap, matrix, this.summary, options.title);
     const more = result ? " Enter selects one." : "";
     this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label + more });
     const cells = element("div", { class: "gp-heatmap-cells" }, this.canvas, this.marks, this.cursor);
-    this.frame = new HeatmapFrame(cells, () => this.cursor.hidden && this.rest());
-    this.zoom = result ? makeZoom(this.mostZoom(), () => this.layOut()) : null;
+    this.frame = new HeatmapFrame(cells, () => this.cursor.hidden && this.clearCursor());
+    this.zoom = result ? makeZoom(this.maxZoom(), () => this.layOut()) : null;
     this.element = element("figure", { class: "gp-plot gp-heatmap" });
     const legend = this.zoom ? element("div", { class: "gp-legend" }, this.legend, this.zoom.element) : this.legend;
     this.element.append(...this.titled(), this.readout, legend, ...this.notes());
-    this.rest();
+    this.clearCursor();
     this.listen();
     this.layOut();
   }
 
   /** Marks what is selected. */
-  show(chosen: readonly Place[]): void {
-    this.chosen = chosen;
-    const { rows, columns } = this.plane;
+  markSelected(chosen: readonly CellSelection[]): void {
+    this.selected = chosen;
+    const { rows, columns } = this.matrix;
     const marks = chosen.map(([row, column]) => {
       const mark = element("div", { class: "gp-heatmap-mark" });
-      this.place(mark, row ?? 0, column ?? 0, row === null ? rows : 1, column === null ? columns : 1);
+      this.placeBox(mark, row ?? 0, column ?? 0, row === null ? rows : 1, column === null ? columns : 1);
       return mark;
     });
     this.marks.replaceChildren(...marks);
   }
 
-  /** Puts the cursor on a cell that is pointed at elsewhere; `null`: takes it away. */
+  /** Moves the cursor to a cell that another figure points at; `null` hides it. */
   preview(cell: Cell | null): void {
     this.cursor.hidden = cell === null;
-    if (cell !== null) this.place(this.cursor, ...cell);
+    if (cell !== null) this.placeBox(this.cursor, ...cell);
   }
 
   /** In whole device pixels. */
@@ -240,7 +243,7 @@ export class HeatmapFigure {
     const factor = this.zoom?.factor ?? 1;
     const most = LARGE_CELL * this.ratio;
     const zoomed = (size: number) => Math.round(Math.min(size * factor, Math.max(size, most)));
-    return { width: zoomed(this.fitting.width), height: zoomed(this.fitting.height) };
+    return { width: zoomed(this.fittedCell.width), height: zoomed(this.fittedCell.height) };
   }
 
   private get cssCell(): CellSize {
@@ -248,36 +251,36 @@ export class HeatmapFigure {
     return { width: width / this.ratio, height: height / this.ratio };
   }
 
-  /** Wide enough for all texts, rather scrolled than cut, where a canvas can be as large. */
+  /** The width that all texts need, if a canvas can be as large: scrolling is better than truncated text. */
   private narrowestCell(cellText: NonNullable<ResultOptions["cellText"]>): number {
-    const { columns, values } = this.plane;
+    const { columns, values } = this.matrix;
     const texts = Array.from(values, (_, index) => cellText(Math.floor(index / columns), index % columns));
     const wide = Math.min(Math.max(TEXT_CELL.narrow, Math.ceil(1.15 * widest(texts)) + 8), TEXT_CELL.wide);
-    return wide * columns * this.ratio <= LONGEST ? wide : TEXT_CELL.narrow;
+    return wide * columns * this.ratio <= MAX_CANVAS_SIDE ? wide : TEXT_CELL.narrow;
   }
 
   private fittingCell(): CellSize {
     const { isSmall, result } = this.options;
-    const fitting = cellSize(this.plane, result?.box ?? (result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX), this.ratio);
+    const fitting = cellSize(this.matrix, result?.box ?? (result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX), this.ratio);
     if (result?.cellText) {
-      const fitting = Math.min((result.room ?? 0) / this.plane.columns, TEXT_CELL.wide);
+      const fitting = Math.min((result.cellsWidth ?? 0) / this.matrix.columns, TEXT_CELL.wide);
       const wide = Math.max(fitting, this.narrowestCell(result.cellText));
       return { width: Math.floor(wide * this.ratio), height: Math.ceil(TEXT_CELL.height * this.ratio) };
     }
     if (!result?.columnLabels) return fitting;
     const wide = widest(result.columnLabels.texts) + LABEL_GAP;
-    const isRoom = wide <= WIDE_CELL && wide * this.plane.columns <= RESULT_BOX.width;
+    const isRoom = wide <= WIDE_CELL && wide * this.matrix.columns <= RESULT_BOX.width;
     return isRoom ? { ...fitting, width: Math.max(fitting.width, Math.ceil(wide * this.ratio)) } : fitting;
   }
 
-  private mostZoom(): number {
-    const { rows, columns } = this.plane;
-    const { width, height } = this.fitting;
+  private maxZoom(): number {
+    const { rows, columns } = this.matrix;
+    const { width, height } = this.fittedCell;
     const large = (LARGE_CELL * this.ratio) / Math.min(width, height);
-    return Math.min(large, LONGEST / (width * columns), LONGEST / (height * rows));
+    return Math.min(large, MAX_CANVAS_SIDE / (width * columns), MAX_CANVAS_SIDE / (height * rows));
   }
 
-  /** The frame, of a result with the titles of its axes, which stay where they are when it scrolls. */
+  /** The frame; for a result also the titles of its axes, which do not scroll. */
   private titled(): HTMLElement[] {
     const { result } = this.options;
     if (result === undefined) return [this.frame.element];
@@ -287,7 +290,7 @@ export class HeatmapFigure {
   }
 
   private layOut(): void {
-    const { cssCell, plane } = this;
+    const { cssCell, matrix: plane } = this;
     const { columnTokens, result, rowTokens } = this.options;
     const resize = () => {
       this.canvas.style.width = `${plane.columns * cssCell.width}px`;
@@ -297,7 +300,7 @@ export class HeatmapFigure {
     const columns = result ? result.columnLabels : tokenLabels(columnTokens, plane.columns);
     this.frame.layOut(cssCell, resize, rows, columns);
     this.draw();
-    this.show(this.chosen);
+    this.markSelected(this.selected);
     const first = this.marks.firstElementChild;
     if (first instanceof HTMLElement) this.frame.keepInSight(first);
   }
@@ -310,29 +313,29 @@ export class HeatmapFigure {
     return notes.map((note) => element("p", { class: "gp-note" }, note));
   }
 
-  private isLeft(index: number): boolean {
-    const { columns } = this.plane;
-    return this.options.result?.isLeft?.(Math.floor(index / columns), index % columns) ?? true;
+  private isKept(index: number): boolean {
+    const { columns } = this.matrix;
+    return this.options.result?.isKept?.(Math.floor(index / columns), index % columns) ?? true;
   }
 
-  /** Draws again, as when a filter has changed. */
+  /** Draws the cells and the legend. */
   draw(): void {
     const given = this.options.result?.scale;
-    const scale = given ?? (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
-    const mixed = this.options.result?.mixed;
+    const scale = given ?? (this.isClipped ? this.summary.clipped : null) ?? this.summary.full;
+    const mixed = this.options.result?.overlay;
     const colorAt = (value: number, index: number) => mixed?.color(index) ?? colorOf(value, scale);
-    drawPlane(this.canvas, this.plane, colorAt, this.cell, (index) => this.isLeft(index));
-    this.write(scale);
+    drawMatrix(this.canvas, this.matrix, colorAt, this.cell, (index) => this.isKept(index));
+    this.writeTexts(scale);
     this.legend.replaceChildren(...this.legendParts(scale));
   }
 
-  /** Writes into the cells, cut to their width. */
-  private write(scale: Scale): void {
+  /** Writes the texts of the cells, truncated to their width. */
+  private writeTexts(scale: Scale): void {
     const { cellText } = this.options.result ?? {};
     const context = cellText && this.canvas.getContext("2d");
     if (!context) return;
     const { width, height } = this.cell;
-    const { columns, values } = this.plane;
+    const { columns, values } = this.matrix;
     const font = getComputedStyle(this.canvas).getPropertyValue("--gp-mono") || "monospace";
     context.font = `${FONT_SIZE * this.ratio}px ${font}`;
     context.textBaseline = "middle";
@@ -340,9 +343,9 @@ export class HeatmapFigure {
     const room = width - 6 * this.ratio;
     values.forEach((value, index) => {
       const [row, column] = [Math.floor(index / columns), index % columns];
-      if (!this.isLeft(index)) return;
+      if (!this.isKept(index)) return;
       context.fillStyle = isLight(colorOf(value, scale) ?? MISSING) ? "#000" : "#fff";
-      context.fillText(fitted(context, cellText(row, column), room), (column + 0.5) * width, (row + 0.5) * height);
+      context.fillText(truncated(context, cellText(row, column), room), (column + 0.5) * width, (row + 0.5) * height);
     });
   }
 
@@ -350,9 +353,9 @@ export class HeatmapFigure {
     if (this.summary.minimum === null) return [];
     const bar = element("span", { class: "gp-legend-bar", "aria-hidden": "true" });
     bar.style.backgroundImage = cssGradient(scale.map);
-    const { whole, cut, beyond } = this.summary;
+    const { full: whole, clipped: cut, outliers: beyond } = this.summary;
     const { result } = this.options;
-    if (result?.mixed) return [result.mixed.legend];
+    if (result?.overlay) return [result.overlay.legend];
     const end = (value: number, isCut: boolean, sign: string) => {
       const text = result?.endText?.(value) ?? formatNumber(value, 3);
       return element("span", { class: "gp-number" }, `${isCut ? `${sign} ` : ""}${text}`);
@@ -367,22 +370,18 @@ export class HeatmapFigure {
       return [element("span", {}, result.name), element("span", { class: "gp-range" }, ...ends)];
     }
     const parts = [
-      end(scale.low, this.isCut && scale.low > whole.low, "≤"),
+      end(scale.low, this.isClipped && scale.low > whole.low, "≤"),
       bar,
-      end(scale.high, this.isCut && scale.high < whole.high, "≥"),
+      end(scale.high, this.isClipped && scale.high < whole.high, "≥"),
     ];
     if (cut === null) return parts;
-    const text = this.isCut ? `${formatCount(beyond, "value")} beyond the scale` : "Outliers included";
-    const toggle = element(
-      "button",
-      { type: "button", class: "gp-underlined", "aria-pressed": String(this.isCut) },
-      text,
-    );
-    toggle.title = this.isCut
+    const text = this.isClipped ? `${formatCount(beyond, "value")} beyond the scale` : "Outliers included";
+    const toggle = buttonElement({ class: "gp-underlined", "aria-pressed": String(this.isClipped) }, text);
+    toggle.title = this.isClipped
       ? `Values go from ${formatNumber(this.summary.minimum)} to ${formatNumber(this.summary.maximum)}. Click for colors over all of them.`
       : "Click for colors over nearly all values, without the outliers.";
     toggle.addEventListener("click", () => {
-      this.isCut = !this.isCut;
+      this.isClipped = !this.isClipped;
       this.draw();
       this.legend.querySelector("button")?.focus();
     });
@@ -394,30 +393,30 @@ export class HeatmapFigure {
       const { width, height } = this.canvas.getBoundingClientRect();
       this.readout.removeAttribute("aria-live");
       this.moveTo(
-        Math.floor((event.offsetY / height) * this.plane.rows),
-        Math.floor((event.offsetX / width) * this.plane.columns),
+        Math.floor((event.offsetY / height) * this.matrix.rows),
+        Math.floor((event.offsetX / width) * this.matrix.columns),
       );
     };
     this.canvas.addEventListener("pointermove", point);
     this.canvas.addEventListener("click", (event) => {
       point(event);
-      this.options.result?.choose(this.row, this.column, event.shiftKey);
+      this.options.result?.onSelect(this.row, this.column, event.shiftKey);
     });
-    this.canvas.addEventListener("pointerleave", () => this.rest());
-    this.canvas.addEventListener("blur", () => this.rest());
+    this.canvas.addEventListener("pointerleave", () => this.clearCursor());
+    this.canvas.addEventListener("blur", () => this.clearCursor());
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
   }
 
   private onKey(event: KeyboardEvent): void {
     const isWhole = event.ctrlKey || event.metaKey;
-    const { rows, columns } = this.plane;
+    const { rows, columns } = this.matrix;
     const targets: Record<string, [row: number, column: number]> = {
       ArrowUp: [this.row - 1, this.column],
       ArrowDown: [this.row + 1, this.column],
       ArrowLeft: [this.row, this.column - 1],
       ArrowRight: [this.row, this.column + 1],
-      PageUp: [this.row - PAGE, this.column],
-      PageDown: [this.row + PAGE, this.column],
+      PageUp: [this.row - PAGE_STEP, this.column],
+      PageDown: [this.row + PAGE_STEP, this.column],
       Home: [isWhole ? 0 : this.row, 0],
       End: [isWhole ? rows - 1 : this.row, columns - 1],
     };
@@ -427,17 +426,17 @@ export class HeatmapFigure {
     event.preventDefault();
     event.stopPropagation();
     if (target === undefined) {
-      if (!this.cursor.hidden) this.options.result?.choose(this.row, this.column, event.shiftKey);
+      if (!this.cursor.hidden) this.options.result?.onSelect(this.row, this.column, event.shiftKey);
       return;
     }
     this.readout.setAttribute("aria-live", "polite");
-    // The first key shows where the cursor is.
+    // The first key only shows the cursor.
     if (this.cursor.hidden) this.moveTo(this.row, this.column);
     else this.moveTo(...target);
     this.frame.keepInSight(this.cursor);
   }
 
-  private place(box: HTMLElement, row: number, column: number, rows = 1, columns = 1): void {
+  private placeBox(box: HTMLElement, row: number, column: number, rows = 1, columns = 1): void {
     const { width, height } = this.cssCell;
     box.style.transform = `translate(${column * width}px, ${row * height}px)`;
     box.style.width = `${columns * width}px`;
@@ -445,12 +444,12 @@ export class HeatmapFigure {
   }
 
   private moveTo(row: number, column: number): void {
-    const { rows, columns, values } = this.plane;
+    const { rows, columns, values } = this.matrix;
     if (rows === 0 || columns === 0) return;
     this.row = Math.min(Math.max(row, 0), rows - 1);
     this.column = Math.min(Math.max(column, 0), columns - 1);
     this.cursor.hidden = false;
-    this.place(this.cursor, this.row, this.column);
+    this.placeBox(this.cursor, this.row, this.column);
     const { full } = this.heatmap;
     const where = this.describe(full);
     const { result } = this.options;
@@ -461,13 +460,13 @@ export class HeatmapFigure {
       element("strong", { class: "gp-number" }, value),
       rows === full[0] && columns === full[1] ? "" : " (several values)",
     );
-    result?.point?.([this.row, this.column]);
+    result?.onHover?.([this.row, this.column]);
   }
 
   private describe(full: readonly number[]): string {
     const { rowTokens = null, columnTokens = null, result } = this.options;
     if (result !== undefined) return result.describe(this.row, this.column);
-    const { rows, columns } = this.plane;
+    const { rows, columns } = this.matrix;
     return [
       describePosition("row", this.row, rows, full[0] ?? rows, rowTokens),
       describePosition("column", this.column, columns, full[1] ?? columns, columnTokens),
@@ -475,9 +474,9 @@ export class HeatmapFigure {
   }
 
   /** The text shown while the pointer is not on a value. */
-  private rest(): void {
+  private clearCursor(): void {
     this.cursor.hidden = true;
-    this.options.result?.point?.(null);
+    this.options.result?.onHover?.(null);
     const { slice, full } = this.heatmap;
     this.readout.removeAttribute("aria-live");
     if (this.options.result) {
@@ -488,5 +487,5 @@ export class HeatmapFigure {
 }
 
 export function makeHeatmap(heatmap: Heatmap, buffers: readonly DataView[], options: PlotOptions): HTMLElement {
-  return new HeatmapFigure(heatmap, readPlane(heatmap, buffers), options).element;
+  return new HeatmapFigure(heatmap, readMatrix(heatmap, buffers), options).element;
 }

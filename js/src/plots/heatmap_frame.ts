@@ -1,25 +1,25 @@
-/** The frame in which the cells of a heatmap scroll, with the labels beside them, and arrows to what is out of sight. */
-import { element, icon, replaceChildren, setAttribute } from "../page/dom";
-import type { CellSize } from "./plane";
+/** The frame in which the cells of a heatmap scroll, with labels, and arrows at edges with more cells. */
+import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
+import type { CellSize } from "./matrix";
 
 /** The labels of the rows or columns. */
 export interface AxisLabels {
   texts: readonly string[];
-  /** What a label is short for. */
-  whole(index: number): string;
+  /** The full text of a label. */
+  describe(index: number): string;
 }
 
 const SIDES = ["left", "right", "top", "bottom"] as const;
-/** The least size of a cell, in CSS pixels, beside which a label can be read. */
-const LEAST_SIZE = 11;
-/** About how wide a character of a label is, in CSS pixels, and one of those that take up a square. */
-const [LETTER, SQUARE] = [6.1, 10];
+/** The minimum size of a cell with a label, in CSS pixels. */
+const MIN_LABELED_SIZE = 11;
+/** The approximate width of a character of a label, and of a full-width character, in CSS pixels. */
+const [LETTER_WIDTH, SQUARE_WIDTH] = [6.1, 10];
 const FIRST_SQUARE = 0x1100;
 
-/** About how many CSS pixels a label is wide. */
+/** The approximate width of a label, in CSS pixels. */
 function labelWidth(text: string): number {
   let width = 0;
-  for (const character of text) width += (character.codePointAt(0) ?? 0) < FIRST_SQUARE ? LETTER : SQUARE;
+  for (const character of text) width += (character.codePointAt(0) ?? 0) < FIRST_SQUARE ? LETTER_WIDTH : SQUARE_WIDTH;
   return width;
 }
 
@@ -27,7 +27,7 @@ export function widest(texts: readonly string[]): number {
   return texts.reduce((most, text) => Math.max(most, labelWidth(text)), 0);
 }
 
-function axis(name: string, { texts, whole }: AxisLabels, size: number): HTMLElement {
+function makeAxis(name: string, { texts, describe: whole }: AxisLabels, size: number): HTMLElement {
   const spans = texts.map((text, index) => element("span", { title: whole(index) }, text));
   const made = element("div", { class: `gp-heatmap-${name}`, "aria-hidden": "true" }, ...spans);
   made.style.setProperty("--gp-cell", `${size}px`);
@@ -46,7 +46,7 @@ export class HeatmapFrame {
   );
   private columns: HTMLElement | null = null;
 
-  /** `onMore`: called when what is out of sight has become more or less. */
+  /** `onMore`: called when `hasMore` changes. */
   constructor(
     private readonly cells: HTMLElement,
     private readonly onMore: () => void,
@@ -63,15 +63,15 @@ export class HeatmapFrame {
     return this.edges.some((edge) => !edge.hidden);
   }
 
-  /** Puts labels beside cells of this size, where there is room for them; what was in the middle stays there. */
+  /** Shows labels if cells of this size have space for them; keeps the cell in the middle in place. */
   layOut(cell: CellSize, resize: () => void, rows: AxisLabels | null, columns: AxisLabels | null): void {
     const { frame, cells } = this;
     const place = this.middle();
     resize();
     const fits = columns !== null && widest(columns.texts) <= cell.width - 2;
-    this.columns = columns && cell.width >= LEAST_SIZE ? axis("columns", columns, cell.width) : null;
+    this.columns = columns && cell.width >= MIN_LABELED_SIZE ? makeAxis("columns", columns, cell.width) : null;
     this.columns?.toggleAttribute("data-level", fits);
-    const labels = rows && cell.height >= LEAST_SIZE ? axis("rows", rows, cell.height) : null;
+    const labels = rows && cell.height >= MIN_LABELED_SIZE ? makeAxis("rows", rows, cell.height) : null;
     const corner = labels && this.columns && element("div", { class: "gp-heatmap-corner", "aria-hidden": "true" });
     replaceChildren(frame, labels, cells, corner, this.columns);
     const { left, below } = this.margins();
@@ -80,7 +80,7 @@ export class HeatmapFrame {
     this.showEdges();
   }
 
-  /** Scrolls such that a box over the cells is seen; nothing around the frame scrolls. */
+  /** Scrolls a box into view, within the frame only. */
   keepInSight(box: HTMLElement): void {
     const cell = box.getBoundingClientRect();
     const frame = this.frame.getBoundingClientRect();
@@ -91,7 +91,7 @@ export class HeatmapFrame {
     this.frame.scrollTop += over(cell.top - frame.top, cell.bottom - bottom + below);
   }
 
-  /** What part of the cells lies before the middle of those in sight. */
+  /** The middle of the visible cells, as a fraction of all cells. */
   private middle(): { x: number; y: number } {
     const { frame, cells } = this;
     const { left, below } = this.margins();
@@ -103,7 +103,7 @@ export class HeatmapFrame {
     };
   }
 
-  /** How much of the frame labels take up. */
+  /** The space of the labels in the frame. */
   private margins(): { left: number; below: number } {
     return { left: this.cells.offsetLeft - this.frame.offsetLeft, below: this.columns?.offsetHeight ?? 0 };
   }
@@ -134,7 +134,7 @@ const STEP = 1.5;
 
 export interface Zoom {
   readonly element: HTMLElement;
-  /** How many times larger than at first. */
+  /** The size of cells relative to their initial size. */
   readonly factor: number;
 }
 
@@ -143,7 +143,7 @@ export function makeZoom(most: number, onChange: () => void): Zoom {
   let steps = 0;
   const largest = Math.max(0, Math.floor(Math.log(Math.max(most, 1)) / Math.log(STEP)));
   const button = (by: number, text: string, label: string) =>
-    element("button", { type: "button", class: "gp-step", "aria-label": label, onclick: () => change(by) }, text);
+    buttonElement({ class: "gp-step", "aria-label": label, onclick: () => change(by) }, text);
   const smaller = button(-1, "−", "Smaller cells");
   const larger = button(1, "+", "Larger cells");
   const show = () => {

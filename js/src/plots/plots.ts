@@ -1,20 +1,13 @@
 /** The plot that the kernel chose for a value. */
 import type { Heatmap, Histogram, Plot } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { element, svgElement } from "../page/dom";
 import { formatCount, formatNumber, sentence } from "../page/numbers";
 import { makeHeatmap, type PlotOptions } from "./heatmap";
 
-const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 320;
 const HEIGHT = 120;
 const SMALL_WIDTH = 220;
 const SMALL_HEIGHT = 72;
-
-function shape(tag: string, attributes: Record<string, string | number>): SVGElement {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
-  return node;
-}
 
 function describeBin(histogram: Histogram, bin: number): string {
   const [from, to] = [histogram.edges[bin] ?? Number.NaN, histogram.edges[bin + 1] ?? Number.NaN];
@@ -31,7 +24,7 @@ function describeHistogram(histogram: Histogram, title: string): string {
   return `${title}: histogram of ${formatCount(total, "value")} from ${from} to ${to}${most}. Arrow keys read single bins.`;
 }
 
-/** The bars and the line below them. A bin with anything in it has a bar that one sees. */
+/** The bars and the axis. A bin that is not empty always has a visible bar. */
 function bars(histogram: Histogram, width: number, height: number): SVGElement[] {
   const { counts, edges } = histogram;
   const most = Math.max(...counts, 1);
@@ -43,17 +36,17 @@ function bars(histogram: Histogram, width: number, height: number): SVGElement[]
     const wide = span > 0 ? place(bin + 1) - x : width / counts.length;
     const high = count === 0 ? 0 : Math.max(1.5, (count / most) * (height - 4));
     const gap = wide > 3 ? 0.5 : 0;
-    return shape("rect", { class: "gp-bar", x: x + gap, y: height - high, width: wide - 2 * gap, height: high });
+    return svgElement("rect", { class: "gp-bar", x: x + gap, y: height - high, width: wide - 2 * gap, height: high });
   });
-  const axis = shape("line", { class: "gp-axis", x1: 0, x2: width, y1: height + 0.5, y2: height + 0.5 });
+  const axis = svgElement("line", { class: "gp-axis", x1: 0, x2: width, y1: height + 0.5, y2: height + 0.5 });
   if (first < 0 && first + span > 0) {
     const zero = (-first / span) * width;
-    return [shape("line", { class: "gp-zero", x1: zero, x2: zero, y1: 0, y2: height }), ...rects, axis];
+    return [svgElement("line", { class: "gp-zero", x1: zero, x2: zero, y1: 0, y2: height }), ...rects, axis];
   }
   return [...rects, axis];
 }
 
-/** Makes arrow keys and the mouse read the bins out. */
+/** Shows the bin under the mouse, or the one that arrow keys select. */
 function listen(svg: SVGElement, histogram: Histogram, readout: HTMLElement, resting: string): void {
   const rects = [...svg.querySelectorAll(".gp-bar")];
   let current = -1;
@@ -87,7 +80,7 @@ function listen(svg: SVGElement, histogram: Histogram, readout: HTMLElement, res
 function makeHistogram(histogram: Histogram, options: PlotOptions): HTMLElement {
   const width = options.isSmall ? SMALL_WIDTH : WIDTH;
   const height = options.isSmall ? SMALL_HEIGHT : HEIGHT;
-  const svg = shape("svg", {
+  const svg = svgElement("svg", {
     viewBox: `0 0 ${width} ${height + 1}`,
     width,
     height: height + 1,
@@ -109,7 +102,7 @@ function makeHistogram(histogram: Histogram, options: PlotOptions): HTMLElement 
   return figure;
 }
 
-/** One color all over says nothing: which one it is depends on the scale, which goes from the value to itself. */
+/** A text instead of a heatmap, whose single color would depend on a scale from the value to itself. */
 function constantText({ constant, slice }: Heatmap): string | null {
   if (typeof constant !== "number") return null;
   const part = /\d/.test(slice) ? ` of [${slice}]` : "";

@@ -1,17 +1,17 @@
 /** The heatmap of a result: what `show_heatmap` of the kernel shows. A click on a cell goes back as the trait `cell`. */
 
-import { GONE, SAVED, watchLife } from "../kernel/kernel_life";
-import type { Heatmap, HeatmapTraits, Item, LinkedTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
+import { SAVED_MESSAGE, STOPPED_MESSAGE, watchKernel } from "../kernel/kernel_status";
+import type { HeatmapTraits, Item, LinkedTraits, ResultHeatmap, ResultSide } from "../kernel/protocol";
 import { element, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
-import type { Linked, Model } from "../view";
+import { type Linked, listen, type Model, saveChanges } from "../view";
 import { makeActions } from "../views/actions";
 import { type MakeView, makePatchStrip } from "../views/linked_view";
 import { isOfOneStack } from "../views/selection";
 import { makeFilterNote } from "../views/shared_filter";
-import { HeatmapFigure, type Place, type ResultOptions } from "./heatmap";
+import { type CellSelection, HeatmapFigure, type ResultOptions } from "./heatmap";
 import type { AxisLabels } from "./heatmap_frame";
-import { readPlane } from "./plane";
+import { readMatrix } from "./matrix";
 
 /** `position 5 (␣the)`, `path transformer.h_3.mlp.output`. */
 function describeSide({ name, values, tokens }: ResultSide, index: number): string {
@@ -21,14 +21,14 @@ function describeSide({ name, values, tokens }: ResultSide, index: number): stri
 }
 
 function labelsOf(side: ResultSide): AxisLabels | null {
-  return side.labels && { texts: side.labels, whole: (index) => describeSide(side, index) };
+  return side.labels && { texts: side.labels, describe: (index) => describeSide(side, index) };
 }
 
 function describeCell(result: ResultHeatmap, row: number, column: number): string {
   return `${describeSide(result.rows, row)}, ${describeSide(result.columns, column)}`;
 }
 
-type View = Linked<HeatmapTraits & LinkedTraits>;
+type ResultView = Linked<HeatmapTraits & LinkedTraits>;
 
 /** The heatmap of a result of a graph: its cells are selected in all views of that, and can be patched. */
 export const makeResultView: MakeView<HeatmapTraits & LinkedTraits> = async (view, place) => {
@@ -38,18 +38,18 @@ export const makeResultView: MakeView<HeatmapTraits & LinkedTraits> = async (vie
 export function makeResultHeatmap(
   model: Model<HeatmapTraits>,
   onRemove: (undo: () => void) => void,
-  view: View | null = null,
+  view: ResultView | null = null,
 ): HTMLElement {
   const [result, values] = [model.get("heatmap"), model.get("values")];
   const { title, rows, columns } = result;
   const selection = element("p", { class: "gp-note", "aria-live": "polite" });
 
-  const linked = view && linkedOf(view);
+  const linked = view && linkCells(view);
   const showCell = () => {
     const cell = model.get("cell");
-    const own: Place[] = cell === null ? [] : [cell];
+    const own: CellSelection[] = cell === null ? [] : [cell];
     const others = linked?.places() ?? [];
-    figure.show(others.length > 0 ? others : own);
+    figure.markSelected(others.length > 0 ? others : own);
     selection.hidden = cell === null;
     if (cell === null) return;
     const value = values.getFloat32(4 * (cell[0] * columns.values.length + cell[1]), true);
@@ -61,22 +61,18 @@ export function makeResultHeatmap(
     const isSame = before !== null && before[0] === row && before[1] === column;
     model.set("cell", isSame ? null : [row, column]);
     linked?.click(row, column, isMore);
-    try {
-      model.save_changes();
-    } catch {
-      if (view === null) lost(GONE); // hosts throw without a connection
-    }
+    if (!saveChanges(model) && view === null) lost(STOPPED_MESSAGE);
   };
   const warning = element("p", { class: "gp-note gp-error", role: "status", hidden: true });
   const lost = (why: string) => {
-    if (why === SAVED) return;
+    if (why === SAVED_MESSAGE) return;
     warning.textContent = `${why} Selections are not sent to the kernel.`;
     warning.hidden = false;
   };
   const found = () => {
     warning.hidden = true;
   };
-  if (view === null) watchLife(model, result.model_id, { lost, found }, onRemove);
+  if (view === null) watchKernel(model, result.model_id, { onLost: lost, onReconnected: found }, onRemove);
   const options: ResultOptions = {
     scale: { map: result.map, low: result.low, high: result.high },
     name: result.center === null ? result.name : `${result.name} (no color: ${result.center})`,
@@ -86,11 +82,11 @@ export function makeResultHeatmap(
     rowLabels: labelsOf(rows),
     columnLabels: labelsOf(columns),
     describe: (row, column) => describeCell(result, row, column),
-    choose,
-    ...(linked && { isLeft: linked.isLeft }),
+    onSelect: choose,
+    ...(linked && { isKept: linked.isLeft }),
   };
-  const heatmap = asHeatmap(result);
-  const figure = new HeatmapFigure(heatmap, readPlane(heatmap, [values]), {
+  const size = { rows: rows.values.length, columns: columns.values.length };
+  const figure = new HeatmapFigure(result, readMatrix({ ...size, buffer: 0 }, [values]), {
     title: title ?? result.name,
     result: options,
   });
@@ -104,15 +100,14 @@ export function makeResultHeatmap(
     onRemove(linked.selection.onChange(follow));
     onRemove(linked.filter.onChange(() => figure.draw()));
   }
-  model.on("change:cell", showCell);
-  onRemove(() => model.off("change:cell", showCell));
+  listen({ model, onRemove }, "change:cell", showCell);
   showCell();
   const heading = title !== null && element("h3", { class: "gp-heading" }, title);
   return element(
     "section",
     { class: "gp-result gp-stack", "aria-label": "Heatmap" },
     heading,
-    linked && makeLeast(linked, result, values),
+    linked && makeThreshold(linked, result, values),
     linked && makeFilterNote(linked.filter, onRemove),
     figure.element,
     selection,
@@ -122,13 +117,8 @@ export function makeResultHeatmap(
   );
 }
 
-function asHeatmap({ rows, columns, full, reduced }: ResultHeatmap): Heatmap {
-  const size = { rows: rows.values.length, columns: columns.values.length };
-  return { type: "heatmap", buffer: 0, ...size, full, reduced, slice: "", minimum: 0, maximum: 0, constant: null };
-}
-
-/** Cells as items of the selection of a graph; `null` if they are none. */
-function linkedOf({ filter, model, selection }: View) {
+/** Connects the cells to the selection of a graph; `null` if cells are not items of it. */
+function linkCells({ filter, model, selection }: ResultView) {
   const items = model.get("cell_items");
   if (items === undefined || (items.rows === null && items.columns === null)) return null;
   const itemOf = (row: number, column: number): Item => {
@@ -138,9 +128,9 @@ function linkedOf({ filter, model, selection }: View) {
     return { ...item, name: nameOf(item.name, item) };
   };
   const placeOf = (parts: readonly Item[] | null, item: Item) =>
-    isOfOneStack(items.all.name, item.name) ? placeAmong(parts, item) : null;
+    isOfOneStack(items.all.name, item.name) ? indexOfItem(parts, item) : null;
   const places = () =>
-    selection.items.flatMap((item): Place[] => {
+    selection.items.flatMap((item): CellSelection[] => {
       const [row, column] = [placeOf(items.rows, item), placeOf(items.columns, item)];
       return row === null && column === null ? [] : [[row, column]];
     });
@@ -148,23 +138,23 @@ function linkedOf({ filter, model, selection }: View) {
     selection,
     filter,
     itemOf,
-    isLeft: (row: number, column: number) => filter.leaves(itemOf(row, column)),
+    isLeft: (row: number, column: number) => filter.keeps(itemOf(row, column)),
     places,
     click: (row: number, column: number, isMore: boolean) => selection.click(itemOf(row, column), isMore),
   };
 }
 
-/** A field for the least size of a score: what is smaller is faint here, and in all views of the graph. */
-function makeLeast(
-  { filter, itemOf }: NonNullable<ReturnType<typeof linkedOf>>,
+/** A field for a minimum magnitude: smaller scores are faint here, and in all views of the graph. */
+function makeThreshold(
+  { filter, itemOf }: NonNullable<ReturnType<typeof linkCells>>,
   { columns, name, rows }: ResultHeatmap,
   values: DataView,
 ): HTMLElement {
   const field = element("input", {
-    class: "gp-field gp-least",
+    class: "gp-field gp-minimum",
     inputmode: "decimal",
     placeholder: "all",
-    "aria-label": `Least size of ${name}`,
+    "aria-label": `Minimum size of ${name}`,
   });
   const choose = () => {
     const typed = field.value.trim();
@@ -182,7 +172,7 @@ function makeLeast(
   };
   field.addEventListener("input", choose); // some hosts keep Enter, and with it the event `change`
   filter.onChange(() => {
-    if (filter.isOfOther) field.value = "";
+    if (filter.isFromOtherView) field.value = "";
   });
   return element("label", { class: "gp-check" }, `Only |${name}| ≥`, field);
 }
@@ -193,8 +183,8 @@ function nameOf(name: string | null, { layer, head }: Item): string | null {
   return found === undefined || found.includes("[*]") ? null : found;
 }
 
-/** The row or column that an item means: that of its name, else that of its layer and head, or of its position. */
-function placeAmong(parts: readonly Item[] | null, item: Item): number | null {
+/** The row or column of an item: by its name, else by its layer and head, or its position. */
+function indexOfItem(parts: readonly Item[] | null, item: Item): number | null {
   if (parts === null) return null;
   const isSame = (part: Item) => {
     const keys = (["layer", "head", "position", "key"] as const).filter((key) => part[key] !== null);

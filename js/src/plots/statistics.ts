@@ -1,4 +1,4 @@
-/** Shape, type, place and moments of a value, as a short list of terms. */
+/** Shape, dtype, device and moments of a value, as a description list. */
 
 import type { Statistics } from "../kernel/protocol";
 import { element } from "../page/dom";
@@ -17,8 +17,8 @@ function moments(statistics: Statistics): Row[] {
   ];
 }
 
-/** NaN and infinities are left out of the moments, so that they are said aloud. */
-function oddities({ nan, infinite }: Statistics): Row[] {
+/** The numbers of NaN and infinities, which the moments leave out. */
+function nonFinite({ nan, infinite }: Statistics): Row[] {
   const rows: Row[] = [];
   if (nan > 0) rows.push(["NaN", formatCount(nan, "value"), true]);
   if (infinite > 0) rows.push(["infinite", formatCount(infinite, "value"), true]);
@@ -33,7 +33,7 @@ export function statisticsRows(statistics: Statistics): Row[] {
     ["device", device],
     ["values", formatNumber(count)],
     ...moments(statistics),
-    ...oddities(statistics),
+    ...nonFinite(statistics),
   ];
 }
 

@@ -1,4 +1,4 @@
-/** What a run depends on: the inputs typed in the run panel (activations use them, too), and the enabled patches. */
+/** What a run depends on: the inputs typed in the run panel, which activations use too, and the enabled patches. */
 import type { SessionState } from "../kernel/protocol";
 import type { View } from "../view";
 
@@ -14,18 +14,18 @@ export function setInputs(view: View, text: string): void {
 }
 
 /** Describes inputs whose code is not known. */
-export function unwritten(isGiven: boolean): string {
+export function describeUnknownInputs(isGiven: boolean): string {
   return isGiven ? "the inputs given to the browser" : "the example inputs";
 }
 
-/** In words, for a place where they are used but not typed. */
+/** Describes the inputs, for display. */
 export function describeInputs(view: View): string {
   const { arguments: written, has_given_inputs } = view.model.get("about");
-  return inputsOf(view) ?? written ?? unwritten(has_given_inputs);
+  return inputsOf(view) ?? written ?? describeUnknownInputs(has_given_inputs);
 }
 
 /** Returns a key of the enabled patches: equal keys give equal runs. Probe names and warnings do not change a number. */
-export function choiceOf({ patches }: SessionState): string {
+export function patchesKey({ patches }: SessionState): string {
   const enabled = patches.filter((patch) => patch.is_enabled);
   return JSON.stringify(
     enabled.map((patch) => [
@@ -43,6 +43,6 @@ export function choiceOf({ patches }: SessionState): string {
   );
 }
 
-export function numbersOf({ patches }: SessionState): number[] {
+export function enabledNumbers({ patches }: SessionState): number[] {
   return patches.filter((patch) => patch.is_enabled).map((patch) => patch.number);
 }

@@ -1,7 +1,7 @@
-/** How far a job is: a bar, the time so far, and a button that stops it. */
+/** The progress of a job: a bar, the elapsed time, and a button that interrupts it. */
 
 import type { JobStatus } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element } from "../page/dom";
 import { formatSeconds } from "../page/numbers";
 import type { Kernel } from "../view";
 
@@ -12,14 +12,14 @@ export class Progress {
   private stopWaiting: (() => void) | null = null;
   readonly element: HTMLElement;
 
-  /** `name`: of the bar, for those who do not see it: `Progress of the run`. */
+  /** `name`: the accessible name of the bar: `Progress of the run`. */
   constructor(
     name: string,
     private readonly kernel: Kernel,
     interrupt: () => void,
   ) {
     this.bar = element("progress", { class: "gp-progress-bar", max: 1, "aria-label": name });
-    this.button = element("button", { type: "button", class: "gp-button", onclick: interrupt }, "Interrupt");
+    this.button = buttonElement({ onclick: interrupt }, "Interrupt");
     this.element = element("div", { class: "gp-progress", hidden: true }, this.bar, this.text, this.button);
   }
 
@@ -27,7 +27,7 @@ export class Progress {
     return this.button.matches(":focus");
   }
 
-  /** The kernel was asked, and has not answered: it does when it is free. */
+  /** Shows that the kernel has not replied yet. */
   showWaiting(): void {
     const isBusy = this.kernel.state === "busy";
     this.bar.removeAttribute("value");
@@ -53,7 +53,7 @@ export class Progress {
     this.element.hidden = false;
   }
 
-  /** The kernel stops a run between two modules: that can take a moment. */
+  /** The kernel interrupts a run between two modules, which can take a moment. */
   showInterrupting(): void {
     this.button.textContent = "Interrupting …";
     this.button.setAttribute("aria-disabled", "true");

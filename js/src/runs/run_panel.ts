@@ -1,42 +1,42 @@
-/** Runs the model with the chosen patches, and shows what they change; a run of another view is shown here, too. */
+/** Runs the model with the chosen patches, and shows what they change. Also shows runs that other views start. */
 
-import { Poller, type Reported } from "../kernel/polling";
+import { type JobReply, Poller } from "../kernel/polling";
 import type { RunReport, RunStatus } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element, showFieldError } from "../page/dom";
 import { formatSeconds } from "../page/numbers";
-import { type Part, RequestFailed, type View } from "../view";
-import { choiceOf, inputsOf, numbersOf, setInputs, unwritten } from "./inputs";
+import { listen, type Part, RequestFailed, type View } from "../view";
+import { describeUnknownInputs, enabledNumbers, inputsOf, patchesKey, setInputs } from "./inputs";
 import { Progress } from "./progress";
 import { makeRunReport } from "./run_report";
 
 let panels = 0;
 
-class RunPanel implements Part {
+export class RunPanel implements Part {
   readonly element: HTMLElement;
   private readonly inputs = element("input", { type: "text", class: "gp-field gp-typed", spellcheck: "false" });
   private readonly inputsError = element("p", { class: "gp-small-error gp-error", role: "alert", hidden: true });
-  private readonly button = element("button", { type: "button", class: "gp-button gp-primary" }, "Run");
+  private readonly button = buttonElement({ class: "gp-button gp-primary" }, "Run");
   private readonly progress: Progress;
   private readonly message = element("p", { class: "gp-message gp-error", role: "alert", hidden: true });
-  private readonly stale = element("p", { class: "gp-message gp-outdated", hidden: true });
+  private readonly outdated = element("p", { class: "gp-message gp-outdated", hidden: true });
   private readonly result = element("div", { class: "gp-run-result" });
   private readonly poller: Poller<RunStatus>;
   /** The number of the current job; `null` before the first one, and until the kernel replies. */
   private id: number | null = null;
   private isRunning = false;
   /** Whether the run was started in this view, which then announces its end. */
-  private isOwn = false;
+  private isStartedHere = false;
   /** The patches at the start of the current run; `null` if another view started it. */
-  private choice: string | null = null;
-  /** What is shown, and the patches that it was made with. */
+  private patchesKey: string | null = null;
+  /** The shown report, and its patches. */
   private report: RunReport | null = null;
-  private reported: string | null = null;
+  private reportPatchesKey: string | null = null;
 
   constructor(private readonly view: View) {
     this.progress = new Progress("Progress of the run", view.kernel, () => this.interrupt());
     const title = element("h3", { class: "gp-title" }, "Run");
     this.element = element("section", { class: "gp-run", "aria-label": "Run" }, title, this.form());
-    this.element.append(this.progress.element, this.message, this.stale, this.result);
+    this.element.append(this.progress.element, this.message, this.outdated, this.result);
     this.poller = new Poller<RunStatus>((id) => view.kernel.ask("run_status", { id }), {
       onStatus: (reported) => this.onStatus(reported),
       onError: (reason) => this.onError(reason),
@@ -45,7 +45,7 @@ class RunPanel implements Part {
     this.onRun();
   }
 
-  /** The kernel has not answered yet whether it runs what was asked for here. */
+  /** Whether the kernel has not replied yet to a request to run. */
   private get isAsking(): boolean {
     return this.isRunning && this.id === null;
   }
@@ -54,9 +54,10 @@ class RunPanel implements Part {
     const { arguments: example, has_given_inputs, no_inputs } = this.view.model.get("about");
     const id = `gp-run-inputs-${panels++}`;
     this.inputs.id = id;
-    // The view was there before, of another capture.
+    // The inputs are kept when the graph is captured again.
     this.inputs.value = inputsOf(this.view) ?? "";
-    this.inputs.placeholder = example ?? (no_inputs === null ? unwritten(has_given_inputs) : "arguments, as in a call");
+    this.inputs.placeholder =
+      example ?? (no_inputs === null ? describeUnknownInputs(has_given_inputs) : "arguments, as in a call");
     this.inputsError.id = `${id}-error`;
     this.button.addEventListener("click", () => this.run());
     return element(
@@ -71,14 +72,11 @@ class RunPanel implements Part {
   }
 
   private listen(): void {
-    const { model } = this.view;
-    const onRun = () => this.onRun();
-    const onSession = () => this.showStaleness();
-    model.on("change:run", onRun);
-    model.on("change:session", onSession);
+    listen(this.view, "change:run", () => this.onRun());
+    listen(this.view, "change:session", () => this.showOutdated());
     this.inputs.addEventListener("input", () => {
       setInputs(this.view, this.inputs.value);
-      this.showInputsError(null);
+      showFieldError(this.inputs, this.inputsError, null);
     });
     this.inputs.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.isComposing) return;
@@ -88,37 +86,35 @@ class RunPanel implements Part {
     this.view.onRemove(() => {
       this.poller.stop();
       this.progress.hide();
-      model.off("change:run", onRun);
-      model.off("change:session", onSession);
     });
   }
 
   private run(): void {
     if (this.isRunning) return;
-    this.isOwn = true;
+    this.isStartedHere = true;
     this.begin();
     this.id = null;
     this.poller.follow(this.view.kernel.ask("run", { inputs: this.inputs.value.trim() || null }));
   }
 
-  /** The trait says which run is the last one: of this view, of another one, or from before this view was there. */
+  /** Follows the latest run, which may be of another view, or older than this view. */
   private onRun(): void {
     const run = this.view.model.get("run");
     if (run === null || run.id <= (this.id ?? -1) || this.isAsking) return;
-    this.isOwn = false;
+    this.isStartedHere = false;
     this.id = run.id;
     if (run.state === "running") this.begin();
-    else this.choice = null;
+    else this.patchesKey = null;
     this.poller.follow(this.view.kernel.ask("run_status", { id: run.id }));
   }
 
   private begin(): void {
     this.isRunning = true;
-    this.choice = choiceOf(this.view.model.get("session"));
+    this.patchesKey = patchesKey(this.view.model.get("session"));
     this.button.setAttribute("aria-disabled", "true");
     this.message.hidden = true;
-    this.stale.hidden = true;
-    this.showInputsError(null);
+    this.outdated.hidden = true;
+    showFieldError(this.inputs, this.inputsError, null);
     this.result.classList.add("gp-dimmed");
     this.progress.showWaiting();
   }
@@ -136,7 +132,7 @@ class RunPanel implements Part {
     this.poller.follow(this.view.kernel.ask("run_interrupt", { id: this.id }));
   }
 
-  private onStatus({ result, buffers }: Reported<RunStatus>): void {
+  private onStatus({ result, buffers }: JobReply<RunStatus>): void {
     this.id = result.id;
     if (result.state === "running") {
       if (!this.isRunning) this.begin();
@@ -144,10 +140,11 @@ class RunPanel implements Part {
       return;
     }
     this.end();
-    if (result.state === "done" && result.report !== null) this.fill(result.report, buffers);
+    if (result.state === "done" && result.report !== null) this.showReport(result.report, buffers);
     else if (result.state === "interrupted") this.showInterrupted(result.seconds);
-    else this.fail(`${result.error ?? "The run failed."}\nChange the inputs or the patches, then press “Run” again.`);
-    // Another view may have started the next one meanwhile.
+    else
+      this.showError(`${result.error ?? "The run failed."}\nChange the inputs or the patches, then press “Run” again.`);
+    // Another view may have started another run meanwhile.
     this.onRun();
   }
 
@@ -155,62 +152,46 @@ class RunPanel implements Part {
     const wasRunning = this.isRunning;
     this.end();
     const isInputs = reason instanceof RequestFailed && reason.error.field === "inputs";
-    if (isInputs) this.showInputsError(reason.message);
-    // A run of a kernel that was restarted does not matter any more.
-    else if (this.isOwn || wasRunning) this.fail(reason.message);
+    if (isInputs) showFieldError(this.inputs, this.inputsError, reason.message);
+    // A failed request for the status of an old run, as after a restart of the kernel, does not matter.
+    else if (this.isStartedHere || wasRunning) this.showError(reason.message);
     if (isInputs) {
       this.result.classList.remove("gp-dimmed");
       this.inputs.focus();
     }
   }
 
-  private fill(report: RunReport, buffers: DataView[]): void {
+  private showReport(report: RunReport, buffers: DataView[]): void {
     const { view } = this;
     this.report = report;
-    this.reported = this.choice;
+    this.reportPatchesKey = this.patchesKey;
     const revealPatch = (number: number) => {
       const row = view.model.get("session").patches.find((patch) => patch.number === number)?.row ?? -1;
       return row < 0 ? null : () => view.reveal(row);
     };
     this.result.replaceChildren(makeRunReport(report, { buffers, revealPatch }));
     this.result.classList.remove("gp-dimmed");
-    this.showStaleness();
-    if (this.isOwn) view.notices.say(`The run finished in ${formatSeconds(report.seconds)}.`);
+    this.showOutdated();
+    if (this.isStartedHere) view.notices.announce(`The run finished in ${formatSeconds(report.seconds)}.`);
   }
 
   private showInterrupted(seconds: number): void {
-    this.fail(`Interrupted after ${formatSeconds(seconds)}. Press “Run” to start again.`);
+    this.showError(`Interrupted after ${formatSeconds(seconds)}. Press “Run” to start again.`);
   }
 
-  private fail(message: string): void {
+  private showError(message: string): void {
     const old = this.report === null ? "" : "\nBelow is the result of the run before.";
     this.message.textContent = `${message}${old}`;
     this.message.hidden = false;
   }
 
-  private showInputsError(message: string | null): void {
-    this.inputsError.hidden = message === null;
-    this.inputsError.textContent = message ?? "";
-    if (message === null) {
-      this.inputs.removeAttribute("aria-invalid");
-      this.inputs.removeAttribute("aria-describedby");
-    } else {
-      this.inputs.setAttribute("aria-invalid", "true");
-      this.inputs.setAttribute("aria-describedby", this.inputsError.id);
-    }
-  }
-
-  /** For a run that another view started, only the numbers of the patches can be compared. */
-  private showStaleness(): void {
+  /** For a run of another view, only the numbers of the patches can be compared. */
+  private showOutdated(): void {
     if (this.report === null || this.isRunning) return;
     const session = this.view.model.get("session");
-    const hasSameNumbers = String(numbersOf(session)) === String(this.report.patches);
-    const isStale = this.reported === null ? !hasSameNumbers : this.reported !== choiceOf(session);
-    this.stale.hidden = !isStale;
-    this.stale.textContent = isStale ? "The chosen patches have changed since: run again." : "";
+    const hasSameNumbers = String(enabledNumbers(session)) === String(this.report.patches);
+    const isStale = this.reportPatchesKey === null ? !hasSameNumbers : this.reportPatchesKey !== patchesKey(session);
+    this.outdated.hidden = !isStale;
+    this.outdated.textContent = isStale ? "The chosen patches have changed since: run again." : "";
   }
-}
-
-export function makeRunPanel(view: View): Part {
-  return new RunPanel(view);
 }

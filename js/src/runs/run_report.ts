@@ -1,6 +1,6 @@
-/** What a run has shown: the next tokens, what changed at the output, what the probes saw. */
+/** The report of a run: the next tokens, the changes of the output, and the values of probes. */
 import type { Change, ProbeChange, ProbeReport, RunReport, Token } from "../kernel/protocol";
-import { element } from "../page/dom";
+import { buttonElement, element } from "../page/dom";
 import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape, sentence } from "../page/numbers";
 import { visible, visibleLines, visibleToken } from "../page/visible";
 import { makePlot } from "../plots/plots";
@@ -8,13 +8,13 @@ import { makeStatistics } from "../plots/statistics";
 
 interface ReportContext {
   buffers: readonly DataView[];
-  /** Shows the node of a chosen patch in the tree; `null` if it is not chosen any more. */
+  /** Returns a function that shows the node of a patch in the tree; `null` if the patch was removed. */
   revealPatch(number: number): (() => void) | null;
 }
 
 const numbered = (numbers: readonly number[]) => numbers.map((number) => `#${number}`).join(", ");
 
-/** `pg(ids)`, how long it took, and with which patches. */
+/** The call, its duration, and its patches. */
 function head({ call, seconds, patches }: RunReport): HTMLElement {
   const what =
     patches.length === 0
@@ -64,7 +64,7 @@ function largest(change: Change): HTMLElement | null {
 
 const CHANGE_HEADS = ["Output", "Shape", "Norm before", "Norm after", "Norm of difference", "Change"];
 
-/** A row, and a second one for the note. Outputs that were not compared do not have a difference. */
+/** A row, and a second one for the note. An output that was not compared has no difference. */
 function changeRows(change: Change): HTMLElement[] {
   const { shape, dtype, norm_before, norm_after, norm_difference, note } = change;
   const path = visible(change.path);
@@ -90,7 +90,7 @@ function changes(report: RunReport): HTMLElement | null {
   if (report.changes.length === 0) return null;
   const heads = CHANGE_HEADS.map((text) => element("th", { scope: "col" }, text));
   const rows = report.changes.flatMap(changeRows);
-  const table = element(
+  const tokenTable = element(
     "table",
     { class: "gp-changes" },
     element("thead", {}, element("tr", {}, ...heads)),
@@ -103,8 +103,12 @@ function changes(report: RunReport): HTMLElement | null {
     { class: "gp-report-part" },
     element("h4", {}, "At the output"),
     isSame && report.patches.length > 0 ? same : null,
-    // What is wider than the panel is scrolled to; with the keyboard, too.
-    element("div", { class: "gp-scroll", tabindex: 0, role: "group", "aria-label": "Changes at the output" }, table),
+    // A wide table scrolls, also with the keyboard.
+    element(
+      "div",
+      { class: "gp-scroll", tabindex: 0, role: "group", "aria-label": "Changes at the output" },
+      tokenTable,
+    ),
     ...report.changes.map(largest),
   );
 }
@@ -117,11 +121,7 @@ function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HT
   const link =
     reveal === null
       ? place
-      : element(
-          "button",
-          { type: "button", class: "gp-underlined", onclick: reveal, title: "Show in the tree" },
-          place,
-        );
+      : buttonElement({ class: "gp-underlined", onclick: reveal, title: "Show in the tree" }, place);
   const options = {
     title: `${name}, ${path}`,
     rowTokens: report.row_labels,
@@ -164,14 +164,14 @@ export function makeRunReport(report: RunReport, context: ReportContext): HTMLEl
 
 type Tokens = NonNullable<RunReport["tokens"]>;
 
-/** How many places a token went up; `null`: it was not among the first ones. */
-function rise(token: Token, rank: number, before: readonly Token[]): number | null {
+/** How many ranks a token went up; `null`: it was not among the top tokens before. */
+function rankChange(token: Token, rank: number, before: readonly Token[]): number | null {
   const old = before.findIndex(([text]) => text === token[0]);
   return old < 0 ? null : old - rank;
 }
 
-function mark(token: Token, rank: number, before: readonly Token[]): HTMLElement {
-  const places = rise(token, rank, before);
+function rankCell(token: Token, rank: number, before: readonly Token[]): HTMLElement {
+  const places = rankChange(token, rank, before);
   const [text, name, words] =
     places === null
       ? ["new", "up", "not among the first before"]
@@ -182,11 +182,14 @@ function mark(token: Token, rank: number, before: readonly Token[]): HTMLElement
           : [`▼${-places}`, "down", `down ${-places}`];
   const made = element("td", { class: `gp-rank gp-rank-${name}` });
   if (text !== "")
-    made.append(element("span", { "aria-hidden": "true" }, text), element("span", { class: "gp-unseen" }, words));
+    made.append(
+      element("span", { "aria-hidden": "true" }, text),
+      element("span", { class: "gp-visually-hidden" }, words),
+    );
   return made;
 }
 
-function bar(probability: number, most: number): HTMLElement {
+function probabilityCell(probability: number, most: number): HTMLElement {
   const filled = element("span", { class: "gp-token-bar", "aria-hidden": "true" });
   filled.style.setProperty("--gp-part", String(most > 0 ? probability / most : 0));
   return element("td", { class: "gp-number gp-probability" }, filled, element("span", {}, formatPercent(probability)));
@@ -199,14 +202,14 @@ function table(caption: string, tokens: readonly Token[], before: readonly Token
       {},
       element("td", { class: "gp-number gp-muted" }, String(rank + 1)),
       element("th", { scope: "row" }, element("code", { class: "gp-token" }, visibleToken(token[0]))),
-      bar(token[1], most),
-      before === null ? null : mark(token, rank, before),
+      probabilityCell(token[1], most),
+      before === null ? null : rankCell(token, rank, before),
     ),
   );
   return element("table", { class: "gp-tokens" }, element("caption", {}, caption), element("tbody", {}, ...rows));
 }
 
-/** `isPatched`: whether any patch was applied; without one there is nothing to compare. */
+/** `isPatched`: whether a patch was applied; without one there is nothing to compare. */
 function makeNextTokens({ position, before, after }: Tokens, isPatched: boolean): HTMLElement {
   const most = Math.max(...[...before, ...after].map(([, probability]) => probability), 0);
   const tables = isPatched

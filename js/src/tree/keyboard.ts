@@ -8,9 +8,9 @@
  * | letters | go to the next row whose name begins with them |
  * | * | open all siblings |
  * | Enter | details |
- * | Space | select: says the row's path, shape and patches, and saves which row is selected |
+ * | Space | select: announces the row's path, shape and patches, and saves which row is selected |
  * | + | patch the selected row |
- * | Delete, Backspace | take the patches of the selected row away |
+ * | Delete, Backspace | remove the patches of the selected row |
  * | Ctrl+C | copy the path of the selected row |
  * | Ctrl+Z; Ctrl+Shift+Z, Ctrl+Y | undo; redo |
  * | / | search |
@@ -24,17 +24,17 @@ import { ROW } from "./row_view";
 import { CLOSED, OPEN } from "./rows";
 import type { TreeState } from "./tree_state";
 
-const TYPING_PAUSE = 700;
+const TYPING_PAUSE_MS = 700;
 
-/** What the keys do outside of the tree. */
+/** Actions of the keys outside the tree. */
 export interface TreeActions {
-  /** Changes the choice of patches; says so where that fails. */
+  /** Edits the chosen patches; shows an error if that fails. */
   edit(change: Edit): void;
-  /** Resolves to whether the text is in the clipboard now. */
+  /** Copies text; resolves to whether that succeeded. */
   copy(text: string): Promise<boolean>;
 }
 
-/** What the keys ask of the tree as it is drawn. */
+/** The elements of the tree. */
 interface DrawnTree {
   show(id: number): void;
   elementOf(id: number): HTMLElement;
@@ -53,11 +53,13 @@ export class TreeKeys {
 
   handle(event: KeyboardEvent): void {
     if (event.defaultPrevented || event.isComposing) return;
-    const isDone = hasCommandKey(event) ? this.command(event) : !event.altKey && (this.move(event) || this.act(event));
+    const isDone = hasCommandKey(event)
+      ? this.onCommandKey(event)
+      : !event.altKey && (this.onMoveKey(event) || this.onActionKey(event));
     if (isDone) event.preventDefault();
   }
 
-  private command(event: KeyboardEvent): boolean {
+  private onCommandKey(event: KeyboardEvent): boolean {
     switch (event.key.toLowerCase()) {
       case "c":
         void this.copyPath();
@@ -70,13 +72,13 @@ export class TreeKeys {
         return true;
       case "home":
       case "end":
-        return this.move(event);
+        return this.onMoveKey(event);
       default:
         return false;
     }
   }
 
-  private move(event: KeyboardEvent): boolean {
+  private onMoveKey(event: KeyboardEvent): boolean {
     const { tree } = this;
     const { lines, activeLine } = tree;
     const page = Math.max(1, Math.floor((event.currentTarget as HTMLElement).clientHeight / ROW) - 1);
@@ -90,27 +92,27 @@ export class TreeKeys {
     };
     const line = steps[event.key];
     if (line !== undefined) tree.selectLine(line);
-    else if (event.key === "ArrowRight") this.goIn();
-    else if (event.key === "ArrowLeft") this.goOut();
+    else if (event.key === "ArrowRight") this.expandOrEnter();
+    else if (event.key === "ArrowLeft") this.collapseOrLeave();
     else return false;
     this.typed = "";
     this.drawn.show(tree.active);
     return true;
   }
 
-  private goIn(): void {
+  private expandOrEnter(): void {
     const { lines, activeLine } = this.tree;
     if (lines.states[activeLine] === CLOSED) this.tree.setOpen(lines.ids[activeLine] ?? 0, true);
     else if (lines.states[activeLine] === OPEN) this.tree.selectLine(activeLine + 1);
   }
 
-  private goOut(): void {
+  private collapseOrLeave(): void {
     const { lines, activeLine } = this.tree;
     if (lines.states[activeLine] === OPEN) this.tree.setOpen(lines.ids[activeLine] ?? 0, false);
     else if ((lines.parents[activeLine] ?? -1) >= 0) this.tree.selectLine(lines.parents[activeLine] ?? 0);
   }
 
-  private act(event: KeyboardEvent): boolean {
+  private onActionKey(event: KeyboardEvent): boolean {
     const { view, tree } = this;
     const id = tree.lines.ids[tree.activeLine] ?? 0;
     switch (event.key) {
@@ -132,7 +134,7 @@ export class TreeKeys {
         this.removePatches(id);
         return true;
       default:
-        return this.type(event);
+        return this.onLetter(event);
     }
   }
 
@@ -140,12 +142,12 @@ export class TreeKeys {
     this.tree.select(id);
     this.drawn.show(id);
     const name = this.drawn.elementOf(id).getAttribute("aria-label") ?? "";
-    this.view.notices.say(id > 0 ? `${this.view.skeleton.path(id)} selected; ${name}` : `${name} selected`);
+    this.view.notices.announce(id > 0 ? `${this.view.skeleton.path(id)} selected; ${name}` : `${name} selected`);
   }
 
   private patch(id: number): void {
     if (id >= 0) this.view.editPatch({ row: id }, this.drawn.elementOf(id));
-    else this.view.notices.say("This row represents several rows: expand it, and patch one of them.");
+    else this.view.notices.announce("This row represents several rows: expand it, and patch one of them.");
   }
 
   private openSiblings(): void {
@@ -159,28 +161,28 @@ export class TreeKeys {
   private removePatches(id: number): void {
     const numbers = this.tree.patched.at(id).map((patch) => patch.number);
     if (numbers.length) this.edit({ action: "remove", numbers });
-    else this.view.notices.say("There is no patch on this row.");
+    else this.view.notices.announce("There is no patch on this row.");
   }
 
   private async copyPath(): Promise<void> {
     const row = this.tree.activeRow;
     const path = this.view.skeleton.path(row);
-    if (!path) this.view.notices.say("The whole model has an empty path.");
-    else if (await this.actions.copy(path)) this.view.notices.say(`Copied ${path}`);
+    if (!path) this.view.notices.announce("The whole model has an empty path.");
+    else if (await this.actions.copy(path)) this.view.notices.announce(`Copied ${path}`);
     else this.view.notices.error(`The browser does not allow copying. The path is ${path}`);
   }
 
   private edit(change: Edit): void {
     const { can_undo, can_redo } = this.view.model.get("session");
-    if (change.action === "undo" && !can_undo) this.view.notices.say("There is nothing to undo.");
-    else if (change.action === "redo" && !can_redo) this.view.notices.say("There is nothing to redo.");
+    if (change.action === "undo" && !can_undo) this.view.notices.announce("There is nothing to undo.");
+    else if (change.action === "redo" && !can_redo) this.view.notices.announce("There is nothing to redo.");
     else this.actions.edit(change);
   }
 
-  /** To the next row whose name begins with what is typed; the same letter again goes on to the one after it. */
-  private type(event: KeyboardEvent): boolean {
+  /** Goes to the next row whose name starts with the typed letters; the same letter again goes to the next such row. */
+  private onLetter(event: KeyboardEvent): boolean {
     if (!isPrintable(event) || event.key === "/") return false;
-    const isPaused = event.timeStamp - this.typedAt > TYPING_PAUSE;
+    const isPaused = event.timeStamp - this.typedAt > TYPING_PAUSE_MS;
     this.typed = isPaused || this.typed === event.key ? event.key : this.typed + event.key;
     this.typedAt = event.timeStamp;
     const { lines, activeLine } = this.tree;
@@ -201,49 +203,50 @@ export class TreeKeys {
   }
 }
 
-/** What the toolbar has to do with the keys of the whole widget. */
+/** The search field, which keys of the whole widget control. */
 export interface SearchBox {
   focus(): void;
-  go(step: 1 | -1): void;
+  goToMatch(step: 1 | -1): void;
   /** Ends the search. */
-  leave(): void;
+  clearSearch(): void;
 }
 
-/** Keys that mean the same everywhere in the tree's widget. */
+/** Handles the keys that work everywhere in the tree's widget. */
 export function watchKeys(view: View, box: SearchBox): void {
   const { root } = view;
   const onKey = (event: KeyboardEvent) => {
     const isTyping = isEditable(event.composedPath()[0]);
-    if (!event.defaultPrevented && !event.isComposing && widgetKey(view, box, event, isTyping)) event.preventDefault();
+    if (!event.defaultPrevented && !event.isComposing && onWidgetKey(view, box, event, isTyping))
+      event.preventDefault();
   };
   root.addEventListener("keydown", onKey);
   view.onRemove(() => root.removeEventListener("keydown", onKey));
-  keepKeys(root, (undo) => view.onRemove(undo));
+  stopKeyPropagation(root, (undo) => view.onRemove(undo));
 }
 
 /**
- * Keeps keys from the notebook around a widget. JupyterLab also takes Enter from text fields of its cells (by
+ * Keeps keys of a widget from the notebook around it. JupyterLab also handles Enter in text fields of its cells (by
  * `beforeinput`): their forms would not be submitted.
  */
-export function keepKeys(root: HTMLElement, onRemove: (undo: () => void) => void): void {
+export function stopKeyPropagation(root: HTMLElement, onRemove: (undo: () => void) => void): void {
   const onKey = (event: KeyboardEvent) => {
     const isTyping = isEditable(event.composedPath()[0]);
-    if (event.defaultPrevented || isTyping || isPrintable(event) || OWN.has(event.key)) event.stopPropagation();
+    if (event.defaultPrevented || isTyping || isPrintable(event) || WIDGET_KEYS.has(event.key)) event.stopPropagation();
   };
   root.addEventListener("keydown", onKey);
   onRemove(() => root.removeEventListener("keydown", onKey));
 }
 
-/** Keys that do something in the widget, though perhaps not just now: with them the notebook would change cells. */
-const OWN = new Set(
+/** Keys of the widget, which would change cells in the notebook. */
+const WIDGET_KEYS = new Set(
   "ArrowUp ArrowDown ArrowLeft ArrowRight Home End PageUp PageDown Enter Delete Backspace Escape F3".split(" "),
 );
 
-function widgetKey(view: View, box: SearchBox, event: KeyboardEvent, isTyping: boolean): boolean {
+function onWidgetKey(view: View, box: SearchBox, event: KeyboardEvent, isTyping: boolean): boolean {
   if (event.key === "F3" && !hasCommandKey(event) && !event.altKey) {
-    box.go(event.shiftKey ? -1 : 1);
+    box.goToMatch(event.shiftKey ? -1 : 1);
   } else if (event.key === "Escape") {
-    if (isInTree(event)) box.leave();
+    if (isInTree(event)) box.clearSearch();
     view.focusTree();
   } else if (event.key === "/" && !isTyping && !hasCommandKey(event) && !event.altKey) {
     box.focus();

@@ -1,23 +1,19 @@
 /** The legend of the scores: their name, colors and range; sorts the tree by them, and filters it. */
 
-import { element, icon, setAttribute } from "../page/dom";
+import { buttonElement, element, icon, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
 import type { Part, View } from "../view";
 import { type ScoreFilter, type Scores, scoreText } from "./scores";
 import type { TreeState } from "./tree_state";
 
-const STRONGEST = [10, 50, 200];
+const TOP_COUNTS = [10, 50, 200];
 
-export function makeLegend(view: View, tree: TreeState): Part {
-  return new Legend(view, tree);
-}
-
-class Legend implements Part {
+export class Legend implements Part {
   readonly element = element("div", { class: "gp-scores", role: "group", "aria-label": "Scores", hidden: true });
   private shown: Scores | null = null;
   private sort: HTMLButtonElement | null = null;
   private filter: HTMLSelectElement | null = null;
-  private least: HTMLInputElement | null = null;
+  private minimum: HTMLInputElement | null = null;
 
   constructor(
     view: View,
@@ -31,34 +27,28 @@ class Legend implements Part {
     const { tree } = this;
     if (this.shown !== tree.scores) {
       this.shown = tree.scores;
-      this.element.replaceChildren(...(tree.scores ? this.make(tree.scores) : []));
+      this.element.replaceChildren(...(tree.scores ? this.makeControls(tree.scores) : []));
     }
     this.element.hidden = tree.scores === null;
     if (this.sort) setAttribute(this.sort, "aria-pressed", tree.isSorted);
     if (this.filter && tree.filter === null && this.filter.value !== "least") this.filter.value = "all";
   }
 
-  private make(scores: Scores): HTMLElement[] {
+  private makeControls(scores: Scores): HTMLElement[] {
     const { tree } = this;
-    const { isBySize, maximum, minimum } = scores;
+    const { isByMagnitude: isBySize, maximum, minimum } = scores;
     const middle = (isBySize ? Math.max(-minimum, maximum) : minimum + maximum) / 2;
-    this.sort = element(
-      "button",
-      {
-        type: "button",
-        class: "gp-button",
-        "aria-pressed": tree.isSorted,
-        onclick: () => tree.setSorted(!tree.isSorted),
-      },
+    this.sort = buttonElement(
+      { "aria-pressed": tree.isSorted, onclick: () => tree.setSorted(!tree.isSorted) },
       isBySize ? "Sort by size of score" : "Sort by score",
     );
-    this.least = element("input", {
-      class: "gp-field gp-least",
+    this.minimum = element("input", {
+      class: "gp-field gp-minimum",
       inputmode: "decimal",
-      "aria-label": isBySize ? "Least size of a score" : "Least score",
+      "aria-label": isBySize ? "Minimum size of a score" : "Minimum score",
       hidden: true,
       value: scoreText(middle),
-      oninput: () => this.choose(),
+      oninput: () => this.applyFilter(),
     });
     this.filter = element(
       "select",
@@ -66,10 +56,10 @@ class Legend implements Part {
         class: "gp-field",
         "aria-label": "Which scores",
         title: "Rows with the same score have the same rank: most are names of one value",
-        onchange: () => this.choose(),
+        onchange: () => this.applyFilter(),
       },
       element("option", { value: "all" }, `all ${formatNumber(scores.count)}`),
-      ...STRONGEST.filter((count) => count < scores.places).map((count) =>
+      ...TOP_COUNTS.filter((count) => count < scores.rankCount).map((count) =>
         element("option", { value: count }, `the ${count} ${isBySize ? "largest in size" : "highest"}`),
       ),
       element("option", { value: "least" }, isBySize ? "size at least …" : "at least …"),
@@ -86,11 +76,9 @@ class Legend implements Part {
       range,
       this.sort,
       this.filter,
-      this.least,
-      element(
-        "button",
+      this.minimum,
+      buttonElement(
         {
-          type: "button",
           class: "gp-button gp-quiet",
           "aria-label": "Hide scores",
           title: "Hide scores",
@@ -115,20 +103,20 @@ class Legend implements Part {
     return scale;
   }
 
-  private choose(): void {
-    const { filter, least, tree } = this;
-    if (!filter || !least) return;
-    least.hidden = filter.value !== "least";
-    const wanted = this.wanted(filter.value, least.value);
-    setAttribute(least, "aria-invalid", wanted === undefined);
+  private applyFilter(): void {
+    const { filter, minimum, tree } = this;
+    if (!filter || !minimum) return;
+    minimum.hidden = filter.value !== "least";
+    const wanted = this.parseFilter(filter.value, minimum.value);
+    setAttribute(minimum, "aria-invalid", wanted === undefined);
     if (wanted !== undefined) tree.setFilter(wanted);
   }
 
   /** `undefined`: the text is not a number. */
-  private wanted(choice: string, typed: string): ScoreFilter | null | undefined {
+  private parseFilter(choice: string, typed: string): ScoreFilter | null | undefined {
     if (choice === "all") return null;
     if (choice !== "least") return { count: Number(choice) };
-    const least = Number(typed.replaceAll(",", "").trim() || Number.NaN);
-    return Number.isNaN(least) ? undefined : { least };
+    const minimum = Number(typed.replaceAll(",", "").trim() || Number.NaN);
+    return Number.isNaN(minimum) ? undefined : { minimum };
   }
 }

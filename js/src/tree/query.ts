@@ -148,17 +148,17 @@ function readSize(text: string, value: string): number | null {
 }
 
 /** Whether a shape is one of those meant. */
-export function isShape({ size, first, last }: ShapeTerm, shape: readonly number[]): boolean {
+export function matchesShape({ size, first, last }: ShapeTerm, shape: readonly number[]): boolean {
   if (first === null) return size === null ? shape.length > 0 : shape.includes(size);
-  if (last === null) return shape.length === first.length && areSizes(first, shape, 0);
+  if (last === null) return shape.length === first.length && sizesMatch(first, shape, 0);
   return (
     shape.length >= first.length + last.length &&
-    areSizes(first, shape, 0) &&
-    areSizes(last, shape, shape.length - last.length)
+    sizesMatch(first, shape, 0) &&
+    sizesMatch(last, shape, shape.length - last.length)
   );
 }
 
-function areSizes(sizes: Sizes, shape: readonly number[], from: number): boolean {
+function sizesMatch(sizes: Sizes, shape: readonly number[], from: number): boolean {
   return sizes.every((wanted, at) => wanted === null || wanted === shape[from + at]);
 }
 

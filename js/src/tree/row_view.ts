@@ -2,44 +2,44 @@
 
 import type { Component, PatchState, Spec } from "../kernel/protocol";
 import { FLAG } from "../kernel/protocol";
-import { element, replaceChildren, setAttribute } from "../page/dom";
+import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount } from "../page/numbers";
 import { visible } from "../page/visible";
-import { sortOf } from "./component_names";
+import { componentType } from "./component_names";
 import { CLOSED, type Folded, LEAF, PLUMBING } from "./rows";
-import { insideText, scoreText } from "./scores";
+import { scoreText, textOfBest } from "./scores";
 import type { Skeleton } from "./skeleton";
 import type { TreeState } from "./tree_state";
 
 /** The height of a row, `--gp-row` in theme.css. */
 export const ROW = 22;
 
-/** Patches that are named on their row; of more there is only the number. */
-const MOST_BADGES = 2;
+/** With more patches, a row shows their count only. */
+const MAX_BADGES = 2;
 
-/** What is shown of a line, apart from its place. */
-interface Shown {
+/** The content of a line. */
+interface RowContent {
   name: string;
-  /** The text of the op column: torch function, class of the module, or kind. */
+  /** The text in the op column: torch function, class of the module, or kind. */
   op: string;
   label: string;
   kind: string;
   isPatchable: boolean;
-  /** In words: opaque, unused, ... and why. */
+  /** Why the row is opaque or unused. */
   note: string | null;
-  mark: string | null;
+  countBadge: string | null;
 }
 
 export class RowView {
   readonly element: HTMLDivElement;
-  // These are in the row only where there is something in them: of 50,000 rows few elements are to exist.
+  // In the row only if they are not empty, so that few elements exist for 50,000 rows.
   private readonly chevron = element("span", { class: "gp-chevron" });
   private readonly badges = element("span", { class: "gp-badges" });
   private readonly score = element("span", { class: "gp-score" });
   private badgesKey = "[0,0,[]]";
   private scoreText = "";
   private readonly op: HTMLElement;
-  private readonly shown: Shown;
+  private readonly content: RowContent;
   private readonly path: string;
 
   constructor(
@@ -50,10 +50,10 @@ export class RowView {
     rootName: string,
   ) {
     const folded = tree.lines.folded.get(id);
-    const shown = folded ? shownOfFolded(skeleton, folded) : shownOfRow(skeleton, id, rootName);
-    this.shown = tree.isByComponent && id !== 0 ? { ...shown, name: visible(tree.nameOf(id)) } : shown;
+    const shown = folded ? contentOfFolded(skeleton, folded) : contentOfRow(skeleton, id, rootName);
+    this.content = tree.isByComponent && id !== 0 ? { ...shown, name: visible(tree.nameOf(id)) } : shown;
     this.path = skeleton.path(id < 0 ? ~id : id);
-    const { name, op, label, kind, isPatchable, mark, note } = this.shown;
+    const { name, op, label, kind, isPatchable, countBadge: mark, note } = this.content;
     const path = folded ? name : visible(this.path);
     this.op = element("span", { class: "gp-op", title: note ?? op }, mark ?? op);
     this.element = element(
@@ -64,8 +64,8 @@ export class RowView {
       this.op,
       " ",
       label && valueLabel(label, skeleton.specOf(id)),
-      !folded && element("button", rowButton("info", `Details of ${name}`, "Details (Enter)")),
-      isPatchable && element("button", rowButton("add", `Patch ${name}`, "Patch (+)")),
+      !folded && rowButton("info", `Details of ${name}`, "Details (Enter)"),
+      isPatchable && rowButton("add", `Patch ${name}`, "Patch (+)"),
     );
     if (mark) this.element.dataset.mark = kind === "folded" ? "folded" : mark.split(" ")[0];
     if (folded?.name === PLUMBING) this.element.dataset.mark = PLUMBING;
@@ -84,15 +84,15 @@ export class RowView {
     setAttribute(row, "aria-expanded", state === LEAF ? null : state !== CLOSED);
     setAttribute(row, "aria-selected", isActive);
     setAttribute(row, "data-found", this.tree.found.has(this.id));
-    this.put(this.chevron, state !== LEAF, row.firstChild);
+    this.togglePart(this.chevron, state !== LEAF, row.firstChild);
     const patches = this.tree.patched.at(this.id);
-    const below = state === CLOSED ? patchesIn(this.tree, this.id) : 0;
+    const below = state === CLOSED ? countPatchesIn(this.tree, this.id) : 0;
     this.fillBadges(patches, below);
     this.fillScore(state === CLOSED);
     setAttribute(row, "aria-label", this.name(patches, below));
   }
 
-  private put(part: HTMLElement, isWanted: boolean, before: Node | null): void {
+  private togglePart(part: HTMLElement, isWanted: boolean, before: Node | null): void {
     if (isWanted === (part.parentNode !== null)) return;
     if (isWanted) this.element.insertBefore(part, before);
     else part.remove();
@@ -108,13 +108,13 @@ export class RowView {
     if (this.badgesKey === key) return;
     this.badgesKey = key;
     const badges = components.length > 0 ? this.componentBadges(components) : [];
-    badges.push(...patches.slice(0, MOST_BADGES).map(badge));
-    if (patches.length > MOST_BADGES) badges.push(mark(`+${patches.length - MOST_BADGES}`));
+    badges.push(...patches.slice(0, MAX_BADGES).map(badge));
+    if (patches.length > MAX_BADGES) badges.push(mark(`+${patches.length - MAX_BADGES}`));
     if (below > 0) badges.push(mark(formatCount(below, "patch", "patches")));
     replaceChildren(this.badges, ...badges.flatMap((each) => [each, " "]));
     const hasBadges = components.length + patches.length + below > 0;
     this.element.classList.toggle("gp-badged", hasBadges);
-    this.put(this.badges, hasBadges, this.score.parentNode ? this.score : this.op);
+    this.togglePart(this.badges, hasBadges, this.score.parentNode ? this.score : this.op);
   }
 
   private components(): readonly Component[] {
@@ -127,23 +127,23 @@ export class RowView {
     return !first ? "" : this.tree.isByComponent ? visible(this.path) : first.name;
   }
 
-  /** What the first component is in a word; empty without any. */
-  private componentSort(): string {
+  /** The type of the first component; empty without components. */
+  private componentType(): string {
     const [first] = this.components();
-    return first ? sortOf(first.name) : "";
+    return first ? componentType(first.name) : "";
   }
 
-  /** The tooltip has all names, and what the dimensions are. */
+  /** Badges whose tooltips have all names and dimensions. */
   private componentBadges(components: readonly Component[]): HTMLElement[] {
     const title = components.map(({ name, axes }) => `${name}: ${axes.join(", ")}`).join("\n");
-    const sort = this.componentSort();
+    const type = this.componentType();
     return [
-      element("span", { class: "gp-sort", "data-sort": sort, title }, sort),
+      element("span", { class: "gp-component-type", "data-type": type, title }, type),
       element("span", { class: "gp-component", title }, this.componentText()),
     ];
   }
 
-  /** The row's own score; of a closed graph without one, the strongest of those in it. */
+  /** Shows the row's own score, or for a closed graph without a score the strongest score inside. */
   private fillScore(isClosed: boolean): void {
     const { scores } = this.tree;
     const own = this.id < 0 ? null : (scores?.valueOf(this.id) ?? null);
@@ -153,22 +153,22 @@ export class RowView {
     this.element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 100)}%`);
     setAttribute(this.element, "data-heat", value === null ? null : strength < 0 ? "cold" : "hot");
     const isInside = own === null && value !== null && scores !== null && scores !== undefined;
-    const text = isInside ? insideText(value, scores) : value === null ? "" : scoreText(value);
+    const text = isInside ? textOfBest(value, scores) : value === null ? "" : scoreText(value);
     if (this.scoreText === text) return;
     this.scoreText = text;
     replaceChildren(this.score, text, " ");
-    const most = scores?.isBySize ? "The score of the largest size" : "The highest score";
+    const most = scores?.isByMagnitude ? "The score of the largest size" : "The highest score";
     setAttribute(this.score, "title", isInside ? `${most} in it` : null);
-    this.put(this.score, text !== "", this.op);
+    this.togglePart(this.score, text !== "", this.op);
   }
 
-  /** For screen readers: what is seen, in the same order, then what only colors and marks say. */
+  /** The accessible name: the visible text in the same order, then what only colors and marks show. */
   private name(patches: readonly PatchState[], below: number): string {
-    const { name, op, label, note, mark, kind } = this.shown;
-    const badges = patches.slice(0, MOST_BADGES).map(badgeText);
-    if (patches.length > MOST_BADGES) badges.push(`+${patches.length - MOST_BADGES}`);
+    const { name, op, label, note, countBadge: mark, kind } = this.content;
+    const badges = patches.slice(0, MAX_BADGES).map(badgeText);
+    if (patches.length > MAX_BADGES) badges.push(`+${patches.length - MAX_BADGES}`);
     if (below > 0) badges.push(formatCount(below, "patch", "patches"));
-    const seen = [name, this.componentSort(), this.componentText(), ...badges, this.scoreText, mark ?? op, label]
+    const seen = [name, this.componentType(), this.componentText(), ...badges, this.scoreText, mark ?? op, label]
       .filter(Boolean)
       .join(" ");
     const more = patches.filter((patch) => !patch.is_enabled).map((patch) => `#${patch.number} is switched off`);
@@ -179,14 +179,13 @@ export class RowView {
 
 function badge(patch: PatchState): HTMLElement {
   const attributes = {
-    type: "button",
     tabindex: -1,
     class: "gp-badge",
     "data-number": patch.number,
     "data-off": !patch.is_enabled,
     title: `Change patch #${patch.number}${patch.is_enabled ? "" : " (switched off)"}`,
   };
-  return element("button", attributes, badgeText(patch));
+  return buttonElement(attributes, badgeText(patch));
 }
 
 function badgeText({ kind, number }: PatchState): string {
@@ -202,7 +201,7 @@ export function rowId(prefix: string, id: number): string {
   return `${prefix}-${id < 0 ? `folded-${~id}` : id}`;
 }
 
-/** The shape and dtype; of a model that several processes share, before it, how they hold the value. */
+/** The shape and dtype; for a sharded model, preceded by the placement of the value. */
 function valueLabel(label: string, spec: Spec | null): HTMLElement {
   const [, , , what, placement] = spec ?? [];
   const attributes = { class: "gp-label", title: label, "data-what": what };
@@ -217,18 +216,12 @@ function valueLabel(label: string, spec: Spec | null): HTMLElement {
   return element("span", attributes, badge, " ", label.replace(` ${word}`, ""));
 }
 
-function rowButton(action: string, name: string, title: string) {
-  return {
-    type: "button",
-    tabindex: -1,
-    class: `gp-row-button gp-row-${action}`,
-    "data-action": action,
-    "aria-label": name,
-    title,
-  };
+function rowButton(action: string, name: string, title: string): HTMLElement {
+  const marks = { class: `gp-row-button gp-row-${action}`, "data-action": action };
+  return buttonElement({ ...marks, tabindex: -1, "aria-label": name, title });
 }
 
-function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {
+function contentOfRow(skeleton: Skeleton, row: number, rootName: string): RowContent {
   const kind = skeleton.kindOf(row);
   const written = skeleton.noteOf(row);
   const note = written === null ? null : visible(written);
@@ -241,20 +234,28 @@ function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {
     kind,
     isPatchable: skeleton.has(row, FLAG.patchable),
     note: note ?? (mark ? `${mark} ${op}` : null),
-    mark: mark && `${mark} ${op}`,
+    countBadge: mark && `${mark} ${op}`,
   };
 }
 
 const ABOUT_PLUMBING = "Masks, indices and positions: integers, booleans, and what is made of them alone";
 
-function shownOfFolded(skeleton: Skeleton, folded: Folded): Shown {
+function contentOfFolded(skeleton: Skeleton, folded: Folded): RowContent {
   if (folded.name === PLUMBING) {
     const op = formatCount(folded.rows.length, "row");
-    return { name: PLUMBING, op, label: "", kind: "folded", isPatchable: false, note: ABOUT_PLUMBING, mark: op };
+    return { name: PLUMBING, op, label: "", kind: "folded", isPatchable: false, note: ABOUT_PLUMBING, countBadge: op };
   }
   if (folded.name !== undefined) {
     const op = formatCount(folded.rows.length, "component");
-    return { name: visible(folded.name), op, label: "", kind: "graph", isPatchable: false, note: null, mark: null };
+    return {
+      name: visible(folded.name),
+      op,
+      label: "",
+      kind: "graph",
+      isPatchable: false,
+      note: null,
+      countBadge: null,
+    };
   }
   const [first = 0, last = 0] = [folded.rows[0], folded.rows.at(-1)];
   const op = folded.period === 1 ? visible(skeleton.opOf(first)) : formatCount(folded.period, "row");
@@ -265,11 +266,11 @@ function shownOfFolded(skeleton: Skeleton, folded: Folded): Shown {
     kind: "folded",
     isPatchable: false,
     note: null,
-    mark: `×${folded.times} ${op}`,
+    countBadge: `×${folded.times} ${op}`,
   };
 }
 
-function patchesIn(tree: TreeState, id: number): number {
+function countPatchesIn(tree: TreeState, id: number): number {
   if (id >= 0) return tree.patched.countBelow(id);
   const rows = tree.lines.folded.get(id)?.rows ?? [];
   return rows.reduce((sum, row) => sum + tree.patched.countBelow(row) + tree.patched.at(row).length, 0);

@@ -1,7 +1,7 @@
 /**
- * Which rows are seen, and in which order: a line each.
+ * The lines of the tree: which rows are visible, and in which order.
  *
- * A line is known by a number: that of its row, or `~first` for the marker of folded rows whose first row is `first`.
+ * The id of a line is the number of its row, or `~first` for the marker of folded rows whose first row is `first`.
  */
 import { type Component, FLAG, KINDS } from "../kernel/protocol";
 import type { Skeleton } from "./skeleton";
@@ -15,43 +15,43 @@ interface Repetition {
 }
 
 const GRAPH = KINDS.indexOf("graph");
-const LONGEST_PERIOD = 24;
+const MAX_PERIOD = 24;
 // A marker replaces three rows at least: fewer would not save space.
-const FEWEST_ROWS = 3;
+const MIN_ROWS = 3;
 // Ops without a graph between them are folded only among so many siblings, and from so many repetitions on.
 const MANY_SIBLINGS = 40;
 const MANY_TIMES = 4;
 
-/** Says which rows look the same. What a row `isShown` says `false` of plays no part. */
+/** Finds repetitions among rows. Rows for which `isShown` is false are ignored. */
 export class Folding {
   private readonly stems: Int32Array;
-  private readonly patterns: Float64Array;
-  /** By parent: the siblings that were asked for last. */
-  private readonly known = new Map<number, { siblings: readonly number[]; repetitions: Repetition[] }>();
+  private readonly hashes: Float64Array;
+  /** By parent: the result for the last siblings. */
+  private readonly cache = new Map<number, { siblings: readonly number[]; repetitions: Repetition[] }>();
 
   constructor(
     private readonly skeleton: Skeleton,
     private readonly isShown: (row: number) => boolean,
   ) {
     this.stems = stemsOf(skeleton.columns.names);
-    this.patterns = patternsOf(skeleton, isShown);
+    this.hashes = hashesOf(skeleton, isShown);
   }
 
   /** The repetitions among siblings, in order; rows that are in none are left out. */
   repetitions(siblings: readonly number[]): Repetition[] {
-    if (siblings.length < FEWEST_ROWS) return [];
+    if (siblings.length < MIN_ROWS) return [];
     const parent = this.skeleton.parent[siblings[0] ?? 0] ?? 0;
-    const known = this.known.get(parent);
-    // Patched rows are shown among the others: then the siblings are not those of before.
+    const known = this.cache.get(parent);
+    // The siblings change when a hidden row is patched, which is then shown.
     if (known && known.siblings.length === siblings.length) {
       if (siblings.every((row, at) => row === known.siblings[at])) return known.repetitions;
     }
-    const repetitions = this.search(siblings);
-    this.known.set(parent, { siblings, repetitions });
+    const repetitions = this.findRepetitions(siblings);
+    this.cache.set(parent, { siblings, repetitions });
     return repetitions;
   }
 
-  private search(siblings: readonly number[]): Repetition[] {
+  private findRepetitions(siblings: readonly number[]): Repetition[] {
     const keys = siblings.map((row) => this.key(row));
     const isGraph = siblings.map((row) => this.skeleton.kind[row] === GRAPH);
     const repetitions: Repetition[] = [];
@@ -64,11 +64,11 @@ export class Folding {
   }
 
   /**
-   * The rows that are to each time of a repetition what `row` is to its own, itself included: `h_0.attn`, `h_1.attn`, ...
+   * The rows that correspond to `row` in each repetition, itself included: `h_0.attn`, `h_1.attn`, ...
    *
-   * @param isEach Whether the row itself stands for all repetitions, if it is repeated.
+   * @param isEach Whether the row itself represents all repetitions, if it is repeated.
    */
-  alike(row: number, isEach = true): number[] {
+  corresponding(row: number, isEach = true): number[] {
     const parent = this.skeleton.parent[row] ?? -1;
     if (parent < 0) return [row];
     const siblings = this.siblings(parent);
@@ -82,38 +82,38 @@ export class Folding {
       { length: repetition?.times ?? 1 },
       (_, time) => first + time * (repetition?.period ?? 0),
     );
-    return this.alike(parent).flatMap((other) => {
+    return this.corresponding(parent).flatMap((other) => {
       const there = other === parent ? siblings : this.siblings(other);
       return places.flatMap((place) => there[place] ?? []);
     });
   }
 
-  /** What is shown in a row, the plumbing first. */
+  /** The shown children of a row, plumbing first. */
   private siblings(row: number): number[] {
-    return apart(this.skeleton, [...this.skeleton.children(row)].filter(this.isShown)).flat();
+    return splitPlumbing(this.skeleton, [...this.skeleton.children(row)].filter(this.isShown)).flat();
   }
 
-  /** Equal for rows that look the same but for the numbers at the ends of their own names. */
+  /** A hash that ignores the number at the end of the row's own name. */
   private key(row: number): number {
-    return mixed(this.patterns[row] ?? 0, this.stems[this.skeleton.name[row] ?? 0] ?? 0);
+    return hashPair(this.hashes[row] ?? 0, this.stems[this.skeleton.name[row] ?? 0] ?? 0);
   }
 }
 
 function repetitionAt(keys: readonly number[], isGraph: readonly boolean[], from: number): Repetition | null {
-  const longest = Math.min(LONGEST_PERIOD, Math.floor((keys.length - from) / 2));
+  const longest = Math.min(MAX_PERIOD, Math.floor((keys.length - from) / 2));
   for (let period = 1; period <= longest; period++) {
     let end = from + period;
     while (end < keys.length && keys[end] === keys[end - period]) end += 1;
     const times = Math.floor((end - from) / period);
     const count = times * period;
-    if (times < 2 || count < FEWEST_ROWS) continue;
+    if (times < 2 || count < MIN_ROWS) continue;
     const hasGraph = isGraph.slice(from, from + period).includes(true);
     if (hasGraph || (times >= MANY_TIMES && keys.length >= MANY_SIBLINGS)) return { from, count, period, times };
   }
   return null;
 }
 
-/** By name: a number that is equal for names that differ only in the number at their end. */
+/** By name: an id that is equal for names that differ only in the number at their end. */
 function stemsOf(names: readonly string[]): Int32Array {
   const known = new Map<string, number>();
   return Int32Array.from(names, (name) => {
@@ -124,22 +124,22 @@ function stemsOf(names: readonly string[]): Int32Array {
   });
 }
 
-/** By row: a number that is equal for rows that look the same but for their own name, children included. */
-function patternsOf(skeleton: Skeleton, isShown: (row: number) => boolean): Float64Array {
+/** By row: a hash of the row and its descendants, without the row's own name. */
+function hashesOf(skeleton: Skeleton, isShown: (row: number) => boolean): Float64Array {
   const patterns = new Float64Array(skeleton.length);
   for (let row = skeleton.length - 1; row >= 0; row--) {
-    let pattern = mixed(skeleton.op[row] ?? 0, skeleton.spec[row] ?? 0);
-    pattern = mixed(pattern, (skeleton.kind[row] ?? 0) * 2 + Number(skeleton.has(row, FLAG.opaque)));
+    let pattern = hashPair(skeleton.op[row] ?? 0, skeleton.spec[row] ?? 0);
+    pattern = hashPair(pattern, (skeleton.kind[row] ?? 0) * 2 + Number(skeleton.has(row, FLAG.opaque)));
     for (let child = row + 1; child < (skeleton.end[row] ?? 0); child = skeleton.end[child] ?? skeleton.length) {
-      if (isShown(child)) pattern = mixed(mixed(pattern, skeleton.name[child] ?? 0), patterns[child] ?? 0);
+      if (isShown(child)) pattern = hashPair(hashPair(pattern, skeleton.name[child] ?? 0), patterns[child] ?? 0);
     }
     patterns[row] = pattern;
   }
   return patterns;
 }
 
-/** A hash of 53 bits. */
-function mixed(a: number, b: number): number {
+/** Returns a 53-bit hash of two numbers. */
+function hashPair(a: number, b: number): number {
   const low = Math.imul(a ^ (b >>> 15), 0x85ebca6b) ^ Math.imul(b + 0x165667b1, 0x9e3779b1);
   const highs = Math.floor(a / 0x100000000) ^ Math.imul(Math.floor(b / 0x100000000) + 0x27d4eb2f, 0xc2b2ae35);
   const high = Math.imul(highs ^ (low >>> 13), 0x2545f491) ^ Math.imul(low ^ (low >>> 16), 0x7feb352d);
@@ -150,7 +150,7 @@ export const LEAF = 0;
 export const CLOSED = 1;
 export const OPEN = 2;
 
-/** What the line of a marker stands for: a repetition; or, with a `name`, the plumbing of a graph or the components of a layer. */
+/** The rows that a marker represents: a repetition; or, with a `name`, the plumbing of a graph or the components of a layer. */
 export interface Folded extends Repetition {
   rows: number[];
   name?: string;
@@ -158,27 +158,27 @@ export interface Folded extends Repetition {
 
 export const PLUMBING = "plumbing";
 
-/** What decides about the lines. */
-interface Choice {
+/** What determines the lines. */
+interface LayoutOptions {
   isOpen(row: number): boolean;
   /** Without sizes and clutter, unless these are shown. */
   isShown(row: number): boolean;
-  /** `null`: all; else those that a search found or a score filter left, and what is above them. */
-  kept: Uint8Array | null;
-  /** `null`: nothing is folded, plumbing neither. */
+  /** `null`: all; else the rows that match a search or pass a filter, and their ancestors. */
+  keptRows: Uint8Array | null;
+  /** `null`: nothing is folded, not even plumbing. */
   folding: Folding | null;
   isFoldedOpen(first: number): boolean;
-  /** `null`: as they came up. */
+  /** `null`: in the order of the graph. */
   order: ((a: number, b: number) => number) | null;
 }
 
-/** The lines, and for each what a screen reader says of its place. */
+/** The lines, with their ARIA levels and positions. */
 export class Lines {
   /** By line: the row, or `~first`. */
   ids: Int32Array;
   /** 1 for the root, ... */
   readonly levels: Uint16Array;
-  /** From 1 on, among its siblings; and how many they are. */
+  /** From 1, among the siblings; and the number of siblings. */
   readonly positions: Int32Array;
   readonly sizes: Int32Array;
   readonly states: Uint8Array;
@@ -205,7 +205,7 @@ export class Lines {
     this.lineByRow = new Int32Array(skeleton.length);
   }
 
-  /** The line of a row or marker; where it is not seen, that of what is nearest above it. */
+  /** The line of a row or marker; if it is not visible, that of its nearest visible ancestor. */
   lineOf(id: number): number {
     const own = this.ownLine(id);
     if (own !== null) return own;
@@ -247,8 +247,8 @@ export class Lines {
   }
 }
 
-/** The lines of a choice. */
-export function layOut(skeleton: Skeleton, choice: Choice): Lines {
+/** Lays out the tree. */
+export function layOut(skeleton: Skeleton, choice: LayoutOptions): Lines {
   // A marker replaces three rows at least.
   const lines = new Lines(skeleton, skeleton.length + (choice.folding ? Math.ceil(skeleton.length / 3) : 0));
   const children = (row: number) => childrenOf(skeleton, row, choice);
@@ -261,11 +261,11 @@ export function layOut(skeleton: Skeleton, choice: Choice): Lines {
   }
 
   function addRows(all: number[], parent: number, level: number): void {
-    const [aside, rows] = choice.folding ? apart(skeleton, all) : [[], all];
+    const [aside, rows] = choice.folding ? splitPlumbing(skeleton, all) : [[], all];
     const repetitions = choice.folding?.repetitions(rows) ?? [];
     let position = Math.min(aside.length, 1);
     const size = position + rows.length - repetitions.reduce((sum, repetition) => sum + repetition.count - 1, 0);
-    if (position) addFolded(group(PLUMBING, aside), parent, level, position, size);
+    if (position) addFolded(groupOf(PLUMBING, aside), parent, level, position, size);
     for (let at = 0, next = 0; at < rows.length; position += 1) {
       const repetition = repetitions[next];
       if (repetition?.from === at) {
@@ -292,20 +292,20 @@ export function layOut(skeleton: Skeleton, choice: Choice): Lines {
   return lines;
 }
 
-/** A marker for rows that need not follow one another. */
-function group(name: string, rows: number[]): Folded {
+/** A marker for rows that need not be consecutive. */
+function groupOf(name: string, rows: number[]): Folded {
   return { name, rows, from: 0, count: rows.length, period: rows.length, times: 1 };
 }
 
-/** Siblings sorted into plumbing, if a marker for it saves a line and other rows are left, and the rest. */
-export function apart(skeleton: Skeleton, siblings: number[]): [plumbing: number[], rest: number[]] {
+/** Splits siblings into plumbing and the rest, if a marker saves a line and other rows remain. */
+export function splitPlumbing(skeleton: Skeleton, siblings: number[]): [plumbing: number[], rest: number[]] {
   const aside = siblings.filter((row) => skeleton.has(row, FLAG.plumbing));
   if (aside.length < 2 || aside.length === siblings.length) return [[], siblings];
   return [aside, siblings.filter((row) => !skeleton.has(row, FLAG.plumbing))];
 }
 
-/** The lines of the view by components: a marker for each layer, the layer's components in it, and what is in no layer. */
-export function layOutComponents(skeleton: Skeleton, components: readonly Component[], choice: Choice): Lines {
+/** Lays out the view by components: a marker for each layer with its components, and the components outside layers. */
+export function layOutComponents(skeleton: Skeleton, components: readonly Component[], choice: LayoutOptions): Lines {
   const lines = new Lines(skeleton, 1 + 2 * components.length);
   const groups = componentGroups(components, choice);
   const isOpen = choice.isOpen(0);
@@ -317,7 +317,7 @@ export function layOutComponents(skeleton: Skeleton, components: readonly Compon
       continue;
     }
     const isGroupOpen = choice.isFoldedOpen(first);
-    lines.addFolded(group(name, rows));
+    lines.addFolded(groupOf(name, rows));
     const line = lines.add(~first, 0, 2, at + 1, groups.length, isGroupOpen ? OPEN : CLOSED);
     if (isGroupOpen) for (const [below, row] of rows.entries()) lines.add(row, line, 3, below + 1, rows.length, LEAF);
   }
@@ -325,10 +325,10 @@ export function layOutComponents(skeleton: Skeleton, components: readonly Compon
   return lines;
 }
 
-/** The rows that are seen, by layer; each one that is in no layer by itself, without a name. A row is seen once. */
+/** The visible rows by layer; each row outside layers is a group without a name. A row occurs once. */
 function componentGroups(
   components: readonly Component[],
-  { kept, order }: Choice,
+  { keptRows: kept, order }: LayoutOptions,
 ): { name: string; rows: number[] }[] {
   const groups: { name: string; rows: number[] }[] = [];
   const seen = new Set<number>();
@@ -350,28 +350,28 @@ export function layerOf(component: string): string {
   return /^(?:.+\.)?layers\[[0-9]+\](?=\.)/.exec(component)?.[0] ?? "";
 }
 
-function isSeen(row: number, { isShown, kept }: Choice): boolean {
+function isVisible(row: number, { isShown, keptRows: kept }: LayoutOptions): boolean {
   return kept === null ? isShown(row) : kept[row] !== 0;
 }
 
-function hasChild(skeleton: Skeleton, row: number, choice: Choice): boolean {
+function hasChild(skeleton: Skeleton, row: number, choice: LayoutOptions): boolean {
   const end = skeleton.end[row] ?? 0;
   for (let child = row + 1; child < end; child = skeleton.end[child] ?? end) {
-    if (isSeen(child, choice)) return true;
+    if (isVisible(child, choice)) return true;
   }
   return false;
 }
 
-function childrenOf(skeleton: Skeleton, row: number, choice: Choice): number[] {
+function childrenOf(skeleton: Skeleton, row: number, choice: LayoutOptions): number[] {
   const end = skeleton.end[row] ?? 0;
   const rows: number[] = [];
   for (let child = row + 1; child < end; child = skeleton.end[child] ?? end) {
-    if (isSeen(child, choice)) rows.push(child);
+    if (isVisible(child, choice)) rows.push(child);
   }
   return choice.order ? rows.sort(choice.order) : rows;
 }
 
-/** By row: 1 for `rows`, and for what is above them. */
+/** By row: 1 for `rows` and their ancestors. */
 export function withAncestors(skeleton: Skeleton, rows: readonly number[]): Uint8Array {
   const kept = new Uint8Array(skeleton.length);
   kept[0] = 1;
@@ -381,20 +381,20 @@ export function withAncestors(skeleton: Skeleton, rows: readonly number[]): Uint
   return kept;
 }
 
-const BALANCED = 24;
+const INITIAL_LINES = 24;
 
 /**
  * Which rows are open at first: breadth first, as many as make some 20 to 25 lines, plumbing and equal layers
- * counted as one. A graph that holds nearly everything is opened in any case: the layers are to be seen. Graphs of ops only are
- * opened if there is room for all of them.
+ * counted as one. A graph that holds most rows is always opened, so that the layers are visible. Graphs of ops only are
+ * opened if there is space for all of them.
  */
 export function firstOpen(skeleton: Skeleton, folding: Folding, isShown: (row: number) => boolean): number[] {
   const open: number[] = [];
   const ends: { row: number; lines: number }[] = [];
-  let left = BALANCED - 1;
+  let left = INITIAL_LINES - 1;
   const queue = [0];
   for (const row of queue) {
-    const [aside, children] = apart(skeleton, [...skeleton.children(row)].filter(isShown));
+    const [aside, children] = splitPlumbing(skeleton, [...skeleton.children(row)].filter(isShown));
     const graphs = children.filter((child) => skeleton.kind[child] === GRAPH);
     const repetitions = folding.repetitions(children);
     const lines =

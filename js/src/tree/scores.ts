@@ -3,22 +3,22 @@
 import { formatNumber } from "../page/numbers";
 import type { Skeleton } from "./skeleton";
 
-/** Which rows a filter leaves: those of a number at least (or of such a size), or of the `count` strongest. */
-export type ScoreFilter = { least: number } | { count: number };
+/** Keeps the rows with at least a minimum (or with such a magnitude), or with the `count` strongest scores. */
+export type ScoreFilter = { minimum: number } | { count: number };
 
-/** Up to such a share two numbers are the same: that of one value under several names, but for rounding. */
-const ROUNDING = 1e-5;
+/** Numbers this close count as one: the scores of one value under several names differ by rounding. */
+const RELATIVE_TOLERANCE = 1e-5;
 
 export class Scores {
-  /** Of all rows that have one. */
+  /** Of all finite scores. */
   readonly minimum: number;
   readonly maximum: number;
-  /** How many rows have one. */
+  /** How many rows have a score. */
   readonly count: number;
-  /** How many different numbers there are. */
-  readonly places: number;
+  /** How many different scores there are. */
+  readonly rankCount: number;
   /** By row: the number of stronger scores; NaN without a score. Rows with the same score have the same rank. */
-  private readonly place: Float64Array;
+  private readonly rank: Float64Array;
   /** By row: the strongest score of the row and the rows below it; NaN without any. */
   readonly best: Float32Array;
 
@@ -39,8 +39,8 @@ export class Scores {
     this.count = count;
     this.minimum = minimum <= maximum ? minimum : 0;
     this.maximum = minimum <= maximum ? maximum : 0;
-    this.place = new Float64Array(values.length).fill(Number.NaN);
-    this.places = this.rank();
+    this.rank = new Float64Array(values.length).fill(Number.NaN);
+    this.rankCount = this.computeRanks();
     this.best = Float32Array.from(values);
     for (let row = values.length - 1; row >= 0; row--) {
       const best = this.best[row] ?? Number.NaN;
@@ -51,8 +51,8 @@ export class Scores {
     }
   }
 
-  /** Fills `place`; returns how many there are. */
-  private rank(): number {
+  /** Fills `rank`; returns the number of ranks. */
+  private computeRanks(): number {
     const size = (row: number) => Math.abs(this.values[row] ?? 0);
     const rows = [...this.values.keys()].filter((row) => !Number.isNaN(this.values[row]));
     const last = new Map<number, { value: number; place: number }>(); // by sign
@@ -60,10 +60,11 @@ export class Scores {
     for (const row of rows.sort((a, b) => size(b) - size(a))) {
       const value = this.values[row] ?? 0;
       const before = last.get(Math.sign(value));
-      const isSame = before?.value === value || Math.abs((before?.value ?? Number.NaN) - value) <= ROUNDING * size(row);
+      const isSame =
+        before?.value === value || Math.abs((before?.value ?? Number.NaN) - value) <= RELATIVE_TOLERANCE * size(row);
       const place = before && isSame ? before.place : places++;
       last.set(Math.sign(value), { value, place });
-      this.place[row] = place;
+      this.rank[row] = place;
     }
     return places;
   }
@@ -81,40 +82,42 @@ export class Scores {
     return value === undefined || Number.isNaN(value) ? null : value;
   }
 
-  /** Whether there are values below zero: then the strongest are those of the largest size, not the highest. */
-  get isBySize(): boolean {
+  /** Whether there are negative scores: then scores are ranked by magnitude. */
+  get isByMagnitude(): boolean {
     return this.minimum < 0;
   }
 
-  /** Whether there are values on both sides of zero, which then have two colors. */
+  /** Whether there are scores of both signs, which then have two colors. */
   get isDiverging(): boolean {
     return this.minimum < 0 && this.maximum > 0;
   }
 
-  /** From -1 to 1: how strong the color of a value is, and which of the two it is. */
+  /** From -1 to 1: the strength of the color of a value; the sign selects one of the two colors. */
   strength(value: number): number {
     if (!Number.isFinite(value)) return value > 0 ? 1 : value < 0 ? -1 : 0;
     if (this.isDiverging || this.minimum === this.maximum) {
       return value / (Math.max(Math.abs(this.minimum), Math.abs(this.maximum)) || 1);
     }
-    const from = this.isBySize ? this.maximum : this.minimum;
+    const from = this.isByMagnitude ? this.maximum : this.minimum;
     return (value - from) / (this.maximum - this.minimum);
   }
 
-  /** The rows that a filter leaves, in order. */
-  passing(filter: ScoreFilter): number[] {
+  /** The rows that pass a filter, in order. */
+  matching(filter: ScoreFilter): number[] {
     const rows = [...this.values.keys()].filter((row) => !Number.isNaN(this.values[row]));
-    if ("least" in filter) return rows.filter((row) => Math.abs(this.values[row] ?? 0) >= filter.least);
-    return rows.filter((row) => (this.place[row] ?? Number.NaN) < filter.count);
+    if ("minimum" in filter) return rows.filter((row) => Math.abs(this.values[row] ?? 0) >= filter.minimum);
+    return rows.filter((row) => (this.rank[row] ?? Number.NaN) < filter.count);
   }
 
-  /** A filter in words. */
-  wordsOf(filter: ScoreFilter): string {
-    if ("count" in filter) return `the ${filter.count} ${this.isBySize ? "largest" : "highest"} of ${this.name}`;
-    return this.isBySize ? `|${this.name}| ≥ ${scoreText(filter.least)}` : `${this.name} ≥ ${scoreText(filter.least)}`;
+  /** A filter as text. */
+  describeFilter(filter: ScoreFilter): string {
+    if ("count" in filter) return `the ${filter.count} ${this.isByMagnitude ? "largest" : "highest"} of ${this.name}`;
+    return this.isByMagnitude
+      ? `|${this.name}| ≥ ${scoreText(filter.minimum)}`
+      : `${this.name} ≥ ${scoreText(filter.minimum)}`;
   }
 
-  /** Siblings in order: those with the strongest in them first, those without scores last, else as they came up. */
+  /** Compares siblings: by the strongest score inside, those without scores last, else in the order of the graph. */
   readonly order = (a: number, b: number): number => {
     const [first, second] = [this.best[a] ?? Number.NaN, this.best[b] ?? Number.NaN];
     if (Number.isNaN(first) || Number.isNaN(second))
@@ -125,11 +128,11 @@ export class Scores {
 }
 
 /** The text of a row without a score: the strongest score in it. */
-export function insideText(value: number, scores: Scores): string {
-  return scores.isBySize ? `≤ |${scoreText(value)}|` : `≤ ${scoreText(value)}`;
+export function textOfBest(value: number, scores: Scores): string {
+  return scores.isByMagnitude ? `≤ |${scoreText(value)}|` : `≤ ${scoreText(value)}`;
 }
 
-/** A score in few letters: `0.123`, `-4.57e-6`, `12,300`. */
+/** A score in few characters: `0.123`, `-4.57e-6`, `12,300`. */
 export function scoreText(value: number): string {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "-∞";
   const size = Math.abs(value);

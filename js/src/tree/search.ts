@@ -1,8 +1,8 @@
 /** Finds rows by a query, as `graphpatch_notebook/notebook/search/search.py` finds nodes. */
 
 import { type Component, FLAG, KINDS } from "../kernel/protocol";
-import { rowsMeant } from "./component_names";
-import { isShape, parseQuery, QueryError, type Term } from "./query";
+import { matchingRows } from "./component_names";
+import { matchesShape, parseQuery, QueryError, type Term } from "./query";
 import type { Skeleton } from "./skeleton";
 
 type Test = (row: number) => boolean;
@@ -11,23 +11,23 @@ const GRAPH = KINDS.indexOf("graph");
 const INPUT = KINDS.indexOf("input");
 const OP = KINDS.indexOf("op");
 
-/** The rows that can be found; and those of them that only carry sizes, or do not. */
+/** The rows that can be found: all, those that only carry sizes, and the others. */
 type Candidates = Record<"all" | "onlySizes" | "withoutSizes", number[]>;
 
 /** The properties of rows that queries test, computed by the first query that needs them. */
 export class SearchIndex {
-  private madePaths: string[] | null = null;
-  private madeTexts: JoinedTexts | null = null;
-  private madeNodes: Int32Array | null = null;
+  private cachedPaths: string[] | null = null;
+  private cachedTexts: JoinedTexts | null = null;
+  private cachedNodes: Int32Array | null = null;
   private components: readonly Component[] = [];
-  private madeCandidates: Candidates | null = null;
+  private cachedCandidates: Candidates | null = null;
 
   constructor(private readonly skeleton: Skeleton) {}
 
   /** Adds the names of components to the texts that plain words are searched in. */
   setComponents(components: readonly Component[]): void {
     this.components = components;
-    this.madeTexts = null;
+    this.cachedTexts = null;
   }
 
   /** Computes the texts that plain words are searched in, so that the first query does not wait for them. */
@@ -41,18 +41,18 @@ export class SearchIndex {
     return this.candidates.withoutSizes.length;
   }
 
-  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. Values that only carry sizes are found where the terms ask for them. */
+  /** The rows that match all terms, in order. Values that only carry sizes match if a term asks for them. */
   find(terms: readonly Term[], patched: ReadonlySet<number>): number[] {
     const asksForSizes = terms.some((term) => term.kind === "is" && term.value === "size" && !term.isExcluded);
-    return this.among(asksForSizes ? "all" : "withoutSizes", terms, patched);
+    return this.filterRows(asksForSizes ? "all" : "withoutSizes", terms, patched);
   }
 
   /** How many values that only carry sizes the terms hold for. */
-  countInSizes(terms: readonly Term[], patched: ReadonlySet<number>): number {
-    return this.among("onlySizes", terms, patched).length;
+  countOnlySizes(terms: readonly Term[], patched: ReadonlySet<number>): number {
+    return this.filterRows("onlySizes", terms, patched).length;
   }
 
-  private among(which: keyof Candidates, terms: readonly Term[], patched: ReadonlySet<number>): number[] {
+  private filterRows(which: keyof Candidates, terms: readonly Term[], patched: ReadonlySet<number>): number[] {
     let rows = this.candidates[which];
     for (const term of terms) {
       if (rows.length === 0) break;
@@ -64,7 +64,7 @@ export class SearchIndex {
 
   /** By row: its path. */
   get paths(): string[] {
-    if (this.madePaths === null) {
+    if (this.cachedPaths === null) {
       const { skeleton } = this;
       const paths = new Array<string>(skeleton.length).fill("");
       for (let row = 1; row < skeleton.length; row++) {
@@ -72,14 +72,14 @@ export class SearchIndex {
         const name = skeleton.nameOf(row);
         paths[row] = above === 0 ? name : paths[above] + skeleton.separator(row) + name;
       }
-      this.madePaths = paths;
+      this.cachedPaths = paths;
     }
-    return this.madePaths;
+    return this.cachedPaths;
   }
 
   /** By row: path, torch function and names of components in lower case. */
   private get texts(): JoinedTexts {
-    if (this.madeTexts === null) {
+    if (this.cachedTexts === null) {
       const { skeleton, nodes } = this;
       const ops = skeleton.columns.ops.map((op) => `\n${op.toLowerCase()}`);
       const texts = this.paths.map((path, row) => {
@@ -87,19 +87,19 @@ export class SearchIndex {
         return path.toLowerCase() + (skeleton.kind[node] === OP ? (ops[skeleton.op[node] ?? 0] ?? "") : "");
       });
       for (const { row, name } of this.components) texts[row] += `\n${name.toLowerCase()}`;
-      this.madeTexts = new JoinedTexts(texts);
+      this.cachedTexts = new JoinedTexts(texts);
     }
-    return this.madeTexts;
+    return this.cachedTexts;
   }
 
   /** By row: the node of the row, or of the container around it. */
   private get nodes(): Int32Array {
-    this.madeNodes ??= Int32Array.from({ length: this.skeleton.length }, (_, row) => this.skeleton.nodeOf(row));
-    return this.madeNodes;
+    this.cachedNodes ??= Int32Array.from({ length: this.skeleton.length }, (_, row) => this.skeleton.nodeOf(row));
+    return this.cachedNodes;
   }
 
   private get candidates(): Candidates {
-    if (this.madeCandidates === null) {
+    if (this.cachedCandidates === null) {
       const { skeleton, nodes } = this;
       const all: number[] = [];
       for (let row = 1; row < skeleton.length; row++) {
@@ -108,9 +108,9 @@ export class SearchIndex {
       }
       const isSize = (row: number) => skeleton.has(nodes[row] ?? row, FLAG.size);
       const [onlySizes, withoutSizes] = [all.filter(isSize), all.filter((row) => !isSize(row))];
-      this.madeCandidates = { all, onlySizes, withoutSizes };
+      this.cachedCandidates = { all, onlySizes, withoutSizes };
     }
-    return this.madeCandidates;
+    return this.cachedCandidates;
   }
 
   /** Returns a function that checks a row for a term, ignoring whether the term is negated. */
@@ -120,39 +120,39 @@ export class SearchIndex {
       case "text": {
         const { texts } = this;
         const parts = term.value.split("*");
-        const meant = rowsMeant(term.value, this.components);
-        const has = texts.having(parts.reduce((longest, part) => (part.length > longest.length ? part : longest)));
+        const meant = matchingRows(term.value, this.components);
+        const has = texts.containing(parts.reduce((longest, part) => (part.length > longest.length ? part : longest)));
         if (parts.length === 1) return (row) => has[row] === 1 || meant.has(row);
         return (row) => (has[row] === 1 && hasParts(texts.of(row), parts)) || meant.has(row);
       }
       case "exact": {
         const { paths } = this;
         const { value } = term;
-        const meant = rowsMeant(value, this.components);
+        const meant = matchingRows(value, this.components);
         for (const { row, name } of this.components) if (hasNames(name, value)) meant.add(row);
         return (row) => hasNames(paths[row] ?? "", value) || meant.has(row);
       }
       case "op": {
         const { nodes } = this;
-        const isMeant = among(skeleton.columns.ops, term.value);
+        const isMeant = matchNames(skeleton.columns.ops, term.value);
         return (row) => {
           const node = nodes[row] ?? 0;
           return skeleton.kind[node] === OP && isMeant[skeleton.op[node] ?? 0] === true;
         };
       }
       case "module": {
-        const isMeant = among(skeleton.columns.ops, term.value);
+        const isMeant = matchNames(skeleton.columns.ops, term.value);
         return (row) => isMeant[skeleton.op[skeleton.graphOf(row)] ?? 0] === true;
       }
       case "dtype": {
-        const isMeant = among(
+        const isMeant = matchNames(
           skeleton.columns.specs.map((spec) => spec[2] ?? ""),
           term.value,
         );
         return (row) => isMeant[skeleton.spec[row] ?? -1] === true;
       }
       case "shape": {
-        const isMeant = skeleton.columns.specs.map(([, shape]) => shape !== null && isShape(term.value, shape));
+        const isMeant = skeleton.columns.specs.map(([, shape]) => shape !== null && matchesShape(term.value, shape));
         return (row) => isMeant[skeleton.spec[row] ?? -1] === true;
       }
       case "is":
@@ -182,14 +182,14 @@ export class SearchIndex {
   }
 }
 
-const MOST_KNOWN = 4;
+const MAX_CACHED = 4;
 
-/** Texts in one string: to look through it takes a fraction of the time that looking through each does. */
+/** Texts joined into one string: searching it takes a fraction of the time of searching each. */
 class JoinedTexts {
   private readonly all: string;
-  /** By text: where it begins; one more at the end. */
+  /** By text: its start in `all`; one more at the end. */
   private readonly starts: Int32Array;
-  private readonly known = new Map<string, Uint8Array>();
+  private readonly cache = new Map<string, Uint8Array>();
 
   constructor(texts: readonly string[]) {
     this.all = texts.join("\0");
@@ -202,14 +202,14 @@ class JoinedTexts {
   }
 
   /** By text: 1 where it contains `part`. */
-  having(part: string): Uint8Array {
-    const known = this.known.get(part) ?? this.look(part);
-    if (this.known.size >= MOST_KNOWN) this.known.clear();
-    this.known.set(part, known);
+  containing(part: string): Uint8Array {
+    const known = this.cache.get(part) ?? this.search(part);
+    if (this.cache.size >= MAX_CACHED) this.cache.clear();
+    this.cache.set(part, known);
     return known;
   }
 
-  private look(part: string): Uint8Array {
+  private search(part: string): Uint8Array {
     const { all, starts } = this;
     const found = new Uint8Array(starts.length - 1);
     if (part === "") return found.fill(1);
@@ -228,13 +228,13 @@ function isAbsent(skeleton: Skeleton, row: number): boolean {
 }
 
 /** For each name, whether it matches, ignoring case; `*` matches any letters. */
-function among(names: readonly string[], pattern: string): boolean[] {
+function matchNames(names: readonly string[], pattern: string): boolean[] {
   const parts = pattern.split("*");
-  return names.map((name) => name !== "" && isMade(name.toLowerCase(), parts));
+  return names.map((name) => name !== "" && matchesGlob(name.toLowerCase(), parts));
 }
 
 /** Whether a name consists of the parts in this order, with any text between them. */
-function isMade(name: string, parts: readonly string[]): boolean {
+function matchesGlob(name: string, parts: readonly string[]): boolean {
   const [first = "", last = ""] = [parts[0], parts.at(-1)];
   if (parts.length < 2) return name === first;
   if (name.length < first.length + last.length || !name.startsWith(first) || !name.endsWith(last)) return false;
@@ -269,11 +269,11 @@ function namesOf(path: string): string[] {
   return (path.match(/"(?:[^"\\]|\\.)*"|[^.|"]+/g) ?? []).map((name) => (name[0] === '"' ? JSON.parse(name) : name));
 }
 
-export class Found {
+export class SearchResult {
   /** The matching rows, in order; `null` without a query. */
   matches: number[] | null = null;
   /** How many values that only carry sizes match, if nothing else does. */
-  inSizes = 0;
+  onlySizesCount = 0;
   /** Why the text in the search field is not a valid query. */
   error: string | null = null;
   readonly index: SearchIndex;
@@ -288,14 +288,14 @@ export class Found {
     try {
       const terms = parseQuery(text);
       this.matches = terms.length ? this.index.find(terms, patched) : null;
-      this.inSizes = this.matches?.length === 0 ? this.index.countInSizes(terms, patched) : 0;
+      this.onlySizesCount = this.matches?.length === 0 ? this.index.countOnlySizes(terms, patched) : 0;
     } catch (error) {
       if (!(error instanceof QueryError)) throw error;
       this.error = error.message;
     }
   }
 
-  /** Whether a row was found, rather than what is in it. */
+  /** Whether a row itself matches. */
   has(row: number): boolean {
     const matches = this.matches ?? [];
     let [from, to] = [0, matches.length];
@@ -308,7 +308,7 @@ export class Found {
   }
 }
 
-/** The position in `rows` that follows that of `row`, or the one before it; around the ends. */
+/** The position in `rows` after or before that of `row`; wraps around. */
 export function nextPosition(rows: readonly number[], row: number, step: 1 | -1): number {
   const here = rows.indexOf(row);
   if (here >= 0) return (here + step + rows.length) % rows.length;

@@ -1,6 +1,6 @@
 /** The rows of the tree: what the kernel sent once, as typed arrays. */
 
-import { inflated } from "../inflate";
+import { inflateText } from "../inflate";
 import { type Columns, FLAG, KINDS, type Kind, NEXT, type Spec } from "../kernel/protocol";
 
 const GRAPH = KINDS.indexOf("graph");
@@ -28,11 +28,11 @@ export class Skeleton {
     const isWhole = [name, depth, kind, op, spec, flags].every((list) => list?.length === name?.length);
     if (!isWhole || name.length === 0) throw new BrokenSkeleton("the rows of this graph are incomplete");
     this.length = name.length;
-    this.name = numbered(name);
+    this.name = expandNext(name);
     this.depth = new Int32Array(depth);
     this.kind = new Uint8Array(kind);
-    this.op = numbered(op);
-    this.spec = numbered(spec);
+    this.op = expandNext(op);
+    this.spec = expandNext(spec);
     this.flags = new Uint8Array(flags);
     this.parent = new Int32Array(this.length).fill(-1);
     this.end = new Int32Array(this.length);
@@ -97,7 +97,7 @@ export class Skeleton {
   }
 
   /** Whether a row is only shown on request: it, or what it is in, carries sizes or is clutter. */
-  isExtra(row: number): boolean {
+  isHiddenByDefault(row: number): boolean {
     return this.has(row, FLAG.size | FLAG.hidden);
   }
 
@@ -148,7 +148,7 @@ export class Skeleton {
 export async function decodeSkeleton(data: DataView): Promise<Skeleton> {
   let columns: Columns;
   try {
-    columns = JSON.parse(await inflated(data));
+    columns = JSON.parse(await inflateText(data));
     if (typeof columns?.name !== "object") throw new TypeError("no columns");
   } catch (cause) {
     throw new BrokenSkeleton("the rows of this graph cannot be read", { cause });
@@ -157,7 +157,7 @@ export async function decodeSkeleton(data: DataView): Promise<Skeleton> {
 }
 
 /** A column of positions in a table, where `NEXT` means the first position that was not used yet. */
-function numbered(column: number[]): Int32Array {
+function expandNext(column: number[]): Int32Array {
   let next = 0;
   return Int32Array.from(column, (position) => (position === NEXT ? next++ : position));
 }

@@ -1,30 +1,24 @@
-/** Above the tree: the search field, what it found, what is shown of the graph, and the legend of the scores. */
+/** The toolbar above the tree: the search field with its result, toggles, and the legend of the scores. */
 
-import { element, icon, replaceChildren, setAttribute } from "../page/dom";
+import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
 import { formatCount, formatNumber } from "../page/numbers";
 import type { Part, View } from "../view";
 import type { SearchBox } from "./keyboard";
-import { makeLegend } from "./legend";
+import { Legend } from "./legend";
 import type { TreeState } from "./tree_state";
 
-/** Announcing every letter's count would talk over the typing. */
-const SAY_AFTER = 600;
+/** A pause, so that screen readers do not announce the count after each letter. */
+const ANNOUNCE_AFTER_MS = 600;
 
-export interface Toolbar extends Part, SearchBox {}
+let count = 0;
 
-export function makeToolbar(view: View, tree: TreeState): Toolbar {
-  return new ToolbarView(view, tree);
-}
-
-let made = 0;
-
-class ToolbarView implements Toolbar {
+export class Toolbar implements Part, SearchBox {
   readonly element: HTMLElement;
   private readonly field: HTMLInputElement;
   private readonly count = element("span", { class: "gp-found-count gp-muted" });
   private readonly error = element("p", {
     class: "gp-error gp-query-error",
-    id: `gp-query-error-${++made}`,
+    id: `gp-query-error-${++count}`,
     hidden: true,
   });
   private readonly hint = element("p", { class: "gp-muted gp-query-error", hidden: true });
@@ -32,8 +26,8 @@ class ToolbarView implements Toolbar {
   private readonly sizes: HTMLButtonElement;
   private readonly folding: HTMLButtonElement;
   private readonly components: HTMLButtonElement;
-  private saying: ReturnType<typeof setTimeout> | undefined;
-  private typedAt: number | null = null;
+  private announceTimer: ReturnType<typeof setTimeout> | undefined;
+  private rowWhenTyped: number | null = null;
 
   constructor(
     private readonly view: View,
@@ -41,8 +35,8 @@ class ToolbarView implements Toolbar {
   ) {
     this.field = this.searchField();
     this.steps = [
-      iconButton("up", "Previous match", "Previous match (Shift+F3)", () => this.go(-1)),
-      iconButton("down", "Next match", "Next match (F3)", () => this.go(1)),
+      iconButton("up", "Previous match", "Previous match (Shift+F3)", () => this.goToMatch(-1)),
+      iconButton("down", "Next match", "Next match (F3)", () => this.goToMatch(1)),
     ];
     this.sizes = toggle("Sizes", "Show what only carries sizes, constants and flags", () =>
       tree.setShowsSizes(!tree.showsSizes),
@@ -59,10 +53,10 @@ class ToolbarView implements Toolbar {
       this.bar(),
       this.error,
       this.hint,
-      makeLegend(view, tree).element,
+      new Legend(view, tree).element,
     );
     view.onRemove(tree.onChange((change) => change === "lines" && this.show()));
-    view.onRemove(() => clearTimeout(this.saying));
+    view.onRemove(() => clearTimeout(this.announceTimer));
     this.show();
   }
 
@@ -71,14 +65,14 @@ class ToolbarView implements Toolbar {
     this.field.select();
   }
 
-  go(step: 1 | -1): void {
+  goToMatch(step: 1 | -1): void {
     const number = this.tree.goToMatch(step);
     if (number === null) return;
     const path = this.view.skeleton.path(this.tree.activeRow);
-    this.view.notices.say(`Match ${formatNumber(number)} of ${this.countText()}: ${path}`);
+    this.view.notices.announce(`Match ${formatNumber(number)} of ${this.countText()}: ${path}`);
   }
 
-  leave(): void {
+  clearSearch(): void {
     this.tree.search("");
   }
 
@@ -99,7 +93,7 @@ class ToolbarView implements Toolbar {
 
   private searchField(): HTMLInputElement {
     return element("input", {
-      // Not type=search, whose cross some browsers draw in black on a dark page.
+      // Not type=search: some browsers draw its cross in black on a dark page.
       type: "text",
       role: "searchbox",
       class: "gp-field",
@@ -110,31 +104,31 @@ class ToolbarView implements Toolbar {
       autocomplete: "off",
       spellcheck: "false",
       oninput: () => this.search(),
-      onkeydown: (event: KeyboardEvent) => this.key(event),
+      onkeydown: (event: KeyboardEvent) => this.onKey(event),
     });
   }
 
   private search(): void {
     this.tree.search(this.field.value);
-    this.typedAt = this.tree.activeRow;
-    clearTimeout(this.saying);
-    this.saying = setTimeout(() => {
-      if (this.field.value.trim()) this.view.notices.say(this.tree.found.error ?? this.countText());
-    }, SAY_AFTER);
+    this.rowWhenTyped = this.tree.activeRow;
+    clearTimeout(this.announceTimer);
+    this.announceTimer = setTimeout(() => {
+      if (this.field.value.trim()) this.view.notices.announce(this.tree.found.error ?? this.countText());
+    }, ANNOUNCE_AFTER_MS);
   }
 
-  /** Focuses the tree; at a match, unless the user has selected a row since typing the query. */
+  /** Focuses the tree, at a match unless the user has selected a row since typing the query. */
   private toTree(): void {
     const { matches } = this.tree.found;
     const { activeRow } = this.tree;
-    if (matches?.length && activeRow === this.typedAt && !matches.includes(activeRow)) this.go(1);
+    if (matches?.length && activeRow === this.rowWhenTyped && !matches.includes(activeRow)) this.goToMatch(1);
     this.view.focusTree();
   }
 
   /** Enter goes through the matches; Esc and the arrow lead to the tree, where another Esc ends the search. */
-  private key(event: KeyboardEvent): void {
+  private onKey(event: KeyboardEvent): void {
     if (event.isComposing) return;
-    if (event.key === "Enter") this.go(event.shiftKey ? -1 : 1);
+    if (event.key === "Enter") this.goToMatch(event.shiftKey ? -1 : 1);
     else if (event.key === "ArrowDown" || event.key === "Escape") this.toTree();
     else return;
     event.preventDefault();
@@ -142,15 +136,15 @@ class ToolbarView implements Toolbar {
 
   private show(): void {
     const { tree, field } = this;
-    // Another view changed it; what is being typed here stays as it is.
+    // Another view may have changed the query.
     if (field.value !== tree.query) field.value = tree.query;
     setAttribute(field, "aria-invalid", tree.found.error !== null);
     this.error.hidden = tree.found.error === null;
     this.error.textContent = tree.found.error;
     replaceChildren(this.count, this.countText());
     this.hint.hidden = tree.found.matches?.length !== 0 || tree.found.error !== null;
-    this.hint.textContent = tree.found.inSizes
-      ? `No matches except ${formatNumber(tree.found.inSizes)} that only carry sizes: add is:size.`
+    this.hint.textContent = tree.found.onlySizesCount
+      ? `No matches except ${formatNumber(tree.found.onlySizesCount)} that only carry sizes: add is:size.`
       : "No matches. Try fewer or shorter terms.";
     for (const step of this.steps) step.disabled = !tree.found.matches?.length;
     setAttribute(this.sizes, "aria-pressed", tree.showsSizes);
@@ -167,7 +161,7 @@ class ToolbarView implements Toolbar {
     return matches === null ? all : `${formatNumber(matches.length)} of ${all}`;
   }
 
-  /** How many nodes there are, as the kernel counts them. */
+  /** The kernel's number of nodes. */
   private get nodes(): number | null {
     return this.view.model.get("about").nodes || null;
   }
@@ -182,9 +176,9 @@ is:patched  is:opaque  is:parameter  is:size
 module:LlamaMLP    -term  without`;
 
 const KEYS = [
-  ["↑ ↓ ← →", "walk, open, close"],
-  ["*", "open all beside"],
-  ["a letter", "the next name with it"],
+  ["↑ ↓ ← →", "move, open, close"],
+  ["*", "open all siblings"],
+  ["a letter", "next name that starts with it"],
   ["/", "search"],
   ["Enter, F3", "next match, while searching"],
   ["Esc", "back to the tree; there, end the search"],
@@ -202,13 +196,9 @@ function keysHelp(): HTMLElement {
 }
 
 function iconButton(name: Parameters<typeof icon>[0], label: string, title: string, onclick: () => void) {
-  return element(
-    "button",
-    { type: "button", class: "gp-button gp-quiet", "aria-label": label, title, onclick },
-    icon(name),
-  );
+  return buttonElement({ class: "gp-button gp-quiet", "aria-label": label, title, onclick }, icon(name));
 }
 
 function toggle(label: string, title: string, onclick: () => void): HTMLButtonElement {
-  return element("button", { type: "button", class: "gp-button", "aria-pressed": false, title, onclick }, label);
+  return buttonElement({ "aria-pressed": false, title, onclick }, label);
 }

@@ -1,16 +1,16 @@
 /**
- * The state of the tree, which the tree and the toolbar change and listen to. Views of
+ * The state of the tree, which the tree and the toolbar change and observe. Views of
  * one model share the traits `expanded`, `selected`, `query`, `shows_sizes`; the rest is each view's own.
  */
 import type { Component, PatchState } from "../kernel/protocol";
 import { SharedTraits } from "../kernel/shared_traits";
-import type { View } from "../view";
+import { Listeners, type View } from "../view";
 import { Folding, firstOpen, type Lines, layerOf, layOut, layOutComponents, withAncestors } from "./rows";
 import { type ScoreFilter, Scores } from "./scores";
-import { Found, nextPosition } from "./search";
+import { nextPosition, SearchResult } from "./search";
 import type { Skeleton } from "./skeleton";
 
-/** Which rows the chosen patches are on, and in. */
+/** The chosen patches by row. */
 class PatchedRows {
   private readonly byRow = new Map<number, PatchState[]>();
   private readonly below = new Map<number, number>();
@@ -32,54 +32,54 @@ class PatchedRows {
     return this.byRow.get(row) ?? [];
   }
 
-  /** How many patches there are on what is in a row. */
+  /** The number of patches below a row. */
   countBelow(row: number): number {
     return this.below.get(row) ?? 0;
   }
 
-  /** Whether there is a patch on a row or in it. */
+  /** Whether there is a patch on a row or below it. */
   isIn(row: number): boolean {
     return this.byRow.has(row) || this.below.has(row);
   }
 }
 
-/** `lines`: other lines, or other things on them; `selected`: another row is; `followed`: as in another view. */
+/** `lines`: the lines or their content changed; `selected`: another row was selected; `followed`: also in another view. */
 export type Change = "lines" | "selected" | "followed";
 
 export class TreeState {
   lines: Lines;
   /** The line that has the focus: a row, or `~first` for the marker of folded rows. */
   active: number;
-  readonly found: Found;
-  /** Whether the row that is selected is added to what is selected in all views. */
-  isMore = false;
+  readonly found: SearchResult;
+  /** Whether the row is added to the selection of all views, instead of replacing it. */
+  addsToSelection = false;
   isFolded = true;
   /** Whether the lines are layers and their components, instead of graphs and their nodes. */
   isByComponent = false;
   scores: Scores | null = null;
-  /** The rows that the filter of another view leaves; `null`: all. */
-  private left: readonly number[] | null = null;
+  /** The rows that pass the filter of another view; `null`: all. */
+  private filteredRows: readonly number[] | null = null;
   isSorted = false;
   filter: ScoreFilter | null = null;
   patched: PatchedRows;
-  /** By row: the components that its value is. */
+  /** By row: the components of its value. */
   components: ReadonlyMap<number, readonly Component[]> = new Map();
-  private inOrder: readonly Component[] = [];
+  private componentList: readonly Component[] = [];
 
   private readonly skeleton: Skeleton;
   private readonly traits: SharedTraits;
   private open: Set<number>;
   private readonly openFolded = new Set<number>();
-  /** What was closed by hand among the rows found. */
-  private readonly closedFound = new Set<number>();
+  /** The rows that the user closed in the result of a search or filter. */
+  private readonly closedMatches = new Set<number>();
   /** By whether sizes are shown. */
   private readonly foldings = new Map<boolean, Folding>();
-  private readonly listeners = new Set<(change: Change) => void>();
+  private readonly listeners = new Listeners<Change>();
 
   constructor(view: View) {
     this.skeleton = view.skeleton;
     this.traits = new SharedTraits(view);
-    this.found = new Found(view.skeleton);
+    this.found = new SearchResult(view.skeleton);
     this.patched = this.readPatched();
     this.open = this.readOpen();
     this.active = this.readSelected();
@@ -92,19 +92,18 @@ export class TreeState {
 
   private listen(): void {
     const { traits } = this;
-    traits.listen("expanded", () => this.takeExpanded());
-    traits.listen("selected", () => this.takeSelected());
-    traits.listen("query", () => this.changed(() => this.readQuery()));
-    traits.listen("shows_sizes", () => this.changed(() => undefined));
-    traits.listen("session", () => this.changed(() => this.takeSession()));
-    traits.listen("scores", () => this.changed(() => this.readScores()));
-    traits.listen("scores_name", () => this.changed(() => this.readScores()));
+    traits.listen("expanded", () => this.onExpanded());
+    traits.listen("selected", () => this.onSelected());
+    traits.listen("query", () => this.update(() => this.readQuery()));
+    traits.listen("shows_sizes", () => this.update(() => undefined));
+    traits.listen("session", () => this.update(() => this.onSession()));
+    traits.listen("scores", () => this.update(() => this.readScores()));
+    traits.listen("scores_name", () => this.update(() => this.readScores()));
   }
 
-  /** Returns what stops that. */
+  /** Returns a function that removes the listener. */
   onChange(listener: (change: Change) => void): () => void {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
+    return this.listeners.add(listener);
   }
 
   get query(): string {
@@ -117,11 +116,11 @@ export class TreeState {
 
   /** Shows and finds the names of components, once the kernel has found these. */
   setComponents(components: readonly Component[]): void {
-    this.changed(() => {
+    this.update(() => {
       const byRow = new Map<number, Component[]>();
       for (const one of components) byRow.set(one.row, [...(byRow.get(one.row) ?? []), one]);
       this.components = byRow;
-      this.inOrder = components;
+      this.componentList = components;
       this.found.index.setComponents(components);
       this.readQuery();
     });
@@ -137,21 +136,21 @@ export class TreeState {
     return id < 0 ? ~id : id;
   }
 
-  // -- what is selected ------------------------------------------------------------------------------------------------
+  // -- selection -------------------------------------------------------------------------------------------------------
 
-  /** What a click does: selects a row, also again, so that all views follow; `isMore`: besides what is selected there. */
+  /** Selects a row on a click, even if it is selected, so that all views follow; `isMore`: adds it to the selection. */
   click(id: number, isMore: boolean): void {
-    this.isMore = isMore;
-    if (id === this.active) this.tell("selected");
+    this.addsToSelection = isMore;
+    if (id === this.active) this.listeners.notify("selected");
     else this.select(id);
-    this.isMore = false;
+    this.addsToSelection = false;
   }
 
   select(id: number): void {
     if (id === this.active) return;
     this.active = id;
     this.traits.set("selected", id < 0 ? ~id : id);
-    this.tell("selected");
+    this.listeners.notify("selected");
   }
 
   selectLine(line: number): void {
@@ -159,19 +158,19 @@ export class TreeState {
     this.select(this.lines.ids[Math.max(0, Math.min(line, last))] ?? 0);
   }
 
-  /** Makes a row seen and selects it: opens what is above it, gives up a search or filter that leaves it out. */
+  /** Selects a row and makes it visible: opens its ancestors, and ends a search or filter that hides it. */
   reveal(row: number): void {
-    this.changed(() => {
+    this.update(() => {
       if (!this.components.has(row)) this.isByComponent = false;
       if (!this.isShown(row)) this.traits.set("shows_sizes", true);
-      if (this.kept()?.[row] === 0) this.filter = null;
-      if (this.kept()?.[row] === 0) this.search("");
+      if (this.keptRows()?.[row] === 0) this.filter = null;
+      if (this.keptRows()?.[row] === 0) this.search("");
       for (const above of this.skeleton.ancestors(row)) {
-        if (this.isFiltered) this.closedFound.delete(above);
+        if (this.isFiltered) this.closedMatches.delete(above);
         else this.open.add(above);
       }
       if (!this.isFiltered) this.saveOpen();
-      if (this.isByComponent) this.closedFound.clear();
+      if (this.isByComponent) this.closedMatches.clear();
       this.openFoldedAbove(row);
     });
     this.select(row);
@@ -187,33 +186,33 @@ export class TreeState {
     }
   }
 
-  // -- what is open ----------------------------------------------------------------------------------------------------
+  // -- open rows -------------------------------------------------------------------------------------------------------
 
-  /** Opens or closes a row; one of folded repetitions in all of them. */
+  /** Opens or closes a row, and the corresponding rows of all folded repetitions. */
   setOpen(id: number, isOpen: boolean): void {
     this.setAllOpen([id], isOpen);
   }
 
   setAllOpen(rows: readonly number[], isOpen: boolean): void {
-    const ids = this.folding ? rows.flatMap((id) => this.alike(id)) : rows;
-    this.changed(() => {
+    const ids = this.folding ? rows.flatMap((id) => this.corresponding(id)) : rows;
+    this.update(() => {
       for (const id of ids) {
         const [set, at] = id < 0 ? [this.openFolded, ~id] : [this.open, id];
-        if (this.isFiltered) setMember(this.closedFound, id, !isOpen);
+        if (this.isFiltered) setMember(this.closedMatches, id, !isOpen);
         else setMember(set, at, isOpen);
       }
       if (!this.isFiltered) this.saveOpen();
     });
   }
 
-  /** Opens a row and all that is in it; in the view by components, all layers. */
+  /** Opens a row and everything below it; in the view by components, all layers. */
   expandBelow(row: number): void {
     if (this.isByComponent) {
       this.setAllOpen([0, ...this.lines.folded.keys()], true);
       return;
     }
-    this.changed(() => {
-      const rows = this.folding?.alike(row) ?? [row];
+    this.update(() => {
+      const rows = this.folding?.corresponding(row) ?? [row];
       for (const each of rows) this.openBelow(each);
       if (!this.isFiltered) this.saveOpen();
       this.openFoldedBelow(rows);
@@ -233,22 +232,22 @@ export class TreeState {
     const end = this.skeleton.end[row] ?? 0;
     for (let below = row; below < end; below++) {
       if (!this.skeleton.hasChildren(below)) continue;
-      if (this.isFiltered) this.closedFound.delete(below);
+      if (this.isFiltered) this.closedMatches.delete(below);
       else this.open.add(below);
     }
   }
 
-  private alike(id: number): number[] {
+  private corresponding(id: number): number[] {
     const { folding } = this;
     if (!folding) return [id];
-    return id < 0 ? folding.alike(~id, false).map((first) => ~first) : folding.alike(id);
+    return id < 0 ? folding.corresponding(~id, false).map((first) => ~first) : folding.corresponding(id);
   }
 
   /** Closes everything but the whole model. */
   collapseAll(): void {
-    this.changed(() => {
+    this.update(() => {
       if (this.isFiltered) {
-        for (const id of this.lines.ids) if (id !== 0) this.closedFound.add(id);
+        for (const id of this.lines.ids) if (id !== 0) this.closedMatches.add(id);
         return;
       }
       this.openFolded.clear();
@@ -259,22 +258,22 @@ export class TreeState {
   }
 
   setFolded(isFolded: boolean): void {
-    this.changed(() => {
+    this.update(() => {
       this.isFolded = isFolded;
       this.openFolded.clear();
     });
   }
 
   setByComponent(isByComponent: boolean): void {
-    this.changed(() => {
+    this.update(() => {
       this.isByComponent = isByComponent;
-      this.closedFound.clear();
+      this.closedMatches.clear();
       if (isByComponent) this.openFoldedAbove(this.activeRow);
     });
-    this.tell("followed");
+    this.listeners.notify("followed");
   }
 
-  /** The name that a line shows: that of its row; in the view by components that of the layer, or of what is in it. */
+  /** The name that a line shows: that of its row, or in the view by components that of the layer or component. */
   nameOf(id: number): string {
     const row = id < 0 ? ~id : id;
     const group = this.lines.folded.get(id)?.name;
@@ -285,7 +284,7 @@ export class TreeState {
     return layer ? name.slice(layer.length + 1) : name;
   }
 
-  /** Folding rows that were found or sorted would hide what was asked for. */
+  /** Folding would hide the result of a search, filter or sort. */
   get canFold(): boolean {
     return !this.isFiltered && !this.isSorted && !this.isByComponent;
   }
@@ -301,7 +300,7 @@ export class TreeState {
     this.traits.set("query", text);
   }
 
-  /** The next match after the selected line, or the one before it; around the ends. Returns its number from 1 on. */
+  /** Goes to the next or previous match; wraps around. Returns its number, from 1. */
   goToMatch(step: 1 | -1): number | null {
     const { found } = this;
     const isOther = this.isSorted || this.isByComponent || this.filter !== null;
@@ -315,63 +314,63 @@ export class TreeState {
   // -- scores ----------------------------------------------------------------------------------------------------------
 
   setSorted(isSorted: boolean): void {
-    this.changed(() => {
+    this.update(() => {
       this.isSorted = isSorted;
     });
   }
 
   setFilter(filter: ScoreFilter | null): void {
-    this.changed(() => {
+    this.update(() => {
       this.filter = filter;
-      this.closedFound.clear();
+      this.closedMatches.clear();
     });
   }
 
-  /** Shows only rows that the filter of another view leaves; `null`: there is none. */
-  setLeft(rows: readonly number[] | null): void {
-    if (rows === this.left) return;
-    this.changed(() => {
-      this.left = rows;
-      this.closedFound.clear();
+  /** Shows only the rows that pass the filter of another view; `null`: there is no filter. */
+  setFilteredRows(rows: readonly number[] | null): void {
+    if (rows === this.filteredRows) return;
+    this.update(() => {
+      this.filteredRows = rows;
+      this.closedMatches.clear();
     });
   }
 
-  /** Takes the scores out of this view, until others come. */
+  /** Hides the scores in this view, until there are new ones. */
   clearScores(): void {
-    this.changed(() => {
+    this.update(() => {
       this.scores = null;
       this.isSorted = false;
       this.filter = null;
     });
   }
 
-  // -- how it is laid out ----------------------------------------------------------------------------------------------
+  // -- layout ----------------------------------------------------------------------------------------------------------
 
   isShown(row: number): boolean {
-    return this.showsSizes || !this.skeleton.isExtra(row) || this.patched.isIn(row);
+    return this.showsSizes || !this.skeleton.isHiddenByDefault(row) || this.patched.isIn(row);
   }
 
   private get isFiltered(): boolean {
-    return this.found.matches !== null || this.filter !== null || this.left !== null;
+    return this.found.matches !== null || this.filter !== null || this.filteredRows !== null;
   }
 
   private get folding(): Folding | null {
-    return this.isFolded && this.canFold ? this.foldingNow() : null;
+    return this.isFolded && this.canFold ? this.currentFolding() : null;
   }
 
-  private foldingNow(): Folding {
+  private currentFolding(): Folding {
     const { skeleton, showsSizes } = this;
     let folding = this.foldings.get(showsSizes);
     if (!folding) {
-      folding = new Folding(skeleton, (row) => showsSizes || !skeleton.isExtra(row));
+      folding = new Folding(skeleton, (row) => showsSizes || !skeleton.isHiddenByDefault(row));
       this.foldings.set(showsSizes, folding);
     }
     return folding;
   }
 
-  private kept(): Uint8Array | null {
+  private keptRows(): Uint8Array | null {
     const { filter, found, scores, skeleton } = this;
-    const passing = filter && scores ? scores.passing(filter) : this.left;
+    const passing = filter && scores ? scores.matching(filter) : this.filteredRows;
     if (!passing) return found.matches && withAncestors(skeleton, found.matches);
     return withAncestors(skeleton, found.matches ? passing.filter((row) => found.has(row)) : passing);
   }
@@ -379,24 +378,20 @@ export class TreeState {
   private layOut(): Lines {
     const { isFiltered, showsSizes, skeleton } = this;
     const choice = {
-      isOpen: (row: number) => (isFiltered ? !this.closedFound.has(row) : this.open.has(row)),
+      isOpen: (row: number) => (isFiltered ? !this.closedMatches.has(row) : this.open.has(row)),
       isShown: (row: number) => showsSizes || this.isShown(row),
-      kept: this.kept(),
+      keptRows: this.keptRows(),
       folding: this.folding,
-      isFoldedOpen: (first: number) => (isFiltered ? !this.closedFound.has(~first) : this.openFolded.has(first)),
+      isFoldedOpen: (first: number) => (isFiltered ? !this.closedMatches.has(~first) : this.openFolded.has(first)),
       order: this.isSorted && this.scores ? this.scores.order : null,
     };
-    return this.isByComponent ? layOutComponents(skeleton, this.inOrder, choice) : layOut(skeleton, choice);
+    return this.isByComponent ? layOutComponents(skeleton, this.componentList, choice) : layOut(skeleton, choice);
   }
 
-  private changed(change: () => void): void {
+  private update(change: () => void): void {
     change();
     this.lines = this.layOut();
-    this.tell("lines");
-  }
-
-  private tell(change: Change): void {
-    for (const listener of this.listeners) listener(change);
+    this.listeners.notify("lines");
   }
 
   // -- traits ----------------------------------------------------------------------------------------------------------
@@ -410,14 +405,14 @@ export class TreeState {
 
   private readOpen(): Set<number> {
     const expanded = this.traits.get("expanded");
-    return new Set(expanded ?? firstOpen(this.skeleton, this.foldingNow(), (row) => this.isShown(row)));
+    return new Set(expanded ?? firstOpen(this.skeleton, this.currentFolding(), (row) => this.isShown(row)));
   }
 
-  private takeExpanded(): void {
+  private onExpanded(): void {
     const expanded = this.traits.get("expanded");
     const isOwn = expanded?.length === this.open.size && expanded.every((row) => this.open.has(row));
     if (isOwn) return;
-    this.changed(() => {
+    this.update(() => {
       this.open = this.readOpen();
     });
   }
@@ -427,16 +422,16 @@ export class TreeState {
     return selected >= 0 && selected < this.skeleton.length ? selected : 0;
   }
 
-  private takeSelected(): void {
+  private onSelected(): void {
     const selected = this.readSelected();
     if (selected === (this.active < 0 ? ~this.active : this.active)) return;
     this.active = selected;
     this.showActive();
-    this.tell("lines");
-    this.tell("followed");
+    this.listeners.notify("lines");
+    this.listeners.notify("followed");
   }
 
-  /** Opens what folds the selected row away; what is closed above it stays closed. */
+  /** Opens the folded rows around the selected row; closed ancestors stay closed. */
   private showActive(): void {
     if ([...this.skeleton.ancestors(this.active)].every((above) => this.open.has(above)))
       this.openFoldedAbove(this.active);
@@ -444,10 +439,10 @@ export class TreeState {
 
   private readQuery(): void {
     this.found.search(this.query, this.patched.rows);
-    if (this.found.error === null) this.closedFound.clear();
+    if (this.found.error === null) this.closedMatches.clear();
   }
 
-  private takeSession(): void {
+  private onSession(): void {
     this.patched = this.readPatched();
     if (/\bis:patched/i.test(this.query)) this.readQuery();
   }

@@ -1,4 +1,4 @@
-/** The tree: a scroll container in which only the rows that are seen exist, and ten more. */
+/** The tree: a scroll container that has elements only for the visible rows and a few more. */
 
 import { element, setAttribute } from "../page/dom";
 import type { Part, View } from "../view";
@@ -7,26 +7,16 @@ import { ROW, RowView, rowId } from "./row_view";
 import { CLOSED, LEAF } from "./rows";
 import type { TreeState } from "./tree_state";
 
-const MORE = 5;
-const HIGHEST = 420;
+const OVERSCAN = 5;
+const MAX_HEIGHT = 420;
 
-interface Tree extends Part {
-  focus(): void;
-  /** Scrolls a row into sight; one far away into the middle. */
-  show(id: number): void;
-}
+let count = 0;
 
-let made = 0;
-
-export function makeTree(view: View, tree: TreeState, actions: TreeActions): Tree {
-  return new TreeView(view, tree, actions);
-}
-
-class TreeView implements Tree {
+export class TreeView implements Part {
   readonly element: HTMLDivElement;
   private readonly space = element("div", { role: "none", class: "gp-space" });
   private readonly rows = new Map<number, RowView>();
-  private readonly prefix = `gp-tree-${++made}`;
+  private readonly prefix = `gp-tree-${++count}`;
   private readonly rootName: string;
   private height = 0;
   private isByComponent = false;
@@ -51,6 +41,7 @@ class TreeView implements Tree {
     this.element.focus({ preventScroll: true });
   }
 
+  /** Scrolls a row into view; one far away into the middle. */
   show(id: number): void {
     const top = this.tree.lines.lineOf(id) * ROW;
     const { scrollTop, clientHeight } = this.element;
@@ -62,7 +53,7 @@ class TreeView implements Tree {
     this.draw();
   }
 
-  /** The element of a line, brought into sight. */
+  /** The element of a line, which is scrolled into view. */
   elementOf(id: number): HTMLElement {
     this.show(id);
     return this.rows.get(id)?.element ?? this.element;
@@ -72,9 +63,9 @@ class TreeView implements Tree {
     const { element: tree, view } = this;
     const keys = new TreeKeys(view, this.tree, this, actions);
     tree.addEventListener("keydown", (event) => keys.handle(event));
-    tree.addEventListener("mousedown", (event) => this.press(event));
-    tree.addEventListener("click", (event) => this.click(event));
-    tree.addEventListener("dblclick", (event) => this.doubleClick(event));
+    tree.addEventListener("mousedown", (event) => this.onMouseDown(event));
+    tree.addEventListener("click", (event) => this.onClick(event));
+    tree.addEventListener("dblclick", (event) => this.onDoubleClick(event));
     view.onRemove(
       this.tree.onChange((change) => {
         if (change === "lines") this.layOut();
@@ -87,21 +78,21 @@ class TreeView implements Tree {
     view.onRemove(() => observer.disconnect());
   }
 
-  /** As high as its rows need, up to a limit; it does not shrink, so that nothing below jumps. Who drags it decides. */
+  /** Sets the height to that of the rows, up to a limit, unless the user resized it. It never shrinks: nothing below jumps. */
   private layOut(): void {
     const { lines } = this.tree;
     this.space.style.height = `${lines.length * ROW}px`;
-    const wanted = Math.max(this.height, Math.min(lines.length * ROW + 2, HIGHEST));
+    const wanted = Math.max(this.height, Math.min(lines.length * ROW + 2, MAX_HEIGHT));
     const isOurs = this.element.style.height === (this.height ? `${this.height}px` : "");
     if (isOurs && wanted !== this.height) this.element.style.height = `${wanted}px`;
     if (isOurs) this.height = wanted;
     for (const [id, row] of this.rows) {
-      if (!lines.has(id) || id < 0 || this.isByComponent !== this.tree.isByComponent) this.drop(id, row);
+      if (!lines.has(id) || id < 0 || this.isByComponent !== this.tree.isByComponent) this.removeRow(id, row);
     }
     this.isByComponent = this.tree.isByComponent;
   }
 
-  private drop(id: number, row: RowView): void {
+  private removeRow(id: number, row: RowView): void {
     row.element.remove();
     this.rows.delete(id);
   }
@@ -110,11 +101,11 @@ class TreeView implements Tree {
     const { lines, activeLine } = this.tree;
     const { scrollTop } = this.element;
     const seen = Math.ceil((this.element.clientHeight || this.height) / ROW);
-    const first = Math.max(0, Math.min(Math.floor(scrollTop / ROW), lines.length - seen) - MORE);
-    const wanted = new Set(lines.ids.slice(first, first + seen + 2 * MORE));
-    // What the tree says has the focus must exist, wherever it is.
+    const first = Math.max(0, Math.min(Math.floor(scrollTop / ROW), lines.length - seen) - OVERSCAN);
+    const wanted = new Set(lines.ids.slice(first, first + seen + 2 * OVERSCAN));
+    // The element of `aria-activedescendant` must exist, even if it is out of view.
     wanted.add(lines.ids[activeLine] ?? 0);
-    for (const [id, row] of this.rows) if (!wanted.has(id)) this.drop(id, row);
+    for (const [id, row] of this.rows) if (!wanted.has(id)) this.removeRow(id, row);
     const fresh: HTMLElement[] = [];
     for (const id of wanted) {
       let row = this.rows.get(id);
@@ -134,7 +125,7 @@ class TreeView implements Tree {
 
   // -- mouse -----------------------------------------------------------------------------------------------------------
 
-  private press(event: MouseEvent): void {
+  private onMouseDown(event: MouseEvent): void {
     const id = idOf(event.target);
     if (id === null || event.button !== 0) return;
     event.preventDefault(); // the focus stays on the tree, also where a button is pressed
@@ -144,7 +135,7 @@ class TreeView implements Tree {
     else this.tree.click(id, event.shiftKey);
   }
 
-  private click(event: MouseEvent): void {
+  private onClick(event: MouseEvent): void {
     const target = event.target as Element;
     const id = idOf(target);
     if (id === null) return;
@@ -156,7 +147,7 @@ class TreeView implements Tree {
     else if (target.closest(".gp-chevron") || id < 0) this.toggle(id, event.altKey);
   }
 
-  private doubleClick(event: MouseEvent): void {
+  private onDoubleClick(event: MouseEvent): void {
     const target = event.target as Element;
     const id = idOf(target);
     if (id === null || id < 0 || target.closest("button, .gp-chevron")) return;
@@ -167,7 +158,7 @@ class TreeView implements Tree {
   private toggle(id: number, isDeep: boolean): void {
     const state = this.tree.lines.states[this.tree.lines.lineOf(id)];
     if (state === LEAF) return;
-    // The row stays under the pointer, also where others above it open alike.
+    // The row stays under the pointer, even if rows above it open too.
     const before = this.tree.lines.lineOf(id);
     if (isDeep && id >= 0 && state === CLOSED) this.tree.expandBelow(id);
     else this.tree.setOpen(id, state === CLOSED);

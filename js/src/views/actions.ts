@@ -1,18 +1,18 @@
-/** What can be done with the selection: the patches of a click, which go to the list of patches of the graph. */
+/** The actions on the selection: each click adds patches to the chosen patches of the graph. */
 import type { Act, Item } from "../kernel/protocol";
-import { copyText, element, type ICONS, icon, replaceChildren } from "../page/dom";
+import { buttonElement, copyText, element, type ICONS, icon, replaceChildren } from "../page/dom";
 import { tryEdit } from "../patches/edits";
 import type { Linked, Part } from "../view";
 
-interface Choice {
+interface SelectionAction {
   act: Act;
   name: string;
   title: string;
-  /** What must be typed for it, and an example. */
+  /** The value that the user must type, with an example. */
   field?: { label: string; example: string };
 }
 
-const CHOICES: readonly Choice[] = [
+const ACTIONS: readonly SelectionAction[] = [
   { act: "zero", name: "Zero", title: "Set what is selected to zero" },
   { act: "mean", name: "Mean", title: "Replace it by its mean over the batch and the positions" },
   {
@@ -34,8 +34,8 @@ const NO_KERNEL = "The kernel is not running: patches need it.";
 
 export function makeActions(view: Linked): Part {
   const form = element("form", { class: "gp-line gp-action-form", hidden: true });
-  const buttons = CHOICES.map((choice) => {
-    const button = element("button", { type: "button", class: "gp-button", title: choice.title }, choice.name);
+  const buttons = ACTIONS.map((choice) => {
+    const button = buttonElement({ title: choice.title }, choice.name);
     button.addEventListener("click", () => {
       if (choice.field === undefined) act(choice.act, null);
       else ask(choice, button);
@@ -49,7 +49,7 @@ export function makeActions(view: Linked): Part {
     const chosen = [...items()];
     void tryEdit(view, () => ({ action: "act", act, items: chosen, value, steps: null }), `${act}: ${text()}`);
   };
-  const ask = ({ act: name, field }: Choice, button: HTMLElement) => {
+  const ask = ({ act: name, field }: SelectionAction, button: HTMLElement) => {
     const input = element("input", {
       class: "gp-field",
       type: "text",
@@ -62,7 +62,7 @@ export function makeActions(view: Linked): Part {
       button.focus();
     };
     const apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
-    const cancel = element("button", { type: "button", class: "gp-button", onclick: close }, "Cancel");
+    const cancel = buttonElement({ onclick: close }, "Cancel");
     replaceChildren(form, element("span", { class: "gp-muted" }, `${field?.label}:`), input, apply, cancel);
     form.onsubmit = (event) => {
       event.preventDefault();
@@ -79,14 +79,14 @@ export function makeActions(view: Linked): Part {
   const text = () => items().map(pathOf).join(", ");
   copy.addEventListener("click", async () => {
     const isCopied = await copyText(text(), view.root);
-    view.notices.say(isCopied ? `copied ${text()}` : "the browser does not allow copying");
+    view.notices.announce(isCopied ? `copied ${text()}` : "the browser does not allow copying");
   });
   const show = () => {
     const isEmpty = items().length === 0;
     const isLost = view.kernel.state === "lost";
     for (const [place, button] of buttons.entries()) {
       button.disabled = isEmpty || isLost;
-      button.title = isLost ? NO_KERNEL : (CHOICES[place]?.title ?? "");
+      button.title = isLost ? NO_KERNEL : (ACTIONS[place]?.title ?? "");
     }
     copy.disabled = isEmpty;
     if (isEmpty) form.hidden = true;
@@ -105,8 +105,8 @@ export function makeActions(view: Linked): Part {
 }
 
 /**
- * What is patched, as a path with its slice: what *Copy path* copies. `null`: the item has nothing to patch.
- * Positions come after the batch, also in what a head is of a value.
+ * The path of an item with its slice, which *Copy path* copies. `null`: the item has no value.
+ * The position is the dimension after the batch, also for a head.
  */
 function pathOf({ name, position, key }: Item): string | null {
   if (name === null || (position === null && key === null)) return name;
@@ -114,5 +114,5 @@ function pathOf({ name, position, key }: Item): string | null {
 }
 
 function textButton(picture: keyof typeof ICONS, name: string): HTMLButtonElement {
-  return element("button", { type: "button", class: "gp-button" }, icon(picture), name);
+  return buttonElement({}, icon(picture), name);
 }

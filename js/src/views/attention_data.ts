@@ -1,4 +1,4 @@
-/** The patterns that the kernel sent, as numbers: whole, or as smaller pictures until the whole one of a head is asked for. */
+/** The attention patterns: as the kernel sent them, perhaps reduced, and the full patterns that were requested. */
 import { PackedNumbers } from "../inflate";
 import type { Attention, AttentionLayer, AttentionRun } from "../kernel/protocol";
 import type { Kernel } from "../view";
@@ -11,9 +11,9 @@ export interface Pattern {
   rows: number;
   columns: number;
   values: Float32Array;
-  /** Whether it has all queries and keys. */
-  isWhole: boolean;
-  /** About how far from the model's a value may be: they are sent as bytes. */
+  /** Whether it has all queries and keys, instead of blocks of them. */
+  isFull: boolean;
+  /** The approximate error of a value: values are sent as bytes. */
   error: number;
 }
 
@@ -24,23 +24,23 @@ interface Head {
 
 interface LayerData {
   heads: Head[];
-  /** Of each head of the values; of the mean over a batch, none. */
+  /** The lengths of the value vectors, for each value head; empty for the mean over a batch. */
   lengths: Head[];
-  /** Of the mean over a batch: the means of the patterns times the lengths. */
+  /** For the mean over a batch: the means of the patterns times the lengths. */
   products: Head[];
 }
 
 const LEVELS = 255;
 
-/** One head of one layer, by their places in `Attention`. */
-export interface Place {
+/** A head, by its layer's index in `Attention.layers`. */
+export interface HeadIndex {
   layer: number;
   head: number;
 }
 
 export class Patterns {
-  /** The whole patterns of heads that were asked for. */
-  private readonly whole = new Map<string, Promise<Head[]> | Head[]>();
+  /** The full patterns that were requested. */
+  private readonly full = new Map<string, Promise<Head[]> | Head[]>();
 
   private constructor(
     readonly about: Attention,
@@ -59,11 +59,11 @@ export class Patterns {
       return { heads: heads(scales, shape[0] * shape[1]), lengths, products };
     };
     const runs = new Map(about.runs.map((run) => [run, about.layers.map(read)]));
-    packed.end();
+    packed.checkAllRead();
     return new Patterns(about, runs);
   }
 
-  layer(place: Place): AttentionLayer {
+  layer(place: HeadIndex): AttentionLayer {
     const found = this.about.layers[place.layer];
     if (found === undefined) throw new RangeError(`no layer ${place.layer}`);
     return found;
@@ -77,8 +77,8 @@ export class Patterns {
     return this.about.layers.every((layer) => layer.value_heads > 0);
   }
 
-  /** The weights of a head as they are known now; in a mode that is not `difference`, those of a run. */
-  pattern(place: Place, run: AttentionRun, mode: Mode): Pattern {
+  /** The weights of a head, in the highest resolution so far. The mode `difference` ignores `run`. */
+  pattern(place: HeadIndex, run: AttentionRun, mode: Mode): Pattern {
     const isProduct = mode === "values" && this.about.is_mean;
     const heads =
       mode === "difference"
@@ -87,7 +87,7 @@ export class Patterns {
     const layer = this.layer(place);
     const size = Math.min(...heads.map(({ cells }) => cells.length));
     const isWhole = size === layer.full[0] * layer.full[1];
-    const parts = heads.map((head) => (isWhole || head.cells.length === size ? head : this.sent(place, run)));
+    const parts = heads.map((head) => (isWhole || head.cells.length === size ? head : this.received(place, run)));
     const [rows, columns] = isWhole ? layer.full : layer.shape;
     const values = new Float32Array(rows * columns);
     const [first, second] = parts;
@@ -96,27 +96,27 @@ export class Patterns {
     for (let index = 0; index < values.length; index++) {
       values[index] = (first.cells[index] ?? 0) * up - (second?.cells[index] ?? 0) * down;
     }
-    // A byte is half a step off at most; of a mean of products, both factors are.
+    // A byte is rounded by at most half a step; for a mean of products, both factors are rounded.
     const error = isProduct ? up : (up + down) / 2;
-    const longest = mode === "values" && !isProduct ? this.weigh(values, place, run, rows, columns) : 1;
-    return { rows, columns, values, isWhole, error: error * longest };
+    const longest = mode === "values" && !isProduct ? this.scaleByLengths(values, place, run, rows, columns) : 1;
+    return { rows, columns, values, isFull: isWhole, error: error * longest };
   }
 
-  /** Asks the kernel for the whole patterns of a head; resolves to whether they are known then. */
-  async complete(place: Place, kernel: Kernel): Promise<boolean> {
+  /** Requests the full patterns of a head; resolves to whether that succeeded. */
+  async loadFull(place: HeadIndex, kernel: Kernel): Promise<boolean> {
     if (this.about.is_whole) return true;
     try {
-      await Promise.all(this.about.runs.map((run) => this.ask(place, run, kernel)));
+      await Promise.all(this.about.runs.map((run) => this.request(place, run, kernel)));
       return true;
     } catch {
       return false;
     }
   }
 
-  private async ask({ layer, head }: Place, run: AttentionRun, kernel: Kernel): Promise<void> {
+  private async request({ layer, head }: HeadIndex, run: AttentionRun, kernel: Kernel): Promise<void> {
     const key = `${run} ${layer} ${head}`;
-    if (this.whole.has(key)) {
-      await this.whole.get(key);
+    if (this.full.has(key)) {
+      await this.full.get(key);
       return;
     }
     const asked = kernel
@@ -128,32 +128,38 @@ export class Patterns {
           cells: new Uint8Array(buffer, byteOffset, byteLength),
         }));
       });
-    this.whole.set(key, asked);
+    this.full.set(key, asked);
     try {
-      this.whole.set(key, await asked);
+      this.full.set(key, await asked);
     } catch (reason) {
-      this.whole.delete(key);
+      this.full.delete(key);
       throw reason;
     }
   }
 
-  private head(place: Place, run: AttentionRun, isProduct = false): Head {
-    const known = this.whole.get(`${run} ${place.layer} ${place.head}`);
+  private head(place: HeadIndex, run: AttentionRun, isProduct = false): Head {
+    const known = this.full.get(`${run} ${place.layer} ${place.head}`);
     const own = Array.isArray(known) ? known[isProduct ? 1 : 0] : undefined;
-    return own ?? this.sent(place, run, isProduct);
+    return own ?? this.received(place, run, isProduct);
   }
 
-  private sent({ layer, head }: Place, run: AttentionRun, isProduct = false): Head {
+  private received({ layer, head }: HeadIndex, run: AttentionRun, isProduct = false): Head {
     const found = this.runs.get(run)?.[layer]?.[isProduct ? "products" : "heads"][head];
     if (found === undefined) throw new RangeError(`no head ${head} in layer ${layer}`);
     return found;
   }
 
   /**
-   * Multiplies with the lengths of the value vectors; in a smaller picture, with the largest one of each block. Returns
-   * the largest of all.
+   * Multiplies weights by the lengths of the value vectors; in a reduced pattern by the largest length of each block. Returns
+   * the largest length.
    */
-  private weigh(values: Float32Array, place: Place, run: AttentionRun, rows: number, columns: number): number {
+  private scaleByLengths(
+    values: Float32Array,
+    place: HeadIndex,
+    run: AttentionRun,
+    rows: number,
+    columns: number,
+  ): number {
     const { heads, full, value_heads } = this.layer(place);
     const lengths = this.runs.get(run)?.[place.layer]?.lengths[Math.floor((place.head * value_heads) / heads)];
     if (lengths === undefined) return 1;

@@ -1,18 +1,18 @@
 /**
- * The attention view: all heads as thumbnails, one head (or several, overlaid) large, the tokens below. What is pointed
- * at is previewed; a click selects it, in all views of the graph. When the patches change, the kernel is asked to run
- * the model with them, and the patterns without and with them are side by side.
+ * The attention view: all heads as thumbnails, one head (or several, overlaid) large, and the tokens. Hovering previews
+ * a head or token; a click selects it in all views of the graph. When the patches change, the kernel runs the model
+ * with them, and the patterns without and with them are shown side by side.
  */
 import type { AttentionLayer, AttentionRun, AttentionTraits, Item } from "../kernel/protocol";
-import { element, replaceChildren, setAttribute } from "../page/dom";
-import { formatWithin } from "../page/numbers";
+import { buttonElement, element, replaceChildren, setAttribute } from "../page/dom";
+import { formatWithError } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { HeatmapFigure, type ResultOptions } from "../plots/heatmap";
-import { type ColorMap, cssColor, type Rgb } from "../plots/plane";
-import type { Linked, Part } from "../view";
+import { type ColorMap, cssColor, largestMagnitude, type Rgb } from "../plots/matrix";
+import { type Linked, type Part, saveChanges } from "../view";
 import { makeActions } from "./actions";
-import { type Mode, type Pattern, Patterns, type Place } from "./attention_data";
-import { type MakeView, makePatchStrip, showSent } from "./linked_view";
+import { type HeadIndex, type Mode, type Pattern, Patterns } from "./attention_data";
+import { type MakeView, makePatchStrip, showTraits } from "./linked_view";
 import { isOfOneStack, itemOf } from "./selection";
 import { makeFilterNote } from "./shared_filter";
 import { Thumbnails } from "./thumbnails";
@@ -24,7 +24,7 @@ const MODES: readonly { mode: Mode; name: string; title: string }[] = [
   { mode: "values", name: "Value-weighted", title: "The weights times the lengths of the value vectors" },
   { mode: "difference", name: "Difference", title: "With the patches minus without" },
 ];
-/** Of heads that are overlaid; they can be told apart also by color-blind readers (Okabe and Ito). */
+/** Colors of overlaid heads, which color-blind readers can distinguish (Okabe and Ito). */
 const HUES: readonly Rgb[] = [
   [0, 114, 178],
   [213, 94, 0],
@@ -35,15 +35,15 @@ const HUES: readonly Rgb[] = [
 ];
 const ROW_NEEDS_KERNEL = "Another row of the batch needs the kernel.";
 const NEEDS_KERNEL = "Only a smaller picture of this head is here; its weights need the kernel.";
-const WIDE = 900;
-/** In CSS pixels: between two patterns, beside one; how large one of two gets. */
-const [GAP, LABELS, LEAST, MOST] = [20, 70, 180, 330];
+const WIDE_WIDTH = 900;
+/** In CSS pixels: the gap between two patterns, the width of labels, the size of one of two patterns. */
+const [GAP, LABELS, MIN_SIZE, MAX_SIZE] = [20, 70, 180, 330];
 
 export const makeAttentionView: MakeView<AttentionTraits> = async (view, place, onError) => {
   const shown = new AttentionView(view);
   place(shown);
   const read = () => Patterns.decode(view.model.get("attention"), view.model.get("cells"));
-  await showSent(view, ["attention", "cells"], read, (patterns) => shown.show(patterns), onError);
+  await showTraits(view, ["attention", "cells"], read, (patterns) => shown.show(patterns), onError);
 };
 
 class AttentionView implements Part {
@@ -52,10 +52,10 @@ class AttentionView implements Part {
   private mode: Mode = "pattern";
   private isCommonScale = false;
   private isMean = false;
-  /** Which number has the last color in all thumbnails; `null`: each has its own scale. */
+  /** The end of the color scale of all thumbnails; `null`: each has its own scale. */
   private limit: number | null = null;
-  private previewed: Place | null = null;
-  private pointed: { query: number | null; key: number | null } | null = null;
+  private previewedHead: HeadIndex | null = null;
+  private hovered: { query: number | null; key: number | null } | null = null;
   private readonly thumbnails: Thumbnails;
   private readonly strips: TokenStrips;
   private readonly large = element("div", { class: "gp-beside gp-large-heads" });
@@ -64,14 +64,14 @@ class AttentionView implements Part {
   private readonly rowChoice = element("select", { class: "gp-field", "aria-label": "Row of the batch" });
   private readonly mean = element("label", { class: "gp-check", hidden: true });
   private readonly status = element("p", { class: "gp-note", role: "status" });
-  private readonly side: HTMLElement;
+  private readonly panel: HTMLElement;
   private figures: HeatmapFigure[] = [];
 
   constructor(private readonly view: Linked<AttentionTraits>) {
     const { kernel, model } = view;
     this.thumbnails = new Thumbnails({
       preview: (place) => {
-        this.previewed = place;
+        this.previewedHead = place;
         this.drawLarge();
       },
       choose: (place, isMore) => this.chooseHead(place, isMore),
@@ -80,7 +80,7 @@ class AttentionView implements Part {
     });
     this.strips = new TokenStrips({
       preview: (position, side) => {
-        this.pointed = position === null ? null : this.tokenAt(position, side);
+        this.hovered = position === null ? null : this.tokenAt(position, side);
         this.showTokens();
       },
       choose: (position, side, isMore) => this.chooseToken(position, side, isMore),
@@ -111,7 +111,7 @@ class AttentionView implements Part {
       element("label", { class: "gp-check" }, common, "One scale for all heads"),
       this.mean,
     );
-    this.side = element("div", { class: "gp-stack gp-attention-side" }, this.title, this.large, this.strips.element);
+    this.panel = element("div", { class: "gp-stack gp-attention-side" }, this.title, this.large, this.strips.element);
     const actions = makeActions(view);
     this.element = element(
       "section",
@@ -122,7 +122,7 @@ class AttentionView implements Part {
       updates.element,
       this.status,
       makeFilterNote(view.filter, view.onRemove),
-      element("div", { class: "gp-attention-body" }, this.thumbnails.element, this.side),
+      element("div", { class: "gp-attention-body" }, this.thumbnails.element, this.panel),
     );
     this.listen();
   }
@@ -137,7 +137,7 @@ class AttentionView implements Part {
     });
     observer.observe(view.root);
     view.onRemove(() => observer.disconnect());
-    // The colors of heads that are overlaid begin at the background.
+    // The colors of overlaid heads start at the background color.
     const themes = new MutationObserver(() => this.drawLarge());
     themes.observe(view.root, { attributeFilter: ["data-gp-theme"] });
     view.onRemove(() => themes.disconnect());
@@ -152,7 +152,7 @@ class AttentionView implements Part {
     );
   }
 
-  /** Shows other patterns. */
+  /** Shows new patterns. */
   show(patterns: Patterns): void {
     this.patterns = patterns;
     if (this.mode === "difference" && !patterns.has("patched")) this.mode = "pattern";
@@ -162,42 +162,38 @@ class AttentionView implements Part {
 
   // -- the kernel ------------------------------------------------------------------------------------------------------
 
-  private say(text: string): void {
+  private showStatus(text: string): void {
     this.status.textContent = text;
     this.status.hidden = text === "";
   }
 
   private chooseRow(): void {
     this.view.model.set("row", Number(this.rowChoice.value));
-    try {
-      this.view.model.save_changes();
-    } catch {
-      this.say(ROW_NEEDS_KERNEL);
-    }
+    if (!saveChanges(this.view.model)) this.showStatus(ROW_NEEDS_KERNEL);
   }
 
-  /** Without a kernel there is one row only: that of the numbers that were sent. */
+  /** Without a kernel, only the row that was sent can be shown. */
   private showRowChoice(): void {
     const isLost = this.view.kernel.state === "lost";
     this.rowChoice.disabled = isLost;
     this.rowChoice.title = isLost ? ROW_NEEDS_KERNEL : "";
   }
 
-  // -- what is selected ------------------------------------------------------------------------------------------------
+  // -- selection -------------------------------------------------------------------------------------------------------
 
-  private headItem(place: Place, more: Partial<Item> = {}, part = "z"): Item {
+  private headItem(place: HeadIndex, more: Partial<Item> = {}, part = "z"): Item {
     return itemOf(`${this.layer(place).name}.heads[${place.head}].${part}`, more);
   }
 
-  private layer(place: Place): AttentionLayer {
+  private layer(place: HeadIndex): AttentionLayer {
     if (this.patterns === null) throw new Error("nothing is shown yet");
     return this.patterns.layer(place);
   }
 
-  /** The heads of the items that are selected, each once. */
-  private chosen(): Place[] {
+  /** The heads of the selected items, without duplicates. */
+  private selectedHeads(): HeadIndex[] {
     const layers = this.patterns?.about.layers ?? [];
-    const found = new Map<string, Place>();
+    const found = new Map<string, HeadIndex>();
     for (const { name, head } of this.view.selection.items) {
       const layer = layers.findIndex((one) => name?.startsWith(`${one.name}.`));
       const isThere = head !== null && head < (layers[layer]?.heads ?? 0);
@@ -206,15 +202,15 @@ class AttentionView implements Part {
     return [...found.values()];
   }
 
-  /** The heads that are large: the one that is pointed at, else those that are selected, else the last of these. */
-  private shown(): Place[] {
-    if (this.previewed !== null) return [this.previewed];
-    const chosen = this.chosen();
+  /** The heads that are shown large: the previewed one, else the selected ones, else the first head. */
+  private largeHeads(): HeadIndex[] {
+    if (this.previewedHead !== null) return [this.previewedHead];
+    const chosen = this.selectedHeads();
     return chosen.length > 0 ? chosen : [{ layer: 0, head: 0 }];
   }
 
-  private chooseHead(place: Place, isMore: boolean): void {
-    const { query: position } = this.pinned();
+  private chooseHead(place: HeadIndex, isMore: boolean): void {
+    const { query: position } = this.pinnedTokens();
     this.view.selection.click(this.headItem(place, { position: isMore ? position : null }), isMore);
   }
 
@@ -223,50 +219,50 @@ class AttentionView implements Part {
     this.view.selection.set(Array.from({ length: heads }, (_, head) => this.headItem({ layer, head })));
   }
 
-  /** Whether the keys of the heads that are large are the tokens of another sequence. */
+  /** Whether the large heads are of cross-attention. */
   private get isCross(): boolean {
-    const [first] = this.shown();
+    const [first] = this.largeHeads();
     return first !== undefined && this.layer(first).is_cross;
   }
 
-  /** A token as a query and as a key: the same one, unless keys are those of another sequence. */
+  /** A token as a query and as a key, which are the same token except in cross-attention. */
   private tokenAt(position: number, side: Side): { query: number | null; key: number | null } {
     const isOf = (other: Side) => (this.isCross && side !== other ? null : position);
     return { query: isOf("query"), key: isOf("key") };
   }
 
-  private pinned(): { query: number | null; key: number | null } {
+  private pinnedTokens(): { query: number | null; key: number | null } {
     const last = this.view.selection.items.findLast(({ position, key }) => position !== null || key !== null);
     const query = last?.position ?? null;
     return { query, key: last?.key ?? (this.isCross ? null : query) };
   }
 
   /**
-   * Pins a token: the heads that are large at this position, or their weights for a key of another sequence; a second
-   * click takes it away. `isMore`: besides the tokens that are pinned.
+   * Pins a token: selects the large heads at this position, or in cross-attention their weights for a key; a second
+   * click unpins it. `isMore`: adds it to the pinned tokens.
    */
   private chooseToken(position: number, side: Side, isMore: boolean): void {
     const { query, key } = this.tokenAt(position, side);
-    const at = (place: Place) =>
+    const at = (place: HeadIndex) =>
       query === null ? this.headItem(place, { key }, "pattern") : this.headItem(place, { position });
-    const places = this.shown();
+    const places = this.largeHeads();
     const items = places.map(at);
     const { selection } = this.view;
     const isPinned = items.every((item) => selection.has(item));
-    const others = selection.items.filter((one) => (one.position ?? one.key) !== null && !isAmong(one, items));
+    const others = selection.items.filter((one) => (one.position ?? one.key) !== null && !includesItem(one, items));
     if (isMore && !isPinned) selection.set([...others, ...items]);
     else if (isMore && others.length > 0) selection.set(others);
     else selection.set(isPinned ? places.map((place) => this.headItem(place)) : items);
   }
 
   private chooseCell(position: number, key: number, isMore: boolean): void {
-    const [place] = this.shown().slice(-1);
+    const [place] = this.largeHeads().slice(-1);
     if (place) this.view.selection.click(this.headItem(place, { position, key }, "pattern"), isMore);
   }
 
-  // -- what is drawn ---------------------------------------------------------------------------------------------------
+  // -- drawing ---------------------------------------------------------------------------------------------------------
 
-  private nameOf(place: Place): string {
+  private nameOf(place: HeadIndex): string {
     return `Layer ${this.layer(place).title}, head ${place.head}`;
   }
 
@@ -274,15 +270,8 @@ class AttentionView implements Part {
     const buttons = MODES.map(({ mode, name, title }) => {
       const isOff = mode === "difference" ? !patterns.has("patched") : mode === "values" && !patterns.hasLengths;
       const why = mode === "difference" ? "Choose a patch first" : "The values of this model were not found";
-      const button = element(
-        "button",
-        {
-          type: "button",
-          class: "gp-button",
-          title: isOff ? why : title,
-          disabled: isOff,
-          "aria-pressed": String(mode === this.mode),
-        },
+      const button = buttonElement(
+        { title: isOff ? why : title, disabled: isOff, "aria-pressed": String(mode === this.mode) },
         name,
       );
       button.addEventListener("click", () => {
@@ -317,22 +306,23 @@ class AttentionView implements Part {
   private drawThumbnails(): void {
     const { patterns } = this;
     if (patterns === null) return;
-    const width = this.view.root.clientWidth || WIDE;
-    const isBeside = width >= WIDE;
+    const width = this.view.root.clientWidth || WIDE_WIDTH;
+    const isBeside = width >= WIDE_WIDTH;
     setAttribute(this.element, "data-narrow", !isBeside);
     const known = new Map<string, Pattern>();
-    const patternOf = (place: Place) => {
+    const patternOf = (place: HeadIndex) => {
       const key = `${place.layer} ${place.head}`;
       const found = known.get(key) ?? patterns.pattern(place, this.lastRun, this.mode);
       known.set(key, found);
       return found;
     };
     let limit: number | null = null;
-    // Of differences, how large they are is what matters.
+    // Differences are only comparable on one scale.
     if (this.isCommonScale || this.mode === "difference") {
       limit = 0;
       for (const [layer, { heads }] of patterns.about.layers.entries()) {
-        for (let head = 0; head < heads; head++) limit = Math.max(limit, largest(patternOf({ layer, head }).values));
+        for (let head = 0; head < heads; head++)
+          limit = Math.max(limit, largestMagnitude(patternOf({ layer, head }).values));
       }
     }
     this.limit = limit;
@@ -340,26 +330,26 @@ class AttentionView implements Part {
       patternOf,
       map: this.map,
       limit,
-      isLeft: (place) => this.view.filter.leaves(this.headItem(place)),
+      isKept: (place) => this.view.filter.keeps(this.headItem(place)),
     });
     this.mark();
   }
 
   private mark(): void {
-    const chosen = this.chosen();
+    const chosen = this.selectedHeads();
     const many = chosen.length > 1;
     const marks = chosen.map((place, at) => (many ? { ...place, color: cssColor(hue(at)) } : place));
     const { items } = this.view.selection;
     const layers = this.patterns?.about.layers ?? [];
-    const marked = [...layers.keys()].filter((at) => items.some((item) => isIn(item, layers[at])));
+    const marked = [...layers.keys()].filter((at) => items.some((item) => isOfLayer(item, layers[at])));
     this.thumbnails.mark(marks, new Set(marked));
   }
 
   private drawLarge(): void {
     const { patterns } = this;
     if (patterns === null) return;
-    const places = this.shown();
-    this.mean.hidden = this.chosen().length < 2;
+    const places = this.largeHeads();
+    this.mean.hidden = this.selectedHeads().length < 2;
     replaceChildren(this.title, ...this.titleParts(places));
     const runs: AttentionRun[] = this.mode === "difference" ? ["patched"] : patterns.about.runs;
     this.figures = [];
@@ -368,26 +358,26 @@ class AttentionView implements Part {
         runs.length > 1 ? element("p", { class: "gp-run-title" }, run === "clean" ? "Clean" : "Patched") : null;
       return element("div", { class: "gp-large-head" }, caption, this.figureOf(places, run, runs.length));
     });
-    setAttribute(this.large, "data-beside", runs.length > 1 && this.sideOfTwo !== null);
+    setAttribute(this.large, "data-beside", runs.length > 1 && this.sideBySideSize !== null);
     replaceChildren(this.large, ...boxes);
     this.showTokens();
     this.showCell();
-    if (this.previewed === null) void this.complete(places);
+    if (this.previewedHead === null) void this.loadMissing(places);
   }
 
-  /** Asks for what is missing of the heads that are large. */
-  private async complete(places: readonly Place[]): Promise<void> {
+  /** Requests the full patterns of the large heads. */
+  private async loadMissing(places: readonly HeadIndex[]): Promise<void> {
     const { patterns } = this;
-    const missing = places.filter((place) => !patterns?.pattern(place, "clean", "pattern").isWhole);
+    const missing = places.filter((place) => !patterns?.pattern(place, "clean", "pattern").isFull);
     if (patterns === null || missing.length === 0) return;
-    const found = await Promise.all(missing.map((place) => patterns.complete(place, this.view.kernel)));
+    const found = await Promise.all(missing.map((place) => patterns.loadFull(place, this.view.kernel)));
     if (this.patterns !== patterns) return;
     if (found.every(Boolean)) {
-      if (this.previewed === null) this.drawLarge();
-    } else this.say(NEEDS_KERNEL);
+      if (this.previewedHead === null) this.drawLarge();
+    } else this.showStatus(NEEDS_KERNEL);
   }
 
-  private titleParts(places: readonly Place[]): (HTMLElement | string)[] {
+  private titleParts(places: readonly HeadIndex[]): (HTMLElement | string)[] {
     const [only] = places;
     if (places.length === 1 && only) return [this.nameOf(only)];
     if (this.isMean) return [`Mean of ${places.map((place) => this.nameOf(place)).join("; ")}`];
@@ -398,7 +388,7 @@ class AttentionView implements Part {
     });
   }
 
-  private figureOf(places: readonly Place[], run: AttentionRun, count: number): HTMLElement {
+  private figureOf(places: readonly HeadIndex[], run: AttentionRun, count: number): HTMLElement {
     const { patterns } = this;
     const [first] = places;
     if (patterns === null || first === undefined) return element("div");
@@ -416,14 +406,14 @@ class AttentionView implements Part {
     const combined = this.combined(found, pattern);
     const most =
       (this.isCommonScale ? this.limit : null) ??
-      Math.max(largest(combined.values), ...this.otherRun(places, run, count));
+      Math.max(largestMagnitude(combined.values), ...this.otherRunMaxima(places, run, count));
     const label = (side: "queries" | "keys") => {
       const texts = (patterns.about.tokens[layer[side]] ?? []).map((text) => visibleToken(text));
       const noun = side === "queries" ? "query" : "key";
-      return { texts: pattern.isWhole ? texts : [], whole: (at: number) => `${noun} ${at} ${texts[at] ?? ""}` };
+      return { texts: pattern.isFull ? texts : [], describe: (at: number) => `${noun} ${at} ${texts[at] ?? ""}` };
     };
     const [rowLabels, columnLabels] = [label("queries"), label("keys")];
-    const side = count > 1 ? (this.sideOfTwo ?? MOST) : 460;
+    const side = count > 1 ? (this.sideBySideSize ?? MAX_SIZE) : 460;
     const box = { width: side, height: side };
     const options: ResultOptions = {
       scale: { map: this.map, low: this.mode === "difference" ? -most : 0, high: most },
@@ -434,31 +424,20 @@ class AttentionView implements Part {
       rowLabels: rowLabels.texts.length > 0 ? rowLabels : null,
       columnLabels: columnLabels.texts.length > 0 ? columnLabels : null,
       describe: (row, column) => describeCell(pattern, layer, row, column, rowLabels.texts, columnLabels.texts),
-      choose: (row, column, isMore) => {
-        if (pattern.isWhole) this.chooseCell(row, column, isMore);
+      onSelect: (row, column, isMore) => {
+        if (pattern.isFull) this.chooseCell(row, column, isMore);
       },
-      point: (cell) => {
-        this.pointed = cell === null || !pattern.isWhole ? null : { query: cell[0], key: cell[1] };
+      onHover: (cell) => {
+        this.hovered = cell === null || !pattern.isFull ? null : { query: cell[0], key: cell[1] };
         this.showTokens();
       },
-      valueText: (row, column) => formatWithin(combined.values[row * combined.columns + column] ?? 0, combined.error),
+      valueText: (row, column) =>
+        formatWithError(combined.values[row * combined.columns + column] ?? 0, combined.error),
       box,
-      ...(found.length > 1 && !this.isMean ? { mixed: this.mixed(found, places, most) } : {}),
+      ...(found.length > 1 && !this.isMean ? { overlay: this.mixed(found, places, most) } : {}),
     };
-    const [queries, keys] = layer.full;
-    const heatmap = {
-      type: "heatmap" as const,
-      buffer: 0,
-      rows: pattern.rows,
-      columns: pattern.columns,
-      full: [queries, keys] as [number, number],
-      reduced: pattern.isWhole ? null : this.reducedText,
-      slice: "",
-      minimum: 0,
-      maximum: 0,
-      constant: null,
-    };
-    const figure = new HeatmapFigure(heatmap, combined, {
+    const source = { full: layer.full, reduced: pattern.isFull ? null : this.reducedText };
+    const figure = new HeatmapFigure(source, combined, {
       title: `${places.map((place) => this.nameOf(place)).join("; ")}${count > 1 ? `, ${run}` : ""}`,
       result: options,
     });
@@ -466,7 +445,7 @@ class AttentionView implements Part {
     return figure.element;
   }
 
-  /** What the cells of smaller pictures are. */
+  /** What the cells of a reduced pattern are. */
   private get reducedText(): string {
     if (this.mode === "difference")
       return "each cell is the largest patched weight of a block minus the largest clean one";
@@ -476,32 +455,32 @@ class AttentionView implements Part {
       : "each cell is the largest of a block";
   }
 
-  /** How large one of two patterns gets, so that they are side by side; `null`: there is no room for that. */
-  private get sideOfTwo(): number | null {
-    const room = (this.side.clientWidth - GAP) / 2 - LABELS;
-    return room < LEAST ? null : Math.min(MOST, room);
+  /** The size of one of two patterns side by side; `null`: there is not enough space. */
+  private get sideBySideSize(): number | null {
+    const room = (this.panel.clientWidth - GAP) / 2 - LABELS;
+    return room < MIN_SIZE ? null : Math.min(MAX_SIZE, room);
   }
 
-  /** One pattern of several: their mean, or where they are overlaid the strongest of each weight. */
+  /** Combines several patterns: their mean, or if they are overlaid the largest weight of each cell. */
   private combined(found: readonly Pattern[], first: Pattern): Pattern {
     if (found.length < 2) return first;
     const error = Math.max(...found.map((one) => one.error));
-    return { ...first, values: this.isMean ? meanOf(found) : greatest(found), error };
+    return { ...first, values: this.isMean ? meanOf(found) : largestByMagnitude(found), error };
   }
 
-  /** The largest weight of the same heads in the other run, so that both have one scale. */
-  private otherRun(places: readonly Place[], run: AttentionRun, count: number): number[] {
+  /** The largest weights of the same heads in the other run, so that both runs have one scale. */
+  private otherRunMaxima(places: readonly HeadIndex[], run: AttentionRun, count: number): number[] {
     if (count < 2 || this.patterns === null) return [];
     const other: AttentionRun = run === "clean" ? "patched" : "clean";
-    return places.map((place) => largest(this.patterns?.pattern(place, other, this.mode).values ?? []));
+    return places.map((place) => largestMagnitude(this.patterns?.pattern(place, other, this.mode).values ?? []));
   }
 
-  /** Each head in a color of its own, from the background on. */
+  /** Overlays the heads, each in its own color on the background color. */
   private mixed(
     found: readonly Pattern[],
-    places: readonly Place[],
+    places: readonly HeadIndex[],
     most: number,
-  ): NonNullable<ResultOptions["mixed"]> {
+  ): NonNullable<ResultOptions["overlay"]> {
     const isDark = getComputedStyle(this.view.root).colorScheme === "dark";
     const ground: Rgb = isDark ? [24, 26, 30] : [255, 255, 255];
     const color = (index: number): Rgb => {
@@ -521,36 +500,36 @@ class AttentionView implements Part {
 
   private showTokens(): void {
     const { patterns } = this;
-    const places = this.shown();
+    const places = this.largeHeads();
     const [first] = places;
     if (patterns === null || first === undefined) return;
     const found = places.map((place) => patterns.pattern(place, this.lastRun, this.mode));
     const [pattern] = found;
     if (pattern === undefined || found.some(({ values }) => values.length !== pattern.values.length)) return;
     const layer = this.layer(first);
-    const { query, key } = this.pinned();
+    const { query, key } = this.pinnedTokens();
     const [rows, columns] = layer.full;
-    const { pointed } = this;
+    const { hovered: pointed } = this;
     this.strips.show({
       pattern: this.combined(found, pattern),
       queries: patterns.about.tokens[layer.queries] ?? [],
       keys: patterns.about.tokens[layer.keys] ?? [],
       run: this.mode === "pattern" && patterns.has("patched") ? "patched: " : "",
-      query: within(pointed?.query ?? query, rows),
-      key: within(pointed?.key ?? key, columns),
+      query: inRange(pointed?.query ?? query, rows),
+      key: inRange(pointed?.key ?? key, columns),
     });
   }
 
-  /** Marks the weight that is selected, or the query. */
+  /** Marks the selected weight, or the selected query. */
   private showCell(): void {
     const last = this.view.selection.items.at(-1);
-    const [place] = this.shown().slice(-1);
-    const isWhole = place && this.patterns?.pattern(place, this.lastRun, this.mode).isWhole;
+    const [place] = this.largeHeads().slice(-1);
+    const isWhole = place && this.patterns?.pattern(place, this.lastRun, this.mode).isFull;
     const [queries, keys] = place ? this.layer(place).full : [0, 0];
     const isWeight = place && last?.name === this.headItem(place, {}, "pattern").name;
-    const row = isWhole ? within(last?.position ?? null, queries) : null;
-    const column = isWhole && isWeight ? within(last?.key ?? null, keys) : null;
-    for (const figure of this.figures) figure.show(row === null && column === null ? [] : [[row, column]]);
+    const row = isWhole ? inRange(last?.position ?? null, queries) : null;
+    const column = isWhole && isWeight ? inRange(last?.key ?? null, keys) : null;
+    for (const figure of this.figures) figure.markSelected(row === null && column === null ? [] : [[row, column]]);
   }
 }
 
@@ -565,18 +544,12 @@ function hue(at: number): Rgb {
   return HUES[at % HUES.length] ?? [0, 0, 0];
 }
 
-function within(position: number | null, count: number): number | null {
+function inRange(position: number | null, count: number): number | null {
   return position !== null && position < count ? position : null;
 }
 
-function largest(values: ArrayLike<number>): number {
-  let most = 0;
-  for (let at = 0; at < values.length; at++) most = Math.max(most, Math.abs(values[at] ?? 0));
-  return most;
-}
-
-/** Of each cell, the number that is farthest from zero. */
-function greatest(patterns: readonly Pattern[]): Float32Array {
+/** For each cell, the value with the largest magnitude. */
+function largestByMagnitude(patterns: readonly Pattern[]): Float32Array {
   const [first, ...others] = patterns;
   const found = Float32Array.from(first?.values ?? []);
   for (const { values } of others) {
@@ -589,7 +562,7 @@ function greatest(patterns: readonly Pattern[]): Float32Array {
 }
 
 function describeCell(
-  { rows, columns, isWhole }: Pattern,
+  { rows, columns, isFull: isWhole }: Pattern,
   { full }: AttentionLayer,
   row: number,
   column: number,
@@ -604,10 +577,10 @@ function describeCell(
   return `${range("queries", row, rows, full[0])}, ${range("keys", column, columns, full[1])}`;
 }
 
-function isIn({ name, layer }: Item, attention: AttentionLayer | undefined): boolean {
+function isOfLayer({ name, layer }: Item, attention: AttentionLayer | undefined): boolean {
   return attention !== undefined && layer === attention.layer && isOfOneStack(name, attention.name);
 }
 
-function isAmong(item: Item, items: readonly Item[]): boolean {
+function includesItem(item: Item, items: readonly Item[]): boolean {
   return items.some(({ name, position, key }) => item.name === name && item.position === position && item.key === key);
 }

@@ -1,13 +1,13 @@
-/** The generation view: tokens as text, colored by a score of each step; branches at a token; patches of steps. */
-import type { Act, Generation, GenerationTraits, Score } from "../kernel/protocol";
-import { element, icon, replaceChildren, setAttribute } from "../page/dom";
+/** The generation view: tokens colored by a score of each step, branches at a token, and patches of steps. */
+import { PackedNumbers } from "../inflate";
+import type { Act, Generation, GenerationTraits, Requests, Score } from "../kernel/protocol";
+import { buttonElement, element, icon, replaceChildren, setAttribute } from "../page/dom";
 import { formatNumber } from "../page/numbers";
 import { visibleToken } from "../page/visible";
 import { tryEdit } from "../patches/edits";
-import { type ColorMap, color, cssColor, cssGradient, isLight } from "../plots/plane";
+import { type ColorMap, color, cssColor, cssGradient, isLight } from "../plots/matrix";
 import type { Linked, Part } from "../view";
-import { type GenerationNumbers, readGeneration, type Steps } from "./generation_data";
-import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
+import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showTraits } from "./linked_view";
 import { itemOf } from "./selection";
 import { makeUpdates } from "./updates";
 
@@ -16,8 +16,8 @@ const SCORES: Record<Score, string> = {
   entropy: "entropy (nats)",
   given: "given score",
 };
-/** The actions of the form, and an example of what is typed for them. */
-const ACTS: readonly [act: Act, text: string, example: string | null][] = [
+/** The actions of the form, with an example of their value. */
+const STEP_ACTIONS: readonly [act: Act, text: string, example: string | null][] = [
   ["zero", "Zero", null],
   ["mean", "Mean", null],
   ["steer", "Steer by", "4.0 * direction"],
@@ -28,7 +28,7 @@ export const makeGenerationView: MakeView<GenerationTraits> = async (view, place
   place(shown);
   const read = async (generation: Generation) =>
     [generation, await readGeneration(generation, view.model.get("numbers"))] as const;
-  await showSent(
+  await showTraits(
     view,
     ["generation", "numbers"],
     () => read(view.model.get("generation")),
@@ -36,6 +36,38 @@ export const makeGenerationView: MakeView<GenerationTraits> = async (view, place
     onError,
   );
 };
+
+/** The steps of one line. */
+interface StepNumbers {
+  /** Positions in the vocabulary. */
+  tokens: Uint32Array;
+  logProbability: Float32Array;
+  entropy: Float32Array;
+  /** The most probable tokens, `top` for each step. */
+  top: Uint32Array;
+  probabilities: Float32Array;
+}
+
+interface GenerationNumbers {
+  lines: StepNumbers[];
+  /** The scores that the user gave for the first line, if any. */
+  given: Float32Array | null;
+}
+
+/** Reads the numbers as `GenerationView._packed` in notebook/views/generation.py writes them. */
+async function readGeneration(generation: Generation, data: DataView): Promise<GenerationNumbers> {
+  const packed = await PackedNumbers.of(data);
+  const lines = generation.lines.map(({ steps }) => ({
+    tokens: packed.unsigned(steps),
+    logProbability: packed.floats(steps),
+    entropy: packed.floats(steps),
+    top: packed.unsigned(steps * generation.top),
+    probabilities: packed.floats(steps * generation.top),
+  }));
+  const given = generation.has_given ? packed.floats(generation.lines[0]?.steps ?? 0) : null;
+  packed.checkAllRead();
+  return { lines, given };
+}
 
 class GenerationView implements Part {
   readonly element: HTMLElement;
@@ -49,19 +81,18 @@ class GenerationView implements Part {
   private generation!: Generation;
   private numbers!: GenerationNumbers;
   private tokens: HTMLButtonElement[][] = [];
-  /** The token whose probable ones are shown. */
+  /** The token whose alternatives are shown. */
   private pinned: [line: number, step: number] | null = null;
 
   constructor(private readonly view: Linked<GenerationTraits>) {
-    const ask = () => view.kernel.ask("generation", { line: null, step: null, token: null, remove: null });
     this.updates = makeUpdates(
       view,
       () => view.model.get("generation").version,
-      ask,
+      () => this.ask({}),
       (isFailed) => this.lines.classList.toggle("gp-dimmed", isFailed),
     );
     this.form = new StepForm(view);
-    this.scores.addEventListener("change", () => this.color());
+    this.scores.addEventListener("change", () => this.colorTokens());
     this.lines.addEventListener("keydown", (event) => this.onKey(event));
     const bar = element(
       "div",
@@ -80,12 +111,12 @@ class GenerationView implements Part {
       this.form.element,
       makePatchStrip(view).element,
     );
-    const follow = () => this.follow();
-    view.onRemove(view.selection.onChange(follow));
-    view.onRemove(view.kernel.onState(() => this.generation && this.explain()));
+    const followSelection = () => this.followSelection();
+    view.onRemove(view.selection.onChange(followSelection));
+    view.onRemove(view.kernel.onState(() => this.generation && this.showDetails()));
   }
 
-  /** Shows other tokens. */
+  /** Shows new tokens. */
   show(generation: Generation, numbers: GenerationNumbers): void {
     const before = this.scores.value;
     this.generation = generation;
@@ -120,40 +151,40 @@ class GenerationView implements Part {
       );
     });
     replaceChildren(this.lines, this.generation.prompt.length > 0 && first, ...lines);
-    this.color();
-    this.follow();
+    this.colorTokens();
+    this.followSelection();
   }
 
-  private buttonsOf(steps: Steps, line: number): HTMLButtonElement[] {
+  private buttonsOf(steps: StepNumbers, line: number): HTMLButtonElement[] {
     const start = this.generation.lines[line]?.start ?? 0;
     const isBranch = this.generation.lines[line]?.branch !== null;
     return Array.from(steps.tokens, (token, step) => {
-      const tokens = { type: "button", class: "gp-generated", tabindex: line === 0 && step === 0 ? 0 : -1 };
-      const button = element("button", tokens, this.text(token));
+      const attributes = { class: "gp-generated", tabindex: line === 0 && step === 0 ? 0 : -1 };
+      const button = buttonElement(attributes, this.text(token));
       if (isBranch && step < start) button.classList.add("gp-generated-before");
       if (isBranch && step === start) button.classList.add("gp-generated-branch");
-      const point = () => this.explain([line, step]);
+      const point = () => this.showDetails([line, step]);
       button.addEventListener("pointerenter", point);
       button.addEventListener("focus", point);
-      button.addEventListener("pointerleave", () => this.explain());
-      button.addEventListener("click", (event) => this.choose(line, step, event.shiftKey));
+      button.addEventListener("pointerleave", () => this.showDetails());
+      button.addEventListener("click", (event) => this.selectToken(line, step, event.shiftKey));
       return button;
     });
   }
 
   private removeButton(branch: number, name: string): HTMLElement {
-    const remove = element(
-      "button",
-      { type: "button", class: "gp-button gp-quiet", "aria-label": `Remove: ${name}`, title: "Remove" },
+    const remove = buttonElement(
+      { class: "gp-button gp-quiet", "aria-label": `Remove: ${name}`, title: "Remove" },
       icon("close"),
     );
-    remove.addEventListener("click", () => this.ask({ remove: branch }));
+    remove.addEventListener("click", () => this.updates.follow(this.ask({ remove: branch })));
     return remove;
   }
 
-  private ask(what: { line?: number; step?: number; token?: number; remove?: number }): void {
-    const nothing = { line: null, step: null, token: null, remove: null };
-    this.updates.follow(this.view.kernel.ask("generation", { ...nothing, ...what }));
+  /** Asks for the tokens, with a new branch or without one of the branches. */
+  private ask(change: Partial<Requests["generation"]["payload"]>) {
+    const unchanged = { line: null, step: null, token: null, remove: null };
+    return this.view.kernel.ask("generation", { ...unchanged, ...change });
   }
 
   private text(token: number): string {
@@ -166,14 +197,14 @@ class GenerationView implements Part {
     return this.scores.value as Score;
   }
 
-  /** The scores of a line; `null`: it has none. */
+  /** The scores of a line, if it has any. */
   private scoresOf(line: number): Float32Array | null {
     const steps = this.numbers.lines[line];
     if (this.score === "given") return line === 0 ? this.numbers.given : null;
     return (this.score === "entropy" ? steps?.entropy : steps?.logProbability) ?? null;
   }
 
-  private color(): void {
+  private colorTokens(): void {
     const all = this.numbers.lines.flatMap((_, line) => [...(this.scoresOf(line) ?? [])]).filter(Number.isFinite);
     const [least, most] = [Math.min(...all, 0), Math.max(...all, 0)];
     const isSigned = least < 0 && most > 0;
@@ -199,15 +230,15 @@ class GenerationView implements Part {
     replaceChildren(this.legend, element("span", { class: "gp-range" }, end(low), bar, end(high)));
   }
 
-  // -- what is selected ----------------------------------------------------------------------------------------------
+  // -- selection -----------------------------------------------------------------------------------------------------
 
-  private choose(line: number, step: number, isMore: boolean): void {
+  private selectToken(line: number, step: number, isMore: boolean): void {
     this.pinned = [line, step];
     this.view.selection.click(itemOf(null, { position: this.generation.prompt.length + step }), isMore);
-    this.explain();
+    this.showDetails();
   }
 
-  /** The steps of the tokens that are selected: a position is that of a token. */
+  /** The steps of the selected tokens; their positions include the prompt. */
   private get steps(): number[] {
     const first = this.generation.prompt.length;
     const longest = Math.max(...this.generation.lines.map(({ steps }) => steps));
@@ -215,7 +246,7 @@ class GenerationView implements Part {
     return [...new Set(steps.filter((step) => step >= 0 && step < longest))].sort((one, other) => one - other);
   }
 
-  private follow(): void {
+  private followSelection(): void {
     if (this.generation === undefined) return;
     const chosen = new Set(this.steps);
     for (const buttons of this.tokens) {
@@ -224,7 +255,7 @@ class GenerationView implements Part {
       });
     }
     this.form.show([...chosen]);
-    this.explain();
+    this.showDetails();
   }
 
   private onKey(event: KeyboardEvent): void {
@@ -248,8 +279,8 @@ class GenerationView implements Part {
     target.focus();
   }
 
-  /** The probable tokens of a step, each with a button that branches there. */
-  private explain(pointed: [line: number, step: number] | null = null): void {
+  /** Shows the probable tokens of a step, each with a button for a branch. */
+  private showDetails(pointed: [line: number, step: number] | null = null): void {
     const [line, step] = pointed ?? this.pinned ?? [0, 0];
     const steps = this.numbers.lines[line];
     const { lines, top, tokens } = this.generation;
@@ -260,9 +291,9 @@ class GenerationView implements Part {
       const probability = steps.probabilities[step * top + rank] ?? 0;
       const isTaken = token === steps.tokens[step];
       const label = `Branch with ${this.text(token)} at step ${step}`;
-      const branch = element("button", { type: "button", class: "gp-button", "aria-label": label }, "Branch");
+      const branch = buttonElement({ "aria-label": label }, "Branch");
       branch.disabled = isLost;
-      branch.addEventListener("click", () => this.ask({ line, step, token: tokens[token] ?? 0 }));
+      branch.addEventListener("click", () => this.updates.follow(this.ask({ line, step, token: tokens[token] ?? 0 })));
       return element(
         "tr",
         isTaken ? { class: "gp-lens-target" } : {},
@@ -281,20 +312,20 @@ class GenerationView implements Part {
   }
 }
 
-/** Adds a patch that acts in the selected steps only. */
+/** A form that adds a patch of the selected steps. */
 class StepForm implements Part {
   readonly element: HTMLFormElement;
   private readonly words = element("span", { class: "gp-muted" });
-  private readonly path = field("Value to patch", "layers[0].mlp_out");
-  private readonly value = field("Value, as Python", "");
+  private readonly path = textField("Value to patch", "layers[0].mlp_out");
+  private readonly value = textField("Value, as Python", "");
   private readonly act = element("select", { class: "gp-field", "aria-label": "What the patch does" });
   private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Patch these steps");
   private steps: number[] = [];
-  /** The path of the selection in the field, which follows the selection until another one is typed. */
-  private followed = "";
+  /** The path of the selection, which the field shows until the user types another one. */
+  private followedPath = "";
 
   constructor(private readonly view: Linked<GenerationTraits>) {
-    this.act.append(...ACTS.map(([value, text]) => element("option", { value }, text)));
+    this.act.append(...STEP_ACTIONS.map(([value, text]) => element("option", { value }, text)));
     this.element = element(
       "form",
       { class: "gp-line gp-action-form" },
@@ -317,14 +348,14 @@ class StepForm implements Part {
   show(steps: number[]): void {
     this.steps = steps;
     const named = this.view.selection.items.findLast(({ name }) => name !== null)?.name;
-    if (named && this.path.value === this.followed) this.path.value = this.followed = named;
+    if (named && this.path.value === this.followedPath) this.path.value = this.followedPath = named;
     this.apply.disabled = steps.length === 0 || this.view.kernel.state === "lost";
     const chosen = `${steps.length === 1 ? "Step" : "Steps"} ${steps.join(", ")}:`;
     this.words.textContent = steps.length === 0 ? "Select tokens to patch their steps." : chosen;
   }
 
   private showAct(): void {
-    const example = ACTS.find(([act]) => act === this.act.value)?.[2] ?? null;
+    const example = STEP_ACTIONS.find(([act]) => act === this.act.value)?.[2] ?? null;
     this.value.hidden = example === null;
     this.value.placeholder = example ?? "";
   }
@@ -339,6 +370,6 @@ class StepForm implements Part {
   }
 }
 
-function field(label: string, placeholder: string): HTMLInputElement {
+function textField(label: string, placeholder: string): HTMLInputElement {
   return element("input", { class: "gp-field", type: "text", "aria-label": label, placeholder, spellcheck: "false" });
 }

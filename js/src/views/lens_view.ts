@@ -1,25 +1,25 @@
 /** The lens view: what each layer says at each position, without and with the patches, as heatmaps. */
-import type { Heatmap, Item, Lens, LensTraits } from "../kernel/protocol";
+import { PackedNumbers } from "../inflate";
+import type { Item, Lens, LensTraits } from "../kernel/protocol";
 import { element, replaceChildren } from "../page/dom";
 import { formatNumber, formatPercent } from "../page/numbers";
 import { visibleToken } from "../page/visible";
-import { type Cell, HeatmapFigure, type Place, type ResultOptions } from "../plots/heatmap";
-import type { Scale } from "../plots/plane";
-import type { Linked, Part } from "../view";
+import { type Cell, type CellSelection, HeatmapFigure, type ResultOptions } from "../plots/heatmap";
+import { largestMagnitude, type Scale } from "../plots/matrix";
+import { type Linked, listen, type Part, saveChanges } from "../view";
 import { makeActions } from "./actions";
-import { type LensRuns, type Readouts, readLens } from "./lens_data";
-import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showSent } from "./linked_view";
+import { labeled, type MakeView, makePatchStrip, probabilityCell, Remarks, showTraits } from "./linked_view";
 import { isOfOneStack, itemOf } from "./selection";
 import { makeFilterNote } from "./shared_filter";
 import { makeUpdates } from "./updates";
 
-/** What the color of a cell is. */
+/** What the color of a cell shows. */
 const COLORS = {
   target: "probability of the target",
   top: "probability of the top token",
   rank: "rank of the target",
 } as const;
-type Color = keyof typeof COLORS;
+type ColorChoice = keyof typeof COLORS;
 
 const STREAMS: Record<string, string> = { residual: "residual stream", attention: "attention", mlp: "MLP" };
 const NO_KERNEL = "This stream was not computed before the kernel stopped.";
@@ -32,14 +32,14 @@ const RUNS: Record<Comparison, string> = {
   difference: "Difference: with − without",
 };
 
-/** In CSS pixels: of a view that is not in the page yet; of the details; between figures; beside cells; of a cell. */
-const [DEFAULT_WIDTH, DETAILS, GAP, BESIDE, LEAST] = [1000, 280, 20, 56, 40];
+/** Widths in CSS pixels: of a view before it is in the page, the details, gaps, labels, and the narrowest cell. */
+const [DEFAULT_WIDTH, DETAILS, GAP, LABELS_WIDTH, MIN_CELL] = [1000, 280, 20, 56, 40];
 
 export const makeLensView: MakeView<LensTraits> = async (view, place, onError) => {
   const shown = new LensView(view);
   place(shown);
   const read = async (lens: Lens) => [lens, await readLens(lens, view.model.get("cells"))] as const;
-  await showSent(
+  await showTraits(
     view,
     ["lens", "cells"],
     () => read(view.model.get("lens")),
@@ -47,6 +47,36 @@ export const makeLensView: MakeView<LensTraits> = async (view, place, onError) =
     onError,
   );
 };
+
+/** The readouts of one stream in one run; row by row, from the first layer. */
+interface Readouts {
+  /** Positions in the vocabulary, the most probable first: `top` for each cell. */
+  tokens: Uint32Array;
+  probabilities: Float32Array;
+  /** Of the target of the position, one for each cell. */
+  target: Float32Array;
+  /** How many tokens are more probable than the target. */
+  rank: Uint32Array;
+}
+
+/** The runs: without patches, and with them if there are any; the streams of each by name. */
+type LensRuns = Map<string, Readouts>[];
+
+/** Reads the numbers as `LensView._packed` in notebook/views/lens.py writes them. */
+async function readLens(lens: Lens, data: DataView): Promise<LensRuns> {
+  const packed = await PackedNumbers.of(data);
+  const runs = Array.from({ length: lens.runs }, () => {
+    const streams = lens.streams.map(({ name, rows }): [string, Readouts] => {
+      const cells = rows.length * lens.target.length;
+      const tokens = packed.unsigned(cells * lens.top);
+      const probabilities = packed.floats(cells * lens.top);
+      return [name, { tokens, probabilities, target: packed.floats(cells), rank: packed.unsigned(cells) }];
+    });
+    return new Map(streams);
+  });
+  packed.checkAllRead();
+  return runs;
+}
 
 class LensView implements Part {
   readonly element: HTMLElement;
@@ -60,7 +90,7 @@ class LensView implements Part {
   private lens!: Lens;
   private runs: LensRuns = [];
   private drawn: HeatmapFigure[] = [];
-  private pointed: Cell | null = null;
+  private hovered: Cell | null = null;
 
   constructor(private readonly view: Linked<LensTraits>) {
     this.updates = makeUpdates(
@@ -91,40 +121,39 @@ class LensView implements Part {
       actions.element,
       makePatchStrip(view).element,
     );
-    const follow = () => this.follow();
+    const followSelection = () => this.followSelection();
     const redraw = () => {
       this.streams.value = view.model.get("stream");
       this.draw();
     };
-    view.onRemove(view.selection.onChange(follow));
+    view.onRemove(view.selection.onChange(followSelection));
     const filtered = () => {
       for (const figure of this.drawn) figure.draw();
     };
     view.onRemove(view.filter.onChange(filtered));
-    view.model.on("change:stream", redraw);
-    view.onRemove(() => view.model.off("change:stream", redraw));
+    listen(view, "change:stream", redraw);
     const offer = () => {
-      if (this.streams.options.length > 0) this.offerStreams(); // otherwise the numbers are not unpacked yet
+      if (this.streams.options.length > 0) this.showStreams(); // otherwise the numbers are not unpacked yet
     };
     view.onRemove(view.kernel.onState(offer));
   }
 
-  /** Shows other numbers. */
+  /** Shows new numbers. */
   show(lens: Lens, runs: LensRuns): void {
     const before = this.colors.value;
     this.lens = lens;
     this.runs = runs;
-    const colors = Object.entries(COLORS).map(([value, text]) => element("option", { value }, this.named(text)));
+    const colors = Object.entries(COLORS).map(([value, text]) => element("option", { value }, this.nameTarget(text)));
     this.colors.replaceChildren(...colors);
     this.colors.value = before || "target";
     this.batch.textContent = lens.rows > 1 ? `row ${lens.row} of the batch (${lens.rows} rows)` : "";
     this.batch.hidden = !(lens.rows > 1);
     this.remarks.show(lens.remarks);
-    this.offerStreams();
+    this.showStreams();
     this.draw();
   }
 
-  private named(text: string): string {
+  private nameTarget(text: string): string {
     const { has_target, target } = this.lens;
     const [first = 0] = target;
     if (!has_target) return text.replace("the target", "the model's prediction");
@@ -132,7 +161,7 @@ class LensView implements Part {
     return isOne ? text.replace("the target", this.token(first)) : text;
   }
 
-  private offerStreams(): void {
+  private showStreams(): void {
     const { available, streams } = this.lens;
     const isLost = this.view.kernel.state === "lost";
     const computed = new Set(streams.map(({ name }) => name));
@@ -155,19 +184,15 @@ class LensView implements Part {
     if (!this.lens.streams.some((stream) => stream.name === name)) {
       const asked = this.view.kernel.ask("lens", { stream: name });
       this.updates.follow(asked);
-      this.wanted = name;
+      this.requestedStream = name;
       return;
     }
     this.view.model.set("stream", name);
-    try {
-      this.view.model.save_changes();
-    } catch {
-      return; // hosts throw without a connection: the stream is shown in this page only
-    }
+    saveChanges(this.view.model);
   }
 
-  /** A stream to show when it is computed. */
-  private wanted: string | null = null;
+  /** The stream to show once it is computed. */
+  private requestedStream: string | null = null;
 
   // -- the heatmaps --------------------------------------------------------------------------------------------------
 
@@ -176,68 +201,50 @@ class LensView implements Part {
   }
 
   /** The numbers of the stream, of a run. */
-  private of(run: number): Readouts | undefined {
+  private readoutsOf(run: number): Readouts | undefined {
     return this.runs[run]?.get(this.stream);
   }
 
   private draw(): void {
-    if (this.wanted !== null && this.lens.streams.some(({ name }) => name === this.wanted)) {
-      const { wanted } = this;
-      this.wanted = null;
+    if (this.requestedStream !== null && this.lens.streams.some(({ name }) => name === this.requestedStream)) {
+      const { requestedStream: wanted } = this;
+      this.requestedStream = null;
       void this.chooseStream(wanted);
       return;
     }
     const kinds = this.lens.runs > 1 ? KINDS : KINDS.slice(0, 1);
-    this.drawn = []; // a figure that is made points at nothing
+    this.drawn = []; // new figures call `onHover` with `null`
     this.drawn = kinds.map((kind) => this.figure(kind));
     const sections = this.drawn.map(({ element: figure }, place) => {
       const heading = this.lens.runs > 1 && element("h4", { class: "gp-run-title" }, RUNS[kinds[place] ?? "clean"]);
       return element("div", { class: "gp-lens-figure" }, heading, figure);
     });
     this.figures.replaceChildren(...sections, this.details);
-    this.follow();
+    this.followSelection();
   }
 
   private figure(kind: Comparison): HeatmapFigure {
     const [rows, columns] = [this.rows.length, this.lens.target.length];
     const values = new Float32Array(rows * columns);
-    const [clean, run] = [this.of(0), this.of(kind === "clean" ? 0 : 1)];
+    const [clean, run] = [this.readoutsOf(0), this.readoutsOf(kind === "clean" ? 0 : 1)];
     if (clean === undefined || run === undefined) throw new Error("the numbers of this stream are not there");
     for (let row = 0; row < rows; row++) {
       for (let column = 0; column < columns; column++) {
         const cell = this.index(row, column);
-        const value = this.amount(run, cell);
-        values[row * columns + column] = kind === "difference" ? value - this.amount(clean, cell) : value;
+        const value = this.colorValue(run, cell);
+        values[row * columns + column] = kind === "difference" ? value - this.colorValue(clean, cell) : value;
       }
     }
-    const heatmap: Heatmap = {
-      type: "heatmap",
-      buffer: 0,
-      rows,
-      columns,
-      full: [rows, columns],
-      reduced: null,
-      slice: "",
-      minimum: 0,
-      maximum: 0,
-      constant: null,
-    };
     const title = this.lens.runs > 1 ? `Logit lens, ${RUNS[kind].toLowerCase()}` : "Logit lens";
-    return new HeatmapFigure(
-      heatmap,
-      { rows, columns, values },
-      {
-        title,
-        result: this.options(kind, values, run),
-      },
-    );
+    const source = { full: [rows, columns] as [number, number], reduced: null };
+    return new HeatmapFigure(source, { rows, columns, values }, { title, result: this.options(kind, values, run) });
   }
 
   private options(kind: Comparison, values: Float32Array, run: Readouts): ResultOptions {
     const { positions, target } = this.lens;
     const rowLabels = [...this.rows].reverse().map(({ label }) => label);
     const columnLabels = target.map((_, position) => this.position(position));
-    const what = this.named(COLORS[this.color]);
+    const what = this.nameTarget(COLORS[this.color]);
     const isDifference = kind === "difference";
     const isRank = this.color === "rank";
     return {
@@ -246,52 +253,52 @@ class LensView implements Part {
       missing: null,
       rowTitle: "layer",
       columnTitle: positions === null ? "position" : "position (token)",
-      rowLabels: { texts: rowLabels, whole: (row) => `layer ${rowLabels[row]}` },
-      columnLabels: { texts: columnLabels, whole: (column) => this.where(column) },
-      describe: (row, column) => `layer ${rowLabels[row]}, ${this.where(column)}`,
-      choose: (row, column, isMore) => this.view.selection.click(this.item(row, column), isMore),
-      room: this.room,
+      rowLabels: { texts: rowLabels, describe: (row) => `layer ${rowLabels[row]}` },
+      columnLabels: { texts: columnLabels, describe: (column) => this.describePosition(column) },
+      describe: (row, column) => `layer ${rowLabels[row]}, ${this.describePosition(column)}`,
+      onSelect: (row, column, isMore) => this.view.selection.click(this.item(row, column), isMore),
+      cellsWidth: this.room,
       cellText: (row, column) => this.token(run.tokens[this.index(row, column) * this.lens.top] ?? 0),
-      valueText: (row, column) => this.reading(kind, row, column),
+      valueText: (row, column) => this.describeValue(kind, row, column),
       ...(isRank && !isDifference ? { endText: (value) => `rank ${formatNumber(Math.round(10 ** -value - 1))}` } : {}),
-      point: (cell) => this.point(KINDS.indexOf(kind), cell),
-      isLeft: (row, column) => this.isLeft(row, column),
+      onHover: (cell) => this.onHover(KINDS.indexOf(kind), cell),
+      isKept: (row, column) => this.isKept(row, column),
     };
   }
 
-  /** For the cells of a figure. What it is compared with lies beside it, if both fit: the other run, or the details. */
+  /** The width for the cells of a figure, which leaves space for the other run or the details beside it, if both fit. */
   private get room(): number {
     const whole = this.element.clientWidth || DEFAULT_WIDTH;
-    const part = (this.lens.runs > 1 ? (whole - GAP) / 2 : whole - GAP - DETAILS) - BESIDE;
-    return part >= this.lens.target.length * LEAST ? part : whole - BESIDE;
+    const part = (this.lens.runs > 1 ? (whole - GAP) / 2 : whole - GAP - DETAILS) - LABELS_WIDTH;
+    return part >= this.lens.target.length * MIN_CELL ? part : whole - LABELS_WIDTH;
   }
 
   private scale(isDifference: boolean, values: Float32Array): Scale {
-    const most = values.reduce((largest, value) => Math.max(largest, Math.abs(value)), 0);
+    const most = largestMagnitude(values);
     if (isDifference) return { map: "diverging", low: -most, high: most };
     if (this.color === "rank") return { map: "sequential", low: -most, high: 0 };
     return { map: "sequential", low: 0, high: 1 };
   }
 
-  private get color(): Color {
-    return this.colors.value as Color;
+  private get color(): ColorChoice {
+    return this.colors.value as ColorChoice;
   }
 
-  /** What has the color: of ranks, the order of magnitude, so that the best has the brightest. */
-  private amount(run: Readouts, cell: number): number {
+  /** The number that determines the color; for ranks the order of magnitude, so that the best rank is the brightest. */
+  private colorValue(run: Readouts, cell: number): number {
     if (this.color === "top") return run.probabilities[cell * this.lens.top] ?? 0;
     return this.color === "rank" ? -Math.log10((run.rank[cell] ?? 0) + 1) : (run.target[cell] ?? 0);
   }
 
-  private reading(kind: Comparison, row: number, column: number): string {
+  private describeValue(kind: Comparison, row: number, column: number): string {
     const cell = this.index(row, column);
     const words = (run: Readouts | undefined) => {
       if (run === undefined) return "";
       if (this.color === "rank") return `rank ${formatNumber(run.rank[cell] ?? 0)}`;
-      return formatPercent(this.amount(run, cell));
+      return formatPercent(this.colorValue(run, cell));
     };
-    if (kind !== "difference") return words(this.of(kind === "clean" ? 0 : 1));
-    return `${words(this.of(0))} → ${words(this.of(1))}`;
+    if (kind !== "difference") return words(this.readoutsOf(kind === "clean" ? 0 : 1));
+    return `${words(this.readoutsOf(0))} → ${words(this.readoutsOf(1))}`;
   }
 
   /** The last layer is the top row. */
@@ -299,7 +306,7 @@ class LensView implements Part {
     return (this.rows.length - 1 - row) * this.lens.target.length + column;
   }
 
-  // -- words ---------------------------------------------------------------------------------------------------------
+  // -- texts ---------------------------------------------------------------------------------------------------------
 
   private token(index: number): string {
     return visibleToken(this.lens.vocabulary[index] ?? "");
@@ -310,7 +317,7 @@ class LensView implements Part {
     return positions === null ? String(position) : visibleToken(positions[position] ?? "");
   }
 
-  private where(position: number): string {
+  private describePosition(position: number): string {
     const { positions } = this.lens;
     return positions === null ? `position ${position}` : `position ${position} (${this.position(position)})`;
   }
@@ -323,19 +330,19 @@ class LensView implements Part {
   }
 
   /** Scores of heads and MLPs filter the layers that they are in. */
-  private isLeft(row: number, column: number): boolean {
+  private isKept(row: number, column: number): boolean {
     const item = this.item(row, column);
-    return this.view.filter.leaves(item.layer === null ? item : { ...item, name: null });
+    return this.view.filter.keeps(item.layer === null ? item : { ...item, name: null });
   }
 
-  private follow(): void {
-    const places = this.view.selection.items.flatMap((item) => this.placeOf(item));
-    for (const figure of this.drawn) figure.show(places);
-    this.explain();
+  private followSelection(): void {
+    const places = this.view.selection.items.flatMap((item) => this.cellsOf(item));
+    for (const figure of this.drawn) figure.markSelected(places);
+    this.showDetails();
   }
 
-  /** The cells that an item means here: those of its layer, at its position. */
-  private placeOf({ name, layer, position }: Item): Place[] {
+  /** The cells of an item: those of its layer, at its position. */
+  private cellsOf({ name, layer, position }: Item): CellSelection[] {
     const own = this.rows.findIndex((row) => row.name === name);
     const isOfLayer = (row: Lens["streams"][number]["rows"][number]) =>
       layer !== null && row.layer === layer && isOfOneStack(name, row.name);
@@ -345,28 +352,28 @@ class LensView implements Part {
     return row === null && column === null ? [] : [[row, column]];
   }
 
-  private point(kind: number, cell: Cell | null): void {
+  private onHover(kind: number, cell: Cell | null): void {
     for (const [place, figure] of this.drawn.entries()) if (place !== kind) figure.preview(cell);
-    if (this.pointed?.[0] === cell?.[0] && this.pointed?.[1] === cell?.[1]) return;
-    this.pointed = cell;
-    this.explain();
+    if (this.hovered?.[0] === cell?.[0] && this.hovered?.[1] === cell?.[1]) return;
+    this.hovered = cell;
+    this.showDetails();
   }
 
-  /** The probable tokens of the cell that is pointed at, else of the first one that is selected. */
-  private explain(): void {
-    const chosen = this.view.selection.items.flatMap((item) => this.placeOf(item));
+  /** Shows the probable tokens of the cell under the pointer, else of the first selected cell. */
+  private showDetails(): void {
+    const chosen = this.view.selection.items.flatMap((item) => this.cellsOf(item));
     const pinned = chosen.find(([row, column]) => row !== null && column !== null) as Cell | undefined;
-    // Where nothing is meant: what the model itself predicts.
-    const [row, column] = this.pointed ?? pinned ?? [0, this.lens.target.length - 1];
+    // Without either, the prediction of the model itself.
+    const [row, column] = this.hovered ?? pinned ?? [0, this.lens.target.length - 1];
     const label = this.rows[this.rows.length - 1 - row]?.label ?? "";
-    const lists = this.runs.map((_, run) => this.list(run, row, column));
-    const heading = element("h4", { class: "gp-run-title" }, `layer ${label}, ${this.where(column)}`);
+    const lists = this.runs.map((_, run) => this.tokenTable(run, row, column));
+    const heading = element("h4", { class: "gp-run-title" }, `layer ${label}, ${this.describePosition(column)}`);
     replaceChildren(this.details, heading, element("div", { class: "gp-beside" }, ...lists));
   }
 
-  private list(run: number, row: number, column: number): HTMLElement {
+  private tokenTable(run: number, row: number, column: number): HTMLElement {
     const { top, target, vocabulary } = this.lens;
-    const found = this.of(run);
+    const found = this.readoutsOf(run);
     const cell = this.index(row, column);
     const wanted = target[column] ?? 0;
     const line = (token: number, probability: number, rank: string) => {

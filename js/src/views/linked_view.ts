@@ -1,15 +1,15 @@
-/** What all views of a graph have: the kernel, notices, the selection, and the list of chosen patches in one line. */
+/** The parts that all views of a graph share: the kernel, notices, the selection, and the chosen patches in one line. */
 import { connect } from "../kernel/kernel";
 import type { LinkedTraits } from "../kernel/protocol";
-import { element, icon, replaceChildren } from "../page/dom";
+import { buttonElement, element, icon, replaceChildren } from "../page/dom";
 import { makeNotices } from "../page/notices";
 import { formatPercent } from "../page/numbers";
 import { describe, tryEdit } from "../patches/edits";
-import type { Linked, Model, Part } from "../view";
+import { type Linked, listen, type Model, type Part } from "../view";
 import { Selection } from "./selection";
 import { SharedFilter } from "./shared_filter";
 
-/** Connects a view; its notices are a part of it, to be put above it. */
+/** Creates the context of a view; the caller shows its notices above it. */
 export function link<T extends LinkedTraits>(
   root: HTMLElement,
   model: Model<T>,
@@ -28,18 +28,18 @@ export function link<T extends LinkedTraits>(
   };
 }
 
-/** Adds a part to the page; how large its figures are depends on the room there. */
+/** Adds a part to the page, on whose width the size of its figures depends. */
 type PlacePart = (part: Part) => void;
 
-/** Puts a view into the page; resolves when it is drawn. */
+/** Adds a view to the page; resolves when it is drawn. */
 export type MakeView<T extends LinkedTraits> = (
   view: Linked<T>,
   place: PlacePart,
   onError: (error: unknown) => void,
 ) => Promise<void>;
 
-/** Shows what the kernel has sent, now and after each change of these traits: of several changes, the last. */
-export async function showSent<T extends LinkedTraits, Numbers>(
+/** Reads and shows these traits, now and after each change; of several changes, only the last is shown. */
+export async function showTraits<T extends LinkedTraits, Numbers>(
   view: Linked<T>,
   traits: readonly (keyof T & string)[],
   read: () => Promise<Numbers>,
@@ -56,22 +56,19 @@ export async function showSent<T extends LinkedTraits, Numbers>(
     if (current === last) show(numbers);
   };
   const again = () => void load().catch(onError);
-  for (const trait of traits) {
-    view.model.on(`change:${trait}`, again);
-    view.onRemove(() => view.model.off(`change:${trait}`, again));
-  }
+  for (const trait of traits) listen(view, `change:${trait}`, again);
   await load();
 }
 
-let choices = 0;
+let labelCount = 0;
 
-/** A choice with its label before it. */
+/** A select element with its label. */
 export function labeled(text: string, select: HTMLSelectElement): HTMLElement {
-  select.id = `gp-choice-${choices++}`;
+  select.id = `gp-choice-${labelCount++}`;
   return element("span", { class: "gp-choice" }, element("label", { for: select.id }, text), select);
 }
 
-/** A cell of a table with a probability, as a number and as a bar behind it. */
+/** A table cell with a probability, as a number with a bar behind it. */
 export function probabilityCell(probability: number): HTMLElement {
   const bar = element("span", { class: "gp-probability-bar", "aria-hidden": "true" });
   bar.style.width = `${Math.round(100 * probability)}%`;
@@ -88,7 +85,7 @@ export class Remarks implements Part {
   }
 }
 
-/** The chosen patches as small labels, with buttons to take one away and to undo. */
+/** The chosen patches as labels, with buttons to remove one and to undo. */
 export function makePatchStrip(view: Linked): Part {
   const strip = element("div", { class: "gp-line gp-patch-strip", role: "group", "aria-label": "Patches" });
   const show = () => {
@@ -97,15 +94,8 @@ export function makePatchStrip(view: Linked): Part {
     strip.hidden = patches.length === 0 && !can_undo;
     const labels = patches.map((patch) => {
       const text = `#${patch.number} ${describe(patch)}`;
-      const remove = element(
-        "button",
-        {
-          type: "button",
-          class: "gp-button gp-quiet",
-          "aria-label": `Remove ${text}`,
-          title: "Remove",
-          hidden: isLost,
-        },
+      const remove = buttonElement(
+        { class: "gp-button gp-quiet", "aria-label": `Remove ${text}`, title: "Remove", hidden: isLost },
         icon("close"),
       );
       remove.addEventListener("click", () => {
@@ -114,12 +104,11 @@ export function makePatchStrip(view: Linked): Part {
       return element("span", { class: patch.is_enabled ? "gp-chip" : "gp-chip gp-patch-off" }, text, remove);
     });
     const isOff = { disabled: !can_undo, hidden: isLost };
-    const undo = element("button", { type: "button", class: "gp-button", ...isOff }, icon("undo"), "Undo");
+    const undo = buttonElement({ ...isOff }, icon("undo"), "Undo");
     undo.addEventListener("click", () => void tryEdit(view, () => ({ action: "undo" }), "undone"));
     replaceChildren(strip, element("span", { class: "gp-muted" }, "Patches"), ...labels, undo);
   };
-  view.model.on("change:session", show);
-  view.onRemove(() => view.model.off("change:session", show));
+  listen(view, "change:session", show);
   view.onRemove(view.kernel.onState(show));
   show();
   return { element: strip };

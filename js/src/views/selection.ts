@@ -1,20 +1,19 @@
 /**
- * What is selected: the one place for it in the page. Views of one `group` follow one another by events of the document,
- * so also without a kernel. With a kernel, the trait `selection` of all of them follows, also in other windows.
+ * The selection, which all views of one `group` share: in the page by events of the document, so also without a kernel;
+ * and through the kernel by the trait `selection`, also in other windows.
  */
 import type { Item, LinkedTraits } from "../kernel/protocol";
-import type { Model } from "../view";
+import { SharedTraits } from "../kernel/shared_traits";
+import { Listeners, type Model } from "../view";
 
 const EVENT = "graphpatch:selection";
-/** The last changes of a burst are sent together. */
-const SAVE_AFTER = 60;
 
-interface News {
+interface SelectionChange {
   group: string;
   items: readonly Item[];
 }
 
-/** An item; the layer and the head are those in the name, unless they are given. */
+/** Returns an item; the layer and the head are read from the name, unless they are given. */
 export function itemOf(name: string | null, more: Partial<Item> = {}): Item {
   const layer = /^(?:[^[\]@]+\.)?layers\[(\d+)\]/.exec(name ?? "")?.[1];
   const head = /\.heads\[(\d+)\]/.exec(name ?? "")?.[1];
@@ -28,87 +27,62 @@ export function itemOf(name: string | null, more: Partial<Item> = {}): Item {
   };
 }
 
-/** Whether two names are of the same stack of layers: `encoder` and `decoder` are two; `null` may be of any. */
+/** Whether two components are in the same stack of layers, such as `encoder` or `decoder`; `null` matches any. */
 export function isOfOneStack(one: string | null, other: string | null): boolean {
   const [first, second] = [one, other].map((name) => (name?.includes("layers[") ? name.split("layers[", 1)[0] : null));
   return first === null || second === null || first === second;
 }
 
 export class Selection {
-  private readonly listeners = new Set<() => void>();
-  private saving: ReturnType<typeof setTimeout> | undefined;
-  /** What was set here and is not sent yet. The host's echo of what was sent before would take it back. */
-  private unsent: Item[] | null = null;
+  private readonly listeners = new Listeners();
+  private readonly traits: SharedTraits<Pick<LinkedTraits, "group" | "selection">>;
 
   constructor(
     private readonly model: Model<Pick<LinkedTraits, "group" | "selection">>,
     onRemove: (undo: () => void) => void,
   ) {
+    this.traits = new SharedTraits({ model, onRemove });
     const heard = (event: Event) => {
-      const { group, items } = (event as CustomEvent<News>).detail;
-      if (group === model.get("group") && !isSame(items, this.items)) model.set("selection", [...items]);
-    };
-    const tell = () => {
-      if (this.unsent && !isSame(this.unsent, this.items)) {
-        model.set("selection", this.unsent);
-        return;
-      }
-      for (const listener of [...this.listeners]) listener();
+      const { group, items } = (event as CustomEvent<SelectionChange>).detail;
+      if (group === model.get("group") && !areEqual(items, this.items)) model.set("selection", [...items]);
     };
     document.addEventListener(EVENT, heard);
-    model.on("change:selection", tell);
     onRemove(() => document.removeEventListener(EVENT, heard));
-    onRemove(() => model.off("change:selection", tell));
-    onRemove(() => this.flush());
+    this.traits.listen("selection", () => this.listeners.notify());
   }
 
   get items(): readonly Item[] {
     return this.model.get("selection") ?? [];
   }
 
-  /** Selects these items instead of the ones before, in all views. */
+  /** Replaces the selection in all views. */
   set(items: readonly Item[]): void {
-    if (isSame(items, this.items)) return;
-    this.unsent = [...items];
-    this.model.set("selection", this.unsent);
-    const detail: News = { group: this.model.get("group"), items };
-    document.dispatchEvent(new CustomEvent<News>(EVENT, { detail }));
-    this.saving ??= setTimeout(() => this.flush(), SAVE_AFTER);
+    if (areEqual(items, this.items)) return;
+    this.traits.set("selection", [...items]);
+    const detail: SelectionChange = { group: this.model.get("group"), items };
+    document.dispatchEvent(new CustomEvent<SelectionChange>(EVENT, { detail }));
   }
 
-  /** What a click does: selects an item alone; with Shift it is added, or taken out if it is selected. */
+  /** Selects an item on a click; with `isMore`, adds it to the selection or removes it. */
   click(item: Item, isMore: boolean): void {
-    const others = this.items.filter((other) => !isSame([other], [item]));
+    const others = this.items.filter((other) => !areEqual([other], [item]));
     if (!isMore) this.set(this.items.length === 1 && others.length === 0 ? [] : [item]);
     else this.set(others.length < this.items.length ? others : [...others, item]);
   }
 
   has(item: Item): boolean {
-    return this.items.some((other) => isSame([other], [item]));
+    return this.items.some((other) => areEqual([other], [item]));
   }
 
-  /** Returns what stops that. */
+  /** Returns a function that removes the listener. */
   onChange(listener: () => void): () => void {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
-  }
-
-  private flush(): void {
-    if (this.saving === undefined) return;
-    clearTimeout(this.saving);
-    this.saving = undefined;
-    this.unsent = null;
-    try {
-      this.model.save_changes();
-    } catch {
-      return; // hosts throw without a connection: what is selected is seen in this page only
-    }
+    return this.listeners.add(listener);
   }
 }
 
 const KEYS = ["name", "layer", "head", "position", "key"] as const;
 
-function isSame(ones: readonly Item[], others: readonly Item[]): boolean {
+function areEqual(ones: readonly Item[], others: readonly Item[]): boolean {
   return (
     ones.length === others.length && ones.every((one, place) => KEYS.every((key) => one[key] === others[place]?.[key]))
   );

@@ -1,40 +1,40 @@
 /**
- * The filter of scores that the views of one `group` share: the view with the scores says which components it leaves,
- * and the others show only these. By events of the document, so also without a kernel.
+ * The filter of scores that the views of one `group` share: the view with the scores decides which components pass,
+ * and the others show only these. It uses events of the document, and works without a kernel.
  */
 import type { Item, LinkedTraits } from "../kernel/protocol";
-import { element, replaceChildren } from "../page/dom";
-import type { Model } from "../view";
+import { buttonElement, element, replaceChildren } from "../page/dom";
+import { Listeners, type Model } from "../view";
 import { isOfOneStack } from "./selection";
 
 const [CHANGED, ASKED] = ["graphpatch:filter", "graphpatch:filter-asked"];
 
-/** What a filter leaves, and what it is in words. */
-interface Left {
+/** The items that pass a filter, and a text that describes the filter. */
+interface FilterResult {
   items: readonly Item[];
   words: string;
 }
 
-interface News {
+interface FilterChange {
   group: string;
-  left: Left | null;
+  left: FilterResult | null;
 }
 
 export class SharedFilter {
-  left: Left | null = null;
+  result: FilterResult | null = null;
   private isOwn = false;
-  private readonly listeners = new Set<() => void>();
+  private readonly listeners = new Listeners();
 
   constructor(
     private readonly model: Model<Pick<LinkedTraits, "group">>,
     onRemove: (undo: () => void) => void,
   ) {
     const heard = (event: Event) => {
-      const { group, left } = (event as CustomEvent<News>).detail;
-      if (group !== this.group || left === this.left) return;
+      const { group, left } = (event as CustomEvent<FilterChange>).detail;
+      if (group !== this.group || left === this.result) return;
       this.isOwn = false;
-      this.left = left;
-      for (const listener of [...this.listeners]) listener();
+      this.result = left;
+      this.listeners.notify();
     };
     const asked = (event: Event) => {
       if (this.isOwn && (event as CustomEvent<string>).detail === this.group) this.send();
@@ -49,29 +49,28 @@ export class SharedFilter {
     document.dispatchEvent(new CustomEvent(ASKED, { detail: this.group }));
   }
 
-  /** Filters all views by scores of this one; `null` ends that, also for those of another view. */
-  set(left: Left | null): void {
-    if (left === this.left) return;
+  /** Filters all views by scores of this one; `null` ends the filter, also that of another view. */
+  set(left: FilterResult | null): void {
+    if (left === this.result) return;
     this.isOwn = left !== null;
-    this.left = left;
+    this.result = left;
     this.send();
-    for (const listener of [...this.listeners]) listener();
+    this.listeners.notify();
   }
 
-  /** Whether the view with the scores is another one. */
-  get isOfOther(): boolean {
-    return this.left !== null && !this.isOwn;
+  /** Whether the filter is from another view. */
+  get isFromOtherView(): boolean {
+    return this.result !== null && !this.isOwn;
   }
 
-  /** Whether something is left of what an item means. */
-  leaves(item: Item): boolean {
-    return this.left === null || this.left.items.some((one) => meet(one, item));
+  /** Whether an item passes the filter, at least in part. */
+  keeps(item: Item): boolean {
+    return this.result === null || this.result.items.some((one) => overlap(one, item));
   }
 
-  /** Returns what stops that. */
+  /** Returns a function that removes the listener. */
   onChange(listener: () => void): () => void {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
+    return this.listeners.add(listener);
   }
 
   private get group(): string {
@@ -79,37 +78,39 @@ export class SharedFilter {
   }
 
   private send(): void {
-    document.dispatchEvent(new CustomEvent<News>(CHANGED, { detail: { group: this.group, left: this.left } }));
+    document.dispatchEvent(
+      new CustomEvent<FilterChange>(CHANGED, { detail: { group: this.group, left: this.result } }),
+    );
   }
 }
 
-/** The words of a filter of another view, and a button that ends it. */
+/** Describes the filter of another view, with a button that ends it. */
 export function makeFilterNote(filter: SharedFilter, onRemove: (undo: () => void) => void): HTMLElement {
   const note = element("p", { class: "gp-line gp-filter-note gp-note", role: "status" });
   const show = () => {
-    note.hidden = !filter.isOfOther;
-    const end = element("button", { type: "button", class: "gp-button" }, "Show all");
+    note.hidden = !filter.isFromOtherView;
+    const end = buttonElement({}, "Show all");
     end.addEventListener("click", () => filter.set(null));
-    replaceChildren(note, `Only ${filter.left?.words ?? ""}`, end);
+    replaceChildren(note, `Only ${filter.result?.words ?? ""}`, end);
   };
   onRemove(filter.onChange(show));
   show();
   return note;
 }
 
-/** Whether what is left and another item mean, at least in part, the same: what both say is equal. */
-function meet(one: Item, other: Item): boolean {
+/** Whether two items overlap: whatever both define is equal. */
+function overlap(one: Item, other: Item): boolean {
   const shared = (["layer", "head", "position"] as const).filter((key) => one[key] !== null && other[key] !== null);
   if (shared.some((key) => one[key] !== other[key])) return false;
   if (one.name === null || other.name === null) return shared.length > 0;
-  // Heads have no scores of their own in a result over the stream: those of its layers are left.
+  // Heads have no scores in a result over the residual stream: heads of its layers pass.
   if (other.head !== null && /\.resid_\w+$/.test(one.name)) {
     return one.layer !== null && one.layer === other.layer && isOfOneStack(one.name, other.name);
   }
   return one.name === other.name || (one.layer !== null && blockOf(one.name) === blockOf(other.name));
 }
 
-/** What computes a component: `layers[3].attn` for `layers[3].attn.heads[1].z` and for `layers[3].attn_out`. */
+/** The block that computes a component: `layers[3].attn` for `layers[3].attn.heads[1].z` and `layers[3].attn_out`. */
 function blockOf(name: string): string {
   return name.replace(/^((?:[^[\]@]+\.)?layers\[\d+\]\.[^.]+?)(?:_out|\..*)?$/, "$1");
 }

@@ -1,40 +1,40 @@
-/** All heads as small pictures on one canvas, a row for each layer: the pointer previews a head, a click selects it. */
+/** Thumbnails of all heads on one canvas, a row for each layer: hovering previews a head, a click selects it. */
 import { element, replaceChildren, setAttribute } from "../page/dom";
-import { type ColorMap, color, fade, type Rgb } from "../plots/plane";
-import type { Pattern, Patterns, Place } from "./attention_data";
+import { type ColorMap, color, fade, largestMagnitude, type Rgb } from "../plots/matrix";
+import type { HeadIndex, Pattern, Patterns } from "./attention_data";
 
 interface ThumbnailOptions {
-  /** The head under the pointer or the keyboard's cursor; `null`: none any more. */
-  preview(place: Place | null): void;
-  choose(place: Place, isMore: boolean): void;
-  /** Chooses all heads of a layer. */
+  /** Called with the head under the pointer or the keyboard's cursor, and with `null` when there is none. */
+  preview(place: HeadIndex | null): void;
+  choose(place: HeadIndex, isMore: boolean): void;
+  /** Selects all heads of a layer. */
   chooseLayer(layer: number): void;
-  /** What a head is called when it is read out. */
-  describe(place: Place): string;
+  /** The name of a head for screen readers. */
+  describe(place: HeadIndex): string;
 }
 
 /** How heads are drawn. */
-interface Drawing {
-  patternOf(place: Place): Pattern;
+interface DrawOptions {
+  patternOf(place: HeadIndex): Pattern;
   map: ColorMap;
-  /** Which number has the last color; `null`: about the largest of each head. */
+  /** The end of the color scale; `null`: about the largest weight of each head. */
   limit: number | null;
-  /** Whether a filter leaves a head; the others are faint. */
-  isLeft(place: Place): boolean;
+  /** Whether a head passes the filter; the others are faint. */
+  isKept(place: HeadIndex): boolean;
 }
 
 const GAP = 3;
-const [LEAST, MOST] = [18, 72];
+const [MIN_SIDE, MAX_SIDE] = [18, 72];
 const LABELS = 64;
 const NEARLY_ALL = 0.98;
-const ENOUGH = 600;
+const MAX_SAMPLES = 600;
 
 /** The colors of 256 steps of a map. */
-const TABLES = new Map<ColorMap, Rgb[]>();
+const COLOR_TABLES = new Map<ColorMap, Rgb[]>();
 
-function tableOf(map: ColorMap): Rgb[] {
-  const known = TABLES.get(map) ?? Array.from({ length: 256 }, (_, step) => color(step / 255, map));
-  TABLES.set(map, known);
+function colorTable(map: ColorMap): Rgb[] {
+  const known = COLOR_TABLES.get(map) ?? Array.from({ length: 256 }, (_, step) => color(step / 255, map));
+  COLOR_TABLES.set(map, known);
   return known;
 }
 
@@ -45,11 +45,11 @@ export class Thumbnails {
   private readonly cursor = element("div", { class: "gp-head-cursor", hidden: true });
   private readonly labels = element("div", { class: "gp-layer-labels", "aria-hidden": "true" });
   private readonly numbers = element("div", { class: "gp-head-numbers", "aria-hidden": "true" });
-  private readonly spoken = element("div", { class: "gp-unseen", "aria-live": "polite" });
+  private readonly liveRegion = element("div", { class: "gp-visually-hidden", "aria-live": "polite" });
   private readonly field: HTMLElement;
   private readonly ratio = globalThis.devicePixelRatio || 1;
   private size = 40;
-  private place: Place = { layer: 0, head: 0 };
+  private current: HeadIndex = { layer: 0, head: 0 };
   private patterns: Patterns | null = null;
   private heads = 0;
 
@@ -66,12 +66,12 @@ export class Thumbnails {
       this.marks,
       this.cursor,
     );
-    this.element = element("div", { class: "gp-heads" }, this.numbers, this.labels, this.field, this.spoken);
-    this.field.addEventListener("pointermove", (event) => this.move(this.at(event)));
-    this.field.addEventListener("pointerleave", () => this.leave());
-    this.field.addEventListener("blur", () => this.leave());
+    this.element = element("div", { class: "gp-heads" }, this.numbers, this.labels, this.field, this.liveRegion);
+    this.field.addEventListener("pointermove", (event) => this.moveCursor(this.headAt(event)));
+    this.field.addEventListener("pointerleave", () => this.hideCursor());
+    this.field.addEventListener("blur", () => this.hideCursor());
     this.field.addEventListener("click", (event) => {
-      const place = this.at(event);
+      const place = this.headAt(event);
       if (place !== null) this.options.choose(place, event.shiftKey);
     });
     this.labels.addEventListener("click", ({ target }) => {
@@ -82,12 +82,12 @@ export class Thumbnails {
   }
 
   /** Draws all heads, for a width in CSS pixels. */
-  draw(patterns: Patterns, width: number, { patternOf, map, limit, isLeft }: Drawing): void {
+  draw(patterns: Patterns, width: number, { patternOf, map, limit, isKept: isLeft }: DrawOptions): void {
     this.patterns = patterns;
     const { layers } = patterns.about;
     this.heads = Math.max(...layers.map(({ heads }) => heads));
     const room = Math.floor((width - LABELS) / this.heads) - GAP;
-    this.size = Math.max(LEAST, Math.min(MOST, room));
+    this.size = Math.max(MIN_SIDE, Math.min(MAX_SIDE, room));
     const step = this.size + GAP;
     this.canvas.width = Math.round(this.heads * step * this.ratio);
     this.canvas.height = Math.round(layers.length * step * this.ratio);
@@ -104,15 +104,15 @@ export class Thumbnails {
     const side = Math.round(this.size * this.ratio);
     for (const [layer, { heads }] of layers.entries()) {
       for (let head = 0; head < heads; head++) {
-        const image = drawn(patternOf({ layer, head }), side, map, limit);
+        const image = toImage(patternOf({ layer, head }), side, map, limit);
         if (!isLeft({ layer, head })) fade(image);
         context.putImageData(image, Math.round(head * step * this.ratio), Math.round(layer * step * this.ratio));
       }
     }
   }
 
-  /** Marks the heads that are selected, and layers in which something else is. */
-  mark(places: readonly (Place & { color?: string })[], layers: ReadonlySet<number>): void {
+  /** Marks the selected heads, and the layers with selected items. */
+  mark(places: readonly (HeadIndex & { color?: string })[], layers: ReadonlySet<number>): void {
     const step = this.size + GAP;
     const boxes = places.map(({ layer, head, color: own }) => {
       const box = element("div", { class: "gp-head-mark" });
@@ -127,7 +127,7 @@ export class Thumbnails {
     }
   }
 
-  private at(event: MouseEvent): Place | null {
+  private headAt(event: MouseEvent): HeadIndex | null {
     const box = this.canvas.getBoundingClientRect();
     const step = this.size + GAP;
     const place = {
@@ -137,14 +137,14 @@ export class Thumbnails {
     return this.exists(place) ? place : null;
   }
 
-  private exists({ layer, head }: Place): boolean {
+  private exists({ layer, head }: HeadIndex): boolean {
     return head >= 0 && head < (this.patterns?.about.layers[layer]?.heads ?? 0);
   }
 
-  private move(place: Place | null): void {
+  private moveCursor(place: HeadIndex | null): void {
     if (place === null) return;
-    const isSame = !this.cursor.hidden && place.layer === this.place.layer && place.head === this.place.head;
-    this.place = place;
+    const isSame = !this.cursor.hidden && place.layer === this.current.layer && place.head === this.current.head;
+    this.current = place;
     const step = this.size + GAP;
     this.cursor.hidden = false;
     this.cursor.style.transform = `translate(${place.head * step}px, ${place.layer * step}px)`;
@@ -152,16 +152,16 @@ export class Thumbnails {
     if (!isSame) this.options.preview(place);
   }
 
-  private leave(): void {
+  private hideCursor(): void {
     if (this.cursor.hidden) return;
     this.cursor.hidden = true;
     this.options.preview(null);
   }
 
   private onKey(event: KeyboardEvent): void {
-    const { layer, head } = this.place;
+    const { layer, head } = this.current;
     const last = (this.patterns?.about.layers[layer]?.heads ?? 1) - 1;
-    const targets: Record<string, Place> = {
+    const targets: Record<string, HeadIndex> = {
       ArrowUp: { layer: layer - 1, head },
       ArrowDown: { layer: layer + 1, head },
       ArrowLeft: { layer, head: head - 1 },
@@ -174,22 +174,22 @@ export class Thumbnails {
     if ((!target && !chooses) || event.altKey) return;
     event.preventDefault();
     event.stopPropagation();
-    if (chooses) this.options.choose(this.place, event.shiftKey);
-    const next = this.cursor.hidden ? this.place : target;
+    if (chooses) this.options.choose(this.current, event.shiftKey);
+    const next = this.cursor.hidden ? this.current : target;
     if (!chooses && next && this.exists(next)) {
-      this.move(next);
-      this.spoken.textContent = this.options.describe(next);
+      this.moveCursor(next);
+      this.liveRegion.textContent = this.options.describe(next);
     }
   }
 }
 
-/** A pattern as a square of device pixels; where it has more cells than there are pixels, by the largest of each block. */
-function drawn({ rows, columns, values }: Pattern, side: number, map: ColorMap, limit: number | null): ImageData {
+/** Draws a pattern as a square of device pixels; with more cells than pixels, a pixel shows the largest of its block. */
+function toImage({ rows, columns, values }: Pattern, side: number, map: ColorMap, limit: number | null): ImageData {
   const image = new ImageData(side, side);
-  const table = tableOf(map);
-  const most = limit ?? strong(values);
+  const table = colorTable(map);
+  const most = limit ?? robustMaximum(values);
   const [low, range] = map === "diverging" ? [-most, 2 * most] : [0, most];
-  const [down, across] = [bounds(rows, side), bounds(columns, side)];
+  const [down, across] = [cellRanges(rows, side), cellRanges(columns, side)];
   let pixel = 0;
   for (const [top, bottom] of down) {
     for (const [left, right] of across) {
@@ -210,23 +210,19 @@ function drawn({ rows, columns, values }: Pattern, side: number, map: ColorMap, 
   return image;
 }
 
-/** What nearly all numbers of a head do not exceed: in a causal pattern, the first query has nothing but one weight of 1. */
-function strong(values: Float32Array): number {
-  // A part of them is enough: there are many heads, and this is done before anything is seen.
-  const every = Math.max(1, Math.floor(values.length / ENOUGH));
+/** A quantile instead of the maximum: in a causal pattern, the first query always has a weight of 1. */
+function robustMaximum(values: Float32Array): number {
+  // A sample is enough: there are many heads, and this runs before anything is shown.
+  const every = Math.max(1, Math.floor(values.length / MAX_SAMPLES));
   const amounts = values
     .filter((value, at) => value !== 0 && at % every === 0)
     .map(Math.abs)
     .sort();
-  return amounts[Math.floor(NEARLY_ALL * (amounts.length - 1))] ?? largest(values);
+  return amounts[Math.floor(NEARLY_ALL * (amounts.length - 1))] ?? largestMagnitude(values);
 }
 
-function largest(values: Float32Array): number {
-  return values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-}
-
-/** Which of `count` cells lie in each of `side` pixels: the first, and the one behind the last. */
-function bounds(count: number, side: number): [number, number][] {
+/** For each of `side` pixels, the range of its cells: the first, and the one after the last. */
+function cellRanges(count: number, side: number): [number, number][] {
   return Array.from({ length: side }, (_, pixel) => {
     const from = Math.floor((pixel * count) / side);
     return [from, Math.max(from + 1, Math.floor(((pixel + 1) * count) / side))];

@@ -1,10 +1,11 @@
-/** The tokens twice: what a token looks at, and who looks at it. Pointing at one previews, a click pins. */
+/** Two strips of tokens: what a token attends to, and which tokens attend to it. Hovering previews, a click pins. */
 import { element, replaceChildren, setAttribute } from "../page/dom";
-import { formatWithin } from "../page/numbers";
+import { formatWithError } from "../page/numbers";
 import { visibleToken } from "../page/visible";
+import { largestMagnitude } from "../plots/matrix";
 import type { Pattern } from "./attention_data";
 
-/** What the tokens of a strip are. */
+/** Whether the tokens of a strip are queries or keys. */
 export type Side = "query" | "key";
 
 interface StripOptions {
@@ -12,20 +13,20 @@ interface StripOptions {
   choose(position: number, side: Side, isMore: boolean): void;
 }
 
-/** What is shown of a head; `query` and `key`: the tokens that the strips are about. */
+/** The content of the strips; `query` and `key`: the tokens that they describe. */
 interface StripContent {
   pattern: Pattern;
   queries: readonly string[];
   keys: readonly string[];
   query: number | null;
   key: number | null;
-  /** Of which run, where there are two: `patched: `. */
+  /** A prefix that names the run, if there are two: `patched: `. */
   run: string;
 }
 
-/** The strongest background: text on it can still be read. */
-const STRONGEST = 45;
-const NAMED = 3;
+/** The maximum strength of the background, in percent: text on it is readable. */
+const MAX_BACKGROUND = 45;
+const MAX_NAMED = 3;
 
 export class TokenStrips {
   readonly element: HTMLElement;
@@ -45,7 +46,7 @@ export class TokenStrips {
 
   show({ pattern, queries, keys, query, key, run }: StripContent): void {
     const [looksAt, lookedAt] = this.strips;
-    const { rows, columns, values, isWhole } = pattern;
+    const { rows, columns, values, isFull: isWhole } = pattern;
     for (const strip of this.strips) strip.error = pattern.error;
     const isUsable = isWhole && queries.length === rows && keys.length === columns;
     const row = isUsable && query !== null ? values.subarray(query * columns, (query + 1) * columns) : null;
@@ -71,8 +72,8 @@ class Strip {
   private readonly title = element("div", { class: "gp-strip-title" });
   private readonly line: HTMLElement;
   private texts: readonly string[] = [];
-  private at = 0;
-  /** How far from the model's the weights may be. */
+  private position = 0;
+  /** The error of the weights. */
   error = 0;
 
   constructor(
@@ -108,16 +109,16 @@ class Strip {
       event.stopPropagation();
       this.title.setAttribute("aria-live", "polite");
       if (chooses) {
-        options.choose(this.at, side, event.shiftKey);
+        options.choose(this.position, side, event.shiftKey);
         return;
       }
-      this.at = Math.max(0, Math.min(this.texts.length - 1, this.at + (step ?? 0)));
-      options.preview(this.at, side);
+      this.position = Math.max(0, Math.min(this.texts.length - 1, this.position + (step ?? 0)));
+      options.preview(this.position, side);
     });
     this.element = element("div", { class: "gp-strip" }, this.title, this.line);
   }
 
-  /** `weights`: of each token; `null`: unknown, or no token is meant. `of`: the token that the strip is about. */
+  /** `weights`: of each token; `null`: unknown, or there is no token. `of`: the token that the strip describes. */
   show(
     texts: readonly string[],
     weights: Float32Array | null,
@@ -134,19 +135,19 @@ class Strip {
         ),
       );
     }
-    if (position !== null) this.at = position;
-    const most = weights === null ? 0 : weights.reduce((max, value) => Math.max(max, Math.abs(value)), 0);
+    if (position !== null) this.position = position;
+    const most = largestMagnitude(weights ?? []);
     for (const [at, token] of [...this.line.children].entries()) {
       const weight = weights?.[at] ?? 0;
-      const part = most > 0 ? Math.round((Math.abs(weight) / most) * STRONGEST) : 0;
+      const part = most > 0 ? Math.round((Math.abs(weight) / most) * MAX_BACKGROUND) : 0;
       const own = weight < 0 ? "var(--gp-negative)" : "var(--gp-positive)";
       (token as HTMLElement).style.backgroundColor = part > 0 ? `color-mix(in srgb, ${own} ${part}%, transparent)` : "";
       setAttribute(token, "data-active", at === position);
     }
-    replaceChildren(this.title, run, ...this.words(weights, of, position));
+    replaceChildren(this.title, run, ...this.titleParts(weights, of, position));
   }
 
-  /** Where no token is meant: how much attention each receives, as the mean over the queries. */
+  /** Without a token: shows how much attention each token receives, as the mean over the queries. */
   showReceived(texts: readonly string[], weights: Float32Array, run: string): void {
     this.show(texts, weights, null, null, run);
     replaceChildren(this.title, run, `received, mean over the queries: ${this.strongest(weights)}`);
@@ -155,13 +156,17 @@ class Strip {
   private strongest(weights: Float32Array): string {
     const order = [...weights.keys()].sort((one, other) => Math.abs(weights[other] ?? 0) - Math.abs(weights[one] ?? 0));
     const named = order
-      .slice(0, NAMED)
+      .slice(0, MAX_NAMED)
       .filter((at) => weights[at] !== 0)
-      .map((at) => `${visibleToken(this.texts[at] ?? "")} (${at}) ${formatWithin(weights[at] ?? 0, this.error)}`);
+      .map((at) => `${visibleToken(this.texts[at] ?? "")} (${at}) ${formatWithError(weights[at] ?? 0, this.error)}`);
     return named.join(", ") || "0 everywhere";
   }
 
-  private words(weights: Float32Array | null, of: string | null, position: number | null): (HTMLElement | string)[] {
+  private titleParts(
+    weights: Float32Array | null,
+    of: string | null,
+    position: number | null,
+  ): (HTMLElement | string)[] {
     if (of === null || weights === null) return [`… ${this.verb}`];
     return [element("strong", {}, visibleToken(of)), ` (${position}) ${this.verb}: ${this.strongest(weights)}`];
   }

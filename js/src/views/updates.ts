@@ -1,33 +1,33 @@
-/** Asks the kernel for new numbers when the patches have changed, and says how that goes. */
-import { wordsOf } from "../kernel/kernel";
-import { Poller, type Reported } from "../kernel/polling";
+/** Requests new numbers from the kernel when the patches have changed, and shows the status of the request. */
+import { asRequestError } from "../kernel/kernel";
+import { type JobReply, Poller } from "../kernel/polling";
 import type { JobStatus, LinkedTraits } from "../kernel/protocol";
 import { element } from "../page/dom";
-import type { Linked, Part } from "../view";
+import { type Linked, listen, type Part } from "../view";
 
-/** At least so long is between two questions: a burst of edits is two runs. */
-const WAIT = 80;
+/** The minimum time between two requests: a burst of edits causes two runs. */
+const MIN_INTERVAL_MS = 80;
 
 interface Updates extends Part {
-  /** Shows how far a request is that computes something. */
-  follow(asked: Promise<Reported<JobStatus>>): void;
+  /** Shows the status of a request. */
+  follow(asked: Promise<JobReply<JobStatus>>): void;
 }
 
 /**
  * @param shownVersion The version of the patches that the numbers are for.
- * @param ask Asks for numbers for the patches as they are now; may be asked again until they are there.
- * @param onFailed Called with whether the numbers that are shown are out of date since the run failed.
+ * @param ask Requests numbers for the current patches; called again until they are computed.
+ * @param onFailed Called with whether the run failed, so that the numbers shown are out of date.
  */
 export function makeUpdates<T extends LinkedTraits>(
   view: Linked<T>,
   shownVersion: () => number,
-  ask: () => Promise<Reported<JobStatus>>,
+  ask: () => Promise<JobReply<JobStatus>>,
   onFailed: (isFailed: boolean) => void,
 ): Updates {
   const words = element("span", {});
   const spinner = element("span", { class: "gp-spinner", "aria-hidden": "true" });
   const line = element("p", { class: "gp-update", role: "status" }, spinner, words);
-  const say = (text: string, state: "running" | "failed" | "done") => {
+  const showStatus = (text: string, state: "running" | "failed" | "done") => {
     words.textContent = text;
     spinner.hidden = state !== "running";
     line.classList.toggle("gp-error", state === "failed");
@@ -36,11 +36,11 @@ export function makeUpdates<T extends LinkedTraits>(
   };
   const poller = new Poller<JobStatus>(ask, {
     onStatus: ({ result }) => {
-      if (result.state === "running") say("Computing …", "running");
-      else if (result.state === "failed") say(`The run failed: ${result.error}`, "failed");
-      else say("", "done");
+      if (result.state === "running") showStatus("Computing …", "running");
+      else if (result.state === "failed") showStatus(`The run failed: ${result.error}`, "failed");
+      else showStatus("", "done");
     },
-    onError: (reason) => say(wordsOf(reason).message, "failed"),
+    onError: (reason) => showStatus(asRequestError(reason).message, "failed"),
   });
   let timer: ReturnType<typeof setTimeout> | undefined;
   let last = Number.NEGATIVE_INFINITY;
@@ -51,18 +51,18 @@ export function makeUpdates<T extends LinkedTraits>(
   const check = () => {
     clearTimeout(timer);
     if (view.model.get("session").version === shownVersion()) return;
-    if (view.kernel.state === "lost") return say("The patches have changed since these numbers were computed.", "done");
-    const rest = last + WAIT - performance.now();
+    if (view.kernel.state === "lost")
+      return showStatus("The patches have changed since these numbers were computed.", "done");
+    const rest = last + MIN_INTERVAL_MS - performance.now();
     if (rest <= 0) askNow();
     else timer = setTimeout(askNow, rest);
   };
-  view.model.on("change:session", check);
+  listen(view, "change:session", check);
   view.onRemove(() => {
-    view.model.off("change:session", check);
     clearTimeout(timer);
     poller.stop();
   });
-  say("", "done");
+  showStatus("", "done");
   check();
   return { element: line, follow: (asked) => poller.follow(asked) };
 }

@@ -322,7 +322,7 @@ test("the keyboard reaches heads and tokens", async () => {
   const press = (target: Element, key: string, shiftKey = false) =>
     target.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, bubbles: true }));
   for (const key of ["ArrowRight", "ArrowRight", "ArrowDown"]) press(field, key);
-  expect(text(".gp-heads .gp-unseen")).toBe("Layer 1, head 1");
+  expect(text(".gp-heads .gp-visually-hidden")).toBe("Layer 1, head 1");
   press(field, "Enter");
   expect(model.get("selection").map(({ name }) => name)).toEqual(["layers[1].attn.heads[1].z"]);
   const tokens = el.querySelector(".gp-token-strip") as Element;

@@ -1,11 +1,11 @@
 import axe from "axe-core";
 import { afterEach, beforeEach, describe, expect, it } from "vitest";
 import { page, userEvent } from "vitest/browser";
-import { makePopup, type Popup } from "../../src/details/popup";
+import { NodePopup } from "../../src/details/popup";
 import type { Checked, Details } from "../../src/kernel/protocol";
 import { makeNotices } from "../../src/page/notices";
-import { type Editor, makeEditor } from "../../src/patches/editor";
-import { makePatchList } from "../../src/patches/patch_list";
+import { PatchEditor } from "../../src/patches/editor";
+import { PatchList } from "../../src/patches/patch_list";
 import type { Part } from "../../src/view";
 import "../../src/style.css";
 import { HOSTILE, named, patch, Rig, settled } from "../panel_rig";
@@ -14,8 +14,8 @@ const PATH = "transformer.h_0.attn.attn_weights";
 const FINE: Checked = { shape: [1, 4, 8, 8], sliced: [1, 4, 8, 8], warning: null, name: null };
 
 let rig: Rig;
-let popup: Popup;
-let editor: Editor;
+let popup: NodePopup;
+let editor: PatchEditor;
 let list: Part;
 let tree: HTMLElement;
 let anchor: HTMLElement;
@@ -41,9 +41,9 @@ beforeEach(async () => {
   rig = new Rig();
   const notices = makeNotices(rig.view.kernel, (undo) => rig.view.onRemove(undo));
   Object.assign(rig.view, { notices });
-  popup = makePopup(rig.view);
-  editor = makeEditor(rig.view);
-  list = makePatchList(rig.view);
+  popup = new NodePopup(rig.view);
+  editor = new PatchEditor(rig.view);
+  list = new PatchList(rig.view);
   tree = document.createElement("div");
   Object.assign(tree, { tabIndex: 0, role: "tree", ariaLabel: "Graph" });
   anchor = document.createElement("div");
@@ -118,7 +118,7 @@ describe("a dialog", () => {
   it("is a panel below the tree where there are no popovers", async () => {
     const known = HTMLElement.prototype.showPopover;
     Object.assign(HTMLElement.prototype, { showPopover: undefined });
-    const inline = makePopup(rig.view);
+    const inline = new NodePopup(rig.view);
     HTMLElement.prototype.showPopover = known;
     rig.view.root.append(inline.element);
     expect(box(inline.element).height).toBe(0);

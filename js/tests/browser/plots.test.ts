@@ -1,11 +1,11 @@
 import axe from "axe-core";
 import { afterEach, describe, expect, it } from "vitest";
 import { userEvent } from "vitest/browser";
-import { makeActivation } from "../../src/details/activation_view";
+import { ActivationSection } from "../../src/details/activation_view";
 import type { Plot } from "../../src/kernel/protocol";
-import { color, MISSING } from "../../src/plots/plane";
+import { color, MISSING } from "../../src/plots/matrix";
 import { makePlot } from "../../src/plots/plots";
-import { makeRunPanel } from "../../src/runs/run_panel";
+import { RunPanel } from "../../src/runs/run_panel";
 import "../../src/style.css";
 import {
   activation,
@@ -247,7 +247,7 @@ async function full(): Promise<JobView> {
     activation: () => activationStatus(1, { state: "done", view: seen }, [values]),
     activation_close: () => ({ result: {}, buffers: [] }),
   };
-  view.root.append(makeRunPanel(view).element, makeActivation(view, 3).element);
+  view.root.append(new RunPanel(view).element, new ActivationSection(view, 3).element);
   for (const name of ["Run", "Show activation"]) {
     [...view.root.querySelectorAll("button")].find((button) => button.textContent === name)?.click();
   }
@@ -268,7 +268,7 @@ it("shows the numbers of the output beside a long path, which wraps", async () =
   const shown = report({ changes: change === undefined ? [] : [{ ...change, path }, change] });
   const done = { id: 1, state: "done" as const, seconds: 1, fraction: 1, error: null, report: shown };
   view.kernel.script = { run: () => ({ result: done, buffers: [] }) };
-  view.root.append(makeRunPanel(view).element);
+  view.root.append(new RunPanel(view).element);
   view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
   await expect.poll(() => view.root.querySelector(".gp-changes")).not.toBeNull();
   const scroll = view.root.querySelector(".gp-scroll") as HTMLElement;
@@ -304,7 +304,7 @@ it.each(["light", "dark"])("has no violations of accessibility (%s)", async (the
 it("has no violations of accessibility when a first run fails", async () => {
   const view = open();
   view.kernel.script = { run: () => Promise.reject(new Error("The kernel has stopped.")) };
-  view.root.append(makeRunPanel(view).element);
+  view.root.append(new RunPanel(view).element);
   view.root.querySelector("button")?.click();
   await expect.poll(() => view.root.querySelector("[role=alert]:not([hidden])")?.textContent).toBeTruthy();
   expect(await violations(view)).toEqual([]);

@@ -3,7 +3,7 @@ import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import widget from "../../src/index";
 import type { HeatmapTraits, Item, LinkedTraits, ResultHeatmap } from "../../src/kernel/protocol";
-import { color } from "../../src/plots/plane";
+import { color } from "../../src/plots/matrix";
 import { itemOf } from "../../src/views/selection";
 import { FakeModel } from "../fixtures";
 import { float32 } from "../job_fixtures";
@@ -423,9 +423,10 @@ test("of several components, a row has the name of its own; a head that is not k
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
   await userEvent.click(canvas, centre(canvas, 0, 1));
   expect(model.get("selection")).toEqual([itemOf("layers[3].attn_out", { position: 1 })]);
+  await vi.waitFor(() => expect(model.saved).toBe(2)); // for each click the cell, and the selection
   await userEvent.click(canvas, centre(canvas, 1, 1));
   expect(model.get("selection")).toEqual([itemOf(null, { layer: 3, position: 1 })]);
-  await vi.waitFor(() => expect(model.saved).toBe(4)); // for each click the cell, and the selection
+  await vi.waitFor(() => expect(model.saved).toBe(4));
   selectElsewhere(itemOf("layers[3].mlp_out"));
   const mark = el.querySelector(".gp-heatmap-mark")?.getBoundingClientRect();
   expect(mark?.top).toBeGreaterThan(canvas.getBoundingClientRect().top + canvas.getBoundingClientRect().height / 2);
@@ -450,7 +451,7 @@ test("a heatmap of a graph takes part in its selection", async () => {
   // Only the last row and cell are as strong as 1.5: the others are faint, here and by the filter of another view.
   const alphas = () => [0, 1, 2].map((row) => alpha(canvas, row, COLUMNS - 1));
   expect(alphas()).toEqual([255, 255, 255]);
-  await userEvent.fill(el.querySelector("[aria-label='Least size of score']") as HTMLInputElement, "1.5");
+  await userEvent.fill(el.querySelector("[aria-label='Minimum size of score']") as HTMLInputElement, "1.5");
   await userEvent.keyboard("{Enter}");
   expect(alphas()).toEqual([40, 40, 255]);
   const left = { items: [itemOf(null, { layer: 1 })], words: "layer 1" };

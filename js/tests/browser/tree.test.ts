@@ -2,9 +2,9 @@ import { afterEach, expect, test } from "vitest";
 import { page, userEvent } from "vitest/browser";
 import type { Columns } from "../../src/kernel/protocol";
 import { Skeleton } from "../../src/tree/skeleton";
-import { makeToolbar } from "../../src/tree/toolbar";
+import { Toolbar } from "../../src/tree/toolbar";
 import { TreeState } from "../../src/tree/tree_state";
-import { makeTree } from "../../src/tree/tree_view";
+import { TreeView } from "../../src/tree/tree_view";
 import "../../src/style.css";
 import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "../fixtures";
 
@@ -17,8 +17,8 @@ function shown(columns: Columns = transformer()) {
   const view = new FakeView(new FakeModel(traits()), new Skeleton(columns));
   views.push(view);
   const state = new TreeState(view);
-  const tree = makeTree(view, state, { edit: () => undefined, copy: async () => true });
-  const toolbar = makeToolbar(view, state);
+  const tree = new TreeView(view, state, { edit: () => undefined, copy: async () => true });
+  const toolbar = new Toolbar(view, state);
   view.root.append(toolbar.element, tree.element);
   tree.show(0);
   view.reveal = (row) => {
@@ -95,7 +95,7 @@ test("components have badges, with their axes, and are found by name", async () 
   expect(row?.getAttribute("aria-label")).toMatch(/^attn_weights_1 pattern layers\[1\]\.attn\.pattern softmax/);
   const badge = row?.querySelector<HTMLElement>(".gp-component");
   expect(badge?.textContent).toBe("layers[1].attn.pattern");
-  expect(row?.querySelector<HTMLElement>(".gp-sort")?.textContent).toBe("pattern");
+  expect(row?.querySelector<HTMLElement>(".gp-component-type")?.textContent).toBe("pattern");
   expect(badge?.title).toBe("layers[1].attn.pattern: batch, head, query, key");
 });
 

@@ -1,16 +1,16 @@
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
-import { type ActivationPart, makeActivation } from "../../src/details/activation_view";
+import { ActivationSection } from "../../src/details/activation_view";
 import { setInputs } from "../../src/runs/inputs";
 import { RequestFailed } from "../../src/view";
 import { activation, activationStatus, HISTOGRAM, heatmap, JobView, patch, statistics } from "../job_fixtures";
 
 let view: JobView;
-let part: ActivationPart;
+let part: ActivationSection;
 
 function open(script: JobView["kernel"]["script"]): void {
   view = new JobView();
   view.kernel.script = { activation_close: () => ({ result: {}, buffers: [] }), ...script };
-  part = makeActivation(view, 12);
+  part = new ActivationSection(view, 12);
   view.root.append(part.element);
 }
 

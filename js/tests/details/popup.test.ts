@@ -1,13 +1,13 @@
 import { afterEach, beforeEach, describe, expect, it, onTestFinished } from "vitest";
-import { makePopup, type Popup, type SectionPart } from "../../src/details/popup";
+import { NodePopup } from "../../src/details/popup";
 import type { Details } from "../../src/kernel/protocol";
-import { JobView } from "../job_fixtures";
+import { activationStatus, JobView } from "../job_fixtures";
 import { HOSTILE, named, Rig, settled } from "../panel_rig";
 
 const PATH = "transformer.h_0.attn.attn_weights";
 
 let rig: Rig;
-let popup: Popup;
+let popup: NodePopup;
 let anchor: HTMLElement;
 
 const text = () => popup.element.textContent ?? "";
@@ -22,7 +22,7 @@ function details(row: number, more: Partial<Details> = {}): Details {
 
 beforeEach(() => {
   rig = new Rig();
-  popup = makePopup(rig.view);
+  popup = new NodePopup(rig.view);
   anchor = document.createElement("div");
   rig.view.root.append(anchor, popup.element);
 });
@@ -146,18 +146,27 @@ it("closes what it shows of a node when it shows another one, and when it is clo
   onTestFinished(() => view.remove());
   const facts = { path: "", kind: "op" as const, notes: [], shape: null, dtype: null, device: null, code: "" };
   const rest = { source: [], inputs: [], users: [] };
-  view.kernel.script = { details: ({ row }) => ({ result: { row, ...facts, ...rest }, buffers: [] }) };
-  const events: string[] = [];
-  const section = (_view: unknown, row: number): SectionPart => {
-    events.push(`open ${row}`);
-    return { element: document.createElement("div"), close: () => events.push(`close ${row}`) };
+  const closed: number[] = [];
+  view.kernel.script = {
+    details: ({ row }) => ({ result: { row, ...facts, ...rest }, buffers: [] }),
+    activation: ({ row }) => activationStatus(row),
+    activation_close: ({ id }) => {
+      closed.push(id);
+      return { result: {}, buffers: [] };
+    },
   };
-  const popup = makePopup(view, [section]);
+  const popup = new NodePopup(view);
   view.root.append(popup.element);
-  popup.show(1, view.root);
-  await expect.poll(() => events).toEqual(["open 1"]);
-  popup.show(4, view.root);
-  await expect.poll(() => events).toEqual(["open 1", "close 1", "open 4"]);
+  const run = async (row: number, count: number) => {
+    popup.show(row, view.root);
+    await expect.poll(() => popup.element.textContent).toContain("Show activation");
+    named(popup.element, "Show activation").click();
+    await expect.poll(() => view.kernel.count("activation")).toBe(count);
+    await settled();
+  };
+  await run(1, 1);
+  await run(4, 2);
+  expect(closed).toEqual([1]);
   popup.close();
-  expect(events.slice(3)).toEqual(["close 4"]);
+  expect(closed).toEqual([1, 4]);
 });

@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { connect, PATIENCE_MS } from "../../src/kernel/kernel";
-import { CLOSED, GONE, SAVED, UNCONNECTED } from "../../src/kernel/kernel_life";
+import { BUSY_AFTER_MS, connect } from "../../src/kernel/kernel";
+import { CLOSED_MESSAGE, DISCONNECTED_MESSAGE, SAVED_MESSAGE, STOPPED_MESSAGE } from "../../src/kernel/kernel_status";
 import { type Kernel, type KernelState, type Model, RequestFailed } from "../../src/view";
 
 interface Sent {
@@ -142,16 +142,16 @@ describe("a busy kernel", () => {
     const kernel = connected();
     void kernel.ask("details", { row: 1 });
     void kernel.ask("details", { row: 2 });
-    vi.advanceTimersByTime(PATIENCE_MS - 1);
+    vi.advanceTimersByTime(BUSY_AFTER_MS - 1);
     expect(kernel.state).toBe("idle");
     vi.advanceTimersByTime(1);
     expect(states).toEqual(["busy"]);
     model.reply(0, { result: {} });
     expect(kernel.state).toBe("idle");
-    vi.advanceTimersByTime(PATIENCE_MS);
+    vi.advanceTimersByTime(BUSY_AFTER_MS);
     expect(kernel.state).toBe("busy");
     model.reply(1, { result: {} });
-    vi.advanceTimersByTime(10 * PATIENCE_MS);
+    vi.advanceTimersByTime(10 * BUSY_AFTER_MS);
     expect(states).toEqual(["busy", "idle", "busy", "idle"]);
   });
 });
@@ -166,7 +166,7 @@ describe("a lost kernel", () => {
   async function rejectsAll(kernel: Kernel, open: Promise<unknown>, why: string): Promise<void> {
     expect(((await open) as RequestFailed).error).toEqual({ message: why, field: null });
     expect(kernel.state).toBe("lost");
-    expect(kernel.why).toBe(why);
+    expect(kernel.lostReason).toBe(why);
     const sent = model.sent.length;
     expect(((await rejection(kernel.ask("details", { row: 1 }))) as RequestFailed).message).toBe(why);
     expect(model.sent.length).toBe(sent);
@@ -180,8 +180,8 @@ describe("a lost kernel", () => {
     expect(kernel.state).toBe("idle");
     live.comm_live = false;
     model.trigger("comm_live_update");
-    await rejectsAll(kernel, open, GONE);
-    expect(GONE).toContain("run the cell again");
+    await rejectsAll(kernel, open, STOPPED_MESSAGE);
+    expect(STOPPED_MESSAGE).toContain("run the cell again");
   });
 
   it("is seen from the start in a notebook that was reopened without one", async () => {
@@ -189,7 +189,7 @@ describe("a lost kernel", () => {
     const kernel = connected(manager);
     const open = rejection(kernel.ask("details", { row: 1 }));
     await vi.advanceTimersByTimeAsync(0);
-    await rejectsAll(kernel, open, SAVED);
+    await rejectsAll(kernel, open, SAVED_MESSAGE);
     expect(kernel.isSaved).toBe(true);
   });
 
@@ -208,7 +208,7 @@ describe("a lost kernel", () => {
       throw new Error("Cannot send");
     };
     const second = rejection(kernel.ask("details", { row: 2 }));
-    await rejectsAll(kernel, open, GONE);
+    await rejectsAll(kernel, open, STOPPED_MESSAGE);
     expect(await second).toBeInstanceOf(RequestFailed);
   });
 
@@ -216,7 +216,7 @@ describe("a lost kernel", () => {
     const kernel = connected();
     const open = rejection(kernel.ask("details", { row: 1 }));
     model.trigger(event);
-    await rejectsAll(kernel, open, CLOSED);
+    await rejectsAll(kernel, open, CLOSED_MESSAGE);
   });
 
   it.each(["restarting", "autorestarting", "dead", "terminated"])("is told by JupyterLab: %s", async (status) => {
@@ -226,7 +226,7 @@ describe("a lost kernel", () => {
     sessionContext.statusChanged.emit("busy");
     expect(kernel.state).toBe("idle");
     sessionContext.statusChanged.emit(status);
-    await rejectsAll(kernel, open, GONE);
+    await rejectsAll(kernel, open, STOPPED_MESSAGE);
   });
 
   it("is told by another kernel in its place, not by the first one", async () => {
@@ -236,7 +236,7 @@ describe("a lost kernel", () => {
     sessionContext.kernelChanged.emit({ oldValue: null, newValue: {} });
     expect(kernel.state).toBe("idle");
     sessionContext.kernelChanged.emit({ oldValue: {}, newValue: null });
-    await rejectsAll(kernel, open, GONE);
+    await rejectsAll(kernel, open, STOPPED_MESSAGE);
   });
 
   it("that was only disconnected comes back", async () => {
@@ -244,7 +244,7 @@ describe("a lost kernel", () => {
     const kernel = connected({ ...manager, context: { sessionContext } });
     const open = rejection(kernel.ask("details", { row: 1 }));
     sessionContext.connectionStatusChanged.emit("disconnected");
-    await rejectsAll(kernel, open, UNCONNECTED);
+    await rejectsAll(kernel, open, DISCONNECTED_MESSAGE);
     sessionContext.connectionStatusChanged.emit("connected");
     expect(kernel.state).toBe("idle");
     const answer = kernel.ask("details", { row: 1 });
@@ -256,12 +256,12 @@ describe("a lost kernel", () => {
     const sessionContext = { kernelChanged: new FakeSignal(), connectionStatusChanged: new FakeSignal() };
     const kernel = connected({ ...manager, context: { sessionContext } });
     const told: (string | undefined)[] = [];
-    kernel.onState(() => told.push(kernel.why));
+    kernel.onState(() => told.push(kernel.lostReason));
     sessionContext.connectionStatusChanged.emit("disconnected");
     sessionContext.kernelChanged.emit({ oldValue: {}, newValue: null });
     sessionContext.connectionStatusChanged.emit("disconnected");
     sessionContext.connectionStatusChanged.emit("connected");
-    expect(told).toEqual([UNCONNECTED, GONE]);
+    expect(told).toEqual([DISCONNECTED_MESSAGE, STOPPED_MESSAGE]);
     expect(kernel.state).toBe("lost");
   });
 

@@ -7,7 +7,7 @@ function made(state: KernelState = "idle") {
   const listeners = new Set<(state: KernelState) => void>();
   const kernel = {
     state,
-    why: "The kernel has stopped: run the cell again.",
+    lostReason: "The kernel has stopped: run the cell again.",
     ask: () => Promise.reject(new Error("nobody")),
     onState: (listener: (state: KernelState) => void) => {
       listeners.add(listener);
@@ -27,9 +27,9 @@ function made(state: KernelState = "idle") {
 it("says things where screen readers listen, and the same thing again", () => {
   const { notices } = made();
   const live = notices.element.querySelector("[aria-live=polite]") as HTMLElement;
-  notices.say("path copied");
+  notices.announce("path copied");
   const first = live.textContent;
-  notices.say("path copied");
+  notices.announce("path copied");
   expect(live.textContent).not.toBe(first);
   expect(live.textContent?.trim()).toBe("path copied");
 });
@@ -58,7 +58,7 @@ it("says that the kernel is busy, that it is lost and what to do, and that there
   expect(text()).toBe("");
   become("lost");
   expect(text()).toContain("The kernel has stopped: run the cell again.");
-  become("lost", { why: "This is a saved view.", isSaved: true });
+  become("lost", { lostReason: "This is a saved view.", isSaved: true });
   expect(text()).toBe("This is a saved view.");
   for (const undo of undos) undo();
   expect(listeners.size).toBe(0);

@@ -5,7 +5,7 @@ import {
   formatPercent,
   formatSeconds,
   formatShape,
-  formatWithin,
+  formatWithError,
 } from "../../src/page/numbers";
 import { visibleToken } from "../../src/page/visible";
 import { statisticsRows } from "../../src/plots/statistics";
@@ -118,14 +118,14 @@ describe("formatWithin", () => {
     [0.01961, 0.00004, "0.0196"],
     [0, 0.002, "0"],
     [0.123456, 0, "0.12346"],
-  ])("writes %d, known up to %d, as %s", (value, error, text) => expect(formatWithin(value, error)).toBe(text));
+  ])("writes %d, known up to %d, as %s", (value, error, text) => expect(formatWithError(value, error)).toBe(text));
 
   it("says of a number that was sent as a byte nothing that is not so", () => {
     const scale = 0.83;
     for (let at = 1; at < 1000; at++) {
       const exact = (at / 1000) * scale;
       const sent = (Math.round((exact * 255) / scale) / 255) * scale;
-      const shown = formatWithin(sent, scale / 510);
+      const shown = formatWithError(sent, scale / 510);
       if (shown.startsWith("<")) expect(exact).toBeLessThan(Number(shown.slice(1)));
       else expect(Math.abs(Number(shown) - exact)).toBeLessThan(0.01);
     }

@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { Checked, PatchKind } from "../../src/kernel/protocol";
 import { DEBOUNCE_MS } from "../../src/patches/checker";
-import { type Editor, makeEditor } from "../../src/patches/editor";
+import { PatchEditor } from "../../src/patches/editor";
 import { ABOUT } from "../fixtures";
 import { choose, HOSTILE, named, patch, Rig, settled, type } from "../panel_rig";
 
@@ -9,7 +9,7 @@ const FINE: Checked = { shape: [1, 8, 64], sliced: [1, 8, 64], warning: null, na
 const PATH = "transformer.h_0.output";
 
 let rig: Rig;
-let editor: Editor;
+let editor: PatchEditor;
 let anchor: HTMLElement;
 
 const field = (name: string) => named<HTMLInputElement>(editor.element, name);
@@ -26,7 +26,7 @@ async function wait(ms = DEBOUNCE_MS): Promise<void> {
 
 function start(changes = {}): void {
   rig = new Rig(changes);
-  editor = makeEditor(rig.view);
+  editor = new PatchEditor(rig.view);
   anchor = document.createElement("div");
   rig.view.root.append(anchor, editor.element);
 }

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { findPlace } from "../../src/patches/new_cell";
+import { findCellInserter } from "../../src/patches/new_cell";
 
 const VIEW = "application/vnd.jupyter.widget-view+json";
 
@@ -44,7 +44,7 @@ describe("a place for a cell", () => {
     ["at the start of an empty notebook", [], null, 0],
   ])("is %s", (_, cells, index, expected) => {
     const { manager, inserted } = notebook(cells);
-    findPlace(manager, "mine", inCell(index))?.insert("x = 1");
+    findCellInserter(manager, "mine", inCell(index))?.insert("x = 1");
     expect(inserted).toEqual([expected]);
   });
 
@@ -61,11 +61,11 @@ describe("a place for a cell", () => {
     ["of a file that is no notebook", { context: { model: { sharedModel: { source: "x" } } } }],
     ["with cells that nobody may insert", { context: { model: { sharedModel: { cells: [] } } } }],
   ])("is none in a host %s", (_, manager) => {
-    expect(findPlace(manager, "mine", inCell(0))).toBeNull();
+    expect(findCellInserter(manager, "mine", inCell(0))).toBeNull();
   });
 
   it("is none in a notebook that is read only", () => {
     const { manager } = notebook([showing("mine")], { readOnly: true });
-    expect(findPlace(manager, "mine", inCell(0))).toBeNull();
+    expect(findCellInserter(manager, "mine", inCell(0))).toBeNull();
   });
 });

@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { makePatchList } from "../../src/patches/patch_list";
+import { PatchList } from "../../src/patches/patch_list";
 import type { Part } from "../../src/view";
 import { HOSTILE, named, patch, Rig, settled } from "../panel_rig";
 
@@ -29,7 +29,7 @@ const NAME_3 = "#3 zero transformer.h_2.output";
 
 beforeEach(() => {
   rig = new Rig();
-  list = makePatchList(rig.view);
+  list = new PatchList(rig.view);
   rig.view.root.append(list.element);
 });
 afterEach(() => {
@@ -282,13 +282,13 @@ describe("as Python", () => {
     let selected = "";
     Object.assign(document, {
       execCommand: () => {
-        selected = document.querySelector<HTMLTextAreaElement>("textarea.gp-unseen")?.value ?? "";
+        selected = document.querySelector<HTMLTextAreaElement>("textarea.gp-visually-hidden")?.value ?? "";
         return true;
       },
     });
     await take("Copy as Python");
     expect(selected).toBe(CODE);
-    expect(document.querySelector("textarea.gp-unseen")).toBeNull();
+    expect(document.querySelector("textarea.gp-visually-hidden")).toBeNull();
   });
 
   it("is shown to be copied by hand where nothing else goes", async () => {

@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { RunStatus } from "../../src/kernel/protocol";
-import { makeRunPanel } from "../../src/runs/run_panel";
+import { RunPanel } from "../../src/runs/run_panel";
 import { RequestFailed } from "../../src/view";
 import { ABOUT } from "../fixtures";
 import { HISTOGRAM, heatmap, JobView, patch, report, runStatus, statistics } from "../job_fixtures";
@@ -11,7 +11,7 @@ let panel: HTMLElement;
 function open(changes: ConstructorParameters<typeof JobView>[0] = {}, script: JobView["kernel"]["script"] = {}): void {
   view = new JobView(changes);
   view.kernel.script = script;
-  panel = makeRunPanel(view).element;
+  panel = new RunPanel(view).element;
   view.root.append(panel);
 }
 
@@ -88,7 +88,7 @@ describe("a run", () => {
     await settle();
     expect(view.kernel.last("run")).toEqual({ inputs: "ids2, labels=y" });
     // A view that is filled anew keeps them.
-    expect(makeRunPanel(view).element.querySelector("input")?.value).toBe("ids2, labels=y");
+    expect(new RunPanel(view).element.querySelector("input")?.value).toBe("ids2, labels=y");
   });
 
   it("says next to the field what is wrong with the inputs, until they are changed", async () => {

@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 import { FLAG, type PatchState } from "../../src/kernel/protocol";
 import { CLOSED, Folding, firstOpen, OPEN } from "../../src/tree/rows";
-import { insideText, Scores, scoreText } from "../../src/tree/scores";
+import { Scores, scoreText, textOfBest } from "../../src/tree/scores";
 import { Skeleton } from "../../src/tree/skeleton";
 import { TreeState } from "../../src/tree/tree_state";
 import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "../fixtures";
@@ -108,7 +108,11 @@ test("plumbing is one row in front, which opens, also in all layers alike; searc
 
 test("80 layers count as one; a flat graph of thousands is not opened in part", () => {
   const many = new Skeleton(transformer(80));
-  const open = firstOpen(many, new Folding(many, (at) => !many.isExtra(at)), (at) => !many.isExtra(at));
+  const open = firstOpen(
+    many,
+    new Folding(many, (at) => !many.isHiddenByDefault(at)),
+    (at) => !many.isHiddenByDefault(at),
+  );
   expect(open.map((at) => many.path(at))).toContain("transformer");
   expect(open.map((at) => many.path(at))).not.toContain("transformer.h_1");
   const tree = new ColumnsBuilder();
@@ -307,7 +311,7 @@ test("of numbers on both sides of zero a module shows the one of the largest siz
   if (!scores) throw new Error("no scores");
   const best = scores.best[row("transformer.h_2")] ?? 0;
   expect(best).toBe(-2);
-  expect(insideText(best, scores)).toBe("≤ |-2|");
+  expect(textOfBest(best, scores)).toBe("≤ |-2|");
 });
 
 test("where all numbers are below zero the strongest are the lowest, in the one color", () => {
@@ -317,10 +321,10 @@ test("where all numbers are below zero the strongest are the lowest, in the one 
   const scores = tree.scores;
   if (!scores) throw new Error("no scores");
   expect([-3, -2, -1].map((value) => scores.strength(value))).toEqual([-1, -0.5, 0]);
-  expect(insideText(scores.best[0] ?? 0, scores)).toBe("≤ |-3|");
+  expect(textOfBest(scores.best[0] ?? 0, scores)).toBe("≤ |-3|");
   tree.setFilter({ count: 1 });
   expect(seen().at(-1)).toBe("transformer.h_4.mlp.mul");
-  tree.setFilter({ least: 2 });
+  tree.setFilter({ minimum: 2 });
   expect(seen().filter((path) => /mul$/.test(path))).toEqual(["transformer.h_2.mlp.mul", "transformer.h_4.mlp.mul"]);
 });
 
@@ -329,7 +333,7 @@ test("of numbers that are not below zero the highest counts", () => {
   const scores = tree.scores;
   if (!scores) throw new Error("no scores");
   expect([0, 1, 2].map((value) => scores.strength(value))).toEqual([0, 0.5, 1]);
-  expect(insideText(scores.best[0] ?? 0, scores)).toBe("≤ 2");
+  expect(textOfBest(scores.best[0] ?? 0, scores)).toBe("≤ 2");
 });
 
 test("filtered by score: the best, or those of a number at least, with what is above", () => {
@@ -338,7 +342,7 @@ test("filtered by score: the best, or those of a number at least, with what is a
   );
   tree.setFilter({ count: 1 });
   expect(seen()).toEqual(["", "transformer", "transformer.h_4", "transformer.h_4.mlp", "transformer.h_4.mlp.mul"]);
-  tree.setFilter({ least: 2 });
+  tree.setFilter({ minimum: 2 });
   tree.search("h_2");
   expect(seen().at(-1)).toBe("transformer.h_2.mlp.mul");
   expect(seen()).not.toContain("transformer.h_4");
@@ -361,8 +365,8 @@ test("rows with the same number, but for rounding, share a place; those of the o
   );
   const scores = tree.scores;
   if (!scores) throw new Error("no scores");
-  expect([scores.count, scores.places]).toEqual([7, 5]);
-  const largest = (count: number) => scores.passing({ count }).map((at) => skeleton.path(at));
+  expect([scores.count, scores.rankCount]).toEqual([7, 5]);
+  const largest = (count: number) => scores.matching({ count }).map((at) => skeleton.path(at));
   expect(largest(1)).toEqual(["transformer.h_1.mlp.mul", "transformer.h_3.mlp.mul"]);
   expect(largest(2).length).toBe(4);
   expect(largest(3)).toContain("lm_head.weight");

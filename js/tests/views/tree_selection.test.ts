@@ -3,7 +3,7 @@ import type { Component } from "../../src/kernel/protocol";
 import { TreeState } from "../../src/tree/tree_state";
 import { itemOf } from "../../src/views/selection";
 import { SharedFilter } from "../../src/views/shared_filter";
-import { joinFilter, joinSelection } from "../../src/views/tree_selection";
+import { connectFilter, connectSelection } from "../../src/views/tree_selection";
 import { FakeView } from "../fixtures";
 
 afterEach(() => {
@@ -13,7 +13,7 @@ afterEach(() => {
 function joined() {
   const view = new FakeView();
   const state = new TreeState(view);
-  joinSelection(view, state);
+  connectSelection(view, state);
   return { view, state, row: (path: string) => view.skeleton.find(path) ?? -1 };
 }
 
@@ -96,17 +96,17 @@ test("the filter of the tree's scores is that of all views, and the filter of an
   values[components[1]?.row ?? 0] = 1;
   view.model.set("scores", new DataView(values.buffer));
   const state = new TreeState(view);
-  joinFilter(view, state);
+  connectFilter(view, state);
   state.setComponents(components);
   const later = () => new SharedFilter(view.model, () => undefined);
   const before = later();
-  state.setFilter({ least: 1.5 });
+  state.setFilter({ minimum: 1.5 });
   for (const other of [before, later()]) {
-    expect(other.left?.words).toBe("|score| ≥ 1.5");
-    expect([0, 1].map((layer) => other.leaves(itemOf(`layers[${layer}].attn.heads[3].z`)))).toEqual([true, false]);
-    expect(other.leaves(itemOf("layers[0].mlp_out"))).toBe(false);
-    expect(other.leaves(itemOf("layers[0].attn_out"))).toBe(true);
-    expect(other.leaves(itemOf(null, { layer: 0, position: 2 }))).toBe(true);
+    expect(other.result?.words).toBe("|score| ≥ 1.5");
+    expect([0, 1].map((layer) => other.keeps(itemOf(`layers[${layer}].attn.heads[3].z`)))).toEqual([true, false]);
+    expect(other.keeps(itemOf("layers[0].mlp_out"))).toBe(false);
+    expect(other.keeps(itemOf("layers[0].attn_out"))).toBe(true);
+    expect(other.keeps(itemOf(null, { layer: 0, position: 2 }))).toBe(true);
   }
   const isThere = () => components.map(({ row }) => state.lines.has(row));
   before.set({ items: [itemOf(null, { layer: 1, head: 2 })], words: "the head" });
@@ -114,12 +114,12 @@ test("the filter of the tree's scores is that of all views, and the filter of an
   expect(isThere()).toEqual([false, true]);
   before.set({ items: [itemOf("layers[1].resid_post", { position: 2 })], words: "the stream" });
   const heads = [0, 1].map((layer) => itemOf(`layers[${layer}].attn.heads[3].z`));
-  expect(heads.map((item) => before.leaves(item))).toEqual([false, true]);
-  expect(before.leaves(itemOf("layers[1].mlp_out"))).toBe(false);
+  expect(heads.map((item) => before.keeps(item))).toEqual([false, true]);
+  expect(before.keeps(itemOf("layers[1].mlp_out"))).toBe(false);
   before.set(null);
-  expect(view.filter.left).toBeNull();
+  expect(view.filter.result).toBeNull();
   state.setFilter({ count: 1 });
-  expect(before.left?.words).toBe("the 1 largest of score");
+  expect(before.result?.words).toBe("the 1 largest of score");
   view.remove();
-  expect(before.left).toBeNull();
+  expect(before.result).toBeNull();
 });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -119,19 +120,19 @@ def everything(output: Any) -> Tensor:
     return output.logits
 
 
-def compared(pg: PatchableGraph, make: Callable[..., Any], metric: Any, paths: list[str], **options: Any) -> Any:
-    """Returns the sweep over paths and positions, which must be what a loop over patch contexts gives."""
-    result = pg.sweep(
-        {"path": paths, "position": range(LENGTH)}, make, TOKENS, metric=metric, progress=False, **options
-    )
+def compared(
+    pg: PatchableGraph, make: Callable[..., Any], metric: Any, paths: list[str], x: Tensor = TOKENS
+) -> list[str]:
+    """Asserts that a sweep over paths and positions equals the loop over patch contexts; returns its remarks."""
+    axes = {"path": paths, "position": range(x.shape[1])}
+    result = pg.sweep(axes, make, x, metric=metric, progress=False)
     with torch.no_grad():
-        for path in paths:
-            for position in range(LENGTH):
-                with pg.patch(make(path, position)):
-                    expected = metric(pg(TOKENS))
-                found = torch.from_numpy(result.sel(path=path, position=position).values)
-                assert torch.allclose(found, expected.double(), rtol=TOLERANCE, atol=TOLERANCE), (path, position)
-    return result
+        for path, position in itertools.product(*axes.values()):
+            with pg.patch(make(path, position)):
+                expected = metric(pg(x))
+            found = torch.from_numpy(result.sel(path=path, position=position).values)
+            assert torch.allclose(found, expected.double(), rtol=TOLERANCE, atol=TOLERANCE), (path, position)
+    return result.attrs["remarks"]
 
 
 def zeroed(path: str, position: int) -> dict[str, Any]:
@@ -257,15 +258,7 @@ def test_other_lengths_may_be_another_thing() -> None:
     paths = ["body.first.output", "body.second.output"]
 
     for tokens in (TOKENS[:, :3], TOKENS):
-        length = tokens.shape[1]
-        axes = {"path": paths, "position": range(length)}
-        result = pg.sweep(axes, zeroed, tokens, metric=everything, progress=False)
-        for path in paths:
-            for position in range(length):
-                with torch.no_grad(), pg.patch(zeroed(path, position)):
-                    expected = pg(tokens).logits.double()
-                found = torch.from_numpy(result.sel(path=path, position=position).values)
-                assert torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE), (length, path, position)
+        compared(pg, zeroed, everything, paths, tokens)
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")
@@ -293,17 +286,7 @@ def test_calls_of_one_module_are_told_apart() -> None:
     x = torch.randn(1, LENGTH, SIZE)
     pg = PatchableGraph(Twice().eval(), x)
     paths = [path for path, meta in pg.nodes.items() if meta.kind == "output" and path != "output"]
-
-    result = pg.sweep(
-        {"path": paths, "position": range(LENGTH)}, zeroed, x, metric=lambda y: y[0, :, 0], progress=False
-    )
-
-    for path in paths:
-        for position in range(LENGTH):
-            with torch.no_grad(), pg.patch(zeroed(path, position)):
-                expected = pg(x)[0, :, 0].double()
-            found = torch.from_numpy(result.sel(path=path, position=position).values)
-            assert torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE), (path, position)
+    compared(pg, zeroed, lambda y: y[0, :, 0], paths, x)
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")
@@ -335,19 +318,8 @@ def test_what_is_filled_in_place_is_no_constant() -> None:
     x = torch.randn(1, LENGTH, SIZE)
     pg = PatchableGraph(Filled().eval(), x)
 
-    result = pg.sweep(
-        {"position": range(LENGTH)},
-        lambda position: zeroed("first.output", position),
-        x,
-        metric=lambda y: y[0, :, 0],
-        progress=False,
-    )
-
-    assert result.attrs["remarks"] == []  # else what went wrong was seen, and mended
-    for position in range(LENGTH):
-        with torch.no_grad(), pg.patch(zeroed("first.output", position)):
-            expected = pg(x)[0, :, 0].double()
-        assert torch.allclose(torch.from_numpy(result.values[position]), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    # Without remarks: otherwise the sweep would have noticed what went wrong, and mended it.
+    assert compared(pg, zeroed, lambda y: y[0, :, 0], ["first.output"], x) == []
 
 
 class Scale:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.execution.replay import all_modules, tensors_among
+from graphpatch_notebook.execution import tensors_among
 from graphpatch_notebook.experiments.engine.changed_positions import SameSteps, TorchCalls
 from graphpatch_notebook.experiments.engine.clean_run import shown_earlier
 from graphpatch_notebook.experiments.engine.rows import BatchRows, parted, perturbed, perturbed_cells, taken
@@ -37,15 +37,6 @@ def test_what_is_known_is_forgotten_with_a_change() -> None:
     assert "test" in shown_earlier(pg, ModuleState(model))
     model.options["scale"] = 3.0
     assert "test" not in shown_earlier(pg, ModuleState(model))
-
-
-def test_all_modules_are_those_of_torch_in_their_order() -> None:
-    shared = nn.Linear(2, 2)
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    model = nn.ModuleDict({"a": nn.Sequential(shared, nn.ReLU()), "b": shared, "c": nn.Sequential(scripted, shared)})
-    model["a"].register_module("nothing", None)
-    found = all_modules(model)
-    assert [id(module) for module in found] == [id(module) for module in model.modules()]
 
 
 def test_tensors_among_values_and_what_is_in_them() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ZeroPatch
 from tests.experiments.engine.awkward_prefixes import Layers
 from tests.experiments.engine.loops import TOLERANCE, disagreement, looped, swept
-from tests.zoo import Call, seed_all
+from tests.zoo import Call
 from tests.zoo.case import floats, seeded
 
 X = floats(2, 4)
@@ -102,16 +102,3 @@ def test_models_that_take_gradients_themselves(batch: Any) -> None:
     loop = looped(pg, maps, lambda: Call.of(X), itself)
     found = swept(pg, maps, Call.of(X), itself, batch=batch)
     assert disagreement(loop, found, 0.0 if batch is None else TOLERANCE) is None
-
-
-def test_cells_that_draw_random_numbers_draw_them_in_order() -> None:
-    pg = PatchableGraph(seeded(Layers), X)
-
-    def noisy(value: Tensor) -> Tensor:
-        return value + torch.randn_like(value)
-
-    maps = [{path: CustomPatch(custom_op=noisy)} for path in ("c.output", "a.output") * 4]
-    seed_all(3)
-    loop = looped(pg, maps, lambda: Call.of(X), itself)
-    seed_all(3)
-    assert disagreement(loop, swept(pg, maps, Call.of(X), itself, batch=None)) is None

@@ -18,7 +18,7 @@ from graphpatch_notebook import (
     ProbePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import SweepInterrupted, attribute, causal_trace
+from graphpatch_notebook.experiments import SweepInterrupted
 
 STRENGTHS = [0.0, 0.0, 0.0, 0.0, 1.0, -2.0, 3.0, 4.0]
 
@@ -67,36 +67,38 @@ def swept(pg: PatchableGraph, make: Callable[[Any], Any], x: Tensor, metric: Cal
     return pg.sweep({"strength": STRENGTHS}, make, x, metric=metric, batch=4, progress=False)
 
 
-def test_a_metric_that_reads_a_probe_has_the_probe_of_its_cell() -> None:
+@pytest.mark.parametrize(
+    ("way", "remark"),
+    [
+        ("probe", "a ProbePatch may behave differently each time"),
+        ("function", "a CustomPatch may behave differently each time"),
+        ("hook", "hooks"),
+    ],
+)
+def test_a_metric_reads_what_the_run_of_its_cell_kept(way: str, remark: str) -> None:
     pg, x = graph()
-    probe = ProbePatch()
+    probe, kept = ProbePatch(), {}
+
+    def keep(value: Tensor) -> Tensor:
+        kept["value"] = value
+        return value
+
+    keeping = {"probe": {"b.output": probe}, "function": {"b.output": CustomPatch(custom_op=keep)}, "hook": {}}[way]
+    if way == "hook":
+        pg.b.register_forward_hook(lambda _module, _args, output: keep(output))
 
     def make(strength: float) -> dict[str, Any]:
-        return {**strengthened(strength), "b.output": probe}
+        return {**strengthened(strength), **keeping}
 
     def metric(_output: Tensor) -> Tensor:
-        return probe.activation[0, -1].sum()
+        return (probe.activation if way == "probe" else kept["value"])[0, -1].sum()
 
-    with pg.patch({"b.output": probe}):
+    with pg.patch(make(0.0)):
         pg(x)
     result = swept(pg, make, x, metric)
 
     assert result.values.tolist() == loop(pg, make, x, metric)
-    assert "a ProbePatch may behave differently each time" in " ".join(result.attrs["remarks"])
-
-
-def test_a_metric_that_reads_what_a_hook_kept_has_that_of_its_cell() -> None:
-    pg, x = graph()
-    kept: list[Tensor] = []
-    pg.b.register_forward_hook(lambda _module, _args, output: kept.append(output))
-
-    def metric(_output: Tensor) -> Tensor:
-        return kept[-1][0, -1].sum()
-
-    result = swept(pg, strengthened, x, metric)
-
-    assert result.values.tolist() == loop(pg, strengthened, x, metric)
-    assert "hooks" in " ".join(result.attrs["remarks"])
+    assert remark in " ".join(result.attrs["remarks"])
 
 
 @torch.no_grad()
@@ -168,17 +170,6 @@ def test_positions_that_the_sequence_does_not_have_are_reported_as_in_the_loop(o
     assert len(told) == 4
 
 
-def test_patches_that_read_a_probe_read_that_of_their_cell() -> None:
-    pg, x = graph()
-    probe = ProbePatch()
-
-    def make(strength: float) -> dict[str, Any]:
-        doubled = CustomPatch(custom_op=lambda value: value + probe.activation)
-        return {"a.output": [AddPatch(value=strength), probe], "b.output": doubled}
-
-    assert swept(pg, make, x, torch.sum).values.tolist() == pytest.approx(loop(pg, make, x, torch.sum), rel=2e-6)
-
-
 def test_rows_that_meet_in_a_mean_are_noticed() -> None:
     pg, x = graph(centred=True)
     result = swept(pg, strengthened, x, torch.sum)
@@ -202,18 +193,6 @@ def test_a_metric_may_write_into_the_output(batch: int | None) -> None:
     assert result.values.tolist() == pytest.approx(loop(pg, make, x, metric), rel=2e-6)
 
 
-def test_make_patches_may_fill_one_dict_anew() -> None:
-    pg, x = graph()
-    patches: dict[str, Any] = {}
-
-    def make(strength: float) -> dict[str, Any]:
-        patches.clear()
-        patches["a.output"] = AddPatch(value=strength)
-        return patches
-
-    assert swept(pg, make, x, torch.sum).values.tolist() == pytest.approx(loop(pg, make, x, torch.sum), rel=2e-6)
-
-
 def test_the_frames_before_a_patch_do_not_run_again() -> None:
     pg, x = graph()
     runs = Counter[int]()  # not a list: a model that changes one runs its cells as a loop does
@@ -227,28 +206,6 @@ def test_the_frames_before_a_patch_do_not_run_again() -> None:
 
     # The survey, and the cell that is compared with itself alone.
     assert sum(runs.values()) <= 3
-
-
-def test_a_metric_that_reads_what_a_patch_left_behind_has_that_of_its_cell() -> None:
-    pg, x = graph()
-    kept: dict[str, Tensor] = {}
-
-    def keep(value: Tensor) -> Tensor:
-        kept["value"] = value
-        return value
-
-    def make(strength: float) -> dict[str, Any]:
-        return {**strengthened(strength), "b.output": CustomPatch(custom_op=keep)}
-
-    def metric(_output: Tensor) -> Tensor:
-        return kept["value"][0, -1].sum()
-
-    with pg.patch(make(0.0)):
-        pg(x)
-    result = swept(pg, make, x, metric)
-
-    assert result.values.tolist() == loop(pg, make, x, metric)
-    assert "a CustomPatch may behave differently each time" in " ".join(result.attrs["remarks"])
 
 
 class Masked(nn.Module):
@@ -280,31 +237,10 @@ def test_rows_are_given_up_only_where_python_looks_at_what_may_be_patched(own: b
     assert ("reads values" in " ".join(result.attrs["remarks"])) == own
 
 
-def test_the_model_in_place_of_its_graph_is_told() -> None:
-    model = Tokens()
-    x = torch.randn(1, 3, 4)
-    message = r"give a PatchableGraph, not a Tokens: PatchableGraph\(model, \*example"
-    with pytest.raises(TypeError, match=message):
-        causal_trace(model, x, x, ["a.output"], None, torch.sum)
-    with pytest.raises(TypeError, match=message):
-        attribute(model, torch.sum, x, x)
-
-
 def test_notebooks_show_one_line_of_an_interrupted_sweep() -> None:
     assert SweepInterrupted("stopped after 1 of 2 cells", None)._render_traceback_() == [
         "SweepInterrupted: stopped after 1 of 2 cells"
     ]
-
-
-def test_an_error_of_the_metric_says_what_it_was_given() -> None:
-    pg, x = graph()
-    for run in (
-        lambda metric: swept(pg, strengthened, x, metric),
-        lambda metric: causal_trace(pg, x, x + 1, ["a.output"], None, metric, position_dim=1),
-    ):
-        with pytest.raises(AttributeError) as caught:
-            run(lambda output: output.logits.sum())
-        assert "without patches, a Tensor: metrics are given the whole output" in " ".join(caught.value.__notes__)
 
 
 def test_a_hook_on_all_modules_that_comes_later_sees_cells_one_by_one() -> None:

@@ -239,21 +239,6 @@ def test_one_failing_cell_leaves_the_others_their_numbers(batch: Any) -> None:
     assert disagreement(loop, found, 0.0 if batch is None else TOLERANCE) is None
 
 
-@pytest.mark.parametrize("batch", [None, "auto", 3])
-def test_functions_of_patches_are_called_as_often_as_it_takes(batch: Any) -> None:
-    """Once in the run that counts; each time with a value of the size that it has in a loop."""
-    shapes: list[tuple[int, ...]] = []
-    pg = captured()
-
-    def keep(value: Tensor) -> Tensor:
-        shapes.append(tuple(value.shape))
-        return value * 2
-
-    maps = [{"b.output": CustomPatch(custom_op=keep)}, *cells()]
-    swept(pg, maps, Call.of(X), total, batch=batch)
-    assert set(shapes) == {(2, 4)}
-
-
 class Branching(nn.Module):
     """Comes to a part only where the values are large."""
 

@@ -24,14 +24,12 @@ from graphpatch_notebook import (
     ExperimentError,
     ExperimentWarning,
     PatchableGraph,
-    ReplacePatch,
     UnknownPathError,
     ZeroPatch,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from tests.experiments.engine.awkward_prefixes import Layers
-from tests.experiments.engine.loops import TOLERANCE
 from tests.zoo.case import floats, seeded
 
 X = floats(2, 4)
@@ -74,86 +72,6 @@ def swept(
     return pg.sweep({"cell": range(count)}, make_patches, X, metric=first_row, batch=batch, progress=False)
 
 
-@pytest.mark.parametrize("batch", ["auto", None])
-def test_a_value_that_is_handed_on_is_that_of_its_cell(model: nn.Module, batch: Any) -> None:
-    kept: dict[str, Tensor] = {}
-
-    def save(value: Tensor) -> Tensor:
-        kept["value"] = value.clone()
-        return value
-
-    def cell(number: int) -> tuple[Edit, Edit, Edit]:
-        return lambda value: value + number, save, lambda value: value - kept["value"]
-
-    def edits(number: int) -> dict[str, Edit]:
-        change, keep, use = cell(number)
-        return {"a": change, "b": keep, "c": use}
-
-    def patches(number: int) -> dict[str, Any]:
-        return {f"{name}.output": CustomPatch(custom_op=edit) for name, edit in edits(number).items()}
-
-    expected = looped(model, edits)
-    pg = PatchableGraph(model, X)
-    swept(pg, lambda number: {f"{name}.output": CustomPatch(custom_op=lambda v: v + number) for name in "abc"}, batch)
-    assert (swept(pg, patches, batch).values == expected).all()
-
-
-def written(value: Tensor, index: Any, number: Any) -> Tensor:
-    value[index] = number
-    return value
-
-
-@pytest.mark.parametrize("way", ["fill_", "data", "numpy", "mask", "list", "patch", "late"])
-@pytest.mark.parametrize("batch", ["auto", None])
-def test_what_make_patches_reuses_is_that_of_its_cell(model: nn.Module, way: str, batch: Any) -> None:
-    value, mask, units, patch = torch.zeros(4), torch.zeros(4, dtype=torch.bool), [0], ZeroPatch()
-    now: dict[str, int] = {}
-
-    def make(number: int) -> dict[str, Any]:
-        if way in ("fill_", "data", "numpy"):
-            written_into = {"fill_": value.fill_, "data": value.data.fill_, "numpy": value.numpy().fill}
-            written_into[way](number)
-            return {"b.output": ReplacePatch(value=value)}
-        mask.zero_()[number % 4] = True
-        units[0] = number % 4
-        patch.slice = (..., number % 4)
-        now["unit"] = number % 4
-        late = CustomPatch(custom_op=lambda given: written(given, (..., now["unit"]), 0))
-        of_way = {"mask": ZeroPatch(slice=(..., mask)), "list": ZeroPatch(slice=(..., units)), "patch": patch}
-        return {"b.output": of_way.get(way, late)}
-
-    def edits(number: int) -> dict[str, Edit]:
-        if way in ("fill_", "data", "numpy"):
-            return {"b": lambda given: torch.full_like(given, number)}
-        return {"b": lambda given: written(given, (..., number % 4), 0)}
-
-    found = swept(model, make, batch).values
-    assert np.abs(found - looped(model, edits)).max() <= (0 if batch is None else TOLERANCE)
-
-
-@pytest.mark.parametrize("batch", ["auto", None])
-def test_functions_are_called_as_often_and_draw_what_they_draw_in_a_loop(model: nn.Module, batch: Any) -> None:
-    def edits() -> Callable[[int], dict[str, Edit]]:
-        generator, state, numbers = torch.Generator().manual_seed(1), np.random.RandomState(1), iter(range(100))
-        return lambda number: {
-            "a": lambda value: value + torch.randn(value.shape, generator=generator),
-            "b": lambda value: value * state.rand(),
-            "c": lambda value: called.append(number) or value + next(numbers),
-        }
-
-    called: list[int] = []
-    expected = looped(model, edits())
-    assert called == [0, 1, 2, 3, 4]
-    of_sweep = edits()
-    called.clear()
-    found = swept(
-        model, lambda n: {f"{name}.output": CustomPatch(custom_op=edit) for name, edit in of_sweep(n).items()}, batch
-    )
-    assert (found.values == expected).all()
-    assert called == [0, 1, 2, 3, 4]
-    assert "5 of 5 cells ran one by one, each in full: a CustomPatch" in found.remarks[0]
-
-
 def test_pure_cells_before_the_first_other_one_share_forwards(model: nn.Module) -> None:
     sizes: list[int] = []
     forward = model.c.forward
@@ -165,36 +83,6 @@ def test_pure_cells_before_the_first_other_one_share_forwards(model: nn.Module) 
     found = swept(model, make, count=24)
     assert len(sizes) < 12
     assert found.remarks[0].startswith("4 of 24 cells ran one by one")
-
-
-@pytest.mark.parametrize("batch", ["auto", None])
-def test_metrics_read_what_make_patches_set_for_their_cell(model: nn.Module, batch: Any) -> None:
-    now = {"unit": 0}
-
-    def make(number: int) -> dict[str, Any]:
-        now["unit"] = 1 + number % 3
-        return {"b.output": AddPatch(value=float(number))}
-
-    pg = PatchableGraph(model, X)
-    found = pg.sweep(
-        {"cell": range(5)}, make, X, metric=lambda output: output[0, now["unit"]], batch=batch, progress=False
-    )
-    expected = looped(model, lambda number: {"b": lambda value: value + number})
-    assert (found.values == [expected[number, 1 + number % 3] for number in range(5)]).all()
-
-
-def test_metrics_that_keep_something_are_called_for_each_cell_in_order(model: nn.Module) -> None:
-    kept: list[float] = []
-
-    def metric(output: Tensor) -> float:
-        kept.append(output[0, 0].item())
-        return kept[-1]
-
-    def make(number: int) -> dict[str, Any]:
-        return {("a.output" if number % 2 else "c.output"): AddPatch(value=float(number))}
-
-    found = PatchableGraph(model, X).sweep({"cell": range(8)}, make, X, metric=metric, progress=False)
-    assert kept == [found.baseline, *found.values.tolist()]
 
 
 @dataclass(slots=True)

@@ -8,28 +8,6 @@ import torch
 from graphpatch_notebook import ExperimentError, PatchableGraph, ZeroPatch
 
 
-def test_a_sweep_has_the_numbers_of_a_loop() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
-    x = torch.randn(2, 3)
-    pg = PatchableGraph(model, x)
-    paths = ["sub_0.output", "sub_1.output"]
-
-    result = pg.sweep(
-        {"path": paths, "unit": range(3)},
-        lambda path, unit: {path: ZeroPatch(slice=(slice(None), unit))},
-        x,
-        metric=torch.sum,
-        batch=None,
-    )
-
-    assert result.dims == ("path", "unit")
-    assert result.coords["path"].values.tolist() == paths
-    for path in paths:
-        for unit in range(3):
-            with torch.no_grad(), pg.patch({path: ZeroPatch(slice=(slice(None), unit))}):
-                assert result.sel(path=path, unit=unit).item() == pg(x).sum().item()
-
-
 def test_axes_and_arguments_in_another_order_are_refused() -> None:
     """Values are given in order: numbers of positions would be taken for numbers of layers."""
     x = torch.randn(2, 3)

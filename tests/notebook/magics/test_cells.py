@@ -73,11 +73,6 @@ def test_last_expression_is_the_value_of_the_cell(zero: Shell, expected: Tensor)
     assert zero.namespace["Out"][zero.ip.execution_count - 2] is zero.namespace["out"]
 
 
-def test_semicolon_silences(zero: Shell) -> None:
-    ran = zero.ok("%%graphpatch\npg(x);")
-    assert (ran.value, ran.out) == (None, "")
-
-
 @pytest.mark.parametrize("body", ["out = pg(x)", "pg(x)\nNone", "for i in range(2):\n    i", "def f():\n    pg(x)"])
 def test_what_has_no_value_shows_nothing(zero: Shell, body: str) -> None:
     ran = zero.ok(f"%%graphpatch\n{body}")
@@ -108,11 +103,6 @@ def test_interactivity_is_that_of_any_cell(zero: Shell, mode: str, body: str) ->
     plain, patched = zero.ok(body), zero.ok(f"%%graphpatch\n{body}")
     assert re.sub(r"Out\[\d+\]", "Out", UNCALLED.sub("", patched.out)) == re.sub(r"Out\[\d+\]", "Out", plain.out)
     assert patched.value == plain.value
-
-
-def test_names_persist(zero: Shell) -> None:
-    zero.ok("%%graphpatch\na = 1\ndef f():\n    return a\nclass C: pass\nfrom math import pi\n[b := 2]")
-    assert zero.ok("f(), C.__name__, round(pi), b").value == (1, "C", 3, 2)
 
 
 CELLS = [
@@ -198,19 +188,10 @@ def test_nothing_else_is_put_in_the_namespace(zero: Shell) -> None:
     assert {name for name in zero.namespace if not re.fullmatch(r"_i?\d+", name)} == before
 
 
-def test_future_imports(zero: Shell) -> None:
-    zero.ok("%%graphpatch\nfrom __future__ import annotations\ndef f(a: undefined): pass\npg(x)")
-    assert zero.ok("f.__annotations__").value == {"a": "undefined"}
-
-
 def test_a_cell_of_only_future_imports(zero: Shell) -> None:
     zero.ok("%%graphpatch\nfrom __future__ import annotations")
     assert zero.ok("def f(a: undefined): pass\nf.__annotations__").value == {"a": "undefined"}
     assert type(zero.run("%%graphpatch\nfrom __future__ import annotation").error) is SyntaxError
-
-
-def test_indented_body(zero: Shell, expected: Tensor) -> None:
-    assert torch.equal(zero.ok("%%graphpatch\n\n    out = pg(x)\n    out").value, expected)
 
 
 def test_history_holds_what_was_typed(zero: Shell) -> None:
@@ -232,19 +213,6 @@ def test_traceback_is_that_of_the_users_lines(zero: Shell) -> None:
     assert "hidden" not in ran.out
     assert "a" in zero.namespace
     assert "b" not in zero.namespace
-
-
-def test_traceback_of_the_last_expression(zero: Shell) -> None:
-    ran = zero.run("%%graphpatch\na = 1\n(a +\n undefined_name)")
-    assert type(ran.error) is NameError
-    assert "----> 4" in ran.out
-    assert "graphpatch_notebook" not in ran.out
-
-
-def test_syntax_error(zero: Shell) -> None:
-    ran = zero.run("%%graphpatch\npg(x)\nfor")
-    assert type(ran.error) is SyntaxError
-    assert "3\x1b" in ran.out or "line 3" in ran.out or ":3" in ran.out
 
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit", "GeneratorExit", "ValueError"])

@@ -60,7 +60,6 @@ def test_a_plane_is_what_the_slice_takes(plane: str | None, expected: Tensor, te
     assert found.plot["slice"] == text
     assert found.plot["full"] == [found.plot["rows"], found.plot["columns"]] == list(expected.shape)
     assert found.plot["reduced"] is None
-    assert (found.plot["minimum"], found.plot["maximum"]) == (float(expected.min()), float(expected.max()))
     assert torch.equal(VALUE[found.index], expected)
 
 
@@ -135,7 +134,7 @@ def test_attention_patterns_keep_their_peaks(size: int, seed: int) -> None:
     expected = [[b.max() for b in row] for row in blocks_of(pattern.numpy(), *shown.shape)]
     assert np.array_equal(shown, np.array(expected, dtype=np.float32))
     assert "greatest value" in found.plot["reduced"]
-    assert found.plot["maximum"] == float(pattern.max())
+    assert shown.max() == float(pattern.max())
 
 
 def test_fill_values_of_a_mask_do_not_spoil_what_is_beside_them() -> None:
@@ -152,7 +151,6 @@ def test_numbers_that_are_not_finite_are_sent_as_they_are() -> None:
     value = torch.tensor([[1.0, math.nan], [math.inf, -2.0]])
     found = drawn(value)
     assert np.array_equal(values_of(found), value.numpy(), equal_nan=True)
-    assert (found.plot["minimum"], found.plot["maximum"]) == (-2, 1)
     nothing = drawn(torch.full((2, 2), math.nan))
     assert nothing.plot == {"type": "none", "why": "none of its numbers is finite: 4 NaN, 0 infinite"}
 

@@ -1,10 +1,10 @@
 import { describe, expect, it } from "vitest";
-import { leadingOf, moveAlong } from "../../src/details/activation_view";
-import { cellSize, color, colorOf, type Plane, type Rgb, readPlane, summarise } from "../../src/plots/plane";
+import { steppedDimensions, withIndex } from "../../src/details/activation_view";
+import { cellSize, color, colorOf, type Matrix, type Rgb, readMatrix, summarize } from "../../src/plots/matrix";
 import { float32, heatmap } from "../job_fixtures";
 
-function plane(rows: number, columns: number, values: number[]): Plane {
-  return readPlane(heatmap(rows, columns), [float32(values)]);
+function plane(rows: number, columns: number, values: number[]): Matrix {
+  return readMatrix(heatmap(rows, columns), [float32(values)]);
 }
 
 /** CIE lightness. */
@@ -42,7 +42,7 @@ describe("colors", () => {
 describe("a plane", () => {
   it("is read from wherever its buffer starts", () => {
     for (const offset of [0, 1, 2, 3]) {
-      expect([...readPlane(heatmap(1, 3), [float32([1.5, -2, 3e30], offset)]).values]).toEqual([
+      expect([...readMatrix(heatmap(1, 3), [float32([1.5, -2, 3e30], offset)]).values]).toEqual([
         1.5,
         -2,
         Math.fround(3e30),
@@ -51,25 +51,25 @@ describe("a plane", () => {
   });
 
   it("is refused if values are missing", () => {
-    expect(() => readPlane(heatmap(2, 2), [float32([1, 2, 3])])).toThrow(/12 bytes for a heatmap of 2 x 2/);
-    expect(() => readPlane(heatmap(2, 2, { buffer: 1 }), [float32([1, 2, 3, 4])])).toThrow(/sent 0 bytes/);
+    expect(() => readMatrix(heatmap(2, 2), [float32([1, 2, 3])])).toThrow(/12 bytes for a heatmap of 2 x 2/);
+    expect(() => readMatrix(heatmap(2, 2, { buffer: 1 }), [float32([1, 2, 3, 4])])).toThrow(/sent 0 bytes/);
   });
 
   it("of both signs is symmetric about zero; else it goes from the least to the greatest", () => {
-    expect(summarise(plane(1, 3, [-1, 0, 3])).whole).toEqual({ map: "diverging", low: -3, high: 3 });
-    expect(summarise(plane(1, 3, [1, 2, 3])).whole).toEqual({ map: "sequential", low: 1, high: 3 });
-    expect(summarise(plane(1, 2, [-1, -3])).whole).toEqual({ map: "sequential", low: -3, high: -1 });
+    expect(summarize(plane(1, 3, [-1, 0, 3])).full).toEqual({ map: "diverging", low: -3, high: 3 });
+    expect(summarize(plane(1, 3, [1, 2, 3])).full).toEqual({ map: "sequential", low: 1, high: 3 });
+    expect(summarize(plane(1, 2, [-1, -3])).full).toEqual({ map: "sequential", low: -3, high: -1 });
   });
 
   it("leaves NaN, infinities and fill values of masks out", () => {
-    const summary = summarise(plane(1, 6, [1, Number.NaN, Number.NEGATIVE_INFINITY, -3.4e38, 3, 2]));
+    const summary = summarize(plane(1, 6, [1, Number.NaN, Number.NEGATIVE_INFINITY, -3.4e38, 3, 2]));
     expect(summary).toMatchObject({ minimum: 1, maximum: 3, mean: 2, missing: 3 });
-    expect(colorOf(-3.4e38, summary.whole)).toBeNull();
-    expect(summarise(plane(1, 2, [Number.NaN, Number.NaN]))).toMatchObject({ minimum: null, missing: 2 });
+    expect(colorOf(-3.4e38, summary.full)).toBeNull();
+    expect(summarize(plane(1, 2, [Number.NaN, Number.NaN]))).toMatchObject({ minimum: null, missing: 2 });
   });
 
   it("has one color, in the middle, if all values are equal", () => {
-    const { whole } = summarise(plane(1, 2, [4, 4]));
+    const { full: whole } = summarize(plane(1, 2, [4, 4]));
     expect(colorOf(4, whole)).toEqual(color(0.5, "sequential"));
   });
 
@@ -79,17 +79,17 @@ describe("a plane", () => {
     const values = waves(1000);
     values[17] = 300;
     values[18] = -400;
-    const summary = summarise(plane(10, 100, values));
-    expect(summary.whole).toEqual({ map: "diverging", low: -400, high: 400 });
-    expect(summary.cut?.high).toBeCloseTo(1, 1);
-    expect(summary.beyond).toBeGreaterThanOrEqual(2);
-    expect(summarise(plane(10, 100, waves(1000))).cut).toBeNull();
+    const summary = summarize(plane(10, 100, values));
+    expect(summary.full).toEqual({ map: "diverging", low: -400, high: 400 });
+    expect(summary.clipped?.high).toBeCloseTo(1, 1);
+    expect(summary.outliers).toBeGreaterThanOrEqual(2);
+    expect(summarize(plane(10, 100, waves(1000))).clipped).toBeNull();
   });
 
   it("cuts only the side where outliers are", () => {
     const values = waves(1000).map((value) => value + 2);
     values[17] = 300;
-    const { cut, whole } = summarise(plane(10, 100, values));
+    const { clipped: cut, full: whole } = summarize(plane(10, 100, values));
     expect(cut?.low).toBe(whole.low);
     expect(cut?.high).toBeCloseTo(3, 1);
   });
@@ -97,7 +97,7 @@ describe("a plane", () => {
   it("of attention to single tokens is left whole, however many zeros are masked", () => {
     const size = 64;
     const values = Array.from({ length: size * size }, (_, index) => (index % (size + 1) === 0 ? 0.9 : 0));
-    expect(summarise(plane(size, size, values)).cut).toBeNull();
+    expect(summarize(plane(size, size, values)).clipped).toBeNull();
   });
 });
 
@@ -119,22 +119,22 @@ describe("cells", () => {
 
 describe("leading dimensions", () => {
   it("are the single positions of a slice", () => {
-    expect(leadingOf("0, 3, :, :", [1, 12, 8, 8])).toEqual([{ dimension: 1, index: 3, size: 12 }]);
-    expect(leadingOf("-1, ...", [4, 8, 8])).toEqual([{ dimension: 0, index: 3, size: 4 }]);
-    expect(leadingOf("2", [4, 8, 8])).toEqual([{ dimension: 0, index: 2, size: 4 }]);
-    expect(leadingOf("..., 5", [4, 8, 8])).toEqual([{ dimension: 2, index: 5, size: 8 }]);
+    expect(steppedDimensions("0, 3, :, :", [1, 12, 8, 8])).toEqual([{ dimension: 1, index: 3, size: 12 }]);
+    expect(steppedDimensions("-1, ...", [4, 8, 8])).toEqual([{ dimension: 0, index: 3, size: 4 }]);
+    expect(steppedDimensions("2", [4, 8, 8])).toEqual([{ dimension: 0, index: 2, size: 4 }]);
+    expect(steppedDimensions("..., 5", [4, 8, 8])).toEqual([{ dimension: 2, index: 5, size: 8 }]);
   });
 
   it("are none where the slice does not tell", () => {
     for (const slice of [null, "None, 0", "i, :", "0, ..., ...", "0, 0, 0, 0", "99"]) {
-      expect(leadingOf(slice, [4, 8, 8])).toEqual([]);
+      expect(steppedDimensions(slice, [4, 8, 8])).toEqual([]);
     }
   });
 
   it("can be walked along, within bounds", () => {
-    expect(moveAlong("0, 3, :, :", [1, 12, 8, 8], 1, 4)).toBe("0, 4, :, :");
-    expect(moveAlong("3, ...", [12, 8, 8], 0, 2)).toBe("2, :, :");
-    expect(moveAlong("0, 11, :, :", [1, 12, 8, 8], 1, 12)).toBeNull();
-    expect(moveAlong("0, 0, :, :", [1, 12, 8, 8], 1, -1)).toBeNull();
+    expect(withIndex("0, 3, :, :", [1, 12, 8, 8], 1, 4)).toBe("0, 4, :, :");
+    expect(withIndex("3, ...", [12, 8, 8], 0, 2)).toBe("2, :, :");
+    expect(withIndex("0, 11, :, :", [1, 12, 8, 8], 1, 12)).toBeNull();
+    expect(withIndex("0, 0, :, :", [1, 12, 8, 8], 1, -1)).toBeNull();
   });
 });

@@ -1,10 +1,10 @@
-/** The values of a heatmap, and how they become colors. */
+/** The values of a heatmap, and their colors. */
 import type { Heatmap } from "../kernel/protocol";
 
 export type ColorMap = "sequential" | "diverging";
 export type Rgb = [red: number, green: number, blue: number];
 
-/** The color of NaN, infinities and fill values, in neither map. */
+/** The color of NaN, infinities and fill values, which no color map contains. */
 export const MISSING: Rgb = [134, 134, 134];
 export const MISSING_STRIPE: Rgb = [74, 74, 74];
 
@@ -37,7 +37,7 @@ const STOPS: Record<ColorMap, readonly Rgb[]> = {
   ],
 };
 
-/** The color of a value between 0 and 1; what lies outside gets the color of the end. */
+/** The color of a value, which is clamped to 0 to 1. */
 export function color(value: number, map: ColorMap): Rgb {
   if (Number.isNaN(value)) return [...MISSING];
   const stops = STOPS[map];
@@ -50,12 +50,12 @@ export function color(value: number, map: ColorMap): Rgb {
   return [mix(0), mix(1), mix(2)];
 }
 
-/** Of 255: how much of a color is left of what is faint. */
-const FAINT = 40;
+/** The alpha of faint pixels, of 255. */
+const FAINT_ALPHA = 40;
 
-/** Makes pixels faint: those of what a filter takes out. */
+/** Makes the pixels of cells faint that do not pass a filter. */
 export function fade(pixels: ImageData, from = 0, count = pixels.data.length / 4): void {
-  for (let pixel = from; pixel < from + count; pixel++) pixels.data[4 * pixel + 3] = FAINT;
+  for (let pixel = from; pixel < from + count; pixel++) pixels.data[4 * pixel + 3] = FAINT_ALPHA;
 }
 
 /** Whether black is easier to read on a color than white. */
@@ -73,14 +73,14 @@ export function cssGradient(map: ColorMap): string {
   return `linear-gradient(to right, ${STOPS[map].map(cssColor).join(", ")})`;
 }
 
-/** Fill values of masks (the least float32, bfloat16) do not count as values. */
-const LARGEST_AMOUNT = 1e30;
-/** Outliers lie so many times farther out than nearly all values. */
+/** Larger magnitudes are fill values of masks (the minimum of float32 or bfloat16). */
+const MAX_MAGNITUDE = 1e30;
+/** How many times farther out than nearly all values outliers are. */
 const OUTLIER_FACTOR = 5;
 const NEARLY_ALL = 0.99;
-const FEWEST_WITH_OUTLIERS = 64;
+const MIN_FOR_OUTLIERS = 64;
 
-export interface Plane {
+export interface Matrix {
   rows: number;
   columns: number;
   /** Row by row. */
@@ -88,7 +88,10 @@ export interface Plane {
 }
 
 /** Copies the values. A typed array over the buffer would need an aligned start. */
-export function readPlane(heatmap: Heatmap, buffers: readonly DataView[]): Plane {
+export function readMatrix(
+  heatmap: Pick<Heatmap, "rows" | "columns" | "buffer">,
+  buffers: readonly DataView[],
+): Matrix {
   const { rows, columns, buffer } = heatmap;
   const view = buffers[buffer];
   const count = rows * columns;
@@ -100,12 +103,12 @@ export function readPlane(heatmap: Heatmap, buffers: readonly DataView[]): Plane
   return { rows, columns, values };
 }
 
-/** Whether a value has a place on the scale of colors. */
-function isAmount(value: number): boolean {
-  return Math.abs(value) < LARGEST_AMOUNT;
+/** Whether a value has a color on a scale. */
+function isOnScale(value: number): boolean {
+  return Math.abs(value) < MAX_MAGNITUDE;
 }
 
-/** Which values get the colors at both ends. */
+/** A color map, and the values at its ends. */
 export interface Scale {
   map: ColorMap;
   low: number;
@@ -113,18 +116,18 @@ export interface Scale {
 }
 
 export interface Summary {
-  /** Of the magnitudes; `null` without any. */
+  /** Of the values that are neither missing nor fill values; `null` without any. */
   minimum: number | null;
   maximum: number | null;
   mean: number | null;
   /** How many are NaN, infinite or a fill value. */
   missing: number;
   /** From the least to the greatest amount. */
-  whole: Scale;
+  full: Scale;
   /** The same without outliers; `null` without any. */
-  cut: Scale | null;
+  clipped: Scale | null;
   /** How many amounts lie beyond `cut`. */
-  beyond: number;
+  outliers: number;
 }
 
 function scaleOf(minimum: number, maximum: number): Scale {
@@ -139,9 +142,9 @@ function scaleOf(minimum: number, maximum: number): Scale {
  * The scale that nearly all values fill; `null`: the whole one does for all. Zeros do not count (masked attention, dead
  * units), else few true amounts among them would pass for outliers. `sorted`: in ascending order.
  */
-function cutScale(sorted: Float32Array, whole: Scale): Scale | null {
+function clippedScale(sorted: Float32Array, whole: Scale): Scale | null {
   const amounts = sorted.filter((value) => value !== 0);
-  if (amounts.length < FEWEST_WITH_OUTLIERS) return null;
+  if (amounts.length < MIN_FOR_OUTLIERS) return null;
   const few = Math.ceil((amounts.length * (1 - NEARLY_ALL)) / 2);
   const low = amounts[few] ?? 0;
   const high = amounts[amounts.length - 1 - few] ?? 0;
@@ -156,26 +159,33 @@ function cutScale(sorted: Float32Array, whole: Scale): Scale | null {
   return { ...whole, low: isLowFar ? low : whole.low, high: isHighFar ? high : whole.high };
 }
 
-/** What is to be known of a plane before it is drawn. */
-export function summarise(plane: Plane): Summary {
-  const amounts = plane.values.filter(isAmount).sort();
+/** Summarizes a matrix before it is drawn. */
+export function summarize(plane: Matrix): Summary {
+  const amounts = plane.values.filter(isOnScale).sort();
   const missing = plane.values.length - amounts.length;
   const minimum = amounts[0];
   const maximum = amounts[amounts.length - 1];
   if (minimum === undefined || maximum === undefined) {
     const whole: Scale = { map: "sequential", low: 0, high: 0 };
-    return { minimum: null, maximum: null, mean: null, missing, whole, cut: null, beyond: 0 };
+    return { minimum: null, maximum: null, mean: null, missing, full: whole, clipped: null, outliers: 0 };
   }
   const mean = amounts.reduce((sum, value) => sum + value, 0) / amounts.length;
   const whole = scaleOf(minimum, maximum);
-  const cut = cutScale(amounts, whole);
+  const cut = clippedScale(amounts, whole);
   const beyond = cut === null ? 0 : amounts.filter((value) => value < cut.low || value > cut.high).length;
-  return { minimum, maximum, mean, missing, whole, cut, beyond };
+  return { minimum, maximum, mean, missing, full: whole, clipped: cut, outliers: beyond };
 }
 
-/** `null`: the value has no place on any scale. */
+/** The largest distance from zero; 0 without values. */
+export function largestMagnitude(values: ArrayLike<number>): number {
+  let largest = 0;
+  for (let at = 0; at < values.length; at++) largest = Math.max(largest, Math.abs(values[at] ?? 0));
+  return largest;
+}
+
+/** `null`: the value is missing or a fill value. */
 export function colorOf(value: number, { map, low, high }: Scale): Rgb | null {
-  if (!isAmount(value)) return null;
+  if (!isOnScale(value)) return null;
   return color(high > low ? (value - low) / (high - low) : 0.5, map);
 }
 
@@ -184,7 +194,7 @@ export interface CellSize {
   height: number;
 }
 
-/** The size of a cell in whole device pixels (so that all cells look alike), for a plot of about `box` CSS pixels. */
+/** The size of a cell in whole device pixels (so that all cells look the same), for a plot of about `box` CSS pixels. */
 export function cellSize(plane: { rows: number; columns: number }, box: CellSize, ratio: number): CellSize {
   const fit = (length: number, count: number) =>
     Math.max(Math.ceil(ratio), Math.min(Math.floor((length * ratio) / Math.max(count, 1)), Math.round(26 * ratio)));
