@@ -486,8 +486,12 @@ def test_one_sided_scores_sum_to_exact_patching(gpt2: Any) -> None:
 
 
 class PartlyWithoutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+
     def forward(self, x: Tensor) -> Tensor:
-        y = x.tanh()
+        y = x.tanh() * self.weight
         with torch.no_grad():
             z = y.exp()
         return y.square() + z
