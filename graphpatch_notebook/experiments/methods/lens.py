@@ -278,16 +278,12 @@ def direct_logit_attribution(
     has_gradients = torch.is_grad_enabled()
     for tokens in (target, minus):
         _checked_tokens(tokens, component(pg, "@logits"))
+        if tokens is not None and not isinstance(tokens, Tensor) and type(tokens) is not int:
+            raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
     parts = _Parts(pg, stack, by)
     with torch.inference_mode(False), torch.set_grad_enabled(has_gradients):
         values = record(pg, Inputs(inputs, input_kwargs), parts.names).values
-        return _Attribution(pg, parts, values, _one_token(target), _one_token(minus), position).dataset()
-
-
-def _one_token(tokens: Any) -> Any:
-    if tokens is not None and not isinstance(tokens, Tensor) and type(tokens) is not int:
-        raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
-    return tokens
+        return _Attribution(pg, parts, values, target, minus, position).dataset()
 
 
 class _Parts:
@@ -368,6 +364,7 @@ class _Attribution:
         self._pg, self._parts = pg, parts
         self._recorded = values
         self._dtype = values[parts.end].dtype
+        self._tolerance = _TOLERANCE.get(self._dtype, 1e-3)
         self._end = values[parts.end].double()
         self._values = {name: self._with_batch(name, value.double()) for name, value in values.items()}
         axes = pg.components[parts.end].axes
@@ -399,10 +396,6 @@ class _Attribution:
         found = self._pg.components.get(name)
         is_merged = found is not None and found.axes[0] == "token" and self._end.ndim == 3
         return value.unflatten(0, self._end.shape[:2]) if is_merged else value
-
-    @property
-    def _tolerance(self) -> float:
-        return _TOLERANCE.get(self._dtype, 1e-3)
 
     def _chosen(self, position: Any) -> Tensor:
         rows, length = self._end.shape[:2]
@@ -477,7 +470,14 @@ class _Attribution:
         found["bias"] = (["batch"], self._constant)
         arrays = {name: DataArray(values.cpu().numpy(), dims=dims) for name, (dims, values) in found.items()}
         attrs = {"logit": self._logit.tolist(), "position": self._positions.tolist()}
-        self._warn_if_changed_later()
+        # The operations after the unembedding may be a cap or a scale: the sum is that before these.
+        if self._pg.weights[self._parts.stack].changes_logits:
+            logits, linear = (resolve(captured(self._pg).root, name) for name in ("@logits", self._parts.unembedding))
+            warn_each_time(
+                f"the model changes its logits after the unembedding ({logits.path!r} is not {linear.path!r}): the "
+                "contributions add up to the logit before that",
+                ExperimentWarning,
+            )
         return Dataset(arrays, {"layer": list(range(self._parts.count))}, attrs)
 
     def _share(self, name: str) -> Tensor:
@@ -552,17 +552,6 @@ class _Attribution:
                 "or a patch changed it; use by='layer'"
             )
         return shares.detach()
-
-    def _warn_if_changed_later(self) -> None:
-        root = captured(self._pg).root
-        logits, linear = (resolve(root, name) for name in ("@logits", self._parts.unembedding))
-        # The operations after the unembedding may be a cap or a scale: the sum is that before these.
-        if self._pg.weights[self._parts.stack].changes_logits:
-            warn_each_time(
-                f"the model changes its logits after the unembedding ({logits.path!r} is not {linear.path!r}): the "
-                "contributions add up to the logit before that",
-                ExperimentWarning,
-            )
 
 
 @dataclass(frozen=True)

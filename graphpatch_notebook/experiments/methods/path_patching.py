@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Node
-from graphpatch_notebook.components import find
+from graphpatch_notebook.components import Components, find
 from graphpatch_notebook.components.flow import Flow
+from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
@@ -144,7 +145,8 @@ def path_patch(
     check_same_shapes(run.values, other.values)
     comparison = MetricRange(run.measurement.values, other.measurement.values, normalize)
     edges.record(inputs, run.values, other.values)
-    edges.warn_of_unreached()
+    for text in edges.unreached:
+        warn_each_time(text, ExperimentWarning)
     grid = component_grid(list(senders))
     of_sender = ["sender"] if grid is None else list(grid.axes)
     single = [] if isinstance(sender, list) or len(senders) > 1 else of_sender
@@ -300,14 +302,11 @@ class _Edges:
                 f"in {missing} of {count} pairs, the receiver does not run after the sender, and the metric is the "
                 "corrupted one"
             )
-        return [*found, *self._unreached_texts()]
+        return [*found, *self.unreached]
 
-    def warn_of_unreached(self) -> None:
-        """Warns of senders that do not reach any receiver."""
-        for text in self._unreached_texts():
-            warn_each_time(text, ExperimentWarning)
-
-    def _unreached_texts(self) -> list[str]:
+    @property
+    def unreached(self) -> list[str]:
+        """Warnings of senders that do not reach any receiver."""
         texts = []
         for why, found in self._unreached.items():
             start, component = found[0]
@@ -356,32 +355,30 @@ def _insides(pg: PatchableGraph) -> tuple[Flow, dict[str, frozenset[Node]]]:
     found = find(pg.nodes.root)
     flow = found.evidence.trails.flow
     insides = {}
-    for _, layers in found.evidence.stacks:
-        for layer in layers:
-            for named in layer.writes:
-                norm = named.write.norm
-                begin = -1 if norm is None else flow.order[norm.returned.value.node]
-                path = found[f"{layer.name}{named.kind}_out"].path
-                nodes = [node for node in named.write.inside if flow.order[node] > begin]
-                insides[path] = frozenset(step for node in nodes for step in (node, *node.inner))
+    for name, write in _writes(found):
+        begin = -1 if write.norm is None else flow.order[write.norm.returned.value.node]
+        nodes = [node for node in write.inside if flow.order[node] > begin]
+        insides[found[f"{name}_out"].path] = frozenset(step for node in nodes for step in (node, *node.inner))
     return flow, insides
+
+
+def _writes(found: Components) -> Iterator[tuple[str, Write]]:
+    """Yields what layers add to the stream, with names such as `layers[1].mlp`."""
+    for _, layers in found.evidence.stacks:
+        yield from ((f"{layer.name}{named.kind}", named.write) for layer in layers for named in layer.writes)
 
 
 def _read_by(pg: PatchableGraph, name: str) -> str | None:
     """Returns the receiver for a whole component, such as `layers[1].mlp`; `None` for other names."""
     found = find(pg.nodes.root)
-    flow = found.evidence.trails.flow
-    for _, layers in found.evidence.stacks:
-        for layer in layers:
-            for named in layer.writes:
-                if f"{layer.name}{named.kind}" != name.replace("[*]", "[0]"):
-                    continue
-                norm = named.write.norm
-                # In a parallel or post-norm block, others read what the norm returns, too.
-                if norm is not None and set(flow.users[norm.returned.value.node]) <= named.write.inside:
-                    return f"{norm.returned.path!r}, which it reads"
-                return "the path of what it reads, the input of its module"
-    return None
+    write = next((each for whole, each in _writes(found) if whole == name.replace("[*]", "[0]")), None)
+    if write is None:
+        return None
+    # In a parallel or post-norm block, others read what the norm returns, too.
+    users = found.evidence.trails.flow.users
+    if write.norm is not None and set(users[write.norm.returned.value.node]) <= write.inside:
+        return f"{write.norm.returned.path!r}, which it reads"
+    return "the path of what it reads, the input of its module"
 
 
 Endpoint: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"
