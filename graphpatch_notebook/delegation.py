@@ -1,58 +1,35 @@
-"""A module that delegates to another module."""
+"""Modules that delegate to another module."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.nn import Module
 
-# Attributes of `nn.Module` that the module may override: always read from the module.
-_DELEGATED = (
-    "add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter "
-    "get_submodule half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters "
-    "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
-    "share_memory state_dict to to_empty train type xpu zero_grad _apply"
-).split()
 
+def delegate(cls: type[Module], to: str, names: Iterable[str]) -> None:
+    """Makes methods of `cls`, and its `training`, those of the module that its attribute `to` holds.
 
-class ModuleDelegate(Module):
-    """A module with the parameters, buffers, children and modes of another module, `_module`.
-
-    Abstract: the subclass delegates attributes that `torch.nn.Module` does not define.
+    A method that returns that module returns the object of `cls`. Not every version of torch has all names.
     """
+    for name in names:
+        if hasattr(Module, name):
+            setattr(cls, name, _delegated(name, to))
 
-    _module: Module
+    def set_training(self: Module, value: bool) -> None:
+        if to in self.__dict__:
+            self.__dict__[to].training = value
 
-    def __delattr__(self, name: str) -> None:
-        delattr(self._module, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._module)})
+    cls.training = property(lambda self: bool(getattr(self, to).training), set_training)  # type: ignore[assignment]
 
 
-def _delegated(name: str) -> Callable[..., Any]:
+def _delegated(name: str, to: str) -> Callable[..., Any]:
     @functools.wraps(getattr(Module, name))
-    def method(self: ModuleDelegate, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self._module, name)(*args, **kwargs)
-        return self if result is self._module else result
+    def method(self: Module, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(self, to)
+        result = getattr(module, name)(*args, **kwargs)
+        return self if result is module else result
 
     return method
-
-
-for _name in _DELEGATED:
-    if hasattr(Module, _name):  # not every version of torch has all of them
-        setattr(ModuleDelegate, _name, _delegated(_name))
-
-
-def _training(self: ModuleDelegate) -> bool:
-    return bool(self._module.training)
-
-
-def _set_training(self: ModuleDelegate, value: bool) -> None:
-    if "_module" in self.__dict__:
-        self._module.training = value
-
-
-ModuleDelegate.training = property(_training, _set_training)  # type: ignore[assignment]

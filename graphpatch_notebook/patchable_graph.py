@@ -21,7 +21,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.checks.model_state import ModuleState, SharedRandomState, copied
 from graphpatch_notebook.components import Components, ProofRun, Weights, find
-from graphpatch_notebook.delegation import ModuleDelegate
+from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.execution import (
     GENERATION_CONFIG,
@@ -72,9 +72,16 @@ _COMPILES_ITSELF = (
     "torch.compiler.set_stance('force_eager') before"
 )
 _OWN = {"_module", "_captured", "_generation_config"}
+# What `nn.Module` defines, and the model may override.
+_OF_MODEL = (
+    "add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter "
+    "get_submodule half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters "
+    "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
+    "share_memory state_dict to to_empty train type xpu zero_grad _apply"
+).split()
 
 
-class PatchableGraph(ModuleDelegate):
+class PatchableGraph(Module):
     """A wrapper that is used like its model, in which every intermediate value has a name and can be patched.
 
     The model runs once, eagerly, on the example inputs; what it does is recorded as a hierarchy of graphs, one for each
@@ -107,6 +114,7 @@ class PatchableGraph(ModuleDelegate):
     """
 
     _captured: CapturedModel
+    _module: Module
 
     def __init__(self, module: Module, *example_args: Any, **example_kwargs: Any) -> None:
         given: Any = module
@@ -965,6 +973,12 @@ class PatchableGraph(ModuleDelegate):
         else:
             setattr(self._module, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        delattr(self._module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._module)})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
         self._refuse_elsewhere()
         result = memo[id(self)] = self._around(copy.deepcopy(self._captured, memo))
@@ -985,6 +999,9 @@ class PatchableGraph(ModuleDelegate):
         paths = self._captured.permanent_paths
         permanent = f"\n  permanent patches: {', '.join(paths)}" if paths else ""
         return f"{type(self).__name__}(\n  (_graph_module): {inside}{permanent}\n)"
+
+
+delegate(PatchableGraph, "_module", _OF_MODEL)
 
 
 def runs_where_the_model_is(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -166,6 +166,23 @@ def leaves(spec: ValueSpec) -> Iterator[tuple[tuple[str, ...], TensorSpec | Scal
                 yield (text, *dig), leaf
 
 
+def mapped_spec(
+    spec: ValueSpec, function: Callable[[TensorSpec, tuple[Key, ...]], ValueSpec], keys: tuple[Key, ...] = ()
+) -> ValueSpec:
+    """Returns `spec` with `function(spec of the tensor, keys that lead to it)` for each tensor in it."""
+    if isinstance(spec, TensorSpec):
+        return function(spec, keys)
+    if isinstance(spec, ContainerSpec):
+        inside = ((text, key, mapped_spec(child, function, (*keys, key))) for text, key, child in spec.children)
+        return dataclasses.replace(spec, children=tuple(inside))
+    return spec
+
+
+def off_meta(spec: ValueSpec, device: torch.device) -> ValueSpec:
+    """Returns `spec` with `device` in place of the meta device."""
+    return mapped_spec(spec, lambda s, _: dataclasses.replace(s, device=device) if s.device.type == "meta" else s)
+
+
 def key_text(key: Key) -> str:
     """Returns how a path writes `key`."""
     return f"sub_{key}" if type(key) is int else str(key)

@@ -152,7 +152,7 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
-def test_files_stand_in_layers() -> None:
+def test_files_are_in_layers() -> None:
     assert {layer_of(file) for file in FILES} <= set(LAYERS), "give the new module its place in LAYERS"
 
 
@@ -483,7 +483,7 @@ def private_attributes_of_others(tree: ast.Module) -> set[str]:
     return read - own
 
 
-def test_private_attributes_of_others_are_recognised() -> None:
+def test_private_attributes_of_other_files_are_found() -> None:
     source = """
 class A:
     _x: int

@@ -137,7 +137,7 @@ def test_patches(pg: PatchableGraph, path: str, patch: Any, error: type[Exceptio
         patched(pg, path, patch)
 
 
-def test_a_bar_for_a_dot_is_told_with_the_path_that_there_is() -> None:
+def test_a_bar_instead_of_a_dot_is_an_error_with_the_right_path() -> None:
     pg = PatchableGraph(Nested(), X)
     with pytest.raises(PatchMapError, match=re.escape("did you mean 'inner.sub_0.output'?")):
         patched(pg, "inner|sub_0.output", ZeroPatch())
@@ -159,7 +159,7 @@ def test_any_error_of_a_custom_function_names_the_patch(pg: PatchableGraph) -> N
     )
 
 
-def test_steps_that_did_not_come_up_are_listed(pg: PatchableGraph) -> None:
+def test_steps_that_were_not_reached_are_listed(pg: PatchableGraph) -> None:
     with pytest.warns(
         PatchNotFiredWarning, match=re.escape("its steps (9, 2) were not reached: the last call had step 0")
     ):
@@ -208,7 +208,7 @@ def test_graphs(make: Callable[[], Any], error: type[Exception], words: str) -> 
         make()
 
 
-def test_a_model_without_example_inputs_is_told_how_to_give_some() -> None:
+def test_a_model_without_example_inputs_is_an_error_that_says_how_to_give_some() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
         PatchableGraph(Mlp())
     assert "give some: PatchableGraph(model, *example_inputs)" in "".join(caught.value.__notes__)

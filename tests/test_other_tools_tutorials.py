@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
+from tests.hooks import registered
+
 ROOT = Path(__file__).parents[1]
 PAGES = {
     name: ROOT / "docs" / "guides" / f"{name}.md"
@@ -47,11 +49,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
 def hooked(*hooks: Any) -> Iterator[None]:
     """Adds forward hooks, given as (module, function), for the time of a block."""
     handles = [module.register_forward_hook(function) for module, function in hooks]
-    try:
+    with registered(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def keep(into: dict[Any, Tensor], key: Any, *, of_input: bool = False) -> Callable[..., None]:
@@ -108,11 +107,8 @@ def with_z(model: Any, by_layer: dict[int, Tensor]) -> Iterator[None]:
 
     blocks = model.transformer.h
     handles = [blocks[i].attn.c_proj.register_forward_pre_hook(hook(value)) for i, value in by_layer.items()]
-    try:
+    with registered(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def head(number: int, start: int = 0) -> Any:

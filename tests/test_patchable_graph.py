@@ -86,9 +86,8 @@ def test_methods_run_patched_inside_a_context(pg: PatchableGraph) -> None:
     plain = pg.generate(ids, **settings)
     assert torch.equal(plain, pg._module.generate(ids, **settings))
     steering = torch.linspace(-9, 9, pg.config.n_embd).sin() * 9
-    handle = pg._module.transformer.ln_f.register_forward_hook(lambda module, args, output: output + steering)
-    hooked = pg._module.generate(ids, **settings)
-    handle.remove()
+    with pg._module.transformer.ln_f.register_forward_hook(lambda module, args, output: output + steering):
+        hooked = pg._module.generate(ids, **settings)
     with pg.patch({"transformer.ln_f.output": AddPatch(steering)}):
         assert torch.equal(pg.generate(ids, **settings), hooked)
         assert torch.equal(pg._module.generate(ids, **settings), plain)

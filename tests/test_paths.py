@@ -79,7 +79,7 @@ def test_paths_as_people_write_them(text, names, dig):
         ('"a"b', "unexpected 'b' at position 3"),
     ],
 )
-def test_what_is_no_path_says_where_it_stops_being_one(text, reason):
+def test_an_unknown_path_says_where_it_ends(text, reason):
     with pytest.raises(ValueError, match=reason):
         parse_path(text)
 

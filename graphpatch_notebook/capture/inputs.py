@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -171,10 +172,13 @@ class UnknownInputError(Exception):
     """An input of the example was an object, which was not kept (caught inside the package)."""
 
 
+_CONSTANT: Callable[[ScalarSpec], Any] = operator.attrgetter("value")
+
+
 def call_like(
     frame: Frame,
     tensor: Callable[[str, TensorSpec], Any],
-    number: Callable[[ScalarSpec], Any] = lambda spec: spec.value,
+    number: Callable[[ScalarSpec], Any] = _CONSTANT,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a call like the call of a captured frame, without arguments that equal their default.
 
@@ -189,7 +193,7 @@ def call_like(
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     is_positional = True
-    values = {str(node.target): _made(str(node.target), node.spec, tensor, number) for node in frame.inputs()}
+    values = {str(node.target): value_like(node.spec, tensor, number, str(node.target)) for node in frame.inputs()}
     for parameter in frame.parameters:
         value = values.get(parameter.name)
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -207,15 +211,19 @@ def call_like(
     return tuple(args), kwargs
 
 
-def _made(
-    name: str, spec: ValueSpec, tensor: Callable[[str, TensorSpec], Any], number: Callable[[ScalarSpec], Any]
+def value_like(
+    spec: ValueSpec,
+    tensor: Callable[[str, TensorSpec], Any],
+    number: Callable[[ScalarSpec], Any] = _CONSTANT,
+    name: str = "",
 ) -> Any:
+    """Returns a value with this spec, called `name` in messages: see `call_like`."""
     if isinstance(spec, TensorSpec):
         return tensor(name, spec)
     if isinstance(spec, ScalarSpec):
         return number(spec)
     if isinstance(spec, ContainerSpec):
-        items = [_made(f"{name}|{text}", child, tensor, number) for text, _, child in spec.children]
+        items = [value_like(child, tensor, number, f"{name}|{text}") for text, _, child in spec.children]
         return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
     raise UnknownInputError(f"its input {name!r} is an object ({spec}), for which no values can be generated")
 

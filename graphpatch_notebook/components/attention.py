@@ -20,7 +20,7 @@ from graphpatch_notebook.components.axes import (
     product_axes,
 )
 from graphpatch_notebook.components.chain import Trails
-from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
     CREATIONS,
@@ -55,7 +55,6 @@ class Attention:
         scores: What the softmax reads.
         pattern: What the values are multiplied with.
         dot: The product of queries and keys; `None` in a fused call.
-        products: How many products of queries and keys its scores are made of.
         softmax: The softmax; `None` in a fused call.
         has_keys_first: Whether the product of queries and keys has the keys in its rows.
         has_values_first: Whether the product with the pattern has the values as its first factor.
@@ -69,7 +68,6 @@ class Attention:
     scores: Value | None = None
     pattern: Value | None = None
     dot: Value | None = None
-    products: int = 1
     softmax: Node | None = None
     has_keys_first: bool = False
     has_values_first: bool = False
@@ -125,9 +123,7 @@ def _opened(flow: Flow, softmax: Node) -> Attention | None:
     has_values_first = flow.reads(z.node)[-2:][0].node is v.node
     order = () if order == tuple(range(len(order))) else order
     scores = _scores(flow, softmax, pattern)
-    return Attention(
-        *(q, k, v, z, scores, pattern, dot, len(products), softmax), has_keys_first, has_values_first, order
-    )
+    return Attention(q, k, v, z, scores, pattern, dot, softmax, has_keys_first, has_values_first, order)
 
 
 def _softmax_dim(softmax: Node) -> int:
@@ -139,20 +135,17 @@ def _softmax_dim(softmax: Node) -> int:
 def _order_before(flow: Flow, softmax: Node, dot: Value) -> tuple[int, ...]:
     """Returns the dimensions of a product in the order in which a softmax of it has them; empty if it is not known."""
     first = flow.reads(softmax)[0]
-    waiting = deque([(first, tuple(map(str, range(len(first.shape)))))])
-    seen: set[Value] = set()
-    while waiting and len(seen) < _FARTHEST:
-        value, axes = waiting.popleft()
-        if value == dot:
-            names = list(map(str, range(len(first.shape))))
-            return tuple(map(axes.index, names)) if sorted(axes) == sorted(names) else ()
-        if value in seen or value.node.kind != "op" or value.op in PRODUCTS:
-            continue
-        seen.add(value)
-        for read in flow.moving(value.node) or flow.reads(value.node):
-            if read.size == value.size and (before := axes_before(value.node, axes, read)) is not None:
-                waiting.append((read, before))
-    return ()
+    names = tuple(map(str, range(len(first.shape))))
+
+    def before(found: tuple[Value, Axes]) -> Iterator[tuple[Value, Axes]]:
+        value, axes = found
+        if value.node.kind == "op" and value.op not in PRODUCTS:
+            for read in flow.moving(value.node) or flow.reads(value.node):
+                if read.size == value.size and (known := axes_before(value.node, axes, read)) is not None:
+                    yield read, known
+
+    axes = next((axes for value, axes in walk([(first, names)], before, _FARTHEST) if value == dot), ())
+    return tuple(map(axes.index, names)) if sorted(axes) == sorted(names) else ()
 
 
 def _has_keys_first(softmax: Node, dot: Value, order: tuple[int, ...]) -> bool:
@@ -170,48 +163,34 @@ def _has_keys_first(softmax: Node, dot: Value, order: tuple[int, ...]) -> bool:
 def _scores(flow: Flow, softmax: Node, pattern: Value) -> Value:
     """Returns the input of the softmax; of scores with a learned sink, the scores without the sink."""
     scores = flow.reads(softmax)[0]
-    waiting, seen = [scores], set[Value]()
-    while waiting and len(seen) < _FARTHEST:
-        value = waiting.pop(0)
-        if value.shape == pattern.shape:
-            return value
-        if value not in seen and value.node.kind == "op":
-            seen.add(value)
-            waiting += [read for read in flow.moving(value.node) if value.op not in PRODUCTS]
-    return scores
+
+    def before(value: Value) -> list[Value]:
+        return flow.moving(value.node) if value.node.kind == "op" and value.op not in PRODUCTS else []
+
+    return next((value for value in walk([scores], before, _FARTHEST) if value.shape == pattern.shape), scores)
 
 
 def _products_before(flow: Flow, softmax: Node) -> list[tuple[Value, tuple[Value, Value]]]:
     """Returns the products that the scores are computed from, nearest first, each with its factors."""
-    waiting = deque(flow.reads(softmax)[:1])
-    seen: set[Value] = set()
     found = []
-    while waiting and len(seen) <= _FARTHEST:
-        value = waiting.popleft()
-        if value in seen or value.node.kind != "op":
-            continue
-        seen.add(value)
+    for value in walk(
+        flow.reads(softmax)[:1],
+        lambda each: flow.moving(each.node) or flow.reads(each.node) if each.op in SCORE_STEPS else [],
+        _FARTHEST,
+    ):
         if value.op in PRODUCTS:
             reads = flow.reads(value.node)[1:] if value.op == "baddbmm" else flow.reads(value.node)
             if len(reads) > 1 and (flow.is_held(reads[0]) == flow.is_held(reads[1]) or _is_projected(flow, reads[0])):
                 found.append((value, (reads[0], reads[1])))
-        elif value.op in SCORE_STEPS:
-            waiting += flow.moving(value.node) or flow.reads(value.node)
     return found
 
 
 def _is_projected(flow: Flow, value: Value) -> bool:
     """Whether a constant is the result of a linear map, as in a first layer that begins with learned queries."""
-    waiting, seen = [value], set[Value]()
-    while waiting and len(seen) < _FARTHEST:
-        value = waiting.pop()
-        if value in seen or value.node.kind != "op" or not flow.is_held(value):
-            continue
-        if flow.is_linear_map(value):
-            return True
-        seen.add(value)
-        waiting += flow.reads(value.node)
-    return False
+    if not flow.is_held(value):
+        return False
+    sources = walk([value], lambda each: flow.reads(each.node) if each.op else [], _FARTHEST)
+    return any(map(flow.is_linear_map, sources))
 
 
 def _products_after(flow: Flow, start: Node) -> list[tuple[Value, Value, Value]]:
@@ -550,15 +529,8 @@ def _is_rotation(between: Region, waist: Value) -> bool:
 
 def _output_map(flow: Flow, attention: Attention) -> Value | None:
     """Returns the result of the linear map of `z`."""
-    waiting = deque([attention.z.node])
-    seen: set[Node] = set()
-    while waiting and len(seen) < _FARTHEST:
-        for user in flow.users.get(waiting.popleft(), ()):
-            if user in seen:
-                continue
-            seen.add(user)
-            if flow.is_linear_map(Value(user)):
-                return Value(user)
-            if user.op in _OUTPUT_STEPS:
-                waiting.append(user)
-    return None
+    users = flow.users
+    after = walk(
+        users.get(attention.z.node, ()), lambda node: users.get(node, ()) if node.op in _OUTPUT_STEPS else (), _FARTHEST
+    )
+    return next(filter(flow.is_linear_map, map(Value, after)), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from string import digits
@@ -155,6 +155,29 @@ class Trails:
             returned = [place for place in returned if not self.is_same(place.value, given[0].value)]
         is_norm = bool(given) and len(returned) == 1 and given[0].value.shape == returned[0].value.shape
         return Norm(frame, given[0], returned[0]) if is_norm else None
+
+    def source(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value | None:
+        """Returns the only value that a norm or an operation reads; `None` if there are several.
+
+        Args:
+            value: The result of the operation.
+            ops: The names of the operations; `None` for any.
+            is_whole: Whether only values of the same size count.
+        """
+        if (norm := self.norms.get(value)) is not None:
+            return norm.given.value
+        if not value.op or (ops is not None and value.op not in ops):
+            return None
+        reads = self.flow.moving(value.node)
+        reads = [read for read in reads if (read.size == value.size if is_whole else read.is_float)]
+        return reads[0] if len(reads) == 1 else None
+
+    def linear_map(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value | None:
+        """Returns the result of the linear map that a value is computed from by norms and some operations."""
+        found: Value | None = value
+        while found is not None and not self.flow.is_linear_map(found):
+            found = self.source(found, ops, is_whole=is_whole)
+        return found
 
     def find(self, end: Value, start: Value, low: int = 0, *, adds: bool = True) -> list[Step] | None:
         """Returns the shortest trail from `start` to `end`, in order of execution; `None` if there is none.

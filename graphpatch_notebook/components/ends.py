@@ -187,11 +187,8 @@ def ends_alone(trails: Trails) -> tuple[Start, End]:
     tables = [(value, table_of(flow, value)) for value in map(Value, flow.order) if value.node.kind == "op"]
     lookups = [(value, table) for value, table in tables if table is not None and _is_of_inputs(trails, value)]
     for place in flow.outputs(flow.root):
-        linear: Value | None = place.value
-        while linear is not None and linear.node.kind == "op" and not flow.is_linear_map(linear):
-            before = [read for read in flow.moving(linear.node) if read.size == linear.size]
-            linear = before[0] if len(before) == 1 else None
-        if linear is None or linear.node.kind != "op":
+        linear = trails.linear_map(place.value, is_whole=True)
+        if linear is None:
             continue
         fitting = [(value, table.shape) for value, table in lookups if table.shape[0] == linear.shape[-1]]
         width = flow.moving(linear.node)[0].shape[-1]

@@ -6,9 +6,9 @@ module returned, down to the operation that computed it.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,7 +36,6 @@ from graphpatch_notebook.values import (
     UnknownSpec,
     ValueSpec,
     key_text,
-    leaves,
     spec_at,
 )
 
@@ -87,6 +86,20 @@ class Value(NamedTuple):
         """Whether it is a tensor of truth values."""
         spec = self.spec
         return isinstance(spec, TensorSpec) and spec.dtype == torch.bool
+
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+def walk(starts: Iterable[_Item], following: Callable[[_Item], Iterable[_Item]], most: int = 2**31) -> Iterator[_Item]:
+    """Yields values and those that follow them, nearest first: each once, and not more than `most`."""
+    waiting, seen = deque(starts), set[_Item]()
+    while waiting and len(seen) < most:
+        item = waiting.popleft()
+        if item not in seen:
+            seen.add(item)
+            yield item
+            waiting += following(item)
 
 
 class Place(NamedTuple):
@@ -151,7 +164,7 @@ class Flow:
         if node.kind == "op":
             if node.op == "getitem" and any(map(_is_container, node.args[:1])):
                 return False  # a part of it, which is a value of the container
-            return type(node.spec) is TensorSpec or _holds_tensor(node.spec)  # others are arithmetic on sizes
+            return type(node.spec) is TensorSpec or _has_tensor(node.spec)  # others are arithmetic on sizes
         return isinstance(node, CallNode) and node.frame.opaque_reason is not None
 
     @property
@@ -219,7 +232,7 @@ class Flow:
                     continue
                 for ref in (given,) if kind is Ref else refs_in(given):
                     value = self.resolve(ref.node, ref.dig)
-                    if value is not None and (type(value.node.spec) is TensorSpec or _holds_tensor(value.spec)):
+                    if value is not None and (type(value.node.spec) is TensorSpec or _has_tensor(value.spec)):
                         found.append(value)
         return found
 
@@ -282,7 +295,7 @@ class Flow:
         """Returns the tensors in the inputs of a frame."""
         found = self._inputs.get(id(frame))
         if found is None:
-            given = [node for node in frame.inputs() if _holds_tensor(node.spec)]
+            given = [node for node in frame.inputs() if _has_tensor(node.spec)]
             found = [place for node in given for place in self._places(frame, node, (), Ref(node))]
             self._inputs[id(frame)] = found
         return found
@@ -290,14 +303,9 @@ class Flow:
     def _places(self, frame: Frame, node: Node, keys: tuple[Key, ...], ref: Ref) -> Iterator[Place]:
         value = self.resolve(ref.node, ref.dig)
         spec = value.spec if value is not None else ref.node.spec if node is ref.node else None
-        if spec is None:
-            return
-        for texts, leaf in leaves(spec):
-            if isinstance(leaf, TensorSpec):
-                inner = _keys_of(spec, texts)
-                found = self.resolve(ref.node, ref.dig + inner)
-                if found is not None:
-                    yield Place(format_path((*frame.path, node.name), map(key_text, keys + inner)), found)
+        for inner in _tensor_keys(spec):
+            if (found := self.resolve(ref.node, ref.dig + inner)) is not None:
+                yield Place(format_path((*frame.path, node.name), map(key_text, keys + inner)), found)
 
 
 def _references(value: Any, at: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ...], Ref]]:
@@ -319,17 +327,13 @@ def _is_container(given: Any) -> bool:
     return isinstance(given, Ref) and isinstance(spec_at(given.node.spec, given.dig), ContainerSpec)
 
 
-def _holds_tensor(spec: ValueSpec) -> bool:
-    if isinstance(spec, ContainerSpec):
-        return any(_holds_tensor(child) for _, _, child in spec.children)
-    return isinstance(spec, TensorSpec)
+def _has_tensor(spec: ValueSpec) -> bool:
+    return next(_tensor_keys(spec), None) is not None
 
 
-def _keys_of(spec: ValueSpec, texts: tuple[str, ...]) -> tuple[Key, ...]:
-    keys: list[Key] = []
-    for text in texts:
-        found = spec.child(text) if isinstance(spec, ContainerSpec) else None
-        assert found is not None  # `texts` comes from `leaves(spec)`
-        keys.append(found[0])
-        spec = found[1]
-    return tuple(keys)
+def _tensor_keys(spec: ValueSpec | None) -> Iterator[tuple[Key, ...]]:
+    """Yields the keys that lead to each tensor in a value."""
+    if isinstance(spec, TensorSpec):
+        yield ()
+    for _, key, child in spec.children if isinstance(spec, ContainerSpec) else ():
+        yield from ((key, *rest) for rest in _tensor_keys(child))

@@ -23,7 +23,7 @@ from graphpatch_notebook.components.operations import (
 from graphpatch_notebook.components.regions import Region, region
 from graphpatch_notebook.components.writes import Write
 
-_FARTHEST = 30
+_OUTPUT_STEPS = SAME_VALUES | SCALINGS | VIEWS | ADDITIONS | NORMS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ def mlp_of(trails: Trails, write: Write, layer: Layer) -> Mlp:
     missing: dict[str, str] = {}
     router, choice = _router(trails, write)
     experts = _experts(trails, write, layer, choice, router) if choice is not None and router is not None else {}
-    down = _last_linear_map(trails, write.value) if router is None else None
+    down = trails.linear_map(write.value, _OUTPUT_STEPS, is_whole=True) if router is None else None
     post = pre = None
     if router is not None:
         missing["mlp.pre"] = missing["mlp.post"] = "each expert has its own neurons, and each token other experts"
@@ -87,25 +87,6 @@ def _unflattened(trails: Trails, value: Value | None, rank: int) -> Value | None
     return value
 
 
-def _last_linear_map(trails: Trails, value: Value) -> Value | None:
-    flow = trails.flow
-    for _ in range(_FARTHEST):
-        if value.node.kind != "op":
-            return None
-        if flow.is_linear_map(value):
-            return value
-        if (norm := trails.norms.get(value)) is not None:
-            value = norm.given.value
-            continue
-        if value.op not in SAME_VALUES | SCALINGS | VIEWS | ADDITIONS | NORMS:
-            return None
-        before = [read for read in flow.moving(value.node) if read.size == value.size]
-        if len(before) != 1:
-            return None
-        value = before[0]
-    return None
-
-
 def _pre(trails: Trails, post: Value, write: Write) -> Value | None:
     """Returns the input of the nonlinearity: the result of a linear map, or its part that is the gate."""
     found = region(trails, post, write.inside)
@@ -114,12 +95,9 @@ def _pre(trails: Trails, post: Value, write: Write) -> Value | None:
         if pre is not None and pre.size == post.size:
             return pre
     product: Value | None = post
-    for _ in range(_FARTHEST):
-        if product is None or product.node.kind != "op" or product.op in SCALINGS:
-            break
-        before = [read for read in trails.flow.moving(product.node) if read.size == product.size]
-        product = before[0] if product.op in SAME_VALUES | VIEWS and len(before) == 1 else None
-    if product is None or product.op not in SCALINGS:
+    while product is not None and product.op not in SCALINGS:
+        product = trails.source(product, SAME_VALUES | VIEWS, is_whole=True)
+    if product is None:
         return None
     gates = []
     for branch in trails.flow.moving(product.node):

@@ -22,7 +22,7 @@ from graphpatch_notebook.capture.records import Frame, refs_in
 from graphpatch_notebook.components.attention import Attention, Part, Parts
 from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails
 from graphpatch_notebook.components.ends import End, Start
-from graphpatch_notebook.components.flow import Place, UnknownValueError, Value
+from graphpatch_notebook.components.flow import Place, UnknownValueError, Value, walk
 from graphpatch_notebook.components.mlp import Mlp
 from graphpatch_notebook.components.operations import CREATIONS, SHAPED_LIKE
 from graphpatch_notebook.components.regions import region
@@ -425,17 +425,13 @@ class _Prover:
 
     def _gate_problem(self, z: Part, given: Value) -> str | None:
         """Returns `None` if `z` is gated, scaled or normed before the output projection, or in another order there."""
-        waiting, ops = [given], set[str]()
-        seen: set[Value] = set()
-        while waiting:
-            value = waiting.pop()
-            if value in seen or value.node is z.value.node or value.node.kind != "op":
-                continue
-            if self._flow.order[value.node] <= self._flow.order[z.value.node]:
-                continue
-            seen.add(value)
-            ops.add(value.op)
-            waiting += self._flow.reads(value.node)
+        order = self._flow.order
+
+        def is_after(value: Value) -> bool:
+            return bool(value.op) and order[value.node] > order[z.value.node]
+
+        between = walk([given], lambda value: self._flow.reads(value.node) if is_after(value) else [])
+        ops = {value.op for value in between if is_after(value)}
         own, read = self._value(z.value), self._value(given)
         has_same = own.numel() == read.numel() and is_close(own.flatten().sort().values, read.flatten().sort().values)
         return None if has_same or ops & _GATES else "the output projection reads something else than z"

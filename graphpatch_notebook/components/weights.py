@@ -34,6 +34,8 @@ WeightSide: TypeAlias = Literal["outputs", "inputs", "all"]
 WeightIndex: TypeAlias = "int | slice"
 
 _FARTHEST = 60
+_STEPS = SAME_VALUES | VIEWS | NORMS | SCALINGS | ADDITIONS | {"tanh"}
+"""What may lie between a linear map and a component that it makes, besides norms as modules."""
 _ORDER = frozenset("batch position query key token".split())
 _lock = threading.RLock()
 
@@ -453,7 +455,7 @@ class _WeightFinder:
         """Whether more is done with the result of that linear map than to rearrange it or to change its dtype."""
         value: Value | None = self._value(self.component("@logits"))
         while value is not None and value.op in SAME_VALUES | VIEWS:
-            value = self._source(value)
+            value = self._trails.source(value, _STEPS)
         return value != self.unembedding()
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -469,14 +471,10 @@ class _WeightFinder:
 
     def _before(self, value: Value) -> Value:
         """Returns the linear map behind a value, through norms and operations that only rearrange."""
-        for _ in range(_FARTHEST):
-            if self.flow.is_linear_map(value):
-                return value
-            source = self._source(value)
-            if source is None:
-                break
-            value = source
-        raise NoWeightError(f"{self.flow.path(value)} is not made by one linear map")
+        linear = self._trails.linear_map(value, _STEPS)
+        if linear is None:
+            raise NoWeightError(f"{self.flow.path(value)} is not made by one linear map")
+        return linear
 
     def has_norm_over_heads(self, component: Component, size: int) -> bool:
         """Whether a norm over more than a head's `size` channels lies between a component and its linear map."""
@@ -484,31 +482,17 @@ class _WeightFinder:
         while value is not None and not self.flow.is_linear_map(value):
             if (value in self._trails.norms or value.op in NORMS) and value.shape[-1] != size:
                 return True
-            value = self._source(value)
+            value = self._trails.source(value, _STEPS)
         return False
-
-    def _source(self, value: Value) -> Value | None:
-        if (norm := self._trails.norms.get(value)) is not None:
-            return norm.given.value
-        if value.op not in SAME_VALUES | VIEWS | NORMS | SCALINGS | ADDITIONS | {"tanh"}:
-            return None
-        moving = [read for read in self.flow.moving(value.node) if read.is_float]
-        return moving[0] if len(moving) == 1 else None
 
     def _up(self, post: Component) -> Value | None:
         """Returns the factor that the gate of an MLP is multiplied with; `None` if it is not gated."""
         value: Value | None = self._value(post)
         while value is not None and value.op not in SCALINGS:
-            value = self._source(value)
+            value = self._trails.source(value, _STEPS)
         sides = self.flow.moving(value.node) if value is not None else []
-        direct = []
-        for side in sides if len(sides) == 2 else []:
-            try:
-                self._before(side)
-            except NoWeightError:
-                continue
-            direct.append(side)
-        return direct[0] if len(direct) == 1 else None
+        linear = [side for side in sides if len(sides) == 2 and self._trails.linear_map(side, _STEPS) is not None]
+        return linear[0] if len(linear) == 1 else None
 
     # -- matrices ------------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,8 @@
 """Graph modules: they run graphs in place of the modules of the model.
 
-`build` turns the records of a frame into an `fx.Graph`. `generated_code` makes its code when it first runs, with
-patches woven in. `hierarchy` joins the graph modules (`modules`, `compiled_module`) of all frames, and `running` keeps
-what runs at present: a graph, or the module's own code. `interpretation` runs a graph node by node, `verification`
-compares graphs with their modules, `edits` checks edited graphs, and `copies` copies and pickles graphs.
-`connected_records` is the reverse of `build`: it connects records as a graph is connected. `plain_fx` writes a
-hierarchy of plain `fx.GraphModule`s, and `exported/` makes a hierarchy from a `torch.export` program.
+`build` turns the records of a frame into an `fx.Graph`, and `generated_code` makes its code when it first runs.
+`hierarchy` joins the graph modules (`modules`, `compiled_module`) of all frames, and `running` keeps what runs at
+present. `plain_fx` writes a hierarchy of plain `fx.GraphModule`s, `exported/` makes one from a `torch.export` program.
 """
 
 from __future__ import annotations

@@ -84,23 +84,15 @@ class Targets(Protocol):
 class BuiltGraph:
     """A graph, and the values of its `get_attr` nodes called `_constant_0`, `_constant_1`, ...
 
-    Attributes:
-        graph: The graph.
-        constants: By name, a function that returns the object (tensors that nobody owns are held weakly).
-        codegen: How the graph prints its signature, where fx cannot.
+    A constant is a function that returns the object: tensors that nobody owns are held weakly.
     """
 
     graph: fx.Graph
     constants: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    codegen: ForwardCodeGen | None = None
 
 
 def build(frame: Frame, targets: Targets) -> BuiltGraph:
-    """Returns the graph of `frame`, which a custom extraction function may have given.
-
-    Raises:
-        GraphError: The frame is opaque.
-    """
+    """Returns the graph of `frame`, or raises a `GraphError` if it is opaque."""
     if frame.opaque_reason is not None:
         where = format_path(frame.path) or "the root"
         raise GraphError(f"{where} has no graph ({type(frame.module).__name__}): {frame.opaque_reason}")
@@ -141,7 +133,7 @@ class _GraphBuilder:
         for fx_node in self.graph.nodes:
             if RECORD not in fx_node.meta:
                 fx_node.meta[AUXILIARY] = True
-        return BuiltGraph(self.graph, self.constants, codegen if codegen.is_needed else None)
+        return BuiltGraph(self.graph, self.constants)
 
     def _add_placeholder(self, parameter: InputParameter, node: Node | None, codegen: ForwardCodeGen) -> None:
         default = () if parameter.default is _EMPTY else (codegen.default(parameter),)
@@ -362,15 +354,9 @@ def _parameter_name(text: str) -> str:
 
 
 def _is_printable(value: Any) -> bool:
-    is_printable = True
-
-    def look(leaf: Any) -> Any:
-        nonlocal is_printable
-        is_printable &= type(leaf) in _PRINTABLE
-        return leaf
-
-    map_leaves(value, look)
-    return is_printable
+    leaves: list[Any] = []
+    map_leaves(value, leaves.append)
+    return all(type(leaf) in _PRINTABLE for leaf in leaves)
 
 
 class DefaultName:
@@ -387,13 +373,10 @@ class DefaultName:
 
 
 class Written(NamedTuple):
-    """A call as a graph holds it.
+    """A call as a graph holds it: the fx opcode, and the function or the name of the method.
 
-    Attributes:
-        op: The fx opcode, `call_function` or `call_method`.
-        target: What is called: a function, or the name of a method.
-        order: What is written as positional arguments: the positions of recorded arguments, and names of attributes;
-            `None` for the recorded arguments.
+    `order` is what is written as positional arguments (positions of recorded arguments, and names of attributes), if
+    that is not the recorded arguments.
     """
 
     op: str
@@ -413,13 +396,9 @@ Operand: TypeAlias = Literal["tensor", "number", "other"]
 
 
 def written(func: Callable[..., Any], operands: Sequence[Operand], has_kwargs: bool) -> Written:
-    """Returns how to write a call of `func`.
+    """Returns how to write a call of `func`, the function that torch dispatched.
 
-    Args:
-        func: The function that torch dispatched.
-        operands: What the positional arguments are: Python's operators are sure to reach `func` only for plain tensors
-            and numbers.
-        has_kwargs: Whether there are keyword arguments.
+    Python's operators are sure to reach it only if their operands are plain tensors and numbers.
     """
     name = str(getattr(func, "__name__", ""))
     is_method = bool(operands) and operands[0] == "tensor"

@@ -23,9 +23,10 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.graphs.copies import copied_graph
 from graphpatch_notebook.graphs.edits import EditedCalls, check_edited, update_records
-from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, patches_from, weave
+from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, weave, woven_patches
 from graphpatch_notebook.graphs.modules import GraphModule, Hierarchy, run_live
 from graphpatch_notebook.graphs.running import RunningGraph, interpreter, run_as, trusted
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import is_tracing, never_compiled
 
@@ -51,32 +52,28 @@ class CompiledGraphModule(GraphModule):
             return relu
     """
 
-    _built: BuiltGraph | None
+    last_comparison: tuple[CallSignature, RunComparison] | None = None
+    """The result of the last comparison of the graph with the module by `verify`, and the signature of the call."""
+
+    _built: BuiltGraph | None = None
+    _edited_calls: EditedCalls | None = None
     _generated: dict[frozenset[str], GeneratedCode]
-    _edited_calls: EditedCalls | None
     _aliases: dict[str, Any]
     _callee_by_frame: dict[int, GraphModule]
-    _last_comparison: tuple[CallSignature, RunComparison] | None
 
     def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
         super().__init__(frame, hierarchy)
-        state = self.__dict__
-        state["_built"] = None
-        state["_generated"] = {}
-        state["_edited_calls"] = None
-        state["_aliases"] = {}
-        state["_callee_by_frame"] = {}
-        state["_last_comparison"] = None
+        self.__dict__.update(_generated={}, _aliases={}, _callee_by_frame={})
         hierarchy.has_own_graphs |= frame.custom_graph is not None
 
     @property
     def graph(self) -> fx.Graph:
         """The graph, built when it is first read; after editing it, call `recompile()`. May be set."""
-        return self._build().graph
+        return self.built().graph
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
-        self._build().graph = graph
+        self.built().graph = graph
         if self._frame.custom_graph is not None:
             self._frame.custom_graph = graph
         self.recompile()
@@ -92,9 +89,8 @@ class CompiledGraphModule(GraphModule):
         check_edited(self.graph, self._frame, self, self.original_path)
         self._generated.clear()
         if self._frame.custom_graph is None:
-            calls = self._edited_calls or EditedCalls(self._frame, self._as_recorded().run_recorded)
-            calls.note_unused_inputs(self.graph)
-            self.__dict__["_edited_calls"] = calls
+            self._edited_calls = self._edited_calls or EditedCalls(self._frame, self._as_recorded().run_recorded)
+            self._edited_calls.note_unused_inputs(self.graph)
         self._frame.is_edited = True
         update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
         self._hierarchy.has_own_graphs = True
@@ -105,11 +101,11 @@ class CompiledGraphModule(GraphModule):
         result = CompiledGraphModule(dataclasses.replace(self._frame), self._hierarchy)
         result.add_callees(self._callees)
         result._modules.update(self._modules)
-        result._build()  # at once: edits change the records
+        result.built()  # at once: edits change the records
         return result
 
     def _check_constants(self) -> None:
-        for name, get in self._build().constants.items():
+        for name, get in self.built().constants.items():
             is_used = any(node.op == "get_attr" and node.target == name for node in self.graph.nodes)
             if is_used and get() is None:
                 raise GraphError(self._why_gone(name))
@@ -132,15 +128,6 @@ class CompiledGraphModule(GraphModule):
     def doubts(self) -> list[str]:
         """Why the graph may differ from the module, on other inputs or on all; a sentence each."""
         return list(map(str, self._frame.doubts))
-
-    @property
-    def last_comparison(self) -> tuple[CallSignature, RunComparison] | None:
-        """The result of the last comparison of the graph with the module by `verify`, and the signature of the call."""
-        return self._last_comparison
-
-    def note_comparison(self, signature: CallSignature, comparison: RunComparison) -> None:
-        """Stores how the graph compares with the module in calls of this signature."""
-        self.__dict__["_last_comparison"] = signature, comparison
 
     @property
     def has_own_graph(self) -> bool:
@@ -181,20 +168,13 @@ class CompiledGraphModule(GraphModule):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs the graph in place of its module in a call of a `PatchableGraph`.
-
-        Args:
-            names: The names of the nodes whose values go through `patched(name, value)`.
-            patched: Returns the patched value.
-            args: The positional arguments of `forward`.
-            kwargs: The keyword arguments.
-        """
+        """Runs the graph in place of its module; the values of the nodes `names` go through `patched(name, value)`."""
         is_record = self._frame.custom_graph is None
         self._check_call(args, kwargs)
         function = self._code(names).function
         # The graph of a custom extraction function is written over the user's module, others over this one.
         owner = self if is_record else self._original_module
-        with patches_from(patched):
+        with holding(woven_patches, patched):
             return self._unwrapped(run_as(function, RunningGraph(is_record, is_patched_run=True), owner, args, kwargs))
 
     def run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,13 +190,13 @@ class CompiledGraphModule(GraphModule):
         # The graphs of custom extraction functions return a one-element tuple.
         return result[0] if self._frame.custom_graph is not None else result
 
-    def _build(self) -> BuiltGraph:
+    def built(self) -> BuiltGraph:
+        """Returns the current graph with its constants."""
         if self._built is None:
             with _build_lock:
                 if self._built is None:
                     self._aliases.clear()
-                    self.__dict__["_built"] = build(self._frame, self)
-        assert self._built is not None
+                    self._built = build(self._frame, self)
         return self._built
 
     def _code(self, names: frozenset[str] = frozenset()) -> GeneratedCode:
@@ -243,7 +223,7 @@ class CompiledGraphModule(GraphModule):
 
     def of_call(self, node: CallNode) -> str:
         """Returns the expression by which the code calls the graph module of a call node."""
-        callee = self._callee_of(node)
+        callee = self.callee_of(node)
         if callee is None:
             raise GraphError(f"the call {node.name!r} in {self.path or 'the root'!r} has no graph module")
         # The target first, as it usually fits: a graph may have thousands of calls and children.
@@ -253,7 +233,8 @@ class CompiledGraphModule(GraphModule):
             node.name, callee
         )
 
-    def _callee_of(self, node: CallNode) -> GraphModule | None:
+    def callee_of(self, node: CallNode) -> GraphModule | None:
+        """Returns the graph module that a call node of the graph calls."""
         known = self._callee_by_frame
         if len(known) != len(self._callees):
             known.clear()
@@ -263,10 +244,6 @@ class CompiledGraphModule(GraphModule):
     def of_attribute(self, path: str) -> str:
         """Returns the expression by which the code reads what the user's module has at `path`."""
         return path if _is_writable(path) else self._alias(path, path)
-
-    def built(self) -> BuiltGraph:
-        """Returns the current graph with its constants."""
-        return self._build()
 
     def original_path(self, target: str) -> str:
         """Returns the attribute path of the user's module that the code reads as `target`."""
@@ -284,17 +261,17 @@ class CompiledGraphModule(GraphModule):
     def copied_attributes(self) -> dict[str, Any]:
         """Returns the attributes of a copy. Code is generated again when it is needed, graphs are built again."""
         empty: dict[str, Any] = {"_generated": {}, "_callee_by_frame": {}}
-        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_edited_calls", "_last_comparison"))
+        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_edited_calls", "last_comparison"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraphModule:
         result: CompiledGraphModule = super().__deepcopy__(memo)
         if self._frame.is_edited:
-            built = result.__dict__["_built"] = copied_graph(self._build(), result.frame, memo)
+            result._built = copied_graph(self.built(), result.frame, memo)
             if result.frame.custom_graph is not None:
-                result.frame.custom_graph = built.graph
+                result.frame.custom_graph = result._built.graph
             else:
-                edited_calls = result.__dict__["_edited_calls"] = EditedCalls(result.frame, None)
-                edited_calls.note_unused_inputs(built.graph)
+                result._edited_calls = EditedCalls(result.frame, None)
+                result._edited_calls.note_unused_inputs(result._built.graph)
         return result
 
 

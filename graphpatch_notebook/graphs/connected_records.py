@@ -21,21 +21,17 @@ from graphpatch_notebook.graphs.build import Container, Structured, is_written_a
 from graphpatch_notebook.values import ContainerSpec, children, spec_at, take
 
 
-def connect_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any] | None = None) -> None:
+def connect_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any] = lambda _: None) -> None:
     """Records the values that the graph computes each node of a frame from, and the value that the frame returns.
 
-    A record that takes a part of what an operation returned becomes an `ElementNode`.
-
-    Args:
-        frame: The frame.
-        graph: Its graph; the nodes that have records have them in `meta`.
-        attribute: Returns what `get_attr` nodes without records read, by its path.
+    A record that takes a part of what an operation returned becomes an `ElementNode`. `attribute` returns what
+    `get_attr` nodes without records read, by its path.
     """
     _Connector(frame, attribute).connect(graph)
 
 
 class _Connector:
-    def __init__(self, frame: Frame, attribute: Callable[[str], Any] | None) -> None:
+    def __init__(self, frame: Frame, attribute: Callable[[str], Any]) -> None:
         self._frame = frame
         self._attribute = attribute
         self._values: dict[fx.Node, Any] = {}
@@ -83,7 +79,7 @@ class _Connector:
 
     def _without_record(self, fx_node: fx.Node, args: tuple[Any, ...]) -> Any:
         if fx_node.op == "get_attr":
-            return None if self._attribute is None else self._attribute(str(fx_node.target))
+            return self._attribute(str(fx_node.target))
         if fx_node.target is torch.Size or len(args) == 1:
             return args[0]
         return args

@@ -25,6 +25,7 @@ from graphpatch_notebook.capture.records import (
     map_leaves,
 )
 from graphpatch_notebook.graphs.build import BuiltGraph
+from graphpatch_notebook.torch_compat import codegen_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -41,19 +42,13 @@ class SavedSite(Site):
 def copied_graph(built: BuiltGraph, frame: Frame, memo: dict[int, Any]) -> BuiltGraph:
     """Returns a copy of the graph that a frame was copied with, over the records of that copy, `frame`."""
     graph = copy.deepcopy(built.graph, memo)
-    if built.codegen is not None:
-        graph.set_codegen(built.codegen)
+    graph.set_codegen(codegen_of(built.graph))
     for node in graph.nodes:
         if RECORD in node.meta:
             node.meta[RECORD] = frame.names[node.meta[RECORD].name]
-    constants: dict[str, Callable[[], Any]] = {}
-    for name, get in built.constants.items():
-        constants[name] = partial(_itself, copy.deepcopy(get(), memo))
-    return BuiltGraph(graph, constants, built.codegen)
-
-
-def _itself(value: Any) -> Any:
-    return value
+    copies = {name: copy.deepcopy(get(), memo) for name, get in built.constants.items()}
+    constants: dict[str, Callable[[], Any]] = {name: partial(copies.get, name) for name in copies}
+    return BuiltGraph(graph, constants)
 
 
 def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:

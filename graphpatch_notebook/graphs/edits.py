@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import Reason
@@ -29,6 +29,7 @@ from graphpatch_notebook.capture.custom_graphs import (
     record_name,
     reference_problem,
 )
+from graphpatch_notebook.capture.inputs import value_like
 from graphpatch_notebook.capture.observers import invoke, original_forward
 from graphpatch_notebook.capture.records import Frame, Node, OpNode
 from graphpatch_notebook.checks.call_signature import (
@@ -47,28 +48,24 @@ from graphpatch_notebook.graphs.running import unobserved
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.values import (
     ABSENT,
-    ContainerSpec,
     ScalarSpec,
     TensorSpec,
     UnknownSpec,
     ValueSpec,
     describe,
     leaves,
-    rebuilt,
+    off_meta,
 )
 from graphpatch_notebook.warning_places import warn
 
 RecordedCall: TypeAlias = Callable[["tuple[Any, ...]", "dict[str, Any]"], Any]
-
 _MOST_SIGNATURES = 1000
 
 
 class EditedCalls:
     """The calls that an edited graph is valid for.
 
-    Args:
-        frame: The frame that the graph was a record of.
-        recorded: Runs the original graph on the arguments of a call; `None` in a copy, which does not have it.
+    `recorded` runs the original graph on the arguments of a call; a copy does not have it.
     """
 
     def __init__(self, frame: Frame, recorded: RecordedCall | None) -> None:
@@ -86,7 +83,7 @@ class EditedCalls:
         self._looked_at = [frame.module, *(node.frame.module for node in frame.calls())]
         self._look = ModuleState(frame.module, is_look=True)
         self._is_as_captured = True
-        self._compared: dict[Hashable, RunComparison] = {}
+        self._held: set[Hashable] = set()  # the signatures of calls that it was compared in, and held for
         self._has_warned = False
 
     def note_unused_inputs(self, graph: fx.Graph) -> None:
@@ -103,15 +100,7 @@ class EditedCalls:
         return None
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Checks that the graph is valid for this call.
-
-        Raises:
-            GraphError: It does not: the call has other flags or inputs than the example, or the original graph differs
-                from the module.
-
-        Warns:
-            EditedGraphWarning: The two cannot be compared on these inputs.
-        """
+        """Raises a `GraphError` if the graph is not valid for this call; warns if that cannot be found out."""
         frame = self._frame
         if frame.module.training != frame.conditions.training:
             was, now = ("train", "eval") if frame.conditions.training else ("eval", "train")
@@ -126,7 +115,9 @@ class EditedCalls:
             raise self._error(str(refused))
         self._look_again()
         if differences or self._goes_by_values or not self._is_as_captured:
-            self._judge(self._comparison(CallSignature.of(values), args, kwargs))
+            key = CallSignature.of(values)
+            if self._goes_by_values or key not in self._held:
+                self._compare(key, args, kwargs)
 
     def _look_again(self) -> None:
         """Drops earlier comparisons if the modules have changed in other ways than by writes and new hooks."""
@@ -135,7 +126,7 @@ class EditedCalls:
             self._look = ModuleState(self._frame.module, is_look=True)
         if any(change.kind is not ChangeKind.HOOK or change.before is not ABSENT for change in changes):
             self._is_as_captured = False
-            self._compared.clear()
+            self._held.clear()
 
     def _is_left_out(self, difference: Difference) -> bool:
         """Whether the graph holds the differing value as a constant, so that equal results would not prove anything."""
@@ -146,20 +137,32 @@ class EditedCalls:
         is_used = difference.name.partition("|")[0] not in self._unused
         return not (is_used and _is_size(difference.was) and _is_size(difference.now))
 
-    def _comparison(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunComparison:
-        if not self._goes_by_values and key in self._compared:
-            return self._compared[key]
+    def _compare(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compares the original graph with the module in this call, and notes that the graph holds for its like."""
         if self._recorded is None:
-            return RunComparison(
-                ComparisonOutcome.NOT_COMPARABLE, "a copy does not have the graph as it was before the edit"
+            why = "a copy does not have the graph as it was before the edit"
+            found = RunComparison(ComparisonOutcome.NOT_COMPARABLE, why)
+        else:
+            # Without context variables: libraries collect hidden states in some, and these runs must not add to them.
+            found = Context().run(self._run_both, self._recorded, args, kwargs)
+        if found.is_difference:
+            raise self._error(
+                f"before it was edited, it differed from the module ({found}), as it holds sizes, flags or "
+                "branches of the example"
             )
-        # Without context variables: libraries collect hidden states in some, and these runs must not add to them.
-        found = Context().run(self._run_both, self._recorded, args, kwargs)
-        if len(self._compared) >= _MOST_SIGNATURES:
-            self._compared.clear()
-        if found.outcome is not ComparisonOutcome.RAISES:  # a lack of memory, say, is not a property of the call
-            self._compared[key] = found
-        return found
+        if found.outcome is ComparisonOutcome.UNREPEATABLE:
+            raise self._error(f"it is unlike the example's, and cannot be compared with the module ({found})")
+        if not found.is_equal and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"the edited graph of {self._who()} cannot be compared with the module on inputs unlike the example's: "
+                f"{found}; it holds sizes, flags and branches of the example",
+                EditedGraphWarning,
+                stacklevel=2,
+            )
+        if len(self._held) >= _MOST_SIGNATURES:
+            self._held.clear()
+        self._held.add(key)
 
     def _run_both(self, recorded: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunComparison:
         module = self._frame.module
@@ -172,23 +175,6 @@ class EditedCalls:
 
         with unobserved():
             return compared(module, run, graph, args, kwargs, within_rounding=self._is_rounded)
-
-    def _judge(self, comparison: RunComparison) -> None:
-        if comparison.is_difference:
-            raise self._error(
-                f"before it was edited, it differed from the module ({comparison}), as it holds sizes, flags or "
-                "branches of the example"
-            )
-        if comparison.outcome is ComparisonOutcome.UNREPEATABLE:
-            raise self._error(f"it is unlike the example's, and cannot be compared with the module ({comparison})")
-        if not comparison.is_equal and not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"the edited graph of {self._who()} cannot be compared with the module on inputs unlike the example's: "
-                f"{comparison}; it holds sizes, flags and branches of the example",
-                EditedGraphWarning,
-                stacklevel=2,
-            )
 
     def _error(self, why: str) -> GraphError:
         return GraphError(
@@ -216,11 +202,7 @@ _GRAPH_MODULE_GETS_TENSOR = "the graph module: graph_module.{} = tensor"
 def check_edited(graph: fx.Graph, frame: Frame, owner: Module, original_path: Callable[[str], str]) -> None:
     """Checks that an edited graph can be written as code, and that everything that it refers to exists.
 
-    Args:
-        graph: The graph.
-        frame: Its frame.
-        owner: The graph module, which has what the graph refers to.
-        original_path: Returns the attribute path of the user's module for a path in the graph.
+    `owner` is its graph module, and `original_path` returns the path in the user's module for one in the graph.
 
     Raises:
         GraphError: A check fails; the message names the node and the repair.
@@ -245,10 +227,7 @@ def _reads_as_recorded(node: fx.Node, original_path: Callable[[str], str]) -> bo
 # -- records of edited graphs ------------------------------------------------------------------------------------------
 
 
-Fingerprint = list[tuple[Any, ...]]
-
-
-def fingerprint(graph: fx.Graph) -> Fingerprint:
+def fingerprint(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """Returns a value that differs after any edit of the graph."""
     return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
 
@@ -257,12 +236,7 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
     """Updates the records of `frame` to those of its edited graph: each node has one, under a unique name.
 
     The values of new nodes, and of those that depend on them, are computed on the meta device. They are unknown if that
-    fails.
-
-    Args:
-        frame: The frame.
-        graph: Its current graph.
-        attribute: Returns what `get_attr` nodes read, by its path.
+    fails. `attribute` returns what `get_attr` nodes read, by its path.
     """
     output = frame.output_node
     kept = {id(node) for node in frame.nodes}
@@ -297,12 +271,7 @@ def _record_of(node: fx.Node, kept: set[int]) -> Node | None:
 
 
 class _Specs:
-    """Infers the specs of the values of a graph, node by node.
-
-    Args:
-        attribute: Returns what `get_attr` nodes read, by its path.
-        is_wrapped: Whether the output is wrapped in a tuple, as in custom graphs.
-    """
+    """Infers the specs of the values of a graph, node by node. The output of custom graphs is wrapped in a tuple."""
 
     def __init__(self, attribute: Callable[[str], Any], *, is_wrapped: bool) -> None:
         self._attribute = attribute
@@ -327,45 +296,25 @@ class _Specs:
     def _computed(self, node: fx.Node) -> ValueSpec | None:
         devices: list[torch.device] = []
 
+        def empty(_: str, spec: TensorSpec) -> Tensor:
+            devices.append(spec.device)
+            return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
         def value(leaf: Any) -> Any:
-            return _without_data(self._specs[leaf], devices) if isinstance(leaf, fx.Node) else leaf
+            return value_like(self._specs[leaf], empty) if isinstance(leaf, fx.Node) else leaf
 
         try:
-            if node.op == "output":
-                result = map_arguments(node.args[0], value)
-                return _on(describe(result[0] if self._is_wrapped else result), devices)
-            if node.op == "get_attr":
-                return describe(self._attribute(str(node.target)))
             args, kwargs = map_arguments(node.args, value), map_arguments(node.kwargs, value)
-            if node.op == "call_method":
-                return _on(describe(getattr(args[0], str(node.target))(*args[1:], **kwargs)), devices)
-            if node.op == "call_function" and callable(node.target):
-                return _on(describe(node.target(*args, **kwargs)), devices)
-        except Exception:  # raised by the user's function on meta tensors
+            if node.op == "output":
+                result = args[0][0] if self._is_wrapped else args[0]
+            elif node.op == "get_attr":
+                return describe(self._attribute(str(node.target)))
+            elif node.op == "call_method":
+                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            elif node.op == "call_function" and callable(node.target):
+                result = node.target(*args, **kwargs)
+            else:
+                return None
+        except Exception:  # raised by the user's function on meta tensors, or a value is not known
             return None
-        return None
-
-
-class _UnknownValueError(Exception):
-    """A value cannot be made without data (caught here)."""
-
-
-def _without_data(spec: ValueSpec, devices: list[torch.device]) -> Any:
-    if isinstance(spec, TensorSpec):
-        devices.append(spec.device)
-        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-    if isinstance(spec, ScalarSpec):
-        return spec.value
-    if isinstance(spec, ContainerSpec):
-        keys = [key for _, key, _ in spec.children]
-        return rebuilt(spec.type, keys, [_without_data(child, devices) for _, _, child in spec.children])
-    raise _UnknownValueError
-
-
-def _on(spec: ValueSpec, devices: list[torch.device]) -> ValueSpec:
-    """Returns `spec` with the device of the arguments instead of `meta`."""
-    if isinstance(spec, TensorSpec) and spec.device.type == "meta" and devices:
-        return TensorSpec(spec.shape, spec.dtype, devices[0], spec.type_name)
-    if isinstance(spec, ContainerSpec):
-        return ContainerSpec(spec.type, tuple((text, key, _on(child, devices)) for text, key, child in spec.children))
-    return spec
+        return off_meta(describe(result), devices[0]) if devices else describe(result)

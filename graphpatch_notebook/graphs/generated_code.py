@@ -17,7 +17,6 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -28,7 +27,6 @@ from torch import fx
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.graphs.build import OWNER_NAMES
-from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import codegen_of
 
 _lock = threading.Lock()
@@ -44,12 +42,9 @@ def code_generations() -> int:
 
 @dataclass(frozen=True)
 class GeneratedCode:
-    """The code of one graph.
+    """The source of the `forward` of one graph, and the function, whose first argument is the graph module.
 
-    Attributes:
-        text: The source of `forward`.
-        function: `forward` itself; its first argument is the graph module.
-        shared: Keeps the code object, and its lines for tracebacks, alive.
+    `shared` keeps the code object, and its lines for tracebacks, alive.
     """
 
     text: str
@@ -136,27 +131,18 @@ def _name_of_module(graph: fx.Graph) -> str:
 # -- patches in graphs -------------------------------------------------------------------------------------------------
 
 
-_patches: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("graphpatch_woven_patches", default=None)
-
-
-def patches_from(patched: Callable[[str, Any], Any]) -> AbstractContextManager[None]:
-    """Makes `patched(name, value)` return the patched values inside the block."""
-    return holding(_patches, patched)
+woven_patches: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("graphpatch_woven_patches", default=None)
+"""Returns the patched value of a node, given its name and its value."""
 
 
 def woven_patched(value: Any, name: str) -> Any:
     """Returns the patched value of the node `name`. Called by generated code."""
-    patched = _patches.get()
+    patched = woven_patches.get()
     return value if patched is None else patched(name, value)
 
 
 def weave(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
-    """Returns a copy of `graph` in which the values of the nodes called `names` are passed to `woven_patched`.
-
-    Args:
-        graph: A graph whose nodes have records in their `meta`.
-        names: The names of these records.
-    """
+    """Returns a copy of `graph` in which the values of the nodes whose records have `names` go to `woven_patched`."""
     result = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result.output(result.graph_copy(graph, copies))

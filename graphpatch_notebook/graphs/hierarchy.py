@@ -1,7 +1,4 @@
-"""Builds the hierarchy of graph modules from the frames of a capture, and applies the user's postprocessing function.
-
-Building is cheap: no graphs, no code.
-"""
+"""Builds the hierarchy of graph modules from the frames of a capture, and runs the user's postprocessing function."""
 
 from __future__ import annotations
 
@@ -29,7 +26,8 @@ _CONTAINERS = (ModuleList, ModuleDict, Sequential)
 def build_hierarchy(root: Frame) -> GraphModule:
     """Returns the graph module of the root frame, with those of all frames below it under the names of the model.
 
-    Containers that are not called themselves (`ModuleList`, ...) are containers of the same class here.
+    Containers that are not called themselves (`ModuleList`, ...) are containers of the same class here. No graphs are
+    built, and no code.
     """
     return _HierarchyBuilder().build(root)
 

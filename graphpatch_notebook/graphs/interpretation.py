@@ -1,11 +1,6 @@
 """Runs the graphs of a model node by node, each by a `torch.fx.Interpreter`, instead of as generated code.
 
 It is slower than generated code, but an error names its node, and a callback sees every value.
-
-    GraphInterpreter.run
-    └── graph module            with the hooks of its module, as always
-        └── run_graph           of each frame: `Interpretation` in place of generated code
-            └── _FrameInterpreter.run_node
 """
 
 from __future__ import annotations
@@ -79,7 +74,7 @@ class GraphInterpreter:
         """
         if self._before_run is not None:
             self._before_run()
-        interpretation = Interpretation(self._on_node)
+        interpretation = _Interpretation(self._on_node)
         state = ModuleState(self._graph_module.frame.module)
         with (
             afterwards(lambda: state.restore(counts_writes=True)),
@@ -90,7 +85,7 @@ class GraphInterpreter:
         return result
 
 
-class Interpretation:
+class _Interpretation:
     """One interpreted run of a hierarchy."""
 
     def __init__(self, on_node: Callable[[str, Any], object] | None) -> None:
@@ -156,8 +151,7 @@ class _FrameInterpreter(fx.Interpreter):
         module = self.fetch_attr(target)
         record = self._node.meta.get(RECORD) if self._node is not None else None
         if isinstance(record, CallNode) and module is record.frame.module:
-            callees = self._graph_module.callees()
-            module = next((callee for callee in callees if callee.frame is record.frame), module)
+            module = self._graph_module.callee_of(record) or module
         return module(*args, **kwargs)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -23,6 +23,7 @@ from torch.nn import Module, ModuleList, Parameter
 
 from graphpatch_notebook.capture.observers import Swaps, invoke, original_forward
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, SerializationError
 from graphpatch_notebook.graphs.copies import copied_frame
 from graphpatch_notebook.graphs.running import (
@@ -96,53 +97,17 @@ class Mirror(Module):
         """Gives this module, for its graph, a parameter that the user's module does not have."""
         setattr(self, name, param)
 
-    @property
-    def training(self) -> bool:
-        """The flag of the user's module."""
-        return self._original_module.training
 
-    @training.setter
-    def training(self, value: bool) -> None:
-        self._original_module.training = value
-
-    def train(self, mode: bool = True) -> Any:
-        """Puts the user's module in training mode, or in evaluation mode."""
-        self._original_module.train(mode)
-        return self
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # called by `to`, `half`, `cuda`, ...
-        self._original_module._apply(*args, **kwargs)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the state dict of the user's module."""
-        return self._original_module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict into the user's module."""
-        return self._original_module.load_state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yields the parameters of the user's module under its names."""
-        return self._original_module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yields the buffers of the user's module under its names."""
-        return self._original_module.named_buffers(*args, **kwargs)
+delegate(Mirror, "_original_module", "train state_dict load_state_dict named_parameters named_buffers _apply".split())
 
 
 class Hierarchy:
-    """What all graph modules of one model share.
+    """What all graph modules of one model share."""
 
-    Attributes:
-        has_own_graphs: Whether there are graphs that replace their module, rather than record it: edited ones, and
-            those of custom extraction functions.
-        edits: How often a graph was edited.
-    """
-
-    def __init__(self) -> None:
-        self.has_own_graphs = False
-        self.edits = 0
+    has_own_graphs = False
+    """Whether there are graphs that replace their module (edited, or custom), rather than record it."""
+    edits = 0
+    """How often a graph was edited."""
 
 
 class GraphModule(Mirror):

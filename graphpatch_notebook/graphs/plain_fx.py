@@ -57,13 +57,7 @@ from graphpatch_notebook.values import (
 
 @dataclass(frozen=True, slots=True)
 class PatchedPart:
-    """Patches on a part of a value.
-
-    Attributes:
-        index: The index of the part, of integers and slices; `()` for the whole value.
-        patches: The patches, in order; their values are read in each run.
-        where: The path of the part and the operation, for messages.
-    """
+    """Patches on the part of a value at `index` (`()` for all of it), which `where` names in messages."""
 
     index: tuple[Any, ...]
     patches: Sequence[Patch[Any]]
@@ -83,7 +77,7 @@ def plain_fx_module(
         root: The graph module of the whole model.
         patched: The patches.
         examples: The known example inputs, by parameter.
-        any_size: Whether inputs of other sizes than the example's are accepted.
+        any_size: As for `InputCheck`.
 
     Raises:
         GraphError: Some frames have no graph; the message names them all.
@@ -105,8 +99,8 @@ class PatchedValue(Module):
     """Applies patches to a value of the model. The graph calls it at patched nodes.
 
     Args:
-        part: The patches, and the part that they are for.
-        dig: The keys that lead from the value to the one that they are on a part of.
+        part: The patches.
+        dig: The keys that lead from the value to the one that they are on.
         is_written: Whether the value was written into a tensor that others hold: so is the patched value.
         is_shown_copied: Whether patches that only read the value get a copy, as the model writes into it later.
         is_shown_alias: Whether they get an alias that replaces the value: it is an input of the module.
@@ -238,7 +232,7 @@ class _Writer:
         """Stores the value that a node refers to on the plain module."""
         record: Node | None = old.meta.get(RECORD)
         if new.op == "call_module":
-            callee = _callee(self._source, record)
+            callee = self._source.callee_of(record) if isinstance(record, CallNode) else None
             path = str(old.target if record is None else record.target)
             if isinstance(record, CallNode) and record.call_index > 0:
                 path = f"{path}_call_{record.call_index}"
@@ -249,7 +243,7 @@ class _Writer:
             )
             new.target = self._put(path, below)
         elif new.op == "get_attr":
-            value = self._value_of(old)
+            value = operator.attrgetter(str(old.target))(self._source)
             if record is not None and record.kind == "constant" and self._given.has(value):
                 self._read_given(new, value)
                 return
@@ -275,15 +269,9 @@ class _Writer:
         node.op = "call_function"
         node.target, node.args = _reading(value, reads[-1])
 
-    def _value_of(self, node: fx.Node) -> Any:
-        try:
-            return _value(self._source, str(node.target))
-        except GraphError as error:
-            raise GraphError(str(error)) from None
-
     def _put(self, path: str, value: Any) -> str:
         if isinstance(value, fx.Node):  # a module without a graph, called by an edited graph
-            value = _value(self._source, str(value.target))
+            value = operator.attrgetter(str(value.target))(self._source)
         safe = ".".join(map(_safe_name, path.split(".")))
         if self._held.get(safe, value) is not value:
             safe = unique_name(safe, self._held)
@@ -349,19 +337,6 @@ def _drop_unused_reads(copies: dict[fx.Node, fx.Node]) -> None:
             new.graph.erase_node(new)
 
 
-def _callee(source: CompiledGraphModule, record: Any) -> GraphModule | None:
-    if not isinstance(record, CallNode):
-        return None
-    return next((callee for callee in source.callees() if callee.frame is record.frame), None)
-
-
-def _value(source: CompiledGraphModule, path: str) -> Any:
-    found: Any = source
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
-
-
 def _is_saved(module: Module, record: Node) -> bool:
     """Whether a tensor of the model is in its state dict."""
     holder, _, name = str(record.target).rpartition(".")
@@ -395,11 +370,7 @@ def listed_doubts(root: GraphModule) -> str:
 
 
 class GivenObjects:
-    """The objects among the inputs of a model, such as caches. Graphs read the tensors of the object they are given.
-
-    Args:
-        examples: The example inputs by parameter.
-    """
+    """The objects among the example inputs, such as caches. Graphs read the tensors of those that they are given."""
 
     def __init__(self, examples: Mapping[str, Any]) -> None:
         self._held = {name: list(_held_in(value, (), ())) for name, value in examples.items() if _is_object(value)}
@@ -500,14 +471,8 @@ _IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE, Aspect.REQUIRES_GRAD, Aspect.
 class InputCheck(Module):
     """Raises an error if a call does not have the form of the recorded one. Compilers can trace it.
 
-    The modules must also be in the modes of the recorded run.
-
-    Args:
-        frame: The frame of the whole model.
-        any_size: Whether tensors may have other sizes (but not another number of dimensions).
-
-    Attributes:
-        maker: What makes another graph, for messages.
+    The modules must also be in the modes of the recorded run. With `any_size`, tensors may have other sizes, but not
+    another number of dimensions. `maker` is what makes another graph, for messages.
     """
 
     def __init__(self, frame: Frame, *, any_size: bool) -> None:

@@ -128,12 +128,8 @@ class _Diversion:
 def call_with_hooks(module: Module, recorded: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `forward` of `module` between its hooks, and returns the result that the caller gets.
 
-    Args:
-        module: The module.
-        recorded: The ids of the hooks that ran when the caller was captured. They run for their side effects; what they
-            return is dropped, as the caller's graph computes it.
-        args: The positional arguments of `forward`.
-        kwargs: The keyword arguments.
+    Hooks that ran when the caller was captured (their ids are `recorded`) run for their side effects: what they return
+    is dropped, as the caller's graph computes it.
 
     Raises:
         GraphError: A recorded hook writes into a tensor, which the graph also does.

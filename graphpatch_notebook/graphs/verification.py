@@ -219,7 +219,7 @@ class _Verifier:
 
     def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: RunComparison) -> None:
         self.found[graph_module] = comparison
-        graph_module.note_comparison(signature, comparison)
+        graph_module.last_comparison = signature, comparison
 
     def _graph_module(self, module: Module) -> GraphModule | None:
         """Returns the graph module of the frame that begins, if it was called during capture."""
@@ -282,6 +282,3 @@ def _report(graph_module: GraphModule, found: dict[GraphModule, RunComparison]) 
         status = "differing" if comparison.is_difference else "not comparable"
         reason = str(comparison)
     return FrameReport(format_path(frame.path), type(frame.module).__name__, status, reason)
-
-
-__all__ = ["FrameReport", "VerificationReport", "verify"]

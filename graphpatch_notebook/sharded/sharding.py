@@ -29,7 +29,7 @@ from graphpatch_notebook.sharded.agreement import Agreement
 from graphpatch_notebook.sharded.placements import AlikeValues, Placement, is_known, is_same_sketch, sketch
 from graphpatch_notebook.sharded.processes import Processes, processes_of
 from graphpatch_notebook.torch_compat import fully_shards_parts, split_factor, without_torch_functions
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
+from graphpatch_notebook.values import TensorSpec, mapped_spec, off_meta, tensor_specs
 
 RunWithPatches: TypeAlias = "Callable[[Mapping[str, Patch[Any]]], object]"
 _Key: TypeAlias = "tuple[int, tuple[Any, ...]]"
@@ -116,7 +116,7 @@ class Sharding:
         known = {} if local is None else nodes_by_key(local)
         for node in frame.nodes:
             other = known.get(node_key(node))
-            node.spec = _on(node.spec, device)
+            node.spec = off_meta(node.spec, device)
             if isinstance(node, CallNode):
                 self.join(node.frame, other.frame if isinstance(other, CallNode) else None, device)
             elif is_of_experts and (node.kind == "op" or not holds_some_experts(frame.module)):
@@ -338,15 +338,6 @@ def _packed_sizes(module: Module) -> dict[int, int]:
     }
 
 
-def _on(spec: ValueSpec, device: torch.device) -> ValueSpec:
-    """Returns a spec with `device` in place of the meta device."""
-    if isinstance(spec, TensorSpec):
-        return replace(spec, device=device) if spec.device.type == "meta" else spec
-    if isinstance(spec, ContainerSpec):
-        return replace(spec, children=tuple((text, key, _on(child, device)) for text, key, child in spec.children))
-    return spec
-
-
 def note_placements(root: Frame, placements: Mapping[str, str]) -> None:
     """Writes down in the records of a capture how values are distributed, given by path."""
     by_node: dict[Node, dict[tuple[Any, ...], str]] = {}
@@ -354,17 +345,11 @@ def note_placements(root: Frame, placements: Mapping[str, str]) -> None:
         target = resolve(root, path)
         by_node.setdefault(target.node, {})[target.dig] = text
     for node, texts in by_node.items():
-        node.spec = _with_placements(node.spec, texts)
 
+        def placed(spec: TensorSpec, keys: tuple[Any, ...], texts: dict[tuple[Any, ...], str] = texts) -> TensorSpec:
+            return replace(spec, placement=texts.get(keys, ""))
 
-def _with_placements(spec: ValueSpec, texts: Mapping[tuple[Any, ...], str], keys: tuple[Any, ...] = ()) -> ValueSpec:
-    """Returns a spec with the placements of its tensors."""
-    if isinstance(spec, TensorSpec):
-        return replace(spec, placement=texts.get(keys, ""))
-    if isinstance(spec, ContainerSpec):
-        inside = ((text, key, _with_placements(child, texts, (*keys, key))) for text, key, child in spec.children)
-        return replace(spec, children=tuple(inside))
-    return spec
+        node.spec = mapped_spec(node.spec, placed)
 
 
 # -- what a process saw ------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_table(comparison: Comparison) -> None:
     assert "plain hooks, construct: -, nothing to construct" in comparison.notes()
 
 
-def test_what_failed_is_told(comparison: Comparison) -> None:
+def test_failures_are_reported(comparison: Comparison) -> None:
     failed = Comparison(comparison.measured, {"pyvene": "no such version"})
     assert "pyvene: not measured: no such version" in failed.notes()
     assert "pyvene" not in " ".join(failed.headers())

@@ -74,7 +74,7 @@ def test_views_answer_while_the_model_or_a_cell_runs_and_both_are_interrupted(
     expect(popup.get_by_text("return x + 1").first).to_be_visible()
 
 
-def test_kernels_that_are_restarted_or_shut_down_are_told_in_words(
+def test_the_page_says_that_the_kernel_was_restarted_or_shut_down(
     notebook: NotebookPage, write: Callable[..., str], take_picture: Callable[[str], Path]
 ) -> None:
     view = slow(notebook, write)

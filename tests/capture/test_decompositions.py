@@ -190,7 +190,7 @@ def test_a_mask_that_only_attention_can_read_leaves_the_rest_open() -> None:
     assert torch.equal(pg(*tensors), model(*tensors))
 
 
-def test_a_model_that_calls_none_of_the_functions_is_told_of() -> None:
+def test_a_model_that_calls_none_of_the_functions_warns() -> None:
     options = ExtractionOptions(decompose=["scaled_dot_product_attention", "multi_head_attention_forward"])
     match = "does not call scaled_dot_product_attention nor multi_head_attention_forward on these inputs"
     with pytest.warns(DecompositionWarning, match=match):

@@ -65,7 +65,7 @@ def test_changes_are_noticed(change: Callable[[dict[str, Any]], object], words: 
     assert inputs.change() == words
 
 
-def test_a_tensor_in_the_place_of_one_that_is_gone_is_another_one() -> None:
+def test_a_tensor_at_the_address_of_a_deleted_one_is_a_change() -> None:
     for _ in range(20):  # the new one may be where the old one was
         kept = [torch.ones(2)]
         inputs = ExampleInputs((kept,), {})
@@ -74,7 +74,7 @@ def test_a_tensor_in_the_place_of_one_that_is_gone_is_another_one() -> None:
         assert inputs.change() == "argument 0.sub_0 is another object"
 
 
-def test_containers_that_hold_themselves_are_looked_at_once() -> None:
+def test_containers_that_contain_themselves_are_visited_once() -> None:
     loop: list[Any] = [1]
     loop.append(loop)
     inputs = ExampleInputs((loop,), {})
@@ -120,7 +120,7 @@ def test_graphs_without_a_run_have_none(tmp_path: Any) -> None:
     assert captured(PatchableGraph.from_exported(program)).examples is None
 
 
-def test_inputs_are_no_part_of_the_model() -> None:
+def test_inputs_are_not_part_of_the_model() -> None:
     x = nn.Parameter(torch.ones(2))
     pg = PatchableGraph(nn.Linear(2, 3), x)
     assert pg.state_dict().keys() == {"weight", "bias"}

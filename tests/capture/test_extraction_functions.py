@@ -106,7 +106,7 @@ def test_a_function_may_trace_the_module_with_fx() -> None:
         assert torch.equal(pg(X), model[0].linear(X * 0))
 
 
-def test_a_function_is_stronger_than_the_wish_to_skip() -> None:
+def test_an_extraction_function_overrides_skipping() -> None:
     model = Model()
     for skipping in ({"skip_compilation": True}, {"classes_to_skip_compiling": {Scale}}):
         pg = PatchableGraph(model, options(tenfold, **skipping), X)
@@ -188,7 +188,7 @@ def unwrapped(module: nn.Module) -> fx.Graph:
         (lambda module: 3, r"for Scale \('0.scale'\) must return a torch.fx.Graph, not int"),
     ],
 )
-def test_graphs_that_cannot_stand_for_the_module_are_an_error_whatever_the_options(function: Any, message: str) -> None:
+def test_graphs_that_do_not_replace_the_module_are_an_error_with_any_options(function: Any, message: str) -> None:
     for others in ({}, {"warn_on_compilation_failure": True}, {"error_on_compilation_failure": True}):
         with pytest.raises(CaptureError, match=message):
             PatchableGraph(nn.Sequential(Model()), options(function, **others), X)

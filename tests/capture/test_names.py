@@ -21,7 +21,7 @@ def captured(name: str) -> PatchableGraph:
     return PatchableGraph(case.build(), *call.args, **call.kwargs)
 
 
-def test_the_names_that_everybody_knows_in_gpt2() -> None:
+def test_the_names_of_gpt2() -> None:
     paths = set(captured("gpt2-eager").nodes)
     assert "transformer.h_0.mlp.act.mul_3" in paths
     assert "transformer.h_0.mlp.act.mul_4" not in paths
@@ -104,6 +104,6 @@ class Loop(nn.Module):
         return x * x_3
 
 
-def test_numbering_goes_on_where_it_stopped_and_skips_what_is_taken() -> None:
+def test_numbering_continues_and_skips_used_numbers() -> None:
     pg = PatchableGraph(Loop(), torch.ones(2), torch.ones(2))
     assert names(pg) == ["x", "x_3", "add", "x_1", "add_1", "x_2", "add_2", "x_4", "add_3", "x_5", "mul", "output"]

@@ -93,13 +93,13 @@ def test_a_failing_extraction_function_falls_back_in_silence() -> None:
     assert "inner.linear.linear" in pg.nodes
 
 
-def test_or_with_a_warning() -> None:
+def test_a_failing_extraction_function_falls_back_with_a_warning() -> None:
     options = ExtractionOptions(custom_extraction_functions={Inner: fails}, warn_on_compilation_failure=True)
     with pytest.warns(CompilationWarning, match="'inner' was captured without its custom graph: LookupError: no graph"):
         PatchableGraph(Outer().eval(), options, X)
 
 
-def test_or_as_the_original_error() -> None:
+def test_a_failing_extraction_function_raises_the_original_error() -> None:
     options = ExtractionOptions(
         custom_extraction_functions={Inner: fails}, error_on_compilation_failure=True, allow_unused_submodules=True
     )
@@ -183,7 +183,7 @@ def test_a_module_that_cannot_be_captured_becomes_opaque(warn: bool, count: int)
     assert torch.equal(patched, by_hand if count == 1 else (linear(linear(by_hand) * 2) + 1) * 3)
 
 
-def test_or_the_original_error_is_raised() -> None:
+def test_a_module_that_cannot_be_captured_raises_the_original_error() -> None:
     model = Holder(Uncapturable())
     before = dict(model.inner[0].__dict__)
     for warn in (False, True):  # the error is the stronger of the two
@@ -194,7 +194,7 @@ def test_or_the_original_error_is_raised() -> None:
 
 
 @pytest.mark.parametrize("where", ["input", "output"])
-def test_what_cannot_be_looked_at_may_be_given_and_returned(where: str) -> None:
+def test_values_that_cannot_be_inspected_may_be_passed_and_returned(where: str) -> None:
     class Inner(nn.Module):
         def forward(self, x: Tensor, settings: Any) -> tuple[Tensor, Any]:
             return x * 2, (settings if where == "output" else None)
@@ -261,7 +261,7 @@ def test_every_frame_of_the_transformers_models_is_compiled(case: Case) -> None:
     assert [frame.path for frame in frames if frame.opaque_reason] == []
 
 
-def test_things_that_are_no_module_are_refused() -> None:
+def test_objects_that_are_not_modules_are_refused() -> None:
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not function"):
         PatchableGraph(lambda x: x, X)  # type: ignore[arg-type]
 

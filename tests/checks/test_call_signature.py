@@ -46,7 +46,7 @@ class Cache:
         ([X, {"y": Y}], [X, {"y": X}], ["JOINED"]),
     ],
 )
-def test_what_tells_calls_apart(was: list[Any], now: list[Any], aspects: list[str]) -> None:
+def test_calls_that_differ_have_different_signatures(was: list[Any], now: list[Any], aspects: list[str]) -> None:
     names = [f"input_{i}" for i in range(len(was))]
     signature, other = (CallSignature.of(dict(zip(names, values, strict=True))) for values in (was, now))
     differences = signature.differences(now)

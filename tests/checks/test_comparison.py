@@ -88,7 +88,7 @@ def holds_itself(x: Tensor) -> Any:
         ),
     ],
 )
-def test_outcomes(
+def test_comparisons_have_these_outcomes(
     expected: Callable[..., Any], found: Callable[..., Any], outcome: ComparisonOutcome, detail: str
 ) -> None:
     before, given, random = snapshot(MODEL), X.clone(), torch.get_rng_state()

@@ -14,6 +14,7 @@ from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.checks.dimensions import NoBatchError, batch_inputs, dimensions_of
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.values import TensorSpec
+from tests.hooks import registered
 from tests.laws.captures import capture_of, leaves_its_state_alone, some_cases
 from tests.zoo import Call, Case, seed_all
 from tests.zoo.case import floats
@@ -37,9 +38,8 @@ def shapes_of_outputs(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tupl
             found[module] = tuple(output.shape)
 
     handles = [module.register_forward_hook(note) for module in modules]
-    yield found
-    for handle in handles:
-        handle.remove()
+    with registered(handles):
+        yield found
 
 
 def is_batch_of_tensors(case: Case) -> bool:

@@ -170,14 +170,14 @@ RUNS = 0
 @pytest.mark.parametrize(("name", "edit"), [
     ("RUNS", lambda: globals().update(RUNS=RUNS + 1)), ("Counted.runs", lambda: setattr(Counted, "runs", 5)),
 ])  # fmt: skip
-def test_what_code_and_classes_of_inner_modules_hold_is_looked_at(name: str, edit: Callable[[], None]) -> None:
+def test_values_in_code_and_classes_of_inner_modules_are_part_of_the_state(name: str, edit: Callable[[], None]) -> None:
     state = ModuleState(nn.Sequential(nn.Linear(2, 2), Counted()))
     assert state.change() is None
     edit()
     assert str(state.change()) == f"it changes the global {name!r} while it runs"
 
 
-def test_weights_are_not_copied_and_a_write_into_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_not_copied_and_a_write_into_them_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphpatch_notebook.checks.model_state.LARGE", 4)
     model = Held()
     model.view_of_weight = model.second.weight.detach()[:1, :1]

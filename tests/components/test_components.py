@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from graphpatch_notebook import CustomPatch, PatchableGraph, ProbePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.components.proofs import Verdicts, prove
+from tests.hooks import registered
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 61, 48, 4, 2, 7
 
@@ -389,9 +390,8 @@ def seen_by_hooks(known: Known, model: nn.Module) -> dict[str, Tensor]:
             is_word = part.startswith("@")
             name = part if is_word else f"{known.stack}layers[{number}].{part}"
             hooks.append(watch(name, path if is_word else inside, what))
-    model(**known.inputs())
-    for hook in hooks:
-        hook.remove()
+    with registered(hooks):
+        model(**known.inputs())
     return found
 
 
@@ -682,11 +682,10 @@ def test_experts_are_found_in_lists_and_in_dicts(keys: list[str] | None) -> None
     for number in range(3):
         key = str(number) if keys is None else keys[number]
         kept: list[Tensor] = []
-        handle = model.get_submodule(f"1.experts.{key}").register_forward_hook(
+        with model.get_submodule(f"1.experts.{key}").register_forward_hook(
             lambda _, __, out, kept=kept: kept.append(out)
-        )
-        model(x)
-        handle.remove()
+        ):
+            model(x)
         probe = ProbePatch()
         with pg.patch({f"layers[1].experts[{number}].out": probe}):
             pg(x)

@@ -242,7 +242,7 @@ class ByHead(nn.Module):
         return self.out(torch.cat([attended(q, k, v, "")[1] for q, k, v in parts], -1))
 
 
-def test_several_attentions_in_one_are_not_taken_for_one_of_them() -> None:
+def test_several_attentions_in_one_module_are_not_found_as_one() -> None:
     blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
     for block in blocks:
         block.attn = ByHead()
@@ -312,7 +312,7 @@ class Grouped(nn.Module):
         return self.o(attended(q, k, v, "")[1].permute(0, 3, 1, 2, 4).flatten(2))
 
 
-def test_heads_in_two_dimensions_are_not_taken_for_those_of_one() -> None:
+def test_heads_in_two_dimensions_are_not_read_as_one_dimension() -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(number, "", False) for number in range(2)))
     for block in blocks:
@@ -328,10 +328,9 @@ def test_heads_in_two_dimensions_are_not_taken_for_those_of_one() -> None:
     with pytest.raises(ExperimentError, match="has no dimension of heads, but batch, key_head, query_head"):
         keep_heads(pg, [(0, 1)], method="zero")
     with torch.no_grad():
-        handle = blocks[1].attn.o.register_forward_pre_hook(lambda _, given: (given[0].index_fill(-1, third, 0.0),))
-        third = torch.arange(2 * SIZE, 3 * SIZE)
-        expected = blocks(x)
-        handle.remove()
+        with blocks[1].attn.o.register_forward_pre_hook(lambda _, given: (given[0].index_fill(-1, third, 0.0),)):
+            third = torch.arange(2 * SIZE, 3 * SIZE)
+            expected = blocks(x)
         with pg.patch({"layers[1].attn.z[:, 1, 0]": ZeroPatch()}):
             torch.testing.assert_close(pg(x), expected)
 
@@ -362,7 +361,7 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_experts_that_noise_sends_tokens_to_are_no_mixers(seed: int) -> None:
+def test_experts_with_noisy_routing_are_not_mixers(seed: int) -> None:
     torch.manual_seed(seed)
     pg = PatchableGraph(nn.Sequential(Mixture(), Mixture()).eval(), torch.randn(1, LENGTH, WIDTH))
     assert pg.components.verify()["layers[0].mlp_out"].proof

@@ -71,11 +71,8 @@ def hooked(pg, layer, edit):
         returned = edit(changed)
         return changed if returned is None else returned
 
-    handle = pg.layers[layer].mlp.register_forward_hook(hook)
-    try:
+    with pg.layers[layer].mlp.register_forward_hook(hook):
         return pg._module(x)
-    finally:
-        handle.remove()
 
 
 def outputs(pg, patch_map):

@@ -230,7 +230,7 @@ def test_tracing_finds_where_each_head_is_needed() -> None:
     assert min(lost[0, 3, 1], lost[1, 3, 2]) > 5
 
 
-def test_tracing_tells_keys_from_values() -> None:
+def test_tracing_distinguishes_keys_from_values() -> None:
     found = run("06_causal_tracing")[1]
     keys, values = np.array(found["edges"]["found"]["data"]), np.array(found["edges"]["copied"]["data"])
     assert np.argwhere(keys > 0.1).tolist() == [[3, 1], [4, 1]]
@@ -240,7 +240,7 @@ def test_tracing_tells_keys_from_values() -> None:
     assert list(found["shares"].values()) == pytest.approx([0.5, 0.85, 1], abs=0.05)
 
 
-def test_attribution_agrees_with_patching_as_far_as_is_said() -> None:
+def test_attribution_agrees_with_patching_as_documented() -> None:
     found = run("06_causal_tracing")[1]["correlations"]
     assert list(found) == [f"{question}, {m}" for question in ("found", "copied") for m in ("gradient", "integrated")]
     for of_all, of_those, size in (found["found, integrated"], found["copied, integrated"]):

@@ -19,6 +19,7 @@ from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatc
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError, UnknownPathError
 from graphpatch_notebook.patches.kinds import Patch
 from tests.experiments.hooked import GPT2_OUTPUT
+from tests.hooks import registered
 from tests.integrations.test_torch_compile import MASKED_BY_VMAP, gpt2
 from tests.zoo import installed
 
@@ -271,11 +272,8 @@ def hooked(model: Any, steer: AddPatch, position: int) -> Iterator[None]:
         model.transformer.h[0].register_forward_hook(steered),
         model.transformer.h[1].attn.c_proj.register_forward_pre_hook(without_head),
     ]
-    try:
+    with registered(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def test_language_models() -> None:
@@ -333,16 +331,15 @@ def test_generations_with_static_caches_compile_once() -> None:
     assert backend.frame_count == 2
 
     runs: list[int] = []
-    handle = model.register_forward_pre_hook(lambda *_: runs.append(1))
-    with pytest.raises(GraphError, match='cache_implementation="static"'):
-        compiled.generate(ids, **options)
-    with pg.patch({}):
-        in_context = pg.compile(patches, ids, allow_doubts=True, backend="eager")
-    runs.clear()
-    with pytest.raises(GraphError, match=r"outside of pg.patch\(\)"):
-        in_context.generate(ids, **options, cache_implementation="static")
-    assert not runs
-    handle.remove()
+    with model.register_forward_pre_hook(lambda *_: runs.append(1)):
+        with pytest.raises(GraphError, match='cache_implementation="static"'):
+            compiled.generate(ids, **options)
+        with pg.patch({}):
+            in_context = pg.compile(patches, ids, allow_doubts=True, backend="eager")
+        runs.clear()
+        with pytest.raises(GraphError, match=r"outside of pg.patch\(\)"):
+            in_context.generate(ids, **options, cache_implementation="static")
+        assert not runs
 
 
 @pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
@@ -432,9 +429,8 @@ def test_one_step_with_a_cache_given_by_hand() -> None:
     )
     caches, before = (filled(ids), filled(ids)), example.layers[0].keys.clone()
     for _ in range(2):
-        handle = model.transformer.h[0].mlp.register_forward_hook(lambda _m, _a, output: zero.op(output.clone()))
-        expected = model(token, past_key_values=caches[0], use_cache=True).logits
-        handle.remove()
+        with model.transformer.h[0].mlp.register_forward_hook(lambda _m, _a, output: zero.op(output.clone())):
+            expected = model(token, past_key_values=caches[0], use_cache=True).logits
         torch.testing.assert_close(compiled(token, past_key_values=caches[1], use_cache=True).logits, expected)
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
         torch.testing.assert_close((one.keys, one.cumulative_length), (other.keys, other.cumulative_length))

@@ -60,7 +60,7 @@ def expected_with_patches(pg: PatchableGraph) -> Tensor:
 # -- told after each call ----------------------------------------------------------------------------------------------
 
 
-def test_told_after_each_call_with_its_results_there(pg: PatchableGraph) -> None:
+def test_after_call_runs_after_each_call_with_its_results(pg: PatchableGraph) -> None:
     probe, told = ProbePatch(), []
     context = pg.patch({"mul": probe})
     context.after_call = lambda: told.append((probe.activation, threading.current_thread()))
@@ -77,7 +77,7 @@ def test_told_after_each_call_with_its_results_there(pg: PatchableGraph) -> None
     assert torch.equal(told[1][0], torch.relu(pg._module.first(X * 2)) * 2)
 
 
-def test_told_of_calls_in_inner_contexts_outer_first(pg: PatchableGraph) -> None:
+def test_after_call_runs_for_inner_contexts_outer_first(pg: PatchableGraph) -> None:
     told: list[str] = []
     outer, inner = pg.patch({"mul": ZeroPatch()}), pg.patch({"x": ZeroPatch()})
     outer.after_call, inner.after_call = (lambda: told.append("outer")), (lambda: told.append("inner"))
@@ -90,7 +90,7 @@ def test_told_of_calls_in_inner_contexts_outer_first(pg: PatchableGraph) -> None
     assert told == ["outer", "inner", "outer"]
 
 
-def test_told_once_of_a_generation() -> None:
+def test_after_call_runs_once_for_a_generation() -> None:
     case = case_by_name("gpt2-eager")
     call = case.example()
     pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
@@ -103,7 +103,7 @@ def test_told_once_of_a_generation() -> None:
     assert told == [1]
 
 
-def test_not_told_of_a_call_inside_a_call(pg: PatchableGraph) -> None:
+def test_after_call_is_not_called_for_a_call_inside_a_call(pg: PatchableGraph) -> None:
     told: list[int] = []
     context = pg.patch({"first.output": ZeroPatch()})
     context.after_call = lambda: told.append(1)
@@ -118,7 +118,7 @@ def test_not_told_of_a_call_inside_a_call(pg: PatchableGraph) -> None:
     assert told == [1]
 
 
-def test_not_told_of_a_call_that_raised(pg: PatchableGraph) -> None:
+def test_after_call_is_not_called_for_a_call_that_raised(pg: PatchableGraph) -> None:
     told: list[int] = []
     context = pg.patch({"first.output": ZeroPatch()}, strict=True)
     context.after_call = lambda: told.append(1)
@@ -130,7 +130,7 @@ def test_not_told_of_a_call_that_raised(pg: PatchableGraph) -> None:
     assert told == []
 
 
-def test_what_it_raises_goes_to_the_caller(pg: PatchableGraph) -> None:
+def test_an_error_in_after_call_reaches_the_caller(pg: PatchableGraph) -> None:
     context = pg.patch({"mul": ZeroPatch()})
     context.after_call = lambda: next(iter(()))
     with context, pytest.raises(StopIteration):
@@ -247,7 +247,7 @@ class Reader(nn.Module):
 
 
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_a_tensor_of_a_child_is_patched_beside_the_boundary_of_the_child(has_hook: bool) -> None:
+def test_a_tensor_of_a_child_is_patched_together_with_the_boundary_of_the_child(has_hook: bool) -> None:
     model = Reader()
     if has_hook:
         model.child.register_forward_hook(lambda module, args, output: output * 2 + args[0])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphpatch_notebook
 from graphpatch_notebook import (
@@ -24,6 +23,7 @@ from graphpatch_notebook import (
     ProbePatch,
     ZeroPatch,
 )
+from tests.tiny_models import gpt2
 
 X = torch.ones(2, 3)
 
@@ -238,16 +238,14 @@ def test_errors_in_hooks_of_the_model() -> None:
 
     pg = PatchableGraph(Encoder(), X)
     for module in (pg._module, pg._module.down):
-        handle = module.register_forward_hook(fails)
-        with pg.patch({"up.output": ZeroPatch()}):
+        with module.register_forward_hook(fails), pg.patch({"up.output": ZeroPatch()}):
             note = failure(lambda: pg(X), ArithmeticError)
-        handle.remove()
         path = "'the model' (Encoder)" if module is pg._module else "'down' (Linear)"
         assert note.splitlines()[0] == f"graphpatch: raised by code of {path}"
         assert 'raise ArithmeticError("in a hook")' in note
 
 
-def test_without_a_context_there_is_no_note(pg: PatchableGraph) -> None:
+def test_errors_without_a_context_have_no_note(pg: PatchableGraph) -> None:
     with pytest.raises(RuntimeError) as caught:
         pg(BROKEN, "inner")
     assert not hasattr(caught.value, "__notes__")
@@ -298,7 +296,7 @@ def test_errors_that_take_no_notes() -> None:
         pg(X, True)
 
 
-def test_errors_that_the_model_handles_are_none() -> None:
+def test_errors_that_the_model_handles_are_not_reported() -> None:
     class Handles(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -426,9 +424,8 @@ def test_a_call_that_was_not_opened_this_time_is_named_whole() -> None:
 
 
 def test_in_gpt2() -> None:
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=16, bos_token_id=0, eos_token_id=0)
     ids = torch.tensor([[1, 2, 3]])
-    pg = PatchableGraph(GPT2LMHeadModel(config).eval(), ids)
+    pg = PatchableGraph(gpt2(width=8, vocabulary=11, n_positions=16), ids)
     narrow = CustomPatch(lambda value: value[..., :5], any_shape=True)
     note = run_broken(pg, {"transformer.h_1.mlp.c_fc.output": narrow}, ids)
     assert "raised by 'transformer.h_1.mlp.c_proj.x_1' (addmm)" in note

@@ -50,7 +50,7 @@ def test_a_change_of_the_models_does_not_reach_it(model: Any, pg: PatchableGraph
     assert pg.generate(IDS).shape == (2, 10)
 
 
-def test_untouched_it_is_the_models_run(model: Any, pg: PatchableGraph) -> None:
+def test_an_unchanged_generation_config_gives_the_models_run(model: Any, pg: PatchableGraph) -> None:
     assert pg.generation_config is not model.generation_config
     for settings in ({}, {"do_sample": True}, {"num_beams": 2}):
         torch.manual_seed(0)
@@ -83,9 +83,8 @@ def test_patches_and_steps_with_a_config_of_its_own(model: Any, pg: PatchableGra
     record = RecordPatch(steps="decoding")
     with pg.patch({PATH: [ZeroPatch(), record]}):
         found = pg.generate(IDS)
-    handle = model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
-    assert torch.equal(found, model.generate(IDS)[:, :8])
-    handle.remove()
+    with model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output)):
+        assert torch.equal(found, model.generate(IDS)[:, :8])
     assert len(record.activations) == 2
 
 

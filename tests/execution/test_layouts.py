@@ -74,7 +74,7 @@ def test_patches_of_other_contexts_for_the_same_frames_stay_in_these() -> None:
     assert [torch.equal(value, expected["inner_1.output"]) for value in record.activations] == [True] * 3
 
 
-def test_what_is_known_is_made_once_and_little_of_it_is_kept() -> None:
+def test_layouts_are_computed_once_and_few_are_cached() -> None:
     pg, expected = outputs()
     layouts: dict[object, Layout] = captured(pg).callers._layouts
     for _ in range(3):

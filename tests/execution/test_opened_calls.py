@@ -206,7 +206,7 @@ MASKED: dict[str, tuple[dict[str, Any], Tensor]] = {
 
 
 @pytest.mark.parametrize("captured_with", list(MASKED))
-def test_names_mean_the_same_whatever_the_mask_is(captured_with: str) -> None:
+def test_names_are_the_same_with_any_mask(captured_with: str) -> None:
     pg = PatchableGraph(Masked(), SDPA, X, **MASKED[captured_with][0])
     for given, bias in MASKED.values():
         probes = {name: ProbePatch() for name in ("scores", "pattern")}

@@ -58,7 +58,7 @@ def longformer() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [funnel, mamba2, longformer])
-def test_of_transformers(build: Callable[[], nn.Module]) -> None:
+def test_other_sizes_of_transformers(build: Callable[[], nn.Module]) -> None:
     assert_identity(build(), tokens(2, 7), [tokens(3, 11), tokens(1, 16), tokens(2, 37)], lambda run, ids: run(ids)[0])
 
 
@@ -76,7 +76,7 @@ class Derived(nn.Module):
         return begun.sum() + chunks.mean(1) * places.sum() + rows.sum() + last.sum()
 
 
-def test_of_sizes_made_of_the_inputs() -> None:
+def test_sizes_computed_from_the_inputs() -> None:
     assert_identity(
         Derived(),
         floats(2, 6, 6),
@@ -108,7 +108,7 @@ def test_what_each_dimension_is() -> None:
     "name", ["awkward-loops-over-values", "mixtral-expert-loop-eager", "awkward-size-plumbing", "vit-eager"]
 )
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
-def test_of_the_zoo(name: str) -> None:
+def test_other_sizes_of_the_zoo(name: str) -> None:
     case = case_by_name(name)
     model, call = case.build(), case.example()
     pg = PatchableGraph(model, *call.args, **call.kwargs)
@@ -176,7 +176,7 @@ def test_the_model_is_left_alone() -> None:
     assert model.longest == 9
 
 
-def test_where_the_model_cannot_run_without_values() -> None:
+def test_models_that_cannot_run_without_values() -> None:
     """Sizes that coincide with those of inputs have to do."""
 
     class Counts(nn.Module):

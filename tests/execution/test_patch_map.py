@@ -64,7 +64,7 @@ def refused(pg: PatchableGraph, patch_map: Any) -> PatchMapError:
         ([("x", ZeroPatch())], "a patch map is a dict from paths to patches, not list"),
     ],
 )
-def test_what_is_wrong_and_how_to_mend_it(pg: PatchableGraph, patch_map: Any, message: str) -> None:
+def test_errors_say_what_is_wrong_and_how_to_fix_it(pg: PatchableGraph, patch_map: Any, message: str) -> None:
     assert message in str(refused(pg, patch_map))
 
 
@@ -85,7 +85,7 @@ def test_all_of_it_in_one_error(pg: PatchableGraph) -> None:
     assert "\n  - 'x': ZeroPatch: slice" in text
 
 
-def test_paths_that_lead_to_no_value_are_key_errors_and_the_rest_value_errors(pg: PatchableGraph) -> None:
+def test_paths_without_a_value_are_key_errors_and_the_rest_value_errors(pg: PatchableGraph) -> None:
     for path in ("nowhere", "linear", pg.graph.output, pg.graph.output.pair):
         unknown = refused(pg, {path: ZeroPatch()})
         assert isinstance(unknown, UnknownPathError)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import (
     AddPatch,
@@ -32,6 +31,7 @@ from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
+from tests.tiny_models import gpt2
 
 IDS = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
 MLP, STREAM = "transformer.h_1.mlp.output", "transformer.h_0.output"
@@ -41,9 +41,7 @@ SECOND = {MLP: CustomPatch(custom_op=lambda value: value * 2), "transformer.wpe.
 
 @pytest.fixture(scope="module")
 def pg() -> PatchableGraph:
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, bos_token_id=None, eos_token_id=None)
-    return PatchableGraph(GPT2LMHeadModel(config).eval(), IDS)
+    return PatchableGraph(gpt2(), IDS)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import (
     AddPatch,
@@ -26,6 +25,7 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.experiments import LogitDifference, Noise, causal_trace
 from graphpatch_notebook.patchable_graph import captured
+from tests.tiny_models import gpt2
 from tests.zoo import CASES
 from tests.zoo.case import tokens
 
@@ -61,11 +61,8 @@ def hooked(pg: PatchableGraph, positions: list[list[int]], number: int = 0) -> T
                 output[row, position] = 0
         return output
 
-    handle = layer(pg, number).register_forward_hook(zero)
-    try:
+    with layer(pg, number).register_forward_hook(zero):
         return captured(pg).module(INPUTS).logits
-    finally:
-        handle.remove()
 
 
 MLP = "transformer.h_0.mlp.output"
@@ -121,9 +118,8 @@ def test_a_generation_has_them_at_the_step_that_computes_them(pg: PatchableGraph
         plain.append(output)
         return output
 
-    handle = layer(pg, 0).register_forward_hook(add)
-    by_hand = captured(pg).module.generate(INPUTS.clamp(min=3), **options)
-    handle.remove()
+    with layer(pg, 0).register_forward_hook(add):
+        by_hand = captured(pg).module.generate(INPUTS.clamp(min=3), **options)
     assert torch.equal(with_cache, by_hand)
     assert all(map(torch.equal, probe.activations, plain))
     with (
@@ -167,9 +163,8 @@ def test_causal_trace_restores_another_position_in_each_row(pg: PatchableGraph) 
     with torch.no_grad():
         for number, column in itertools.product(range(2), range(2)):
             clean = pg.record(paths[number], INPUTS)[paths[number]]
-            handle = layer(pg, number).register_forward_hook(restoring(clean, [row[column] for row in columns]))
-            expected = metric(captured(pg).module(other)).item()
-            handle.remove()
+            with layer(pg, number).register_forward_hook(restoring(clean, [row[column] for row in columns])):
+                expected = metric(captured(pg).module(other)).item()
             assert traced[number, column].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -282,9 +277,8 @@ def test_another_number_of_rows_is_an_error(pg: PatchableGraph) -> None:
 )
 def test_parts_that_are_read_have_gradients(name: str, positions: Any, part: Any) -> None:
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20, n_positions=16, bos_token_id=None)
     ids = torch.arange(10).view(2, 5)
-    graph = PatchableGraph(GPT2LMHeadModel(config).eval(), ids)
+    graph = PatchableGraph(gpt2(width=8, vocabulary=20, n_positions=16), ids)
     whole, probe = ProbePatch(), ProbePatch(positions=positions)
     with graph.patch({graph.components.lookup(name)[0].path: whole}):
         expected = graph(ids).logits

@@ -486,7 +486,7 @@ class Scan(nn.Module):
 
 
 @pytest.mark.parametrize("paths", [["state", "state_1", "state_2"], ["state", "state_2"]])
-def test_operations_in_a_loop_that_goes_on(paths: list[str]) -> None:
+def test_operations_in_a_longer_loop(paths: list[str]) -> None:
     pg = PatchableGraph(Scan(), X)
     expected = X
     for name in ("state", "state_1", "state_2", "the fourth", "the fifth"):
@@ -517,9 +517,8 @@ def test_each_forward_of_a_method_counts_from_zero() -> None:
 def test_a_module_that_a_method_calls_itself() -> None:
     once = PatchableGraph(Loop(), X, steps=1)
     cell = once._module.cell
-    handle = cell.register_forward_hook(lambda module, args, output: output + 1)
-    expected = once._module.advance(X, 3)
-    handle.remove()
+    with cell.register_forward_hook(lambda module, args, output: output + 1):
+        expected = once._module.advance(X, 3)
     with warnings.catch_warnings(), once.patch({"cell.output": AddPatch(1.0)}, strict=True):
         warnings.simplefilter("error")
         assert torch.equal(once.advance(X, 3), expected)
@@ -579,7 +578,7 @@ class Beside(nn.Module):
         return self.child(self.shared(x))
 
 
-def test_a_module_that_is_called_beside_a_shared_one_is_patched() -> None:
+def test_a_module_that_is_called_with_a_shared_one_is_patched() -> None:
     model = Beside()
     pg = PatchableGraph(model, X)
     seen = RecordPatch()

@@ -47,7 +47,7 @@ def test_a_fixed_size_that_differs_is_an_error_that_names_both_shapes() -> None:
             pg(torch.ones(1, 5, 12), mask=torch.ones(1, 5))
 
 
-def test_unless_the_patch_says_that_it_is_meant() -> None:
+def test_a_fixed_size_may_differ_with_any_shape() -> None:
     pg = PatchableGraph(PacksHeads(), torch.ones(1, 5, 12))
     with pg.patch({"heads": AddPatch(1.0, any_shape=True)}, strict=True):
         pg(torch.ones(1, 5, 12), mask=torch.ones(1, 5))

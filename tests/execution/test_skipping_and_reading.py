@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import (
     AddPatch,
@@ -29,6 +28,7 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
+from tests import tiny_models
 from tests.laws.captures import capture_of, leaves_its_state_alone, outcome, some_cases, without_recomputing
 from tests.zoo import CASES, Case
 from tests.zoo.values import same_state, snapshot
@@ -83,19 +83,16 @@ MLP = "transformer.h_1.mlp.output"
 
 @pytest.fixture(scope="module")
 def gpt2() -> PatchableGraph:
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=3, n_head=2, n_embd=8, vocab_size=20, n_positions=32, bos_token_id=None)
-    return PatchableGraph(GPT2LMHeadModel(config).eval(), TOKENS)
+    return PatchableGraph(tiny_models.gpt2(layers=3, width=8, vocabulary=20, n_positions=32), TOKENS)
 
 
 def test_what_the_output_of_a_skipped_call_is(gpt2: PatchableGraph) -> None:
     given = torch.randn(2, 4, 8)
     for patch, by_hand in ((SkipPatch(given), given), (SkipPatch(0.5), torch.full_like(given, 0.5))):
         calls: list[int] = []
-        handle = gpt2.transformer.h[1].mlp.c_fc.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        with gpt2.patch({"transformer.h_1.mlp": [patch], MLP: AddPatch(value=1.0)}):
+        watched = gpt2.transformer.h[1].mlp.c_fc.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        with watched, gpt2.patch({"transformer.h_1.mlp": [patch], MLP: AddPatch(value=1.0)}):
             found = gpt2(TOKENS).logits
-        handle.remove()
         assert not calls
         with gpt2.patch({MLP: ReplacePatch(value=by_hand + 1.0)}):
             assert torch.equal(found, gpt2(TOKENS).logits)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import (
     AddPatch,
@@ -30,6 +29,7 @@ from graphpatch_notebook import (
 )
 from graphpatch_notebook.experiments import ablate
 from graphpatch_notebook.patches.splices import inside_of
+from tests.tiny_models import gpt2
 
 IDS = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
 PATH = "transformer.h_0.mlp.output"
@@ -51,9 +51,7 @@ class Sae(nn.Module):
 
 @pytest.fixture(scope="module")
 def pg() -> PatchableGraph:
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, bos_token_id=None, eos_token_id=None)
-    return PatchableGraph(GPT2LMHeadModel(config).eval(), IDS)
+    return PatchableGraph(gpt2(), IDS)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +63,8 @@ def sae() -> Sae:
 def hooked(pg: PatchableGraph, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns the logits of the model with the value at `PATH` changed by a plain hook."""
     mlp = pg._module.transformer.h[0].mlp
-    handle = mlp.register_forward_hook(lambda *given: change(given[-1]))
-    try:
+    with mlp.register_forward_hook(lambda *given: change(given[-1])):
         return pg._module(IDS).logits
-    finally:
-        handle.remove()
 
 
 def without(sae: Sae, unit: int, *, error: bool) -> Callable[[Tensor], Tensor]:
@@ -156,7 +151,7 @@ def test_in_containers_at_positions_and_before_other_patches(pg: PatchableGraph,
             torch.testing.assert_close(pg(IDS).logits, expected)
 
 
-def test_what_is_wrong_is_said_before_anything_runs(pg: PatchableGraph, sae: Sae) -> None:
+def test_errors_are_raised_before_anything_runs(pg: PatchableGraph, sae: Sae) -> None:
     latents = f"{PATH}|sae.latents"
     for graph, patches, kind, message in (
         (
@@ -246,7 +241,7 @@ def test_an_error_that_is_not_added_cannot_be_changed(pg: PatchableGraph, sae: S
 
 
 @pytest.mark.parametrize("patch", [FromPatch("transformer.h_0.attn.z"), SkipPatch()])
-def test_parts_are_no_nodes_to_skip_or_to_read_into(pg: PatchableGraph, sae: Sae, patch: Patch[Any]) -> None:
+def test_parts_cannot_be_skipped_or_read_into(pg: PatchableGraph, sae: Sae, patch: Patch[Any]) -> None:
     patches = {PATH: SplicePatch(sae), f"{PATH}|sae.latents": [patch]}
     with pytest.raises(PatchMapError, match="not a node of the model"), pg.patch(patches):
         pass

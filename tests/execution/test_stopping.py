@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import (
     AddPatch,
@@ -32,6 +31,8 @@ from graphpatch_notebook import (
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec, leaves, take
+from tests import tiny_models
+from tests.hooks import registered
 from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, run, some_cases
 from tests.zoo import Case
 from tests.zoo.values import bit_equal, same_state, snapshot
@@ -70,9 +71,8 @@ def called(model: nn.Module, names: dict[int, str]) -> Iterator[list[str]]:
         for module in model.modules()
         if id(module) in names and not isinstance(module, torch.jit.ScriptModule)
     ]
-    yield seen
-    for handle in handles:
-        handle.remove()
+    with registered(handles):
+        yield seen
 
 
 def with_hooks(capture: Capture, chosen: list[tuple[str, Frame, Any]]) -> tuple[dict[str, Any], list[str]]:
@@ -93,11 +93,10 @@ def with_hooks(capture: Capture, chosen: list[tuple[str, Frame, Any]]) -> tuple[
                 raise HandStop
 
         handles.append(capture.counterpart(frame.module).register_forward_hook(keep))
-    names = {id(module): name for name, module in capture.reference.named_modules()}
-    with called(capture.reference, names) as seen, contextlib.suppress(HandStop):
-        run(capture.reference, capture.case.example())
-    for handle in handles:
-        handle.remove()
+    with registered(handles):
+        names = {id(module): name for name, module in capture.reference.named_modules()}
+        with called(capture.reference, names) as seen, contextlib.suppress(HandStop):
+            run(capture.reference, capture.case.example())
     return kept, seen
 
 
@@ -137,12 +136,10 @@ TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 
 @pytest.fixture(scope="module")
 def gpt2() -> PatchableGraph:
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=3, n_head=2, n_embd=8, vocab_size=20, n_positions=32, bos_token_id=None)
-    return PatchableGraph(GPT2LMHeadModel(config).eval(), TOKENS)
+    return PatchableGraph(tiny_models.gpt2(layers=3, width=8, vocabulary=20, n_positions=32), TOKENS)
 
 
-def test_patterns(gpt2: PatchableGraph) -> None:
+def test_patterns_select_paths(gpt2: PatchableGraph) -> None:
     layers = [f"transformer.h_{n}.output" for n in range(3)]
     assert gpt2.nodes.matching("transformer.h_*.output") == layers
     assert gpt2.nodes.matching("**.h_*.output") == layers
@@ -161,7 +158,7 @@ def test_a_patch_on_a_pattern_is_on_each_path_that_has_none_of_its_own(gpt2: Pat
         assert torch.equal(gpt2(TOKENS).logits, found)
 
 
-def test_a_path_is_not_taken_for_a_pattern() -> None:
+def test_a_path_is_not_read_as_a_pattern() -> None:
     class Stars(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"a*": x + 1, "ab": x + 2}
@@ -368,10 +365,9 @@ def test_the_end_of_a_generation(gpt2: PatchableGraph) -> None:
         with gpt2.patch({path: StopPatch()}):
             assert torch.equal(gpt2.generate(TOKENS, max_new_tokens=3), first)
         calls = []
-        handle = gpt2.transformer.register_forward_pre_hook(lambda *_: calls.append(1))
-        with gpt2.patch({path: StopPatch(steps=2)}):
+        counted = gpt2.transformer.register_forward_pre_hook(lambda *_: calls.append(1))
+        with counted, gpt2.patch({path: StopPatch(steps=2)}):
             assert gpt2.generate(TOKENS, max_new_tokens=8, do_sample=False).shape == (2, 1, 8)
-        handle.remove()
     assert len(calls) == 3
 
 
@@ -413,11 +409,10 @@ def test_the_model_is_what_it_was_after_interrupts(gpt2: PatchableGraph) -> None
 
     before = snapshot(gpt2.transformer)
     for module in (gpt2.transformer.wte, gpt2.transformer.h[1].attn, gpt2.transformer.h[2].mlp):
-        handle = module.register_forward_hook(interrupt)
-        for call in (gpt2.record, gpt2.run_until):
-            with pytest.raises(Interrupted):
-                call("transformer.h_2.output", TOKENS)
-        handle.remove()
+        with module.register_forward_hook(interrupt):
+            for call in (gpt2.record, gpt2.run_until):
+                with pytest.raises(Interrupted):
+                    call("transformer.h_2.output", TOKENS)
     assert same_state(gpt2.transformer, before) is None
     assert torch.equal(gpt2.record("transformer.h_2.output", TOKENS)["transformer.h_2.output"],
                        gpt2.run_until("transformer.h_2.output", TOKENS))  # fmt: skip

@@ -36,7 +36,7 @@ def pg() -> PatchableGraph:
 # -- contexts that are never entered -----------------------------------------------------------------------------------
 
 
-def test_a_context_that_is_thrown_away_is_told(pg: PatchableGraph) -> None:
+def test_a_context_that_is_never_entered_warns(pg: PatchableGraph) -> None:
     for _ in range(2):  # each time: a cell may be run again
         with pytest.warns(PatchNotFiredWarning, match="patches nothing by itself") as told:
             pg.patch(PATCHES)
@@ -45,7 +45,7 @@ def test_a_context_that_is_thrown_away_is_told(pg: PatchableGraph) -> None:
         pg.patch(PATCHES, strict=True).quiet()
 
 
-def test_contexts_that_are_kept_are_not(pg: PatchableGraph) -> None:
+def test_contexts_that_are_kept_do_not_warn(pg: PatchableGraph) -> None:
     def made() -> PatchContext:
         one = pg.patch(PATCHES)
         return pg.patch(PATCHES) if one is None else one
@@ -80,7 +80,7 @@ def test_a_context_says_whether_it_is_active(pg: PatchableGraph) -> None:
     assert "with pg.patch(...)" in repr(context)
 
 
-def test_nothing_is_told_when_python_ends() -> None:
+def test_nothing_warns_when_python_ends() -> None:
     code = (
         "import torch\nfrom graphpatch_notebook import PatchableGraph, ZeroPatch\n"
         "pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))\n"
@@ -95,7 +95,7 @@ def test_nothing_is_told_when_python_ends() -> None:
 
 @pytest.mark.parametrize("path", ["output", "sub_0.linear", "sub_1.input", "sub_0.weight"])
 @pytest.mark.parametrize("has_grad", [True, False])
-def test_a_block_that_calls_the_model_alone_is_told(pg: PatchableGraph, path: str, has_grad: bool) -> None:
+def test_a_block_that_only_calls_the_original_model_warns(pg: PatchableGraph, path: str, has_grad: bool) -> None:
     model = pg._module
     before, expected = snapshot(model), model(X)
     with torch.set_grad_enabled(has_grad):
@@ -109,7 +109,7 @@ def test_a_block_that_calls_the_model_alone_is_told(pg: PatchableGraph, path: st
     assert same_state(model, before) is None
 
 
-def test_blocks_that_are_right_are_not(pg: PatchableGraph) -> None:
+def test_correct_blocks_do_not_warn(pg: PatchableGraph) -> None:
     model = pg._module
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -173,7 +173,7 @@ def test_the_patches_of_a_block_that_never_ended_are_taken_away(
     assert torch.equal(pg(X), expected)
 
 
-def test_blocks_that_wait_are_not_over(pg: PatchableGraph) -> None:
+def test_blocks_that_wait_have_not_ended(pg: PatchableGraph) -> None:
     def generator() -> Any:
         with pg.patch(PATCHES):
             yield

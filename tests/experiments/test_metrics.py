@@ -211,7 +211,7 @@ def test_the_position_is_read_before_anything_else() -> None:
         (lambda: KLDivergence(None), LOGITS, r"the output has no logits: it is a NoneType"),
     ],
 )
-def test_what_cannot_be_measured_is_said(make: Any, output: Any, message: str) -> None:
+def test_invalid_metrics_are_errors(make: Any, output: Any, message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         make()(output)
 
@@ -230,6 +230,6 @@ def test_what_cannot_be_measured_is_said(make: Any, output: Any, message: str) -
         (CausalLMOutput(logits=LOGITS), r"'logits' is of shape \(2, 3, 4\) \(a CausalLMOutput: is it the whole output"),
     ],
 )
-def test_what_is_no_number_is_said(given: Any, message: str) -> None:
+def test_values_that_are_not_numbers_are_reported(given: Any, message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         measurement(given)

@@ -213,7 +213,7 @@ def test_interrupts_of_graph_runs() -> None:
 
 @quietly
 @pytest.mark.parametrize("file", [patchable_graph.__file__, execution_context.__file__])
-def test_interrupts_wherever_an_unpatched_run_of_graphs_begins_and_ends(file: str) -> None:
+def test_interrupts_at_the_beginning_and_end_of_an_unpatched_run_of_graphs(file: str) -> None:
     model = Model()
     model.inner.linear._forward_hooks.clear()
     now = setting(model, ExtractionOptions(postprocessing_function=add_what_changes_nothing))

@@ -23,17 +23,6 @@ def settle(module: GraphModule, *args: Any, **kwargs: Any) -> None:
         module(*args, **kwargs)
 
 
-class TupleOutputModule(nn.Module):
-    """The module of graphpatch's documentation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return (self.linear(x), self.linear(x + 1))
-
-
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

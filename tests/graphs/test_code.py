@@ -16,7 +16,8 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.graphs.build import records
 from graphpatch_notebook.options import ExtractionOptions
-from tests.graphs.models import TupleOutputModule, graph_module
+from tests.frames import TupleOutputModule
+from tests.graphs.models import graph_module
 
 
 class Runs(nn.Module):

@@ -119,7 +119,7 @@ def unknown_call(graph: fx.Graph) -> fx.Graph:
         (without(retarget), "reads self.weights, but Scaled has no such attribute; it has scale, inner"),
     ],
 )
-def test_graphs_that_cannot_stand_for_the_module(function: Any, message: str) -> None:
+def test_graphs_that_do_not_replace_the_module_are_refused(function: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         frame_of(Scaled(), function)
 

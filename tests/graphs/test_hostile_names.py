@@ -28,7 +28,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["\x00", "\udc80x", "a\nb", "\r", "\u202e", "a'\"b", "a\\", "\\x41", '") or ("'])
-def test_a_graph_runs_and_is_shown_whatever_its_modules_are_called(name: str) -> None:
+def test_a_graph_runs_and_is_shown_with_any_names_of_modules(name: str) -> None:
     model, x = Named(name).eval(), torch.ones(2, 3)
     pg = PatchableGraph(model, x)
     code = pg._graph_module.code
@@ -49,7 +49,7 @@ class Shadowing(nn.Module):
         return torch.nan_to_num(x / 0, nan=math.nan) + filled * device + inf + nan
 
 
-def test_parameters_do_not_stand_in_for_what_the_code_prints() -> None:
+def test_parameters_are_not_printed_in_place_of_other_names() -> None:
     model, x = Shadowing(), torch.tensor([0.0, 1.0, -1.0])
     pg = PatchableGraph(model, x, 2, 3.0, nan=4.0)
     expected = model(x, 2, 3.0, 4.0)

@@ -203,7 +203,7 @@ def test_offloaded_weights_are_there() -> None:
     assert torch.equal(pg.interpreter().run(X), expected)
 
 
-def test_graphs_that_nobody_compared_run_with_a_warning() -> None:
+def test_graphs_that_were_not_compared_run_with_a_warning() -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * 2 if len(x) == 3 else x * 5

@@ -25,7 +25,8 @@ from graphpatch_notebook.graphs import (
 from graphpatch_notebook.graphs.build import records
 from graphpatch_notebook.graphs.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
-from tests.graphs.models import Layers, TupleOutputModule, graph_module, settle
+from tests.frames import TupleOutputModule
+from tests.graphs.models import Layers, graph_module, settle
 
 X = torch.linspace(-1, 1, 6).reshape(3, 2)
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.errors import CaptureError, EditedGraphWarning, GraphError, PatchMapError, UnknownPathError
 from graphpatch_notebook.graphs import code_generations
+from tests.tiny_models import gpt2
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -329,7 +330,7 @@ def test_other_tensors_are_fine() -> None:
         assert torch.equal(pg(y, mask, shift=shift), model(y, mask, shift=shift) * 2)
 
 
-def test_one_tensor_as_several_inputs_is_not_taken_for_two() -> None:
+def test_one_tensor_as_several_inputs_is_not_recorded_as_two() -> None:
     model, pg = options_pg(X, X, shift=X)
     y = torch.randn(5, 4)
     assert torch.equal(pg(y, y, shift=y), model(y, y, shift=y) * 2)
@@ -436,7 +437,7 @@ def test_other_sizes_are_compared_with_the_module_first() -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-def test_attention_that_goes_by_sizes_and_masks(kind: str) -> None:
+def test_attention_that_depends_on_sizes_and_masks(kind: str) -> None:
     """Whether attention is causal, and what a cache keeps, is decided outside of the graph."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -471,11 +472,8 @@ def test_attention_that_goes_by_sizes_and_masks(kind: str) -> None:
 
 
 def test_generation_with_edited_blocks_gives_what_hooks_give() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=32, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config).eval()
+    model = gpt2(vocabulary=31, n_positions=32)
     ids = torch.randint(1, 31, (2, 5))
 
     def halve(graph_module: Any, module: nn.Module) -> None:
@@ -697,7 +695,7 @@ class Caller(nn.Module):
 
 
 @pytest.mark.parametrize("dig", ["sub_0", "sub_1", "sub_2"])
-def test_values_that_a_module_hands_back_in_a_container_are_told_apart(dig: str) -> None:
+def test_values_that_a_module_returns_in_a_container_are_not_confused(dig: str) -> None:
     patches = {f"inner.output|{dig}": AddPatch(value=1.0)}
     live = PatchableGraph(Caller(), X)
     edited = PatchableGraph(Caller(), ExtractionOptions(postprocessing_function=add_what_changes_nothing), X)

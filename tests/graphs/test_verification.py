@@ -62,7 +62,7 @@ def counted(module: Any, x: Tensor) -> Tensor:
     ],
     ids="equal branch raises in_place random reads counts python numpy object".split(),
 )
-def test_verdicts(function: Any, status: str, reason: str | None) -> None:
+def test_graphs_have_these_verdicts(function: Any, status: str, reason: str | None) -> None:
     frame = only(PatchableGraph(Calls(function), X), X[:2])
     assert frame.status == status
     assert frame.reason is None if reason is None else reason in (frame.reason or "")
@@ -169,7 +169,7 @@ def test_hooks_that_a_graph_would_leave_out() -> None:
 MEMORY: list[Tensor] = []
 
 
-def test_values_that_nobody_holds() -> None:
+def test_values_without_other_references() -> None:
     table = torch.arange(4.0)
     MEMORY[:] = [torch.ones(4)]
     assert only(PatchableGraph(Calls(lambda m, x: x + table), X), X).status == "equal"
@@ -183,7 +183,7 @@ def test_values_that_nobody_holds() -> None:
 HIDDEN: ContextVar[Tensor] = ContextVar("hidden")
 
 
-def test_what_submodules_hand_on_is_noticed_when_all_graphs_run_together() -> None:
+def test_values_passed_between_submodules_are_checked_when_all_graphs_run() -> None:
     class Writes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             HIDDEN.set(x * 2)
@@ -229,7 +229,7 @@ def test_inputs_that_the_model_writes_into_are_not_written_into() -> None:
     assert torch.equal(given, X)
 
 
-def test_patches_are_none_of_its_business() -> None:
+def test_verification_ignores_active_patches() -> None:
     pg = PatchableGraph(Parent().eval(), OPTIONS, X)
     outside = pg.verify(X)
     probe = ProbePatch()

@@ -13,8 +13,9 @@ from graphpatch_notebook import CustomPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.graphs import CompiledGraphModule, code_generations
 from graphpatch_notebook.graphs.build import build
-from graphpatch_notebook.graphs.generated_code import generate, patches_from, weave
+from graphpatch_notebook.graphs.generated_code import generate, weave, woven_patches
 from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.patchable_graph import captured
 from tests.laws.captures import (
     Capture,
@@ -165,7 +166,7 @@ def test_woven_code_reads_like_the_graph() -> None:
     assert "code_woven_patched(hidden, 'setitem')" in code  # the value of `x[i] = v` is what was written into
 
 
-def test_values_are_handed_over_under_their_names_and_what_comes_back_goes_on() -> None:
+def test_values_are_passed_by_name_and_the_results_are_used() -> None:
     frame = captured(PatchableGraph(Mlp(), X)).root
     graph: fx.Graph = build(frame, _Targets()).graph
     seen: list[str] = []
@@ -174,7 +175,7 @@ def test_values_are_handed_over_under_their_names_and_what_comes_back_goes_on() 
         seen.append(name)
         return torch.zeros_like(value) if name == "mul" else value
 
-    with patches_from(patched):
+    with holding(woven_patches, patched):
         value = generate(weave(graph, {"x", "scale", "hidden", "mul"})).function(frame.module, X)
     assert seen == ["x", "scale", "hidden", "mul"]
     assert torch.equal(value, frame.module.down(torch.zeros(2, 4)))

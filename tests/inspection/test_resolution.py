@@ -98,7 +98,7 @@ TUPLE_PROBLEMS = [
 
 
 @pytest.mark.parametrize(("path", "is_unknown", "message"), TUPLE_PROBLEMS)
-def test_problems_say_what_was_meant(path, is_unknown, message):
+def test_errors_suggest_similar_paths(path, is_unknown, message):
     found = problem(tuple_frame(), path)
     assert message in found.message
     assert found.is_unknown is is_unknown
@@ -128,7 +128,7 @@ def test_what_cannot_be_patched_says_why(path, message):
     assert message in problem(inputs_frame(), path).message
 
 
-def test_a_module_called_output_is_no_trap():
+def test_a_module_called_output_is_found():
     root = bert_frame()
     assert resolve(root, "layer_0.output_1").node is root.names["layer_0"].frame.output_node
     message = problem(root, "layer_0.output").message

@@ -146,7 +146,7 @@ def test_weights_of_components_are_loaded_where_they_are_read(case: Case) -> Non
 
 
 @torch.no_grad()
-def test_tensors_without_numbers_are_no_values_of_patches(case: Case) -> None:
+def test_tensors_without_numbers_are_refused_as_values_of_patches(case: Case) -> None:
     """Adding a tensor on the meta device in place, torch does nothing and says nothing."""
     pg = PatchableGraph(case.model, INPUT_IDS)
     for kind in (AddPatch, ReplacePatch):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +58,6 @@ CALLS = {"plain": {}, "padded": {"attention_mask": PADDING}}
 each_call = pytest.mark.parametrize("call", list(CALLS.values()), ids=list(CALLS))
 
 
-@contextmanager
-def hooked(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def logits(model: Any, **kwargs: Any) -> Tensor:
     return model(input_ids=IDS, **kwargs).logits  # type: ignore[no-any-return]
 
@@ -104,7 +94,7 @@ def test_a_zeroed_head_equals_one_cut_out_by_a_hook(family: Family, call: dict[s
         return (changed, *args[1:])
 
     projection = eager.get_submodule(f"{family.module}.{family.projection}")
-    with hooked(projection.register_forward_pre_hook(cut_out)):
+    with projection.register_forward_pre_hook(cut_out):
         expected = logits(eager, **call)
     rows = call.get("attention_mask", torch.ones_like(IDS)).bool()
     torch.testing.assert_close(found[rows], expected[rows], **TOLERANCE)
@@ -129,8 +119,8 @@ def test_a_replaced_pattern_with_grouped_heads() -> None:
         return (changed, *args[1:])
 
     with (
-        hooked(attention.v_proj.register_forward_hook(lambda _, __, output: values.append(output))),
-        hooked(attention.o_proj.register_forward_pre_hook(look_at_first)),
+        attention.v_proj.register_forward_hook(lambda _, __, output: values.append(output)),
+        attention.o_proj.register_forward_pre_hook(look_at_first),
     ):
         expected = logits(eager)
     torch.testing.assert_close(found, expected, **TOLERANCE)
@@ -194,7 +184,7 @@ def test_generation_with_a_cache(family: Family, call: str) -> None:
         changed[..., WIDTH : 2 * WIDTH] = 0
         return (changed, *args[1:])
 
-    with hooked(eager.get_submodule(f"{family.module}.{family.projection}").register_forward_pre_hook(cut_out)):
+    with eager.get_submodule(f"{family.module}.{family.projection}").register_forward_pre_hook(cut_out):
         expected = eager.generate(IDS, **kwargs)
     assert torch.equal(found, expected)
     assert [tuple(pattern.shape[2:]) for pattern in record.activations] == [(7, 7), (1, 8), (1, 9), (1, 10), (1, 11)]
@@ -229,7 +219,7 @@ def test_heads_that_transformers_packs_are_where_the_names_say() -> None:
         return (changed, *args[1:])
 
     attention = eager.get_submodule(FAMILIES[1].module)
-    with hooked(attention.o_proj.register_forward_pre_hook(double)):
+    with attention.o_proj.register_forward_pre_hook(double):
         tokens_of_eager = eager.generate(IDS, **settings)
     z, scores, pattern = RecordPatch(), RecordPatch(), RecordPatch()
     at = "layers[1].attn"

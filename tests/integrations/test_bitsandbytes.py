@@ -50,7 +50,7 @@ def plain(model: Quantized, weight: Tensor, x: Tensor = X) -> Tensor:
 
 @each_kind
 @torch.no_grad()
-def test_weight_is_seen_as_what_it_stands_for(kind: str) -> None:
+def test_a_weight_is_recorded_with_its_unpacked_shape(kind: str) -> None:
     pg = PatchableGraph(quantized(kind), X)
     node = pg.nodes["linear.weight"]
     assert (node.shape, node.dtype, node.device) == ((OUT, IN), torch.float32, torch.device("cpu"))
@@ -111,7 +111,7 @@ def test_input_output_and_bias_are_patched_around_the_kernel(kind: str) -> None:
 
 @each_kind
 @torch.no_grad()
-def test_a_probe_keeps_what_the_weight_stands_for(kind: str) -> None:
+def test_a_probe_keeps_the_unpacked_weight(kind: str) -> None:
     model, probe = quantized(kind), ProbePatch()
     pg = PatchableGraph(model, X)
     expected = dequantized(quantized(kind).linear, like=model.linear)
@@ -426,7 +426,7 @@ def test_two_threads_patch_the_same_quantized_weight() -> None:
 
 @each_kind
 @torch.no_grad()
-def test_hooks_of_accelerate_lie_around_the_patched_weight(kind: str) -> None:
+def test_hooks_of_accelerate_run_around_the_patched_weight(kind: str) -> None:
     model = quantized(kind)
     for module in list(model.modules()):
         add_hook_to_module(module, ModelHook())

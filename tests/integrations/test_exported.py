@@ -283,7 +283,7 @@ def test_identity_patches_on_all_nodes_change_no_bit(case: Case) -> None:
 
 
 @each_case
-def test_recorded_shapes_are_those_that_come_up(case: Case) -> None:
+def test_recorded_shapes_are_those_of_a_run(case: Case) -> None:
     pg = PatchableGraph.from_exported(case.program())
     probes = {path: ProbePatch() for path, node in pg.nodes.items() if node.shape is not None}
     with pg.patch(probes, strict=True):
@@ -430,10 +430,9 @@ def test_boundaries_equal_hooks_on_the_unflattened_module(path: str) -> None:
     pg, modules = PatchableGraph.from_exported(program), unflatten(program)
     hooked = modules.get_submodule(path.replace("layers_", "layers."))
     given = next(node.name for node in pg.nodes.values() if node.frame_path == path and node.kind == "input")
-    before = hooked.register_forward_pre_hook(lambda m, args: (args[0] + 0.5,))
-    with pg.patch({f"{path}.{given}": AddPatch(value=0.5)}, strict=True):
+    raised = hooked.register_forward_pre_hook(lambda m, args: (args[0] + 0.5,))
+    with raised, pg.patch({f"{path}.{given}": AddPatch(value=0.5)}, strict=True):
         assert torch.equal(pg(X), modules(X))
-    before.remove()
     hooked.register_forward_hook(lambda m, args, out: out * 0)
     with pg.patch({f"{path}.output": ZeroPatch()}, strict=True):
         assert torch.equal(pg(X), modules(X))
@@ -673,7 +672,7 @@ def test_saved_and_loaded_like_any_other(name: str, tmp_path: Any) -> None:
         assert bits(loaded(*case.args, **case.kwargs)) == bits(pg(*case.args, **case.kwargs))
 
 
-def test_what_is_no_program_is_refused() -> None:
+def test_objects_that_are_not_programs_are_refused() -> None:
     with pytest.raises(TypeError, match=r"not Mlp; for a model, use PatchableGraph\(model"):
         PatchableGraph.from_exported(Mlp())
 
@@ -713,9 +712,8 @@ def test_transformers() -> None:
         assert torch.equal(out.logits, model(**given).logits)
         with pg.patch(dict.fromkeys(pg.nodes, identity), strict=True):
             assert torch.equal(pg(**given).logits, out.logits)
-        handle = model.transformer.h[0].mlp.act.register_forward_hook(lambda m, args, out: out * 0)
-        expected = model(**given).logits
-        handle.remove()
+        with model.transformer.h[0].mlp.act.register_forward_hook(lambda m, args, out: out * 0):
+            expected = model(**given).logits
         with pg.patch({"transformer.h_0.mlp.act.output": ZeroPatch()}, strict=True):
             assert torch.equal(pg(**given).logits, expected)
         with pg.patch({"output|logits": ReplacePatch(value=1.0)}, strict=True):

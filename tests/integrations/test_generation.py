@@ -37,7 +37,7 @@ def test_the_same_tokens_without_patches_and_with_ones_that_change_nothing(name:
 
 
 @each_model
-def test_every_operation_outside_of_attention_comes_up_in_a_generation(name: str) -> None:
+def test_every_operation_outside_of_attention_runs_in_a_generation(name: str) -> None:
     _, pg = captured(name)
     kinds = ("mlp", "fc1", "fc2", "DenseReluDense", "norm", "ln_1")
     inside = {path: identity(any_shape=True) for path in pg.nodes if any(kind in path for kind in kinds)}
@@ -74,11 +74,8 @@ def test_module_outputs_as_with_hooks(name: str, edit: str, way: str) -> None:
     model, pg = captured(name)
     attribute_path, path = MODULES[name]
     change, patch = HOOKS[edit]
-    handle = model.get_submodule(attribute_path).register_forward_hook(lambda module, args, output: change(output))
-    try:
+    with model.get_submodule(attribute_path).register_forward_hook(lambda module, args, output: change(output)):
         expected = generated(model, padded=True, **WAYS[way])
-    finally:
-        handle.remove()
     with pg.patch({path: patch()}):
         found = generated(pg, padded=True, **WAYS[way])
     assert same(expected, found)
@@ -96,11 +93,8 @@ def test_encoders_run_once_and_are_patched(name: str, attribute_path: str, path:
     def zeroed(module: nn.Module, args: Any, output: Any) -> Any:
         return torch.zeros_like(output) if isinstance(output, Tensor) else (torch.zeros_like(output[0]), *output[1:])
 
-    handle = model.get_submodule(attribute_path).register_forward_hook(zeroed)
-    try:
+    with model.get_submodule(attribute_path).register_forward_hook(zeroed):
         expected = generated(model, padded=True, **WAYS[way])
-    finally:
-        handle.remove()
     with pg.patch({path or "model.encoder.layers_0.fc2.output": ZeroPatch()}):
         assert same(expected, generated(pg, padded=True, **WAYS[way]))
 

@@ -140,7 +140,7 @@ def test_a_patched_weight_equals_a_linear_module_in_its_place(case: Case) -> Non
 
 
 @torch.no_grad()
-def test_the_other_nodes_are_patched_as_ever(case: Case) -> None:
+def test_the_other_nodes_are_patched_as_usual(case: Case) -> None:
     pg, model = PatchableGraph(case.load(), IDS), case.load()
 
     def zeroed(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from tests.hooks import registered
 from tests.integrations.generations import LENGTH, NEW, WAYS, captured, generated, prompt, same
 from tests.zoo import CASES, installed
 from tests.zoo.case import tokens
@@ -76,11 +77,8 @@ def hooked(model: nn.Module, attribute_path: str, change: Callable[[Tensor, int,
         model.register_forward_pre_hook(begin, with_kwargs=True),
         model.get_submodule(attribute_path).register_forward_hook(edit),
     ]
-    try:
+    with registered(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +160,7 @@ def test_values_that_hold_the_whole_sequence() -> None:
         assert torch.equal(found, value[..., [2]] if step == 0 else value[..., [2, LENGTH]])
 
 
-def test_the_whole_sequence_is_told_from_as_many_tokens_of_several_sequences() -> None:
+def test_the_whole_sequence_is_not_confused_with_as_many_tokens_of_several_sequences() -> None:
     """Three sequences of one token after two: three entries either way; what was seen before tells which it is."""
     _, pg = captured("llama-eager")
     record = RecordPatch(positions=0, position_dim=3)
@@ -171,7 +169,7 @@ def test_the_whole_sequence_is_told_from_as_many_tokens_of_several_sequences() -
     assert [value.shape[-1] for value in record.activations] == [1, 1, 1]
 
 
-def test_what_cannot_be_told_from_tokens_of_several_sequences_is_refused() -> None:
+def test_ambiguous_tokens_of_several_sequences_are_refused() -> None:
     model, pg = captured("llama-eager")
     cache = model(tokens(3, 2), use_cache=True).past_key_values
     with (
@@ -270,7 +268,7 @@ def test_nested_contexts_count_on() -> None:
 # -- a loop of one's own -----------------------------------------------------------------------------------------------
 
 
-def test_a_loop_of_ones_own() -> None:
+def test_steps_are_counted_in_a_loop_of_the_user() -> None:
     model, pg = captured("llama-eager")
     path = PATHS["llama-eager"][1]
     ids = prompt()["input_ids"]
@@ -310,7 +308,7 @@ def test_a_cache_filled_before_the_context_counts_as_step_one() -> None:
 
 
 @pytest.mark.parametrize("is_legacy", [False, True])
-def test_an_empty_cache_is_none(is_legacy: bool) -> None:
+def test_an_empty_cache_counts_as_no_cache(is_legacy: bool) -> None:
     from transformers import DynamicCache
 
     model, pg = captured("gpt2-sdpa")
@@ -350,7 +348,7 @@ def test_tuples_as_caches() -> None:
 @pytest.mark.parametrize(
     "cache", [{"keys": torch.ones(1)}, torch.ones(3), [torch.ones(2, 2)]], ids=["dict", "tensor", "list"]
 )
-def test_caches_that_do_not_tell_their_length(cache: Any) -> None:
+def test_caches_without_a_known_length(cache: Any) -> None:
     class Odd(WithLegacyCache):
         def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Any:
             return self.embed(input_ids)
@@ -384,7 +382,7 @@ def test_positions_of_encoder_and_decoder() -> None:
     assert torch.equal(some[2].activations[0], keys.activations[0][:, [1, 3]])
 
 
-def test_sequences_of_equal_length_are_told_apart() -> None:
+def test_sequences_of_equal_length_are_not_confused() -> None:
     case = next(case for case in CASES if case.name == "t5-sdpa")
     pg = PatchableGraph(case.build(), input_ids=tokens(3, 7), decoder_input_ids=tokens(3, 7))
     keys, queries = (f"decoder.block_0.layer_1.EncDecAttention.{name}.output" for name in "kq")
@@ -546,7 +544,7 @@ def test_values_without_positions(path: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [7, 48])
-def test_sizes_that_coincide_are_told_apart(batch: int) -> None:
+def test_sizes_that_coincide_are_not_confused(batch: int) -> None:
     """As many sequences as positions, and a hidden size of as many as there are sequences, or positions."""
     case = next(case for case in CASES if case.name == "llama-eager")
     pg = PatchableGraph(case.build(), tokens(batch, batch))
@@ -576,7 +574,7 @@ def test_all_problems_in_one_error() -> None:
         pass
 
 
-def test_a_dimension_out_of_range_whatever_the_shape() -> None:
+def test_a_dimension_out_of_range_of_every_shape_is_an_error() -> None:
     _, pg = captured("gpt2-sdpa")
     patches = {"transformer.h_0.mlp.output": ZeroPatch(positions=1, position_dim=4, any_shape=True)}
     with pytest.raises(PatchMapError, match="position_dim=4 is out of range"), pg.patch(patches):
@@ -691,7 +689,7 @@ def test_fewer_logits_than_tokens() -> None:
     assert len(record.activations) == 1
 
 
-def test_generations_of_models_that_do_not_tell_where_they_are() -> None:
+def test_generations_of_models_without_known_positions() -> None:
     case = next(case for case in CASES if case.name == "mamba")
     pg = PatchableGraph(case.build(), tokens(3, 7))
     path = "backbone.layers_0.mixer.output"
@@ -714,7 +712,7 @@ def test_generations_of_models_that_do_not_tell_where_they_are() -> None:
         (ZeroPatch(steps="prefill", positions=9), r"its positions \(9\) were not reached at its steps"),
     ],
 )
-def test_steps_and_positions_that_do_not_come_up_in_a_generation_are_reported(patch: Any, why: str) -> None:
+def test_steps_and_positions_that_a_generation_does_not_reach_are_reported(patch: Any, why: str) -> None:
     _, pg = captured("llama-eager")
     path = "model.layers_1.mlp.output"
     with pytest.warns(PatchNotFiredWarning, match=rf"'model.layers_1.mlp.output': {why}"), pg.patch({path: patch}):
@@ -723,7 +721,7 @@ def test_steps_and_positions_that_do_not_come_up_in_a_generation_are_reported(pa
         generated(pg)
 
 
-def test_what_comes_up_at_other_steps_only_is_reported() -> None:
+def test_values_at_other_steps_only_are_reported() -> None:
     _, pg = captured("t5-sdpa")
     path = "encoder.block_0.layer_1.output"
     why = r"its value was computed, but not at its steps \('decoding'\)"
@@ -740,7 +738,7 @@ def test_direct_calls_report_no_other_steps() -> None:
         pg(tokens(1, 1), past_key_values=cache)
 
 
-def test_steps_that_come_up_in_no_direct_call_are_reported_when_the_context_ends() -> None:
+def test_steps_that_no_direct_call_reaches_are_reported_when_the_context_ends() -> None:
     _, pg = captured("gpt2-sdpa")
     path = PATHS["gpt2-sdpa"][1]
     steps = r"its steps \('decoding'\) were not reached: the last call had step 0"

@@ -303,7 +303,7 @@ class Drifting(nn.Module):
 _drift = 0
 
 
-def test_graphs_that_cannot_stand_for_the_model_are_refused() -> None:
+def test_graphs_that_do_not_replace_the_model_are_refused() -> None:
     pg = PatchableGraph(Looking(), X)
     with pytest.raises(GraphError, match=r"'<root>' reads a value into Python .*say allow_doubts=True"):
         pg.to_fx((X,))
@@ -395,7 +395,7 @@ class Layout(nn.Module):
         return x * (2 if x.is_contiguous() else 3) + y * (5 if y.stride(0) > y.stride(1) else 7)
 
 
-def test_one_tensor_as_several_inputs_is_not_taken_for_two() -> None:
+def test_one_tensor_as_several_inputs_is_not_recorded_as_two() -> None:
     class Adds(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return x + 2 * y
@@ -408,7 +408,7 @@ def test_one_tensor_as_several_inputs_is_not_taken_for_two() -> None:
         PatchableGraph(Adds(), X, X + 1).to_fx((X, X + 1))(X, X)
 
 
-def test_inputs_are_looked_at_before_any_patch_runs() -> None:
+def test_inputs_are_checked_before_any_patch_runs() -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor, y: Tensor | None = None, scale: float = 1.0) -> Tensor:
             return x * scale if y is None else x + y * scale
@@ -445,7 +445,7 @@ def test_patches_on_parts_of_one_input_of_several() -> None:
 
 
 @pytest.mark.parametrize("any_size", [False, True])
-def test_inputs_that_lie_otherwise_in_memory_are_refused(any_size: bool) -> None:
+def test_inputs_with_other_strides_are_refused(any_size: bool) -> None:
     square = torch.arange(9.0).view(3, 3)
     pg = PatchableGraph(Layout(), square, {"y": square.T})
     plain = pg.to_fx((square, {"y": square.T}), any_size=any_size)
@@ -507,7 +507,7 @@ def test_modes_other_than_the_captured_are_refused(mode: bool) -> None:
 
 
 @pytest.mark.parametrize("case", AWKWARD, ids=[case.name for case in AWKWARD])
-def test_awkward_models_are_written_or_refused(case: Case) -> None:
+def test_unusual_models_are_written_or_refused(case: Case) -> None:
     example = case.example()
     pg = PatchableGraph(case.build(), *example.args, **example.kwargs)
     plain = None
@@ -552,7 +552,7 @@ def test_parts_compiled_since_the_capture_are_patched(
 @needs_torch_2_6
 @pytest.mark.parametrize("part", ["", "1", "1.inner", "1.inner.linear", "1.last", "2"])
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_whichever_part_was_compiled_patches_have_the_same_effect(part: str, is_wrapped: bool) -> None:
+def test_patches_have_the_same_effect_with_any_compiled_part(part: str, is_wrapped: bool) -> None:
     model, plain = (nn.Sequential(*(Outer() for _ in range(4))) for _ in range(2))
     pg, of_plain = PatchableGraph(model, X), PatchableGraph(plain, X)
     compiled = model.get_submodule(part)

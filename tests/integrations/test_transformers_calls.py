@@ -41,7 +41,7 @@ def model_and_reference(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 @each_example
-def test_every_call_whatever_the_example_had(name: str, example: str) -> None:
+def test_every_form_of_call_is_patched(name: str, example: str) -> None:
     case = BY_NAME[name]
     model, reference = model_and_reference(name)
     call = case.calls(reference)[example]
@@ -84,11 +84,8 @@ def test_a_patch_reaches_the_hidden_states_and_the_loss() -> None:
     pg = PatchableGraph(model, input_ids=tokens(3, 7), labels=tokens(3, 7))
     ids = tokens(2, 5)
     reference(ids, output_hidden_states=True)  # transformers 5 hangs its own hooks now: the next one is the last
-    handle = reference.get_submodule("transformer.h.0").register_forward_hook(_halved)
-    try:
+    with reference.get_submodule("transformer.h.0").register_forward_hook(_halved):
         expected = reference(ids, labels=ids, output_hidden_states=True)
-    finally:
-        handle.remove()
     halve = CustomPatch(custom_op=lambda t: t * 0.5)
     with pg.patch({f"transformer.h_0.{GPT2_OUTPUT}": halve}):
         found = pg(ids, labels=ids, output_hidden_states=True)
@@ -143,11 +140,8 @@ def test_a_cache_goes_from_a_patched_call_to_the_next(name: str) -> None:
     model, reference = model_and_reference(name)
     pg = PatchableGraph(model, input_ids=tokens(3, 7))
     layer = "transformer.h" if name == "gpt2-eager" else "model.layers"
-    handle = reference.get_submodule(f"{layer}.0.mlp").register_forward_hook(_halved)
-    try:
+    with reference.get_submodule(f"{layer}.0.mlp").register_forward_hook(_halved):
         expected = _two_calls(reference)
-    finally:
-        handle.remove()
     with pg.patch({f"{layer}_0.mlp.output": CustomPatch(custom_op=lambda t: t * 0.5)}):
         found = _two_calls(pg)
     assert bit_equal(expected, found) is None

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 from graphpatch_notebook import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
@@ -125,18 +126,12 @@ def edited(value: Any, dig: tuple[str, ...], edit: Callable[[Tensor], Tensor]) -
     return result
 
 
-@contextmanager
-def output_edited(module: nn.Module, dig: tuple[str, ...], change: Change) -> Iterator[None]:
+def output_edited(module: nn.Module, dig: tuple[str, ...], change: Change) -> RemovableHandle:
     """By a forward hook, registered last."""
-    handle = module.register_forward_hook(lambda module, args, output: edited(output, dig, change.edit))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_hook(lambda module, args, output: edited(output, dig, change.edit))
 
 
-@contextmanager
-def input_edited(module: nn.Module, name: str, dig: tuple[str, ...], change: Change) -> Iterator[None]:
+def input_edited(module: nn.Module, name: str, dig: tuple[str, ...], change: Change) -> RemovableHandle:
     """By a forward pre-hook, registered last, on the parameter `name` of the module's forward."""
 
     def edit_argument(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -152,11 +147,7 @@ def input_edited(module: nn.Module, name: str, dig: tuple[str, ...], change: Cha
             args = edited(args, (f"sub_{position}", *dig), change.edit)
         return args, kwargs
 
-    handle = module.register_forward_pre_hook(edit_argument, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_pre_hook(edit_argument, with_kwargs=True)
 
 
 @contextmanager
@@ -211,11 +202,8 @@ def each_edit(case: Case, make: Callable[[Capture], Iterable[Edit]]) -> Iterator
 def calls_of_modules(capture: Capture, call: Call) -> Counter[int]:
     """How often each module of the reference is called to an end (by `Module.__call__`), by the id of the module."""
     counts: Counter[int] = Counter()
-    handle = register_module_forward_hook(lambda module, args, output: counts.update([id(module)]))
-    try:
+    with register_module_forward_hook(lambda module, args, output: counts.update([id(module)])):
         run(capture.reference, call)
-    finally:
-        handle.remove()
     run(capture.pg, call)  # model and reference stay equal where runs change them
     return counts
 

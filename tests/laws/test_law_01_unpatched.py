@@ -64,11 +64,8 @@ def _watched() -> Iterator[list[Any]]:
         modes = torch._C._len_torch_function_stack()
         seen.append((type(module).__qualname__, sorted(module.__dict__), hooks, modes, _own_functions()))
 
-    handle = register_module_forward_hook(look)
-    try:
+    with register_module_forward_hook(look):
         yield seen
-    finally:
-        handle.remove()
 
 
 def _own_functions() -> set[str]:
@@ -82,7 +79,7 @@ def _own_functions() -> set[str]:
     return found - {"forward", "_call"}
 
 
-def test_the_look_sees_a_patched_run() -> None:
+def test_the_watch_notices_a_patched_run() -> None:
     """What `test_same_code` looks at tells a patched run from an unpatched one."""
     capture = capture_of(case_by_name("gpt2-eager"))
     expected = _seen(capture.reference, capture)

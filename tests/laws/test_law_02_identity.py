@@ -58,7 +58,7 @@ def test_without_autograd(case: Case) -> None:
 
 
 @some_cases(runs_the_same_code_again)
-def test_every_node_comes_up_again(case: Case) -> None:
+def test_every_node_is_computed_again(case: Case) -> None:
     """On the inputs of the capture no patch is left over (a warning is an error here), and no shape is another."""
     capture = capture_of(case)
     with without_recomputing(case):
@@ -90,7 +90,7 @@ def runs_other_code_again(case: Case) -> bool:
 
 
 @each_case(runs_other_code_again)
-def test_what_comes_up_once_is_reported(case: Case) -> None:
+def test_a_value_that_is_computed_only_once_is_reported(case: Case) -> None:
     capture = capture_of(case)
     with (
         capture.pg.patch({path: identity() for path in capture.paths}),

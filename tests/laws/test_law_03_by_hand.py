@@ -171,7 +171,7 @@ class Plain(Awkward):
         pytest.param("item", "item", lambda value: value - 5.0, id="number"),
     ],
 )
-def test_awkward_lines(path: str, edit_name: str, edit: Edit) -> None:
+def test_unusual_lines_of_code(path: str, edit_name: str, edit: Edit) -> None:
     reference = seeded(Awkward)
     pg = PatchableGraph(seeded(Plain), floats(4, 6))
     reference.edits[edit_name] = edit

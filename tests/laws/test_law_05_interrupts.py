@@ -70,7 +70,7 @@ def interrupted(action: Callable[[], object], at: int, in_files: str = PACKAGE) 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows some interrupts
-def test_the_model_is_as_it_was_wherever_an_interrupt_comes() -> None:
+def test_the_model_is_unchanged_after_an_interrupt_at_any_point() -> None:
     torch.manual_seed(0)
     model = Model()
     pg = PatchableGraph(model, X)
@@ -137,7 +137,7 @@ def test_a_call_that_was_interrupted_leaves_nothing_in_its_context() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_model_is_as_it_was_wherever_an_interrupt_of_a_capture_comes() -> None:
+def test_the_model_is_unchanged_after_an_interrupt_of_a_capture_at_any_point() -> None:
     """At each line of what sets a capture up and takes it back; tests/fuzz has points of all the rest."""
     torch.manual_seed(0)
     model = Model()

@@ -68,12 +68,11 @@ def test_after_an_error_of_capture(case: Case) -> None:
     run(model, case.example())
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     victim = modules[len(modules) // 2]
-    handle = victim.register_forward_pre_hook(lambda module, args: raising(Interrupted())(None))
-    before = snapshot(model)
-    with contextlib.suppress(Interrupted):
-        run(lambda *args, **kwargs: PatchableGraph(model, *args, **kwargs), case.example())
-    assert same_state(model, before) is None
-    handle.remove()
+    with victim.register_forward_pre_hook(lambda module, args: raising(Interrupted())(None)):
+        before = snapshot(model)
+        with contextlib.suppress(Interrupted):
+            run(lambda *args, **kwargs: PatchableGraph(model, *args, **kwargs), case.example())
+        assert same_state(model, before) is None
 
 
 @pytest.fixture

@@ -222,7 +222,7 @@ class Pair(NamedTuple):
     ],
 )
 @pytest.mark.parametrize("kind", [ProbePatch, RecordPatch])
-def test_an_input_is_an_alias_in_whatever_form_it_is_given(path: str, take: Any, give: Any, kind: Any) -> None:
+def test_an_input_is_an_alias_in_any_form(path: str, take: Any, give: Any, kind: Any) -> None:
     torch.manual_seed(0)
     x, model = torch.randn(2, 3), Stream(give, Branch(take))
     pg = PatchableGraph(model, x)

@@ -33,7 +33,7 @@ def pg() -> PatchableGraph:
 X = torch.ones(1, 2)
 
 
-def test_what_fires_is_not_reported(pg: PatchableGraph) -> None:
+def test_patches_that_fire_are_not_reported(pg: PatchableGraph) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pg.patch({path: ProbePatch() for path in pg.nodes}):
@@ -64,7 +64,7 @@ def test_a_value_that_is_missing_in_its_container(pg: PatchableGraph) -> None:
         pg(X, detour=False)
 
 
-def test_all_in_one_report(pg: PatchableGraph) -> None:
+def test_all_unfired_patches_are_in_one_report(pg: PatchableGraph) -> None:
     with (
         pg.patch({"bent": ZeroPatch(), "seldom.output": ZeroPatch(), "often.output": ZeroPatch()}),
         pytest.warns(

@@ -62,11 +62,8 @@ def lets_errors_through(case: Case) -> bool:
 def nothing_runs(model: nn.Module) -> Iterator[None]:
     """Makes sure that `forward` of a model is not called."""
     calls: list[int] = []
-    handle = model.register_forward_pre_hook(lambda module, args: calls.append(1))
-    try:
+    with model.register_forward_pre_hook(lambda module, args: calls.append(1)):
         yield
-    finally:
-        handle.remove()
     assert not calls
 
 
@@ -113,7 +110,7 @@ def some_patch(rng: random.Random, **fields: Any) -> Patch[Any]:
 
 
 @each_case(is_in_sample)
-def test_what_selects_nothing_is_refused_before_anything_runs(case: Case) -> None:
+def test_an_empty_slice_is_refused_before_anything_runs(case: Case) -> None:
     capture = capture_of(case)
     rng = capture.random("patches")
     for meta in some_nodes(capture, 3, *VALUES, *HELD):
@@ -128,7 +125,7 @@ def test_what_selects_nothing_is_refused_before_anything_runs(case: Case) -> Non
 
 
 @each_case(is_in_sample)
-def test_what_selects_nothing_does_nothing_where_that_is_said(case: Case) -> None:
+def test_an_empty_slice_does_nothing_with_allow_empty(case: Case) -> None:
     capture = capture_of(case)
     rng = capture.random("allowed")
     patches: dict[str, list[Patch[Any]]] = {}
@@ -193,7 +190,7 @@ def noted(seen: list[Tensor], value: Tensor) -> Tensor:
 
 
 @each_case(is_in_sample)
-def test_what_selects_something_changes_just_that(case: Case) -> None:
+def test_a_slice_changes_only_its_entries(case: Case) -> None:
     capture = capture_of(case)
     rng = capture.random("selections")
     for meta in some_nodes(capture, 3, *VALUES):
@@ -237,7 +234,7 @@ def test_a_slice_of_a_sequence_is_checked_against_what_each_run_has() -> None:
     assert probe.activation[:, shape[1] :].eq(0.5).all()
 
 
-def test_steps_and_positions_of_other_steps_are_no_error_and_their_slices_are_none() -> None:
+def test_steps_and_positions_of_other_steps_are_not_errors_nor_are_their_slices() -> None:
     capture = capture_of(case_by_name("gpt2-eager"))
     path, ids = "transformer.h_0.mlp.output", torch.arange(3, 10)[None]
     first = (slice(None), slice(2, 4))

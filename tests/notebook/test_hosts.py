@@ -44,7 +44,7 @@ def terminal(command: list[str], folder: Path) -> Iterator[Terminal]:
     [["-m", "IPython", "--no-banner"], ["-m", "jupyter_console", "--kernel", "python3"]],
     ids=["ipython", "jupyter-console"],
 )
-def test_the_story_in_a_terminal(command: list[str], tmp_path: Path) -> None:
+def test_a_session_in_a_terminal(command: list[str], tmp_path: Path) -> None:
     with terminal(command, tmp_path) as host:
         for cell in SETTING:
             host.run(cell)

@@ -68,11 +68,8 @@ def kinds() -> Iterator[None]:
 def expected(pg: Shell) -> Tensor:
     """Returns the output of the model whose `down.output` is halved, by a plain hook."""
     model, x = pg.namespace["model"], pg.namespace["x"]
-    handle = model.down.register_forward_hook(lambda module, args, output: output * 0.5)
-    try:
+    with model.down.register_forward_hook(lambda module, args, output: output * 0.5):
         return model(x)
-    finally:
-        handle.remove()
 
 
 def test_it_is_a_command(pg: Shell) -> None:

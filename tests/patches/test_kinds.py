@@ -91,7 +91,7 @@ def test_lists_of_parts_are_taken_as_tuples(parts, index):
 
 
 @pytest.mark.parametrize("make", [ZeroPatch, lambda **fields: CustomPatch(custom_op=torch.relu, **fields)])
-def test_a_slice_that_selects_nothing_is_refused_unless_that_is_meant(make):
+def test_a_slice_that_selects_nothing_is_refused_unless_allow_empty_is_set(make):
     with pytest.raises(PatchValueError, match=r"slice \[:, 4:8\] selects nothing: dimension 1 of the value here"):
         make(slice=(slice(None), slice(4, 8))).op(value())
     assert torch.equal(make(slice=(slice(None), slice(4, 8)), allow_empty=True).op(value()), value())
@@ -123,7 +123,7 @@ class Whole:
     ],
     ids=repr,
 )
-def test_whatever_says_that_it_is_an_index_is_checked(index, expected):
+def test_every_object_with_an_index_method_is_checked(index, expected):
     problem = ZeroPatch(slice=index).selection_problem((3, 4), "the value")
     assert (problem is None) if expected is None else expected in problem
 
@@ -303,12 +303,12 @@ def test_what_a_patch_does_to_the_value_that_it_is_given(patch, clones, observes
     assert type(patch).__name__ in repr(patch)
 
 
-def test_patches_are_told_apart_by_identity():
+def test_patches_are_compared_by_identity():
     assert ZeroPatch() != ZeroPatch()
     assert len({ZeroPatch(), AddPatch(value=torch.ones(2)), ProbePatch()}) == 3
 
 
-def test_a_patch_of_ones_own():
+def test_a_patch_class_of_the_user():
     @dataclass(kw_only=True, eq=False)
     class Scale(Patch[Tensor]):
         factor: float

@@ -46,7 +46,7 @@ def test_names_of_steps() -> None:
     "given", ["foo", 1.5, [1.5], True, [True], torch.tensor([True]), {1: 2}, b"1", slice(1.5)], ids=str
 )
 @pytest.mark.parametrize("what", ["steps", "positions"])
-def test_what_is_no_number(given: Any, what: str) -> None:
+def test_texts_that_are_not_numbers_are_refused(given: Any, what: str) -> None:
     with pytest.raises(
         ValueError, match=f"^{what} must be .*a whole number, a range, a slice or a collection of these"
     ):

@@ -114,7 +114,7 @@ def output_or_refusal(pg: PatchableGraph, call: Call) -> Any:
         return "refused"
 
 
-def test_graphs_of_one_class_of_inputs_tell_their_patches_apart(tmp_path: Path) -> None:
+def test_graphs_with_inputs_of_one_class_keep_their_own_patches(tmp_path: Path) -> None:
     model = nn.MultiheadAttention(4, 2, batch_first=True).eval()
 
     class Attention(nn.Module):

@@ -14,7 +14,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
@@ -239,7 +238,7 @@ def _warn_of_skipped(nodes: Nodes) -> None:
         )
 
 
-def _warn_of_loss(nodes: Nodes, scored: ScoredEdges) -> None:
+def _warn_of_loss(nodes: Nodes, scored: EdgeScores) -> None:
     """Warns if scores of the secant do not have the expected sum, and names possible causes."""
     if nodes.missing or not scored.fallbacks or not scored.losses:  # without fallbacks, the runs differ elsewhere, too
         return
@@ -319,14 +318,26 @@ def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) 
 
 
 class EdgeScores:
-    """The scores of all edges, (receiver, sender, position); NaN where there is no edge (`edges` is false there).
+    """The scores of all edges on one pair of inputs, and the metric of its two runs.
 
-    Without `positions`, there is one for all.
+    Args:
+        nodes: The senders and receivers.
+        positions: The positions of the scores; `None`: one score for all.
+
+    Attributes:
+        values: The scores, (receiver, sender, position); NaN where there is no edge.
+        edges: Where the model has an edge.
+        clean: The metric of the clean run.
+        corrupted: The metric of the corrupted run.
+        positions: The positions; `None`: one score for all.
+        losses: The difference between sums of scores and their expected values, by the name of the sum.
+        fallbacks: Why the derivative of a function does not explain its whole change, by its name.
+        is_half: Whether the model computes in half precision, also in parts.
+        rows, columns: The numbers of receivers and senders.
     """
 
     def __init__(self, nodes: Nodes, positions: WrittenPositions | None = None) -> None:
-        self.nodes = nodes
-        self.positions = positions
+        self.positions = None if positions is None else positions.labels
         count = 1 if positions is None else len(positions.labels)
         self.values = np.full((len(nodes.receivers), len(nodes.senders), count), np.nan)
         self.clean = self.corrupted = 0.0
@@ -357,49 +368,23 @@ class EdgeScores:
             self.losses[f"the edges {what}"] = abs(float(np.nansum(scores)) - change) / size
 
 
-@dataclass(frozen=True)
-class ScoredEdges:
-    """The scores of all edges on one pair of inputs, and the metric of its two runs.
-
-    Attributes:
-        values: The scores, (receiver, sender, position).
-        edges: Where the model has an edge.
-        clean: The metric of the clean run.
-        corrupted: The metric of the corrupted run.
-        positions: The positions; `None`: one score for all.
-        losses: The difference between sums of scores and their expected values, by the name of the sum.
-        fallbacks: Why the derivative of a function does not explain its whole change, by its name.
-        is_half: Whether the model computes in half precision, also in parts.
-    """
-
-    values: Any
-    edges: Any
-    clean: float
-    corrupted: float
-    positions: list[int] | None
-    losses: Mapping[str, float]
-    fallbacks: Mapping[str, str]
-    is_half: bool
-
-
-def _mean(batches: Sequence[ScoredEdges]) -> ScoredEdges:
+def _mean(batches: Sequence[EdgeScores]) -> EdgeScores:
     """Returns the mean over batches.
 
     Raises:
         ExperimentError: They have different positions.
     """
-    first = batches[0]
-    other = next((each for each in batches if each.positions != first.positions), None)
+    mean = batches[0]
+    other = next((each for each in batches if each.positions != mean.positions), None)
     if other is not None:
-        raise ExperimentError(f"the batches have different positions: {first.positions} and {other.positions}")
-    values, clean, corrupted = (
+        raise ExperimentError(f"the batches have different positions: {mean.positions} and {other.positions}")
+    mean.values, mean.clean, mean.corrupted = (
         sum(getattr(each, name) / len(batches) for each in batches) for name in ("values", "clean", "corrupted")
     )
-    losses: dict[str, float] = {}
     for each in batches:
-        losses |= {what: max(loss, losses.get(what, 0.0)) for what, loss in each.losses.items()}
-    fallbacks = {name: why for each in batches for name, why in each.fallbacks.items()}
-    return ScoredEdges(values, first.edges, clean, corrupted, first.positions, losses, fallbacks, first.is_half)
+        mean.losses |= {what: max(loss, mean.losses.get(what, 0.0)) for what, loss in each.losses.items()}
+        mean.fallbacks |= each.fallbacks
+    return mean
 
 
 @dataclass(frozen=True)
@@ -418,58 +403,61 @@ class _Scoring:
     rows: Sequence[str]
     columns: Sequence[str]
 
-    def __call__(self, pg: PatchableGraph, pair: Batch) -> ScoredEdges:
-        nodes = nodes_of(pg.nodes.root, heads=self.heads, experts=self.experts)
-
-        def placed(values: Mapping[str, Tensor]) -> WrittenPositions | None:
-            return None if self.positions is None else WrittenPositions(pg.nodes.root, nodes, values, self.positions)
-
-        if self.method == "exact":
-            found = _exact_effects(pg, nodes, pair, self.batch, self.rows, self.columns, placed)
-        else:
-            choices = Choices(self.routing)
-            runs = _Runs(pg, nodes, pair, self.method, self.fractions, self.max_bytes, choices, placed)
-            found = runs.one_sided_scores(self.ends, self.rows, self.columns) if self.ends else runs.scores()
-        labels = None if found.positions is None else found.positions.labels
-        return ScoredEdges(
-            found.values,
-            found.edges,
-            found.clean,
-            found.corrupted,
-            labels,
-            found.losses,
-            found.fallbacks,
-            found.is_half,
-        )
+    def __call__(self, pg: PatchableGraph, pair: Batch) -> EdgeScores:
+        return _Runs(pg, self, pair).scores()
 
 
 _Group = TypeVar("_Group", Writer, Reader)
-_Placed: TypeAlias = Callable[[Mapping[str, Tensor]], "WrittenPositions | None"]
+
+Values: TypeAlias = "Mapping[str, Tensor]"
+"""What was recorded in a run, by path."""
 
 
-def _exact_effects(
-    pg: PatchableGraph,
-    nodes: Nodes,
-    pair: Batch,
-    batch: int | str | None,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    placed: _Placed,
-) -> EdgeScores:
-    """Returns the true effects of the edges from `columns` to `rows`, in one run for each."""
-    runs = CircuitRuns(pg, nodes, pair.corrupted, pair.number)
-    positions = placed(runs.values)
-    found = EdgeScores(nodes, positions)
-    found.values[found.edges] = np.nan
-    clean = record(pg, pair.clean, recorded_paths(nodes), pair.number)
-    found.clean, found.corrupted = float(clean.measurement.values), runs.metric
-    Deltas(nodes, clean.values, runs.values, 0).check(nodes)
-    with torch.no_grad():
-        changes = {id(writer): writer.change(clean.values, runs.values) for writer in nodes.writers}
-        for reader in nodes.readers:
-            read = writers_in(reader.source)
-            senders = [name for writer in nodes.writers if writer in read for name in writer.names if name in columns]
-            for receiver in [name for name in reader.names if name in rows and senders]:
+class _Runs:
+    """The runs on one pair of inputs, and the scores."""
+
+    def __init__(self, pg: PatchableGraph, scoring: _Scoring, pair: Batch) -> None:
+        self._pg = pg
+        self._scoring = scoring
+        self._pair = pair
+        self._nodes = nodes_of(pg.nodes.root, heads=scoring.heads, experts=scoring.experts)
+        self._choices = Choices(scoring.routing)
+        self._positions: WrittenPositions | None = None
+
+    def scores(self) -> EdgeScores:
+        """Returns the scores; the model and the random state are restored."""
+        if self._scoring.method == "exact":
+            return self._exact_effects()
+        with torch.inference_mode(False):
+            self._state = ModuleState(captured(self._pg).module)
+            with afterwards(self._state.restore):
+                return self._one_sided_scores() if self._scoring.ends else self._scores()
+
+    def _empty(self, values: Values) -> EdgeScores:
+        """Returns scores of zero, at the positions of a run."""
+        given = self._scoring.positions
+        if given is not None:
+            self._positions = WrittenPositions(self._pg.nodes.root, self._nodes, values, given)
+        return EdgeScores(self._nodes, self._positions)
+
+    def _exact_effects(self) -> EdgeScores:
+        """Returns the true effects of the edges, in one run for each."""
+        pg, nodes, pair = self._pg, self._nodes, self._pair
+        runs = CircuitRuns(pg, nodes, pair.corrupted, pair.number)
+        found = self._empty(runs.values)
+        positions = self._positions
+        found.values[found.edges] = np.nan
+        clean = record(pg, pair.clean, nodes.recorded, pair.number)
+        found.clean, found.corrupted = float(clean.measurement.values), runs.metric
+        Deltas(nodes, clean.values, runs.values, 0).check(nodes)
+        with torch.no_grad():
+            changes = {id(writer): writer.change(clean.values, runs.values) for writer in nodes.writers}
+            for reader, receiver, _ in _members(nodes.readers, self._scoring.rows):
+                read = writers_in(reader.source)
+                writers = [writer for writer in nodes.writers if writer in read]
+                senders = [name for _, name, _ in _members(writers, self._scoring.columns)]
+                if not senders:
+                    continue
                 at = [found.columns[sender] for sender in senders]
                 there = found.edges[found.rows[receiver], at]
                 cells: dict[str, list[Any]] = {"sender": senders}
@@ -481,138 +469,106 @@ def _exact_effects(
                     functools.partial(runs.edge, reader, receiver, changes, positions=positions),
                     pair.corrupted,
                     metric=pair.metric,
-                    batch=batch,
+                    batch=self._scoring.batch,
                     progress=False,
                 )
                 effects = swept.values.reshape(there.shape) - float(swept.attrs["baseline"])
                 found.values[found.rows[receiver], at] = np.where(there, effects, np.nan)
-    return found
+        return found
 
+    def _one_sided_scores(self) -> EdgeScores:
+        """Returns the mean of the scores in which only one end of the edges is restored."""
+        ends = self._scoring.ends
+        with torch.no_grad():
+            clean, high = self._run(self._pair.clean, {}, self._nodes.reads)
+            corrupted, low = self._run(self._pair.corrupted, {}, self._nodes.reads)
+        found = self._empty(clean)
+        found.clean, found.corrupted = float(high), float(low)
+        deltas = self._deltas(clean, corrupted, found)
 
-Values: TypeAlias = "Mapping[str, Tensor]"
-"""What was recorded in a run, by path: detached."""
+        def restored(group: Writer | Reader, number: int) -> dict[str, Patch[Any]]:
+            if isinstance(group, Writer) and group.choice:  # the outputs of the chosen experts of a row are summed
+                return {group.path: AddPatch(value=deltas.of(group)[number], slice=(slice(None), 0))}
+            heads = None if group.projection is None else group.projection.heads[number]
+            return {path: _restoring(clean[path], corrupted[path], heads) for path in group.paths}
 
+        def add(
+            what: str, place: Any, patches: dict[str, Patch[Any]], readers: Sequence[Reader], end: Values | None = None
+        ) -> None:
+            """Adds the scores by derivatives between the corrupted run and that with patches; norms end at `end`."""
+            rules = rules_of(self._scoring.method)
+            with rules.recording(), torch.no_grad():
+                patched, effect = self._run(self._pair.corrupted, patches)
+            end = patched if end is None else end
+            base, _, gradients = self._gradient_run(rules, end, 0)
+            alone = EdgeScores(self._nodes, self._positions)
+            self._add_scores(readers, end, base, gradients, deltas, alone)
+            found.values[place] += alone.values[place] / len(ends)
+            found.note_sum(
+                f"{what} differ from its effect", alone.values[place], float(effect) - found.corrupted, rules
+            )
 
-def recorded_paths(nodes: Nodes) -> list[str]:
-    """Returns the paths of values that senders write, that norms read, and that receivers read without a linear map."""
-    paths = [path for writer in nodes.writers for path in writer.paths]
-    paths += nodes.norm_paths
-    paths += [path for reader in nodes.readers if reader.projection is None for path in reader.paths]
-    return list(dict.fromkeys(paths))
+        if "senders" in ends:
+            for writer, name, number in _members(self._nodes.writers, self._scoring.columns):
+                column = (slice(None), found.columns[name])
+                add(f"out of {name!r}", column, restored(writer, number), self._nodes.readers)
+        if "receivers" in ends:
+            for reader, name, number in _members(self._nodes.readers, self._scoring.rows):
+                add(f"into {name!r}", found.rows[name], restored(reader, number), [reader], clean)
+        return found
 
+    def _scores(self) -> EdgeScores:
+        rules = rules_of(self._scoring.method)
+        with rules.recording(), torch.no_grad():
+            clean, metric = self._run(self._pair.clean, {})
+        found = self._empty(clean)
+        found.clean = float(metric)
+        deltas: Deltas | None = None
+        for fraction in self._scoring.fractions:
+            corrupted, metric, gradients = self._gradient_run(rules, clean, fraction)
+            if deltas is None:
+                base = corrupted
+                if fraction:
+                    with torch.no_grad():
+                        base, metric = self._run(self._pair.corrupted, {})
+                found.corrupted = float(metric.detach())
+                deltas = self._deltas(clean, base, found)
+            self._add_scores(self._nodes.readers, clean, corrupted, gradients, deltas, found)
+        # The edges into the logits have this sum in any case, whatever is between the components.
+        begins = [f"{stream}@embed" for stream in self._nodes.streams]
+        columns = [found.columns[name] for name in begins if name in found.columns]
+        change = found.clean - found.corrupted
+        what = f"out of {' and '.join(begins)} differ from the change of the metric"
+        found.note_sum(what, found.values[:, columns], change, rules)
+        return found
 
-@dataclass(frozen=True)
-class _Runs:
-    """The runs on one pair of inputs, and the scores."""
-
-    pg: PatchableGraph
-    nodes: Nodes
-    batch: Batch
-    method: Method
-    fractions: Sequence[float]
-    max_bytes: int
-    choices: Choices
-    placed: _Placed
-
-    def scores(self) -> EdgeScores:
-        """Returns the scores; the model and the random state are restored."""
-        with self._kept_state() as state:
-            return self._scores(state)
-
-    def one_sided_scores(self, ends: Sequence[RestoredEnd], rows: Sequence[str], columns: Sequence[str]) -> EdgeScores:
-        """Returns the mean of the scores in which only one end of the edges is restored.
-
-        Args:
-            ends: The ends.
-            rows: The receivers that are restored.
-            columns: The senders that are restored.
-        """
-        with self._kept_state() as state:
-            with torch.no_grad():
-                clean, high = self._run(self.batch.clean, {}, state, self._reads)
-                corrupted, low = self._run(self.batch.corrupted, {}, state, self._reads)
-            found = EdgeScores(self.nodes, self.placed(clean))
-            found.clean, found.corrupted = float(high), float(low)
-            deltas = self._deltas(clean, corrupted)
-            found.is_half = deltas.coarsest > 1e-6
-
-            def restored(group: Writer | Reader, number: int) -> dict[str, Patch[Any]]:
-                if isinstance(group, Writer) and group.choice:  # the outputs of the chosen experts of a row are summed
-                    return {group.path: AddPatch(value=deltas.of(group)[number], slice=(slice(None), 0))}
-                heads = None if group.projection is None else group.projection.heads[number]
-                return {path: _restoring(clean[path], corrupted[path], heads) for path in group.paths}
-
-            if "senders" in ends:
-                for writer, name, number in _members(self.nodes.writers, columns):
-                    rules, end, effect = self._end_run(restored(writer, number), state)
-                    alone = self._scores_to(self.nodes.readers, rules, end, deltas, found.positions, state)
-                    own = alone[:, found.columns[name]]
-                    found.values[:, found.columns[name]] += own / len(ends)
-                    found.note_sum(f"out of {name!r} differ from its effect", own, effect - found.corrupted, rules)
-            if "receivers" in ends:
-                for reader, name, number in _members(self.nodes.readers, rows):
-                    rules, _, effect = self._end_run(restored(reader, number), state)
-                    alone = self._scores_to([reader], rules, clean, deltas, found.positions, state)
-                    own = alone[found.rows[name]]
-                    found.values[found.rows[name]] += own / len(ends)
-                    found.note_sum(f"into {name!r} differ from its effect", own, effect - found.corrupted, rules)
-            return found
-
-    @contextmanager
-    def _kept_state(self) -> Iterator[ModuleState]:
-        with torch.inference_mode(False):
-            state = ModuleState(captured(self.pg).module)
-            with afterwards(state.restore):
-                yield state
-
-    @functools.cached_property
-    def _reads(self) -> Sequence[str]:
-        return list(dict.fromkeys(path for reader in self.nodes.readers for path in reader.paths))
-
-    def _deltas(self, clean: Values, corrupted: Values) -> Deltas:
-        deltas = Deltas(self.nodes, clean, corrupted, self.max_bytes // 2)
-        deltas.check(self.nodes)
+    def _deltas(self, clean: Values, corrupted: Values, found: EdgeScores) -> Deltas:
+        deltas = Deltas(self._nodes, clean, corrupted, self._scoring.max_bytes // 2)
+        deltas.check(self._nodes)
+        found.is_half = deltas.coarsest > 1e-6
         return deltas
 
-    def _end_run(self, patches: Mapping[str, Patch[Any]], state: ModuleState) -> tuple[DerivativeRules, Values, float]:
-        rules = rules_of(self.method)
-        with rules.recording(), torch.no_grad():
-            end, metric = self._run(self.batch.corrupted, patches, state)
-        return rules, end, float(metric)
-
-    def _scores_to(
-        self,
-        readers: Sequence[Reader],
-        rules: DerivativeRules,
-        end: Values,
-        deltas: Deltas,
-        positions: WrittenPositions | None,
-        state: ModuleState,
-    ) -> Any:
-        """Returns the scores of edges to some receivers, by derivatives between the corrupted run and another one.
-
-        Args:
-            readers: The receivers.
-            rules: The rules, which have recorded the other run.
-            end: What norms on the way to receivers read at the other end.
-            deltas: What senders write.
-            positions: The positions of scores.
-            state: The model's state.
-        """
-        found = EdgeScores(self.nodes, positions)
-        corrupted, _, gradients = self._gradient_run(rules, end, 0, state)
-        self._add_scores(readers, end, corrupted, gradients, deltas, found)
-        return found.values
-
     def _gradient_run(
-        self, rules: DerivativeRules, clean: Values, fraction: float, state: ModuleState
+        self, rules: DerivativeRules, clean: Values, fraction: float
     ) -> tuple[Values, Tensor, Mapping[str, Tensor | None]]:
         """Returns the values, the metric and the gradients of a run at a point between the two runs."""
-        starts = {path: clean[path] if fraction else None for path in self.nodes.streams.values()}
+
+        def begin(value: Tensor, path: str) -> Tensor:
+            with without_torch_functions():  # derivative rules would take it for a step of the model
+                start = torch.lerp(value.detach(), clean[path], fraction) if fraction else value.detach()
+                return start.clone().requires_grad_().clone()  # the model may write into it
+
+        patches: dict[str, Patch[Any]] = {
+            path: CustomPatch(custom_op=functools.partial(begin, path=path), requires_clone=False)
+            for path in self._nodes.streams.values()
+        }
         with rules.applied(), torch.enable_grad():
-            run = _GradientRun(starts, fraction, self._reads)
-            values, metric = self._run(self.batch.corrupted, run.patches, state)
-        return values, metric, run.gradients(metric, self._reads)
+            values, metric = self._run(self._pair.corrupted, patches, self._nodes.reads)
+        wanted = {path: values[path] for path in self._nodes.reads if values[path].requires_grad}
+        if not metric.requires_grad or not wanted:
+            raise no_gradient()
+        gradients = dict(zip(wanted, gradients_of(metric, list(wanted.values())), strict=True))
+        return {path: value.detach() for path, value in values.items()}, metric, gradients
 
     def _add_scores(
         self,
@@ -623,51 +579,24 @@ class _Runs:
         deltas: Deltas,
         found: EdgeScores,
     ) -> None:
-        back = _Backwards(self.method, clean, corrupted, deltas, found, self.max_bytes // 2, len(self.fractions))
+        limit, count = self._scoring.max_bytes // 2, len(self._scoring.fractions)
+        back = _Backwards(self._scoring.method, clean, corrupted, deltas, found, self._positions, limit, count)
         for _, together in groupby(readers, key=lambda reader: id(reader.source)):
             back.score(list(together), gradients)
 
-    def _scores(self, state: ModuleState) -> EdgeScores:
-        rules = rules_of(self.method)
-        with rules.recording(), torch.no_grad():
-            clean, metric = self._run(self.batch.clean, {}, state)
-        found = EdgeScores(self.nodes, self.placed(clean))
-        found.clean = float(metric)
-        deltas: Deltas | None = None
-        for fraction in self.fractions:
-            corrupted, metric, gradients = self._gradient_run(rules, clean, fraction, state)
-            if deltas is None:
-                base = corrupted
-                if fraction:
-                    with torch.no_grad():
-                        base, metric = self._run(self.batch.corrupted, {}, state)
-                found.corrupted = float(metric.detach())
-                deltas = self._deltas(clean, base)
-                found.is_half = deltas.coarsest > 1e-6
-            self._add_scores(self.nodes.readers, clean, corrupted, gradients, deltas, found)
-        # The edges into the logits have this sum in any case, whatever is between the components.
-        begins = [f"{stream}@embed" for stream in self.nodes.streams]
-        columns = [found.columns[name] for name in begins if name in found.columns]
-        change = found.clean - found.corrupted
-        what = f"out of {' and '.join(begins)} differ from the change of the metric"
-        found.note_sum(what, found.values[:, columns], change, rules)
-        return found
-
     def _run(
-        self, inputs: Inputs, patches: Mapping[str, Patch[Any]], state: ModuleState, also: Sequence[str] = ()
+        self, inputs: Inputs, patches: Mapping[str, Patch[Any]], also: Sequence[str] = ()
     ) -> tuple[Values, Tensor]:
-        state.restore()
-        probes = {path: ProbePatch() for path in (*recorded_paths(self.nodes), *also)}
+        self._state.restore()
+        probes = {path: ProbePatch() for path in (*self._nodes.recorded, *also)}
         merged: dict[str | NodePath, list[Patch[Any]]] = {}
         for listed in (patches, probes):
             for path, patch in listed.items():
                 merged.setdefault(path, []).append(patch)
-        choices = self.choices.recorded() if inputs is self.batch.clean else self.choices.held()
-        with self.pg.patch(merged, strict=True), choices:
-            output = inputs.run(self.pg)
-        metric = metric_number(self.batch.metric(output))
-        with without_torch_functions():
-            return {path: probe.activation.detach() for path, probe in probes.items()}, metric
+        choices = self._choices.recorded() if inputs is self._pair.clean else self._choices.held()
+        with self._pg.patch(merged, strict=True), choices:
+            output = inputs.run(self._pg)
+        return {path: probe.activation for path, probe in probes.items()}, metric_number(self._pair.metric(output))
 
 
 def _members(groups: Sequence[_Group], names: Collection[str]) -> Iterator[tuple[_Group, str, int]]:
@@ -683,34 +612,6 @@ def _restoring(clean: Tensor, corrupted: Tensor, columns: Tensor | None) -> Patc
     value, at = corrupted.clone(), index_of(columns.to(corrupted.device))
     value[..., at] = clean[..., at]
     return ReplacePatch(value=value)
-
-
-class _GradientRun:
-    """The patches of a run with gradients: its values start at new leaves, and the inputs of receivers are kept."""
-
-    def __init__(self, starts: Mapping[str, Tensor | None], fraction: float, reads: Sequence[str]) -> None:
-        self._fraction = fraction
-        self._probes = {path: ProbePatch() for path in reads}
-        begins: dict[str, Patch[Any]] = {
-            path: CustomPatch(custom_op=functools.partial(self._begin, clean=clean), requires_clone=False)
-            for path, clean in starts.items()
-        }
-        self.patches: dict[str, Patch[Any]] = {**begins, **self._probes}
-
-    def _begin(self, value: Tensor, clean: Tensor | None) -> Tensor:
-        with without_torch_functions():  # derivative rules would take it for a step of the model
-            start = value.detach()
-            if clean is not None:
-                start = torch.lerp(start, clean, self._fraction)
-            return start.clone().requires_grad_().clone()  # the model may write into it
-
-    def gradients(self, metric: Tensor, reads: Sequence[str]) -> dict[str, Tensor | None]:
-        """Returns the gradient at each path; `None` where the metric does not depend on it."""
-        values = {path: self._probes[path].activation for path in reads}
-        wanted = {path: value for path, value in values.items() if value.requires_grad}
-        if not metric.requires_grad or not wanted:
-            raise no_gradient()
-        return dict(zip(wanted, gradients_of(metric, list(wanted.values())), strict=True))
 
 
 class Deltas:
@@ -824,6 +725,7 @@ class _Backwards:
     corrupted: Values
     deltas: Deltas
     found: EdgeScores
+    positions: WrittenPositions | None
     max_bytes: int
     count: int
 
@@ -887,7 +789,7 @@ class _Backwards:
 
     def _add(self, names: Sequence[str], writers: Sequence[Writer], gradient: Tensor) -> None:
         """Adds the scores of edges, computed from the gradients of the written values."""
-        rows, positions = [self.found.rows[name] for name in names], self.found.positions
+        rows, positions = [self.found.rows[name] for name in names], self.positions
         if positions is None:
             for columns, delta in self.deltas.together(writers):
                 self._add_products(rows, columns, 0, gradient, delta)

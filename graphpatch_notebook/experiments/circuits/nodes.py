@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components import Component, Components, NoWeightError, Projection, find, projection
 from graphpatch_notebook.components.chain import Layer, Stack, Trails
-from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.flow import Value, walk
 from graphpatch_notebook.components.operations import ADDITIONS
 from graphpatch_notebook.components.proofs import NamedLayer, NamedWrite
+from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.circuits.stream import (
     LinearPaths,
@@ -54,7 +56,6 @@ class Nodes:
     """The senders and receivers of a model.
 
     Attributes:
-        flow: The flow of values.
         writers: The senders, in order of execution.
         readers: The receivers, in order of execution.
         feeds: For each receiver, the senders that are computed from it.
@@ -62,7 +63,6 @@ class Nodes:
         skipped: Why there are no edges to, or from, a component.
     """
 
-    flow: Flow
     writers: list[Writer] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
     feeds: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -85,9 +85,17 @@ class Nodes:
         return {name: why for name, why in self.skipped.items() if "[*]." not in name and not name.endswith("heads[*]")}
 
     @property
-    def norm_paths(self) -> list[str]:
-        """The paths of the inputs of norms before receivers."""
-        return list(dict.fromkeys(norm.path for reader in self.readers for norm in norms_in(reader.source)))
+    def reads(self) -> list[str]:
+        """The paths of the values that receivers read."""
+        return list(dict.fromkeys(path for reader in self.readers for path in reader.paths))
+
+    @property
+    def recorded(self) -> list[str]:
+        """The paths of values that senders write, that norms read, and that receivers read without a linear map."""
+        paths = [path for writer in self.writers for path in writer.paths]
+        paths += [norm.path for reader in self.readers for norm in norms_in(reader.source)]
+        paths += [path for reader in self.readers if reader.projection is None for path in reader.paths]
+        return list(dict.fromkeys(paths))
 
 
 def nodes_of(root: Frame, *, heads: bool = True, experts: bool = False) -> Nodes:
@@ -114,14 +122,11 @@ def nodes_of(root: Frame, *, heads: bool = True, experts: bool = False) -> Nodes
 
 def norms_in(source: Sum) -> list[NormOfSum]:
     """Returns all norms that a sum passes through, in order of execution."""
-    found: dict[int, NormOfSum] = {}
-    waiting = [source]
-    while waiting:
-        for term in waiting.pop():
-            if isinstance(term.source, NormOfSum) and term.source.number not in found:
-                found[term.source.number] = term.source
-                waiting.append(term.source.source)
-    return [found[number] for number in sorted(found)]
+
+    def direct(each: Sum) -> list[NormOfSum]:
+        return [term.source for term in each if isinstance(term.source, NormOfSum)]
+
+    return sorted(walk(direct(source), lambda norm: direct(norm.source)), key=lambda norm: norm.number)
 
 
 def writers_in(source: Sum) -> set[Writer]:
@@ -142,15 +147,13 @@ class _NodeFinder:
         self._components = components
         self._trails: Trails = evidence.trails
         self._flow = evidence.trails.flow
-        self._stacks: list[tuple[Stack, list[NamedLayer]]] = evidence.stacks
-        self._ends = evidence.ends
         self._has_heads = heads
         self._has_experts = experts
         self._by_value: dict[Value, Writer] = {}
         self._written: dict[str, tuple[str, ...]] = {}
-        self.found = Nodes(self._flow)
+        self.found = Nodes()
         order = self._flow.order
-        self._stacks = sorted(self._stacks, key=lambda each: order[each[0].layers[0].start.value.node])
+        self._stacks = sorted(evidence.stacks, key=lambda each: order[each[0].layers[0].start.value.node])
         for stack, layers in self._stacks:
             self._add_start(stack)
             for layer in layers:
@@ -281,19 +284,11 @@ class _NodeFinder:
     # -- receivers -----------------------------------------------------------------------------------------------------
 
     def _add_readers(self, named: NamedLayer, each: NamedWrite) -> None:
-        name = f"{named.name}{each.kind}"
-        problem = "heads=False"
-        if each.parts is not None and self._has_heads:
-            problem = self._add_heads(name, each)
-            if not problem:
-                return
-        try:
-            self._add_whole(name, named.layer, each)
-        except NoPathError as error:
-            self.found.skipped[name] = str(error)
+        name, problem = f"{named.name}{each.kind}", ""
+        if each.parts is not None and self._has_heads and not (problem := self._add_heads(name, each)):
             return
-        if each.parts is not None and self._has_heads:
-            self.found.skipped[f"{name}.heads[*]"] = problem
+        if (why := self._add_whole(name, named.layer, each.write)) or problem:
+            self.found.skipped[name if why else f"{name}.heads[*]"] = why or problem
 
     def _add_heads(self, name: str, each: NamedWrite) -> str:
         """Adds the receivers of queries, keys and values; returns why there are none, or an empty string."""
@@ -303,7 +298,9 @@ class _NodeFinder:
                 found[letter] = projection(self._root, f"{name}.{letter}")
                 found[letter].weight()
             linears = {each.linear.node for each in found.values()}
-            self._check_covered(each.write.value, each.write.inside, lambda node, _: node in linears)
+            other = self._other_read(each.write.value, lambda node, _: node in linears, self._paths, each.write.inside)
+            if other is not None:
+                raise NoPathError(f"it also reads {self._flow.path(other)} in another way")
             self._check_outputs(list(found.values()))
             sources = {letter: self._paths.of(self._flow.moving(each.linear.node)[0]) for letter, each in found.items()}
         except (NoWeightError, ExperimentError, ValueError) as error:
@@ -344,73 +341,81 @@ class _NodeFinder:
                 return path
             value = Value(inside[0])
 
-    def _add_whole(self, name: str, layer: Layer, each: NamedWrite) -> None:
-        """Adds a receiver for all that a component reads."""
-        write, flow = each.write, self._flow
-        candidates = [write.state]
+    def _add_whole(self, name: str, layer: Layer, write: Write) -> str:
+        """Adds a receiver for all that a component reads; returns why there is none, or an empty string."""
+        problem = "no module reads the stream for it alone, so that what it reads cannot be replaced"
+        for paths, value in self._read_alone(layer, write):
+            if not (problem := self._add_reader(name, paths, value)):
+                break
+        return problem
+
+    def _read_alone(self, layer: Layer, write: Write) -> Iterator[tuple[tuple[str, ...], Value]]:
+        """Yields the values through which a component alone reads the stream, with their paths."""
+        flow, candidates = self._flow, [write.state]
         if write.norm is not None:
             normed = write.norm.returned
             candidates.insert(0, normed.value)
-            if set(flow.users[normed.value.node]) <= write.inside:
-                try:
-                    self._check_covered(write.value, write.inside, lambda _, read: read == normed.value)
-                    self._add_reader(name, (normed.path,), normed.value)
-                    return
-                except NoPathError:
-                    pass
+            is_alone = set(flow.users[normed.value.node]) <= write.inside
+            if is_alone and self._is_covered(write, self._reading(normed.value)):
+                yield (normed.path,), normed.value
+        around = (frame for node in write.inside for frame in self._frames_in(layer, node))
+        frames = sorted(
+            {id(frame): frame for frame in around}.values(), key=lambda each: (len(each.path), flow.start(each))
+        )
         for value in candidates:
-            for frame in self._frames(layer, write.inside):
-                places = [place.path for place in flow.inputs(frame) if place.value == value]
-                if places and self._is_covered(write.value, write.inside, self._reading(frame, value)):
-                    self._add_reader(name, tuple(places), value)
-                    return
-        raise NoPathError("no module reads the stream for it alone, so that what it reads cannot be replaced")
+            for frame in frames:
+                places = tuple(place.path for place in flow.inputs(frame) if place.value == value)
+                if places and self._is_covered(write, self._reading(value, frame)):
+                    yield places, value
 
-    def _add_reader(self, name: str, paths: tuple[str, ...], value: Value) -> None:
-        source = self._paths.of(value)
+    def _frames_in(self, layer: Layer, node: Node) -> Iterator[Frame]:
+        """Yields the frames in a layer that a node is in."""
+        return takewhile(lambda frame: frame is not layer.frame, self._flow.frames_around(Value(node)))
+
+    def _add_reader(self, name: str, paths: tuple[str, ...], value: Value) -> str:
+        """Adds a receiver; returns why there is none, or an empty string."""
+        try:
+            source = self._paths.of(value)
+        except NoPathError as error:
+            return str(error)
         if not value.shape or not source:
-            raise NoPathError(f"what it reads, {self._flow.path(value)}, does not come from the stream")
+            return f"what it reads, {self._flow.path(value)}, does not come from the stream"
         self.found.readers.append(Reader((name,), paths, source, self._flow.order[value.node]))
         self.found.feeds[name] = self._written.get(name, ())
+        return ""
 
-    def _frames(self, layer: Layer, inside: frozenset[Node]) -> Iterator[Frame]:
-        """Yields the frames in a layer that compute some nodes, outer ones first."""
-        found: dict[int, Frame] = {}
-        for node in inside:
-            for frame in self._flow.frames_around(Value(node)):
-                if frame is layer.frame:
-                    break
-                found[id(frame)] = frame
-        yield from sorted(found.values(), key=lambda frame: (len(frame.path), self._flow.start(frame)))
+    def _reading(self, value: Value, frame: Frame | None = None) -> _Cut:
+        """Returns whether an operation (in a frame, if one is given) reads a value."""
+        order = self._flow.order
+        inside = range(len(order))
+        if frame is not None:
+            inside = range(self._flow.start(frame), order[frame.output_node] + 1)
+        return lambda node, read: read == value and order[node] in inside
 
-    def _reading(self, frame: Frame, value: Value) -> _Cut:
-        start, end = self._flow.start(frame), self._flow.order[frame.output_node]
+    def _is_covered(self, write: Write, is_cut: _Cut) -> bool:
+        """Whether a component reads the stream only where `is_cut` says."""
+        return self._other_read(write.value, is_cut, self._paths, write.inside) is None
 
-        def is_cut(node: Node, read: Value) -> bool:
-            return read == value and start <= self._flow.order[node] <= end
+    def _other_read(
+        self, start: Value, is_cut: _Cut, paths: LinearPaths, inside: frozenset[Node] | None = None
+    ) -> Value | None:
+        """Returns a value that depends on the stream and from which a value is computed, but not by reads in `is_cut`.
 
-        return is_cut
+        Args:
+            start: The value.
+            is_cut: Whether an operation may read a value.
+            paths: What depends on the stream.
+            inside: The operations that compute the value; `None` for all, up to what components write.
+        """
 
-    def _is_covered(self, value: Value, inside: frozenset[Node] | None, is_cut: _Cut) -> bool:
-        try:
-            self._check_covered(value, inside, is_cut)
-        except NoPathError:
-            return False
-        return True
+        def is_outside(value: Value) -> bool:
+            return value in paths.writers if inside is None else value.node not in inside
 
-    def _check_covered(self, value: Value, inside: frozenset[Node] | None, is_cut: _Cut) -> None:
-        """Checks that a value depends on the stream through reads that `is_cut` accepts only."""
-        waiting, seen = [value], set[Node]()
-        while waiting:
-            value = waiting.pop()
-            if value.node in seen:
-                continue
-            seen.add(value.node)
-            is_outside = value in self._by_value if inside is None else value.node not in inside
-            if is_outside and self._paths.depends(value):
-                raise NoPathError(f"it also reads {self._flow.path(value)} in another way")
-            if not is_outside:
-                waiting += [read for read in self._flow.reads(value.node) if not is_cut(value.node, read)]
+        def before(value: Value) -> list[Value]:
+            reads = [] if is_outside(value) else self._flow.reads(value.node)
+            return [read for read in reads if not is_cut(value.node, read)]
+
+        return next((value for value in walk([start], before) if is_outside(value) and paths.depends(value)), None)
 
     # -- both ends -----------------------------------------------------------------------------------------------------
 
@@ -423,26 +428,18 @@ class _NodeFinder:
         if writer is None or not before.depends(value):
             return
         for other, layers in self._stacks:
-            end = other.layers[-1].end
-            name = f"{layers[-1].name}resid_post"
-            cut = _at(end.value)
-            paths, self._paths = self._paths, before
-            self._by_value.pop(value)
-            is_covered = other is not stack and self._is_covered(value, None, cut)
-            self._by_value[value] = writer
-            self._paths = paths
-            if is_covered:
-                try:
-                    self._add_reader(name, (end.path,), end.value)
-                    self.found.feeds[name] = writer.names
-                    return
-                except NoPathError:
-                    pass
+            end, name = other.layers[-1].end, f"{layers[-1].name}resid_post"
+            is_alone = other is not stack and self._other_read(value, self._reading(end.value), before) is None
+            if is_alone and not self._add_reader(name, (end.path,), end.value):
+                self.found.feeds[name] = writer.names
+                return
         self.found.skipped[writer.names[0]] = "it is computed from components of the model, but not from one value"
 
     def _add_end(self) -> None:
         """Adds the receiver at the end of the last stack: the logits."""
-        ends = [(stack, end) for (stack, _), (_, end) in zip(reversed(self._unsorted()), self._ends, strict=True)]
+        evidence = self._components.evidence
+        # If no stack leads to logits, that of other logits comes last.
+        ends = [(stack, end) for (stack, _), (_, end) in zip(reversed(evidence.stacks), evidence.ends, strict=False)]
         if not ends:
             return
         stack, end = next(((stack, end) for stack, end in ends if end.logits is not None), ends[0])
@@ -450,22 +447,13 @@ class _NodeFinder:
         name = "@logits" if end.logits is not None else f"{_prefix(stack)}@final_norm"
         if end.logits is None and end.norm is None:
             name = f"{_prefix(stack)}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
-        try:
-            self._add_reader(name, (place.path,), place.value)
-        except NoPathError as problem:
-            self.found.skipped[name] = str(problem)
-
-    def _unsorted(self) -> list[tuple[Stack, list[NamedLayer]]]:
-        return self._components.evidence.stacks
+        if problem := self._add_reader(name, (place.path,), place.value):
+            self.found.skipped[name] = problem
 
 
 def _are_numbers(spec: ValueSpec, shape: tuple[int, ...]) -> bool:
     """Whether a value is a tensor of integers of this shape."""
     return isinstance(spec, TensorSpec) and tuple(spec.shape) == shape and not spec.dtype.is_floating_point
-
-
-def _at(value: Value) -> _Cut:
-    return lambda _, read: read == value
 
 
 def _prefix(stack: Stack) -> str:

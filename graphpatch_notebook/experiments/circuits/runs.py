@@ -109,13 +109,6 @@ def kept_edges(nodes: Nodes, circuit: Circuit) -> Kept:
     return found
 
 
-def base_paths(nodes: Nodes) -> list[str]:
-    """Returns the paths of the values that senders write, norms read and receivers read."""
-    paths = [*(path for writer in nodes.writers for path in writer.paths), *nodes.norm_paths]
-    paths += [path for reader in nodes.readers for path in reader.paths]
-    return list(dict.fromkeys(paths))
-
-
 class CircuitRuns:
     """Makes the patches of circuits, relative to one run on the corrupted inputs.
 
@@ -126,7 +119,7 @@ class CircuitRuns:
     def __init__(
         self, pg: PatchableGraph, nodes: Nodes, corrupted: Inputs, metric: Callable[[Any], float] | None = None
     ) -> None:
-        run = record(pg, corrupted, base_paths(nodes), metric)
+        run = record(pg, corrupted, list(dict.fromkeys([*nodes.recorded, *nodes.reads])), metric)
         run.warn_if_random(pg)
         self._root = pg.nodes.root
         self._nodes = nodes

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.observers import original_forward
-from graphpatch_notebook.capture.records import Frame, Node, Ref, map_leaves
+from graphpatch_notebook.capture.records import Node, Ref, map_leaves
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.chain import Norm, Trails
-from graphpatch_notebook.components.flow import Flow, Value
+from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.components.weights import held_tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError
@@ -90,7 +90,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
-    """A multiplication of the stream with constants.
+    """A multiplication of the stream with constants, or a division by them.
 
     Attributes:
         factors: The numbers, and the tensors that the model holds.
@@ -98,26 +98,18 @@ class Scaling:
 
     flow: Flow
     factors: tuple[float | Value, ...]
+    is_division: bool = False
 
     def on(self, rows: Tensor) -> Tensor:
         """Returns rows times the constants; their shape is `(..., rows, channels)`."""
         for factor in self.factors:
-            rows = rows * (factor if not isinstance(factor, Value) else _row_of(_constant(self.flow, factor)))
+            known = factor if not isinstance(factor, Value) else _row_of(_constant(self.flow, factor))
+            rows = rows / known if self.is_division else rows * known
         return rows
 
     def back(self, gradients: Tensor) -> Tensor:
         """Returns the gradients of the factor that is not constant."""
         return self.on(gradients)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Division(Scaling):
-    """A division of the stream by constants."""
-
-    def on(self, rows: Tensor) -> Tensor:
-        for factor in self.factors:
-            rows = rows / (factor if not isinstance(factor, Value) else _row_of(_constant(self.flow, factor)))
-        return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,22 +126,15 @@ class Move:
 
     def order(self, rows: Tensor) -> Tensor:
         """Returns the row of the source for each row of the result."""
-        shape = self._shape(rows.shape[-2])
-        numbers = torch.arange(rows.shape[-2], device=rows.device).view(*shape[:-1], 1).expand(*shape[:-1], 2)
+        shape, count = self.source.shape[:-1], rows.shape[-2]
+        if math.prod(shape) != count:
+            raise NoPathError(f"{self.node.name} moves positions; give inputs of the shape of the example")
+        numbers = torch.arange(count, device=rows.device).view(*shape, 1).expand(*shape, 2)
         made = self.node.whole
-        args = map_leaves(made.args[1:], lambda given: given)
-        moved: Tensor = made.target(numbers, *args, **made.kwargs)
+        moved: Tensor = made.target(numbers, *made.args[1:], **made.kwargs)
         if moved.shape[-1] != 2:
             raise NoPathError(f"{self.node.name} moves channels")
         return moved[..., 0].reshape(-1)
-
-    def _shape(self, rows: int) -> tuple[int, ...]:
-        """Returns the shape of the source in this run, from that of the capture and the number of rows."""
-        shape = list(self.source.shape)
-        captured = math.prod(shape[:-1])
-        if captured == rows:
-            return tuple(shape)
-        raise NoPathError(f"{self.node.name} moves positions; give inputs of the shape of the example")
 
     def on(self, rows: Tensor) -> Tensor:
         return rows[..., self.order(rows), :]
@@ -166,14 +151,12 @@ class NormOfSum:
     """A norm of a sum.
 
     Attributes:
-        value: What it returns.
         number: The number of its operation in order of execution.
         path: The path of what it normalizes.
         source: That, as a sum.
         function: The norm, of a tensor of the shape of the recorded one, or of more rows.
     """
 
-    value: Value
     number: int
     path: str
     source: Sum
@@ -214,7 +197,7 @@ class LinearPaths:
     def __init__(self, trails: Trails, writers: Mapping[Value, Writer]) -> None:
         self._trails = trails
         self._flow = trails.flow
-        self._writers = writers
+        self.writers = writers
         self._known: dict[Value, Sum] = {}
         self._depends: dict[Node, bool] = {}
 
@@ -231,18 +214,14 @@ class LinearPaths:
 
     def _chain(self, value: Value) -> list[Value]:
         """Returns the values that a value is computed from and that are not known yet, in order of execution."""
-        found, waiting = [value], [value]
-        seen = {value}
-        while waiting:
-            for source in self._sources(waiting.pop()):
-                if source not in seen and source not in self._known and self.depends(source):
-                    seen.add(source)
-                    found.append(source)
-                    waiting.append(source)
-        return sorted(found, key=lambda each: self._flow.order[each.node])
+
+        def unknown(each: Value) -> list[Value]:
+            return [source for source in self._sources(each) if source not in self._known and self.depends(source)]
+
+        return sorted(walk([value], unknown), key=lambda each: self._flow.order[each.node])
 
     def _sources(self, value: Value) -> list[Value]:
-        if value in self._writers or value in self._known:
+        if value in self.writers or value in self._known:
             return []
         if (norm := self._trails.norms.get(value)) is not None:
             return [norm.given.value]
@@ -251,9 +230,9 @@ class LinearPaths:
 
     def depends(self, value: Value) -> bool:
         """Whether a value depends on what a component writes."""
-        if value in self._writers:
+        if value in self.writers:
             return True
-        waiting, writing = [value.node], {writer.node for writer in self._writers}
+        waiting, writing = [value.node], {writer.node for writer in self.writers}
         while waiting:
             node = waiting[-1]
             if node in self._depends:
@@ -271,7 +250,7 @@ class LinearPaths:
         return self._depends[value.node]
 
     def _made(self, value: Value) -> Sum:
-        if (writer := self._writers.get(value)) is not None:
+        if (writer := self.writers.get(value)) is not None:
             return (Summand(writer),)
         if not self.depends(value):
             return ()
@@ -326,8 +305,8 @@ class LinearPaths:
             if not isinstance(known, (int, float, Value)):
                 return None
             factors.append(known)
-        step = Division if value.op in _DIVISIONS else Scaling
-        return _with(self._sum_of(moving[0]), step(self._flow, tuple(factors)))
+        step = Scaling(self._flow, tuple(factors), value.op in _DIVISIONS)
+        return _with(self._sum_of(moving[0]), step)
 
     def _of_view(self, value: Value) -> Sum | None:
         moving = [read for read in self._flow.reads(value.node) if self.depends(read)]
@@ -355,7 +334,7 @@ class LinearPaths:
                     f"edges need the function of the norm at {self._flow.path(value)}, whose weights are only whole "
                     "while the model runs (FSDP, sequence parallelism): use attribute(), or the model in one process"
                 )
-            args, kwargs = (map_leaves(each, lambda g: rows if isinstance(g, Ref) else g) for each in _call_of(frame))
+            args, kwargs = map_leaves((call.args, call.kwargs), lambda g: rows if isinstance(g, Ref) else g)
             return original_forward(frame.module)(*args, **kwargs)
 
         return self._normed(value, given.value, given.path, function)
@@ -377,7 +356,7 @@ class LinearPaths:
             return _constant(self._flow, known)
 
         def function(rows: Tensor) -> Any:
-            args, kwargs = (map_leaves(each, lambda g: argument(g, rows)) for each in (made.args, made.kwargs))
+            args, kwargs = map_leaves((made.args, made.kwargs), lambda given: argument(given, rows))
             return made.target(*args, **kwargs)
 
         return self._normed(value, source, self._flow.boundary_path(source), function)
@@ -386,17 +365,12 @@ class LinearPaths:
         if source.shape != value.shape:
             raise NoPathError(f"{self._flow.path(value)} changes the shape of the stream")
         terms = self._sum_of(source)
-        return (Summand(NormOfSum(value, self._flow.order[value.node], path, terms, function)),)
+        return (Summand(NormOfSum(self._flow.order[value.node], path, terms, function)),)
 
     def _sum_of(self, value: Value) -> Sum:
         if value not in self._known:
             self._known[value] = self._made(value)
         return self._known[value]
-
-
-def _call_of(frame: Frame) -> tuple[Any, Any]:
-    assert frame.call is not None
-    return frame.call.args, frame.call.kwargs
 
 
 def _with(terms: Sum, step: StreamStep) -> Sum:

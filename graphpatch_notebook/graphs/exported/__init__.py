@@ -1,9 +1,7 @@
 """Programs of `torch.export` as patchable graphs, with the module hierarchy of the model that was exported.
 
-`inputs` reads the parameters of the program and runs its own checks. `groups` finds which of the modules that
-`torch.export.unflatten` makes represent one module of the model. `conversion` makes our own modules (`modules`) and
-their graphs, that of the whole program included. `frames` makes the records of the calls, with the shapes of the
-program's fake tensors.
+`conversion` groups the modules that `torch.export.unflatten` makes by the module of the model that they come from, and
+makes our own (`modules`) of them, with their graphs. `frames` makes the records of the calls.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch.export import ExportedProgram
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError, SerializationError
 from graphpatch_notebook.graphs.exported.conversion import Converter
-from graphpatch_notebook.graphs.exported.frames import frames_of
+from graphpatch_notebook.graphs.exported.frames import FrameBuilder
 from graphpatch_notebook.graphs.exported.modules import ExportedRoot
 from graphpatch_notebook.torch_compat import input_guards, unflattens_programs
 
@@ -27,18 +25,10 @@ __all__ = ["unflattened_program"]
 
 
 def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[ExportedRoot, Frame]:
-    """Returns an exported program as a module that runs it, and the record of the calls in it.
+    """Returns an exported program, or the program in a file, as a module that runs it, and the record of its calls.
 
-    Args:
-        program: The program, or the `.pt2` file that `torch.export.save` wrote.
-        flat_args_adapter: A `torch.export.FlatArgsAdapter`, for calls of another structure than the program's.
-
-    Raises:
-        TypeError: It is neither.
-        FileNotFoundError: The file does not exist.
-        SerializationError: The file is not an archive.
-        GraphError: This torch is too old.
-        Exception: Raised by torch for a file that it cannot read, or a program that it cannot unflatten.
+    Arguments and errors are those of `PatchableGraph.from_exported`. Torch raises its own for a file that it cannot
+    read, and for a program that it cannot unflatten.
     """
     file = _checked_file(program) if isinstance(program, (str, os.PathLike)) else None
     if file is None and not isinstance(program, ExportedProgram):
@@ -54,7 +44,7 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
         )
     program = program if file is None else torch.export.load(file)
     converter = Converter(torch.export.unflatten(program, flat_args_adapter), input_guards(program))
-    return converter.root, frames_of(converter)
+    return converter.root, FrameBuilder(converter).build()
 
 
 def _checked_file(file: str | os.PathLike[str]) -> str:

@@ -18,8 +18,7 @@ from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.functions import function_name
 from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Kind, Node, OpNode, SourceLine
 from graphpatch_notebook.graphs.copies import SavedSite
-from graphpatch_notebook.graphs.exported.conversion import CALLED, Converter
-from graphpatch_notebook.graphs.exported.groups import Group, at
+from graphpatch_notebook.graphs.exported.conversion import CALLED, Converter, Group, at
 from graphpatch_notebook.graphs.exported.modules import ExportedModule
 from graphpatch_notebook.paths import call_name, unique_name
 from graphpatch_notebook.torch_compat import STRUCTURE_FUNCTIONS
@@ -39,17 +38,15 @@ _RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "o
 _TRACE_LINE = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
-def frames_of(converter: Converter) -> Frame:
-    """Returns the root frame of a program, with all frames below it. Also records the calls at the modules."""
-    return _FrameBuilder(converter).build()
+class FrameBuilder:
+    """Makes the frames of a program, and records the calls at its modules."""
 
-
-class _FrameBuilder:
     def __init__(self, converter: Converter) -> None:
         self._converter = converter
         self._turns: dict[int, int] = {}
 
     def build(self) -> Frame:
+        """Returns the root frame."""
         group = self._converter.root_group
         assert isinstance(group.module, ExportedModule)
         group.module.add_call(0)
@@ -61,11 +58,8 @@ class _FrameBuilder:
     def _fill(self, frame: Frame, group: Group, number: int, given: dict[str, Any]) -> Any:
         """Makes the nodes of a frame, and returns the example value of its output.
 
-        Args:
-            frame: The frame, which is already part of the hierarchy.
-            group: The group of its module.
-            number: Which graph of the group runs.
-            given: Examples of the arguments, by parameter; those of the root are in the program.
+        Graph `number` of the group of its module runs, on example values by parameter; those of the root are in the
+        program.
         """
         graph = self._converter.graph(group, number)
         frame.custom_graph = graph

@@ -1,50 +1,152 @@
-"""The modules of an exported program: the hierarchy of the model that was exported, with graphs in place of code."""
+"""The modules of an exported program, with graphs in place of code; its inputs, and its own checks of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
+from torch.export.unflatten import UnflattenedModule
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs.exported.inputs import ProgramInputs
 from graphpatch_notebook.graphs.generated_code import generate
 from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.torch_compat import parts_of, structure_of, structured, without_torch_functions
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramInput:
+    """A parameter of the program: its record, how it is built up from flat values, and where the first of these is."""
+
+    parameter: InputParameter
+    structure: Any
+    start: int
+
+    @property
+    def size(self) -> int:
+        """How many flat values it has."""
+        return int(self.structure.num_leaves)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is a single value rather than a container."""
+        return bool(self.structure.is_leaf())
+
+
+def program_inputs(unflattened: UnflattenedModule) -> list[ProgramInput]:
+    """Returns the parameters of the program, with the names from the exported `forward`."""
+    signature = unflattened.module_call_graph[0].signature
+    assert signature is not None
+    positional, by_name = parts_of(signature.in_spec)
+    flat_names = [str(node.target) for node in unflattened.graph.nodes if node.op == "placeholder"]
+    structures = [*parts_of(positional), *parts_of(by_name)]
+    names = _names(getattr(signature, "forward_arg_names", None), positional, by_name, flat_names)
+    found: list[ProgramInput] = []
+    start = 0
+    for position, (name, structure) in enumerate(zip(names, structures, strict=True)):
+        kind = _POSITIONAL if position < positional.num_children else _KEYWORD
+        found.append(ProgramInput(InputParameter(name, kind, inspect.Parameter.empty), structure, start))
+        start += structure.num_leaves
+    return found
+
+
+def _names(known: list[str] | None, positional: Any, by_name: Any, flat_names: list[str]) -> list[str]:
+    keywords = [str(key) for key in by_name.context or ()]
+    count = positional.num_children + len(keywords)
+    if known is not None and len(known) == count and known[positional.num_children :] == keywords:
+        return list(known)
+    # Programs of older versions do not say; `*args` have one name for all.
+    names: list[str] = []
+    start = 0
+    for position, structure in enumerate(parts_of(positional)):
+        base = flat_names[start] if structure.is_leaf() else f"input_{position}"
+        names.append(unique_name(base, {*names, *keywords}))
+        start += structure.num_leaves
+    return [*names, *keywords]
+
+
+class ProgramInputs:
+    """Checks a call as the program does, and brings it into the form that the program was exported with.
+
+    It is the unflattened program without its operations: a module of the same class, which returns its flat inputs.
+    `guards` is what the program asserts of these, which `unflatten` leaves out. It holds no weights; copies share it.
+    """
+
+    def __init__(self, unflattened: UnflattenedModule, guards: Callable[..., None] | None = None) -> None:
+        signature = unflattened.module_call_graph[0].signature
+        assert signature is not None
+        self.structure = signature.in_spec
+        self._checks = _without_work(unflattened)
+        self._guards = guards
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        flat = list(self._checks(*args, **kwargs))
+        if self._guards is not None:
+            with without_torch_functions():
+                self._guards(*flat)
+        new_args, new_kwargs = structured(flat, self.structure)
+        return tuple(new_args), dict(new_kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProgramInputs:
+        return self
+
+
+def _without_work(unflattened: UnflattenedModule) -> UnflattenedModule:
+    """Returns an unflattened module that checks its inputs like `unflattened`, and returns them as a flat tuple."""
+    checks: UnflattenedModule = object.__new__(UnflattenedModule)
+    Module.__init__(checks)
+    # What `unflatten` put around it to hide it from compilers is bound to the module with the weights.
+    hidden = {*vars(Module()), "process_forward_inputs", "graph_module", "ivals"}
+    checks.__dict__.update({name: value for name, value in vars(unflattened).items() if name not in hidden})
+    graph = fx.Graph()
+    inputs = [graph.node_copy(node) for node in unflattened.graph.nodes if node.op == "placeholder"]
+    graph.output(tuple(inputs))
+    entry, *others = unflattened.module_call_graph
+    assert entry.signature is not None
+    signature = dataclasses.replace(entry.signature, out_spec=structure_of(tuple(inputs)))
+    checks.__dict__["graph"] = graph
+    checks.__dict__["input_placeholders"] = inputs
+    checks.__dict__["module_call_graph"] = [dataclasses.replace(entry, signature=signature), *others]
+    return checks
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
 
 _calls_so_far: ContextVar[dict[int, int] | None] = ContextVar("graphpatch_exported_calls", default=None)
 
 
 class ExportedModule(Module):
-    """A module of an exported program. Abstract: `exported_module` makes a class for each module.
+    """A module of an exported program. Abstract: `exported_class` makes a class for each module.
 
     Runs the graph that was exported for it. A module that the program calls several times has a graph for each call
     that differs from the others.
     """
 
-    _graphs: list[fx.Graph]
-    _graph_of_call: list[int]
-    _generated: dict[int, Callable[..., Any]]
-
     def __init__(self) -> None:
         super().__init__()
-        self.__dict__["_graphs"] = []
-        self.__dict__["_graph_of_call"] = []
-        self.__dict__["_generated"] = {}
+        # The placeholders of a graph are the parameters of `forward`, its output is a one-element tuple.
+        self._graphs: list[fx.Graph] = []
+        self._graph_of_call: list[int] = []
+        self._generated: dict[int, Callable[..., Any]] = {}
 
     def add_graph(self, graph: fx.Graph) -> None:
-        """Adds a graph. Its placeholders are the parameters of `forward`, its output is a one-element tuple."""
+        """Adds a graph."""
         self._graphs.append(graph)
 
-    def add_call(self, graph_number: int) -> int:
+    def add_call(self, graph_number: int) -> None:
         """Notes the next of the calls that the program makes, by the number of the graph that runs in it."""
         self._graph_of_call.append(graph_number)
-        return graph_number
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph of the call that this is in the run of the program."""
@@ -94,20 +196,22 @@ class ExportedModule(Module):
 class ExportedRoot(ExportedModule):
     """The whole program. Abstract. Checks its inputs before it runs, as the program does."""
 
+    def __init__(self, inputs: ProgramInputs) -> None:
+        super().__init__()
+        self._program_inputs = inputs
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Checks the inputs, brings them into the form that the program was exported with, and runs it."""
-        args, kwargs = self.program_inputs(args, kwargs)
+        args, kwargs = self._program_inputs(args, kwargs)
         return super().__call__(*args, **kwargs)
-
-    @property
-    def program_inputs(self) -> ProgramInputs:
-        """The checks of the program."""
-        return self.__dict__["_program_inputs"]  # type: ignore[no-any-return]
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program."""
         with holding(_calls_so_far, {}):
             return super().run_graph(args, kwargs)
+
+
+_Exported = TypeVar("_Exported", bound=ExportedModule)
 
 
 class _Forward:
@@ -126,18 +230,6 @@ class _Forward:
         return module.run_graph(args, kwargs)
 
 
-def exported_module(class_name: str, parameters: Sequence[InputParameter]) -> ExportedModule:
-    """Returns a new module, without graphs, whose `forward` has these parameters."""
-    made: ExportedModule = _class(ExportedModule, class_name, parameters)()
-    return made
-
-
-def exported_root(class_name: str, parameters: Sequence[InputParameter], inputs: ProgramInputs) -> ExportedRoot:
-    """Returns a new module for a whole program."""
-    made: ExportedRoot = _class(ExportedRoot, class_name, parameters)()
-    made.__dict__["_program_inputs"] = inputs
-    return made
-
-
-def _class(base: type[ExportedModule], name: str, parameters: Sequence[InputParameter]) -> Any:
+def exported_class(base: type[_Exported], name: str, parameters: Sequence[InputParameter]) -> type[_Exported]:
+    """Returns a class of modules whose `forward` has these parameters."""
     return type(name, (base,), {"forward": _Forward(parameters), "__module__": __name__, "__doc__": base.__doc__})

@@ -274,7 +274,7 @@ def test_groups_that_fit_in_memory_give_the_same_scores(method: Any, frozen: boo
     assert found.equals(expected)
 
 
-def test_what_has_no_score_is_said() -> None:
+def test_values_without_a_score_are_named() -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor, is_long: bool = False) -> Tensor:
             rotated = torch.fft.fft(x)
@@ -309,7 +309,7 @@ def test_what_has_no_score_is_said() -> None:
         assert why in attribute(pg, torch.sum, *inputs).attrs["skipped"]["short"]
 
 
-def test_infinities_of_both_runs_are_no_difference() -> None:
+def test_infinities_of_both_runs_are_not_a_difference() -> None:
     class Masked(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             masked = x.masked_fill(torch.tensor([False, False, True]), -torch.inf)
@@ -540,7 +540,7 @@ def test_inputs_of_other_shapes_are_refused(form: Any) -> None:
         attribute(pg, last_logit, ids, Noise("wte.output"))
 
 
-def test_infinite_metrics_are_told() -> None:
+def test_infinite_metrics_warn() -> None:
     ids = torch.tensor([[5, 17, 40]])
     pg = PatchableGraph(token_model(), ids)
     with pytest.warns(

@@ -16,6 +16,7 @@ from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
+from tests.hooks import registered
 from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, some_cases
 from tests.zoo import Call, Case, seed_all
 from tests.zoo.values import flatten
@@ -85,12 +86,9 @@ def watched_run(model: nn.Module, modules: dict[str, nn.Module], call: Call) -> 
         return hook
 
     handles = [module.register_forward_hook(watching(path)) for path, module in modules.items()]
-    try:
+    with registered(handles):
         seed_all(5)
         return metric(call.run(model)), values
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def expected_scores(capture: Capture, clean: Call, other: Call, paths: dict[str, Frame]) -> dict[str, float]:

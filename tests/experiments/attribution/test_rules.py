@@ -181,7 +181,7 @@ def test_large_scores_do_not_blow_derivatives_up() -> None:
     explains(lambda x: x.softmax(-1), [clean], [corrupted])
 
 
-def test_products_share_alike() -> None:
+def test_products_share_equally() -> None:
     a, b, c, d = (numbers(3, seed=seed) for seed in range(4))
     found = secant(torch.mul, [a, b], [c, d])
     weights = torch.arange(1, 4).double().cos()
@@ -466,13 +466,11 @@ def test_one_sided_scores_sum_to_exact_patching(gpt2: Any) -> None:
             return (kept[module], *output[1:]) if isinstance(output, tuple) else kept[module]
 
         with torch.no_grad():
-            handle = module.register_forward_hook(keep)
-            model(clean)
-            handle.remove()
+            with module.register_forward_hook(keep):
+                model(clean)
             base = a_logit(model(corrupted))
-            handle = module.register_forward_hook(restore)
-            after = a_logit(model(corrupted))
-            handle.remove()
+            with module.register_forward_hook(restore):
+                after = a_logit(model(corrupted))
         return float(after - base)
 
     sums = scores.sum("position").to_series().to_dict()
@@ -577,7 +575,7 @@ def test_runs_that_take_other_steps_are_an_error() -> None:
         attribute(PatchableGraph(model, clean), a_logit, clean, corrupted, method="secant")
 
 
-def test_rules_of_ones_own() -> None:
+def test_derivative_rules_of_the_user() -> None:
     def normal(x: Tensor) -> Tensor:  # not the function of the guide, whose example may have run in this process
         return torch.special.ndtr(x)
 

@@ -25,6 +25,7 @@ from graphpatch_notebook.experiments import (
     faithfulness,
     path_patch,
 )
+from tests.hooks import registered
 
 # -- tiny models -------------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ task = functools.cache(Task)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_laws(name: str) -> None:
+def test_circuits_follow_their_laws(name: str) -> None:
     """The secant explains the whole effect; all edges are the model on clean inputs, and none on corrupted ones."""
     it = task(name)
     scores, placed = it.scores("secant"), it.scores("secant", positions=True)
@@ -317,11 +318,8 @@ class Hooked:
             handles += self.keeping()
         else:
             handles += self.reading(change)
-        try:
+        with registered(handles):
             return self.model(**inputs).logits, self.wrote
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def writing(self) -> list[Any]:
         handles = [self.start.register_forward_hook(lambda _, args, out: self.write("@embed", out))]
@@ -582,7 +580,7 @@ def test_components_in_half_precision_add_to_a_stream_in_single_precision() -> N
     assert scores.attrs["conservation"] == pytest.approx(1.0, abs=0.05)
 
 
-def test_errors() -> None:
+def test_invalid_arguments_are_errors() -> None:
     it, other = task("gpt2"), task("llama (grouped heads)")
     scores = it.scores("gradient")
     with pytest.raises(UnknownPathError, match=r"unknown sender 'layers\[0\].mlp'; nearest: .*mlp_out"):
@@ -631,9 +629,10 @@ def test_errors() -> None:
     for both in ({"whole": scores, "placed": first}, {"first": first, "second": second}):
         with pytest.raises(ExperimentError, match="some have positions, or others"):
             faithfulness(it.pg, both, it.metric, it.clean, it.corrupted)
-    pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(ExperimentError, match="the model has no edges between components"):
-        attribute_edges(pg, torch.sum, torch.ones(1, 2), torch.zeros(1, 2))
+    bigram = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 5))  # it has an embedding and logits, but no layers
+    for model, given in ((nn.Linear(2, 2), torch.ones(1, 2)), (bigram, torch.zeros(1, 3, dtype=torch.long))):
+        with pytest.raises(ExperimentError, match="the model has no edges between components"):
+            attribute_edges(PatchableGraph(model, given), torch.sum, given, given)
 
 
 def test_what_adds_up_in_training_mode_only_by_chance_is_an_error() -> None:

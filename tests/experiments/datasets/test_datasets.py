@@ -30,16 +30,15 @@ from graphpatch_notebook.experiments import (
     record_to,
     ridge_probes,
 )
+from tests.hooks import registered
+from tests.tiny_models import gpt2
 
 LENGTH = 6
 STREAMS = "layers[*].resid_post"
 
 
 def build() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=30)).eval()
+    return gpt2(width=8, vocabulary=30)
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +65,8 @@ def streams_of(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
         layer.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
         for layer in layers
     ]
-    with torch.no_grad():
+    with registered(hooks), torch.no_grad():
         model(**inputs)
-    for hook in hooks:
-        hook.remove()
     return found
 
 
@@ -124,9 +121,8 @@ def test_a_killed_run_continues_where_it_stopped(pg: PatchableGraph, tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         record_to(pg, tmp_path / "a", STREAMS, batches(until=4), shard_bytes=1)
     ran = []
-    hook = pg.transformer.h[0].register_forward_hook(lambda *_: ran.append(1))
-    continued = record_to(pg, tmp_path / "a", STREAMS, batches(until=-1), shard_bytes=1)
-    hook.remove()
+    with pg.transformer.h[0].register_forward_hook(lambda *_: ran.append(1)):
+        continued = record_to(pg, tmp_path / "a", STREAMS, batches(until=-1), shard_bytes=1)
     whole = record_to(pg, tmp_path / "b", STREAMS, inputs, batch_size=2, shard_bytes=1)
     assert len(ran) == 2
     assert torch.equal(continued["layers[1].resid_post"][:], whole["layers[1].resid_post"][:])
@@ -228,7 +224,7 @@ def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) ->
         (ExperimentError, "no results", lambda pg, _: average([])),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_said(
+def test_invalid_calls_are_errors(
     pg: PatchableGraph, tmp_path: Path, error: type[Exception], message: str, call: Any
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -280,11 +276,11 @@ def test_batches_with_other_arguments_are_others(tmp_path: Path) -> None:
 
 def test_long_lists_of_positions_are_compared_whole(tmp_path: Path) -> None:
     """Their text leaves out the middle."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8, n_positions=1100)
     ids = torch.zeros(1, 1100, dtype=torch.long)
-    pg, positions = PatchableGraph(GPT2LMHeadModel(config).eval(), ids[:, :3]), np.arange(1001)
+    pg, positions = (
+        PatchableGraph(gpt2(layers=1, heads=1, width=4, vocabulary=8, n_positions=1100), ids[:, :3]),
+        np.arange(1001),
+    )
     record_to(pg, tmp_path, "layers[0].resid_post", [ids], positions=positions)
     others = positions.copy()
     others[500] = 1050
@@ -354,10 +350,8 @@ def test_encoders_and_decoders_have_positions_of_their_own(tmp_path: Path, has_o
         layer.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
         for layer in parts
     ]
-    with torch.no_grad():
+    with registered(hooks), torch.no_grad():
         model(**inputs)
-    for hook in hooks:
-        hook.remove()
     masks = inputs["attention_mask"].bool(), mask.bool()
     paths = [f"{stack}.layers[0].resid_post" for stack in ("encoder", "decoder")]
     for path, value, kept, ids in zip(paths, found, masks, (inputs["input_ids"], decoded), strict=True):
@@ -453,7 +447,7 @@ def _by_centering(x: Any, y: Any, other: Any, truth: Any, penalty: float) -> flo
     return float(1 - (left**2).sum() / ((truth - truth.mean(0)) ** 2).sum())
 
 
-def test_baselines_tell_what_the_model_knows_from_what_the_tokens_say(pg: PatchableGraph) -> None:
+def test_baselines_separate_the_model_from_its_tokens(pg: PatchableGraph) -> None:
     ids = torch.randint(0, 8, (400, LENGTH), generator=torch.Generator().manual_seed(3))
     found = ridge_probes(pg, "@embed", ids, ids[:, 0], positions=[0], batch_size=100, penalty=1e-4)
     scores = {name: float(found[name].sel(position=0).max()) for name in found}

@@ -91,7 +91,7 @@ MODELS = [(kind, call) for kind, call in MODELS if kind not in UNREPEATABLE]
 
 @pytest.mark.parametrize("batch", [None, "auto"])
 @pytest.mark.parametrize("kind", UNREPEATABLE)
-def test_of_models_that_never_give_the_same_this_is_said(kind: type[nn.Module], batch: Any) -> None:
+def test_models_that_never_give_the_same_are_reported(kind: type[nn.Module], batch: Any) -> None:
     pg = PatchableGraph(seeded(kind), *copy_call(ROWS).args)
     found = swept(pg, patches_everywhere(pg), copy_call(ROWS), Everything(12), batch=batch)
     assert found.remarks

@@ -191,7 +191,7 @@ def test_patches_that_look_at_other_positions_see_what_is_there() -> None:
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")
-def test_zeros_of_either_sign_are_told_apart() -> None:
+def test_zeros_of_both_signs_stay_different() -> None:
     class Signs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -253,7 +253,7 @@ def test_a_model_that_is_changed_between_sweeps_has_the_numbers_of_what_it_is_no
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")
-def test_other_lengths_may_be_another_thing() -> None:
+def test_other_lengths_may_be_computed_in_another_way() -> None:
     pg = PatchableGraph(Model(lambda self, x: x + x.mean(1, keepdim=True) if x.shape[1] > 4 else x).eval(), TOKENS)
     paths = ["body.first.output", "body.second.output"]
 
@@ -262,7 +262,7 @@ def test_other_lengths_may_be_another_thing() -> None:
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")
-def test_what_a_function_that_saturates_reads_is_computed() -> None:
+def test_positions_that_a_saturating_function_reads_are_computed() -> None:
     """Whether a sum over positions is positive seldom changes; still it reads all of them."""
     model = Model(lambda self, x: (self.linear(x.cumsum(1)) > 0).float()).eval()
 
@@ -270,7 +270,7 @@ def test_what_a_function_that_saturates_reads_is_computed() -> None:
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")
-def test_calls_of_one_module_are_told_apart() -> None:
+def test_calls_of_one_module_are_separate() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -290,7 +290,7 @@ def test_calls_of_one_module_are_told_apart() -> None:
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")
-def test_what_is_filled_in_place_is_no_constant() -> None:
+def test_a_tensor_that_is_filled_in_place_is_not_a_constant() -> None:
     """A vector of zeros, into which the mean over positions is added, and which a module then multiplies by."""
 
     class Scaled(nn.Module):

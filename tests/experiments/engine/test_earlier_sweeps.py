@@ -30,7 +30,7 @@ class Held(nn.Module):
         return self.second(self.first(x)) * self.options["scale"]
 
 
-def test_what_is_known_is_forgotten_with_a_change() -> None:
+def test_results_of_earlier_sweeps_are_dropped_after_a_change() -> None:
     model = Held()
     pg = PatchableGraph(model, torch.ones(1, 2))
     shown_earlier(pg, ModuleState(model))["test"] = True
@@ -44,7 +44,7 @@ def test_tensors_among_values_and_what_is_in_them() -> None:
     assert [id(t) for t in tensors_among((a, 1, [b, {"c": (c,)}], None, "a"))] == [id(a), id(b), id(c)]
 
 
-def test_parts_are_what_is_taken_for_each() -> None:
+def test_parts_of_a_batch_equal_parts_taken_one_by_one() -> None:
     from transformers.modeling_outputs import CausalLMOutput
 
     x = torch.arange(12.0).reshape(6, 2)
@@ -96,14 +96,14 @@ RUNS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_steps_are_the_same_or_are_seen_not_to_be(run: str) -> None:
+def test_different_torch_calls_are_noticed(run: str) -> None:
     with SameSteps(steps_of(RUNS["the same"])) as mode:
         RUNS[run]()
     assert mode.is_same == (run == "the same")
     assert mode.is_same == (run == "the same")  # asking twice makes no difference
 
 
-def test_coordinates_of_equal_labels_are_told_apart_and_belong_to_one_result() -> None:
+def test_coordinates_with_equal_labels_stay_different_and_belong_to_one_result() -> None:
     pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
 
     def swept(values: list[Any]) -> Any:

@@ -54,7 +54,7 @@ class OtherWord(nn.Module):
         return CausalLMOutput(logits=self.b(h - h.mean(1, keepdim=True)))
 
 
-def test_models_that_mean_something_else_by_what_is_left_out() -> None:
+def test_models_with_another_meaning_of_logits_to_keep() -> None:
     x = floats(2, 5, 4)
     pg = PatchableGraph(seeded(OtherWord), x)
     maps = [{"a.output": AddPatch(value=float(turn), slice=(slice(None), turn % 5))} for turn in range(10)]

@@ -16,7 +16,7 @@ from tests.zoo.values import snapshot
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("batch", [None, "auto"])
-def test_wherever_an_interrupt_comes(batch: Any) -> None:
+def test_an_interrupt_at_any_point_leaves_nothing(batch: Any) -> None:
     """Some of all the places: every one of them takes minutes."""
     pg = captured()
     unpatched = pg(X)
@@ -35,7 +35,7 @@ def test_wherever_an_interrupt_comes(batch: Any) -> None:
     assert disagreement(loop, found, 0.0 if batch is None else TOLERANCE) is None
 
 
-def test_at_the_first_lines_of_following_positions() -> None:
+def test_an_interrupt_at_the_start_of_changed_positions_leaves_nothing() -> None:
     """A frame that has not begun to be followed is one that ends, too."""
     pg = captured()
     unpatched, before = pg(X), snapshot(pg._module)

@@ -130,12 +130,12 @@ def check(name: str, metric: Callable[[], Callable[[Any], Any]], make_call: Call
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("what", METRICS)
-def test_whatever_a_metric_reads(name: str, what: str) -> None:
+def test_metrics_may_read_any_part_of_the_output(name: str, what: str) -> None:
     every = 1 if "last" in what else 3
     check(name, lambda: METRICS[what], lambda: Call.of(input_ids=IDS), slice(None, None, every))
 
 
-def test_what_a_metric_keeps_stays_what_it_was() -> None:
+def test_outputs_that_a_metric_keeps_do_not_change() -> None:
     check("gpt2", Keeping, lambda: Call.of(IDS), slice(None))
 
 
@@ -159,7 +159,7 @@ CALLS: dict[str, Callable[[], Call]] = {
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("what", CALLS)
-def test_whatever_the_inputs_are(name: str, what: str) -> None:
+def test_sweeps_accept_all_forms_of_inputs(name: str, what: str) -> None:
     def metric(output: Any) -> Tensor:
         return output[0 if what != "labels" else 1][:, -1]
 
@@ -176,7 +176,7 @@ READ = {
 
 @pytest.mark.parametrize("what", READ)
 @pytest.mark.parametrize("batch", [None, "auto"])
-def test_whatever_else_comes_out(what: str, batch: Any) -> None:
+def test_metrics_may_read_other_outputs(what: str, batch: Any) -> None:
     flags = {"output_hidden_states": True, "labels": IDS}
     model = gpt2()
     model.set_attn_implementation("eager")

@@ -128,9 +128,8 @@ def test_positions_count_on_after_a_cache_of_tuples() -> None:
             def add(_module: nn.Module, _args: Any, output: Tensor, first: int = first, by: float = strength) -> Tensor:
                 return torch.cat([output[:, :first], output[:, first:] + by], dim=1)
 
-            handle = model.embed.register_forward_hook(add)
-            expected.append(float(model(ids, past).sum()))
-            handle.remove()
+            with model.embed.register_forward_hook(add):
+                expected.append(float(model(ids, past).sum()))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of cells for step 0
             result = pg.sweep(
@@ -224,7 +223,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_rows_are_given_up_only_where_python_looks_at_what_may_be_patched(own: bool) -> None:
+def test_cells_share_no_forward_only_if_python_reads_values_that_may_be_patched(own: bool) -> None:
     ids = torch.tensor([[1, 2, 3]])
     pg = PatchableGraph(Masked(own).eval(), ids)
 
@@ -247,15 +246,12 @@ def test_a_hook_on_all_modules_that_comes_later_sees_cells_one_by_one() -> None:
     pg, x = graph()
     swept(pg, strengthened, x, torch.sum)
     seen: dict[str, Tensor] = {}
-    handle = torch.nn.modules.module.register_module_forward_hook(
+    with torch.nn.modules.module.register_module_forward_hook(
         lambda module, _args, output: seen.update(last=output) if module is pg.b else None
-    )
-    try:
+    ):
         found = swept(pg, strengthened, x, lambda _output: seen["last"][0, -1].sum())
         assert found.values.tolist() == pytest.approx(
             loop(pg, strengthened, x, lambda _output: seen["last"][0, -1].sum()), rel=2e-6
         )
-    finally:
-        handle.remove()
 
     assert any("hooks" in remark for remark in found.attrs["remarks"])

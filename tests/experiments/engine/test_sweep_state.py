@@ -81,7 +81,7 @@ def reference() -> tuple[Any, Tensor]:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ArithmeticError])
 @pytest.mark.parametrize("place", ["metric", "patch", "model"])
 @pytest.mark.parametrize("batch", [None, "auto"])
-def test_after_errors_in_the_middle(error: type[BaseException], place: str, batch: Any) -> None:
+def test_errors_in_the_middle_leave_nothing(error: type[BaseException], place: str, batch: Any) -> None:
     loop, unpatched = reference()
     for at in range(12):
         pg = captured()
@@ -102,25 +102,12 @@ def test_after_errors_in_the_middle(error: type[BaseException], place: str, batc
         elif place == "patch":
             maps += [{"b.output": CustomPatch(custom_op=raising)} for _ in range(6)]
         else:
-            hook = Hooked(pg._module.b[0], raising)
+            hook = pg._module.b[0].register_forward_pre_hook(lambda module, args, raising=raising: raising(None))
         with hook, contextlib.suppress(error, ExperimentError):
             swept(pg, maps, Call.of(X), metric, batch=batch)
         assert_nothing_is_left(pg, before, unpatched)
         found = swept(pg, cells(), Call.of(X), total, batch=batch)
         assert disagreement(loop, found, 0.0 if batch is None else TOLERANCE) is None
-
-
-class Hooked:
-    """A hook of the user's, for a while."""
-
-    def __init__(self, module: nn.Module, action: Any) -> None:
-        self._module, self._action = module, action
-
-    def __enter__(self) -> None:
-        self._handle = self._module.register_forward_pre_hook(lambda module, args: self._action(None))
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
 
 
 @pytest.mark.parametrize("batch", [None, "auto"])
@@ -137,7 +124,7 @@ def test_patches_of_outer_contexts_count(path: str, batch: Any) -> None:
     )
 
 
-def test_probes_of_outer_contexts_see_the_last_cell_or_it_is_said() -> None:
+def test_probes_of_outer_contexts_keep_the_last_cell_with_a_remark() -> None:
     pg = captured()
     probe = ProbePatch()
     with pg.patch({"b.output": probe}):
@@ -146,7 +133,7 @@ def test_probes_of_outer_contexts_see_the_last_cell_or_it_is_said() -> None:
     assert found.remarks
 
 
-def test_threads_with_sweeps_of_their_own() -> None:
+def test_threads_may_sweep_one_graph() -> None:
     pg = captured()
     loop = looped(pg, cells(), lambda: Call.of(X), total)
     others = [{"a.output": AddPatch(value=0.1 * number)} for number in range(9)]
@@ -253,7 +240,7 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize("batch", [None, "auto", 3])
-def test_patches_that_never_fire_are_told(batch: Any) -> None:
+def test_patches_that_never_fire_are_reported(batch: Any) -> None:
     pg = PatchableGraph(seeded(Branching), X)
     maps = [{"b.output": AddPatch(value=float(number))} for number in range(6)]
     with pytest.warns(PatchNotFiredWarning, match=r"b\.output"):
@@ -262,7 +249,7 @@ def test_patches_that_never_fire_are_told(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", [None, "auto"])
-def test_weights_that_are_elsewhere(batch: Any, tmp_path: Path) -> None:
+def test_offloaded_weights(batch: Any, tmp_path: Path) -> None:
     model = SPREAD["disk"](gpt2(), tmp_path)
     pg = PatchableGraph(model, input_ids=INPUT_IDS)
     maps = [

@@ -30,6 +30,7 @@ from graphpatch_notebook import (
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from tests.experiments.engine.awkward_prefixes import Layers
+from tests.hooks import registered
 from tests.zoo.case import floats, seeded
 
 X = floats(2, 4)
@@ -51,10 +52,8 @@ def looped(
             getattr(model, name).register_forward_hook(lambda _module, _args, output, edit=edit: edit(output.clone()))
             for name, edit in edits(number).items()
         ]
-        with torch.no_grad():
+        with registered(handles), torch.no_grad():
             found.append(model(X)[rows].double().numpy().copy())
-        for handle in handles:
-            handle.remove()
     return np.stack(found)
 
 
@@ -187,10 +186,9 @@ def test_submodules_that_draw_from_a_generator_outside_of_the_model(noisy: type[
     expected = []
     DRAWS.manual_seed(0)
     for number in range(count):
-        handle = model[0].register_forward_hook(lambda _, __, output, added=number: output + added)
-        with torch.no_grad():
+        added = model[0].register_forward_hook(lambda _, __, output, number=number: output + number)
+        with added, torch.no_grad():
             expected.append(model(X).sum().item())
-        handle.remove()
     drawn = DRAWS.get_state()
     DRAWS.manual_seed(0)
     found = pg.sweep(
@@ -208,7 +206,7 @@ class Settings:
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_what_a_metric_reads_may_be_as_it_was_at_the_end(model: nn.Module, start: int) -> None:
+def test_settings_that_make_patches_restores_are_noticed(model: nn.Module, start: int) -> None:
     def make(number: int) -> dict[str, Any]:
         Settings.unit = (start + number) % 4
         return {"b.output": AddPatch(value=float(number))}
@@ -227,7 +225,7 @@ def test_what_a_metric_reads_may_be_as_it_was_at_the_end(model: nn.Module, start
     assert (found.values == [expected[number, (start + number) % 4] for number in range(4)]).all()
 
 
-def test_inputs_that_are_as_they_were_at_the_end_are_refused(model: nn.Module) -> None:
+def test_inputs_that_make_patches_changes_and_restores_are_refused(model: nn.Module) -> None:
     x = X.clone()
 
     def make(number: int) -> dict[str, Any]:
@@ -261,7 +259,7 @@ def test_values_with_gradients_that_are_written_into_are_refused(model: nn.Modul
         pg.sweep({"cell": range(5)}, make, X, metric=torch.sum, backward=True, progress=False)
 
 
-def test_all_unknown_paths_are_told_before_anything_runs(model: nn.Module) -> None:
+def test_all_unknown_paths_are_in_one_error_before_anything_runs(model: nn.Module) -> None:
     runs: list[int] = []
     pg = PatchableGraph(model, X)
     model.c.register_forward_hook(lambda *_: None).remove()

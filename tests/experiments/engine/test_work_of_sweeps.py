@@ -77,7 +77,7 @@ def test_cells_that_run_one_by_one_do_less_than_the_loop(batch: Any, heads: int)
 
 
 @torch.no_grad()
-def test_rounding_is_no_reason_against_a_batch_where_the_metric_is_close_to_zero() -> None:
+def test_cells_share_a_batch_if_a_metric_close_to_zero_is_only_rounded() -> None:
     model = gpt2(128)
     ids = torch.arange(16)[None]
     pg = PatchableGraph(model, ids)

@@ -223,7 +223,7 @@ RANDOM = [case for case in CASES if case.training and ("train" in case.name or "
 
 
 @pytest.mark.parametrize("case", RANDOM, ids=lambda case: case.name)
-def test_random_models_are_run_cell_by_cell_and_this_is_said(case: Case) -> None:
+def test_random_models_run_cell_by_cell_with_a_remark(case: Case) -> None:
     capture = capture_of(case)
     call = case.example()
     found = swept(capture.pg, cells_of(capture, "random"), call, Everything(100))

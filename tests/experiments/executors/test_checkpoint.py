@@ -224,7 +224,7 @@ def test_other_weights_are_refused(pg: PatchableGraph, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"my notes\n", b'{"format": "other"}\n', b"[]", b"\xff\0"])
-def test_files_of_others_are_left_alone(pg: PatchableGraph, tmp_path: Path, content: bytes) -> None:
+def test_other_files_are_not_overwritten(pg: PatchableGraph, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "notes.txt"
     file.write_bytes(content)
     with pytest.raises(ExperimentError, match="was not written by a sweep"):
@@ -232,7 +232,7 @@ def test_files_of_others_are_left_alone(pg: PatchableGraph, tmp_path: Path, cont
     assert file.read_bytes() == content
 
 
-def test_a_file_that_cannot_be_written_is_told_at_once(pg: PatchableGraph, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_error_at_once(pg: PatchableGraph, tmp_path: Path) -> None:
     runs: list[Any] = []
     for file in (tmp_path / "nowhere" / "sweep.jsonl", tmp_path):
         with pytest.raises(ExperimentError, match=r"checkpoint=.* cannot be used"):
@@ -257,9 +257,7 @@ def test_a_sweep_outlives_its_file(pg: PatchableGraph, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=["reads", "changes"])
-def test_state_of_patches_is_lost_where_a_checkpoint_goes_on(
-    pg: PatchableGraph, tmp_path: Path, is_other: bool
-) -> None:
+def test_patches_with_a_state_warn_with_a_checkpoint(pg: PatchableGraph, tmp_path: Path, is_other: bool) -> None:
     """The state is gone with the process; that it was needed is in the file."""
     file = tmp_path / "sweep.jsonl"
 

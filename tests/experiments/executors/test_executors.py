@@ -51,6 +51,7 @@ from graphpatch_notebook.experiments import (
 )
 from graphpatch_notebook.experiments.executors import clusters, dispatch
 from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
+from tests.tiny_models import gpt2
 
 WIDTH = 128
 
@@ -240,12 +241,8 @@ def test_patches_of_a_context_are_not_lost(pg: PatchableGraph) -> None:
 
 def test_threads_and_files_keep_the_numbers_of_rows(tmp_path: Path) -> None:
     """Cells in the rows of one forward, on a transformer whose layers before the patch are not run."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=50, bos_token_id=0, eos_token_id=0)
     ids = torch.arange(8)[None]
-    graph = PatchableGraph(transformers.GPT2LMHeadModel(config).eval(), ids)
+    graph = PatchableGraph(gpt2(layers=3), ids)
     paths = [f"transformer.h_{layer}.{part}.output" for layer in range(3) for part in ("attn.c_proj", "mlp")]
 
     def sweep(**options: Any) -> Any:
@@ -472,14 +469,8 @@ class InPlace(Executor):
 
 
 def language_model() -> PatchableGraph:
-    import transformers
-
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, bos_token_id=0, eos_token_id=0)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    torch.set_rng_state(state)
-    return PatchableGraph(model, torch.arange(6)[None])
+    with torch.random.fork_rng():
+        return PatchableGraph(gpt2(), torch.arange(6)[None])
 
 
 def everything(pg: PatchableGraph, folder: Path, away: dict[str, Any]) -> dict[str, Any]:
@@ -514,7 +505,7 @@ def test_all_that_runs_many_forwards_goes_out(tmp_path: Path) -> None:
         assert everything(pg, tmp_path / "threads", {"executor": threads}) == here
 
 
-def test_a_thread_that_begins_leaves_the_runs_of_others_alone() -> None:
+def test_a_new_thread_does_not_disturb_running_ones() -> None:
     """It compares the model with that of the call, and puts back what that changes: not what another run is doing."""
     pg, metric = language_model(), LogitDifference(3, 5)
     pairs = [(torch.arange(6)[None] + start, torch.arange(6, 12)[None] + start) for start in (0, 20)]

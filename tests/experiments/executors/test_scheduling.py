@@ -69,7 +69,7 @@ def test_an_interrupt_keeps_what_is_done(pg: PatchableGraph) -> None:
     assert torch.equal(pg(X), pg._module(X))
 
 
-def test_after_an_interrupt_the_same_call_goes_on(pg: PatchableGraph, tmp_path: Path) -> None:
+def test_after_an_interrupt_the_same_call_continues(pg: PatchableGraph, tmp_path: Path) -> None:
     file, switch = tmp_path / "sweep.jsonl", tmp_path / "once"
 
     def act() -> None:
@@ -178,7 +178,7 @@ def test_one_failing_cell_does_not_lose_the_others(pg: PatchableGraph) -> None:
     assert "RuntimeError: no" in error["error"]
 
 
-def test_without_any_number_there_is_no_result(pg: PatchableGraph) -> None:
+def test_a_sweep_without_any_number_is_an_error(pg: PatchableGraph) -> None:
     def metric(output: torch.Tensor) -> torch.Tensor:
         return output.sum() if torch.equal(output, baseline) else fail()
 
@@ -205,7 +205,7 @@ def test_the_numbers_of_a_metric_have_dimensions_of_their_own(pg: PatchableGraph
         pg.sweep({"metric": range(3)}, halved, X, metric=lambda output: {"a": output.sum()}, progress=False)
 
 
-def test_progress_tells_rate_and_remaining_time(pg: PatchableGraph, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_rate_and_remaining_time(pg: PatchableGraph, capsys: pytest.CaptureFixture[str]) -> None:
     pg.sweep({"unit": range(3)}, halved, X, metric=torch.sum, batch=None)
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -225,7 +225,9 @@ def test_progress_counts_what_was_done_before(
     assert re.search(r"sweep: +67%.* 2/3 ", capsys.readouterr().err)
 
 
-def test_missing_packages_are_told_before_anything_runs(pg: PatchableGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_an_error_before_anything_runs(
+    pg: PatchableGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     line = re.escape("pip install 'graphpatch-notebook[experiments]'")
     with pytest.raises(ExperimentError, match=rf"needs tqdm: {line}, or say progress=False"):

@@ -187,7 +187,7 @@ POOLED = MEAN | {"mean_over": "batch and positions"}
         ({"paths": f"transformer.h_0.{GPT2_OUTPUT}"}, r"paths must be a list"),
     ],
 )
-def test_what_cannot_be_ablated_is_said(pg: PatchableGraph, settings: dict[str, Any], message: str) -> None:
+def test_invalid_ablations_are_errors(pg: PatchableGraph, settings: dict[str, Any], message: str) -> None:
     given = {"paths": [f"transformer.h_0.{GPT2_OUTPUT}"], "metric": METRIC, "progress": False} | settings
     with pytest.raises(ExperimentError, match=message):
         ablate(pg, given.pop("paths"), IDS, **given)

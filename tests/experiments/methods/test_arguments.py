@@ -79,7 +79,7 @@ def test_an_error_of_the_metric_says_what_it_was_given(pg: PatchableGraph, call:
     assert "metrics are given the whole output (the logits of a language model are output.logits)" in note
 
 
-def test_each_reason_why_positions_cannot_be_told_comes_once() -> None:
+def test_each_reason_why_positions_are_unknown_is_given_once() -> None:
     model = gpt2(6)
     model.set_attn_implementation("eager")
     pg = PatchableGraph(model, CLEAN)

@@ -175,7 +175,7 @@ def test_noise_is_normalized_and_drawn_again_the_same() -> None:
     assert trace(1).attrs["corrupted"] != found.attrs["corrupted"]
 
 
-def test_a_model_without_tokens_is_told_where_the_sequence_lies() -> None:
+def test_a_model_without_tokens_needs_the_dimension_of_positions() -> None:
     model = mixer()
     clean, corrupted = torch.randn(2, 5, 6)
     pg = PatchableGraph(model, clean)
@@ -235,7 +235,7 @@ def pg() -> PatchableGraph:
         ({"corrupted": Noise("transformer.wte.output", positions=9)}, "position 9 is out of range"),
     ],
 )
-def test_what_cannot_be_traced_is_said(pg: PatchableGraph, changes: dict[str, Any], message: str) -> None:
+def test_invalid_traces_are_errors(pg: PatchableGraph, changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"clean": CLEAN, "corrupted": CORRUPTED, "paths": [PATH], "positions": None}
     with pytest.raises((ExperimentError, UnknownPathError), match=message):
         causal_trace(pg, **(given | {"metric": METRIC, "progress": False} | changes))
@@ -263,7 +263,7 @@ def test_noise_takes_its_scale_by_name() -> None:
     assert copy.deepcopy(pickle.loads(pickle.dumps(Noise("wte.output", scale=2.0)))) == Noise("wte.output", scale=2.0)
 
 
-def test_models_that_draw_random_numbers_are_told() -> None:
+def test_models_that_draw_random_numbers_warn() -> None:
     model = gpt2().train()
     pg = PatchableGraph(model, CLEAN)
     calls: list[Any] = [
@@ -294,21 +294,20 @@ def never(*_: Any, **__: Any) -> Any:
         (CLEAN, "metric is a Tensor, which is not callable"),
     ],
 )
-def test_what_is_no_metric_is_said_before_anything_runs(metric: Any, message: str) -> None:
+def test_invalid_metrics_are_errors_before_anything_runs(metric: Any, message: str) -> None:
     model = gpt2()
     pg = PatchableGraph(model, CLEAN)
-    hook = model.register_forward_pre_hook(never)
-    calls: list[Any] = [
-        lambda: pg.sweep({"path": [PATH]}, never, CLEAN, metric=metric),
-        lambda: causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, metric),
-        lambda: ablate(pg, [PATH], CLEAN, metric=metric),
-        lambda: path_patch(pg, PATH, None, CLEAN, CORRUPTED, metric),
-        lambda: attribute(pg, metric, CLEAN, CORRUPTED),
-    ]
-    for call in calls:
-        with pytest.raises(ExperimentError, match=message):
-            call()
-    hook.remove()
+    with model.register_forward_pre_hook(never):
+        calls: list[Any] = [
+            lambda: pg.sweep({"path": [PATH]}, never, CLEAN, metric=metric),
+            lambda: causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, metric),
+            lambda: ablate(pg, [PATH], CLEAN, metric=metric),
+            lambda: path_patch(pg, PATH, None, CLEAN, CORRUPTED, metric),
+            lambda: attribute(pg, metric, CLEAN, CORRUPTED),
+        ]
+        for call in calls:
+            with pytest.raises(ExperimentError, match=message):
+                call()
 
 
 @pytest.mark.parametrize(
@@ -321,7 +320,7 @@ def test_what_is_no_metric_is_said_before_anything_runs(metric: Any, message: st
         (CLEAN.numpy(), "'input_ids' is an array of numbers"),
     ],
 )
-def test_inputs_that_are_no_tensors_are_refused(ids: Any, message: str) -> None:
+def test_inputs_that_are_not_tensors_are_refused(ids: Any, message: str) -> None:
     model = gpt2()
     pg = PatchableGraph(model, CLEAN)
     model.register_forward_pre_hook(never)
@@ -413,7 +412,7 @@ def test_inputs_by_names_like_those_of_options() -> None:
 
 
 @pytest.mark.parametrize("corrupted", [CORRUPTED, Noise("transformer.wte.output", samples=2)], ids=["tokens", "noise"])
-def test_what_an_interrupt_leaves_is_told_as_the_whole_would_be(pg: PatchableGraph, corrupted: Any) -> None:
+def test_an_interrupted_trace_is_labeled_as_the_whole_one(pg: PatchableGraph, corrupted: Any) -> None:
     left = 10
 
     def metric(output: Any) -> Tensor:
@@ -437,7 +436,7 @@ def test_what_an_interrupt_leaves_is_told_as_the_whole_would_be(pg: PatchableGra
     assert (found.values[is_done] == whole.values[is_done]).all()
 
 
-def test_a_trace_goes_on_from_its_file(pg: PatchableGraph, tmp_path: Any) -> None:
+def test_a_trace_continues_from_its_file(pg: PatchableGraph, tmp_path: Any) -> None:
     calls = 0
 
     class Counted:
@@ -475,7 +474,7 @@ def test_threads_give_the_same(pg: PatchableGraph) -> None:
             assert (call(executor=executor).values == call().values).all()
 
 
-def test_where_it_cannot_be_told_the_dimension_is_given_by_path() -> None:
+def test_an_ambiguous_dimension_is_given_by_path() -> None:
     model = gpt2()
     model.set_attn_implementation("eager")
     pg = PatchableGraph(model, CLEAN)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, ProbePatch, ReplacePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
 from graphpatch_notebook.experiments.results.arrays import component_grid
 from graphpatch_notebook.patchable_graph import captured
+from tests.tiny_models import gpt2
 
 clean, corrupted = torch.arange(14).reshape(2, 7), torch.arange(14).reshape(2, 7).flip(1)
 LAYERS = range(2)
@@ -20,9 +20,7 @@ ATTENTIONS = [f"transformer.h_{layer}.attn.output|sub_0" for layer in LAYERS]
 
 @pytest.fixture(scope="module")
 def pg():
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=4, n_embd=16, vocab_size=20, n_positions=16, bos_token_id=0, eos_token_id=0)
-    return PatchableGraph(GPT2LMHeadModel(config).eval(), clean)
+    return PatchableGraph(gpt2(heads=4, vocabulary=20, n_positions=16), clean)
 
 
 def metric(output):

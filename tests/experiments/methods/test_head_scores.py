@@ -21,6 +21,7 @@ from transformers import (
 from graphpatch_notebook import ExperimentError, PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import composition_scores, head_scores, keep_heads
 from tests.components.families import captured_model
+from tests.hooks import registered
 
 IDS = torch.randint(0, 9, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -154,9 +155,8 @@ def test_circuits_are_those_of_hooks(pg: PatchableGraph, method: Any) -> None:
             block.attn.c_proj.register_forward_pre_hook(lambda _, a, layer=layer: (ablated(layer, a[0]),))
             for layer, block in enumerate(model.transformer.h)
         ]
-        expected = model(IDS).logits
-        for handle in handles:
-            handle.remove()
+        with registered(handles):
+            expected = model(IDS).logits
         torch.testing.assert_close(circuit(IDS).logits, expected, rtol=1e-4, atol=1e-4)
     every = [(layer, head) for layer in range(2) for head in range(4)]
     assert keep_heads(pg, every, method="zero") == {}

@@ -123,7 +123,7 @@ def test_traces_of_heads_under_noise(pg: PatchableGraph) -> None:
     assert (again.values[..., 0] == found.values[..., 1]).all()
 
 
-def test_senders_are_taken_apart_into_heads(host: Any) -> None:
+def test_senders_are_split_into_heads(host: Any) -> None:
     _, pg, paths, _ = host
     options: dict[str, Any] = {"progress": False, "batch": None}
     found = path_patch(pg, paths[:2], None, CLEAN, CORRUPTED, METRIC, heads=4, **options)
@@ -427,7 +427,7 @@ def test_heads_among_the_rows_of_the_batch_are_refused() -> None:
 Z = "transformer.h_0.attn.c_proj.x"
 
 
-def test_the_last_row_of_the_batch_is_named_by_what_is_said(pg: PatchableGraph) -> None:
+def test_the_last_row_of_the_batch_is_named_by_its_index(pg: PatchableGraph) -> None:
     options: dict[str, Any] = {"progress": False, "batch": None}
     whole = path_patch(pg, Z, None, CLEAN, CORRUPTED, METRIC, **options)
     for index, repair in ((-1, "(slice(-1, None),)"), ([0], "([0],)"), (torch.tensor([0]), "(tensor([0]),)")):
@@ -446,7 +446,7 @@ def test_heads_are_a_number(pg: PatchableGraph, heads: Any) -> None:
 
 
 @pytest.mark.parametrize("index", [0, (2,), (1, slice(None), slice(0, 4))])
-def test_a_number_in_the_first_dimension_is_no_head(pg: PatchableGraph, index: Any) -> None:
+def test_a_number_in_the_first_dimension_is_not_a_head(pg: PatchableGraph, index: Any) -> None:
     first = index[0] if isinstance(index, tuple) else index
     message = rf"{first} selects rows of the batch, the first dimension of the shape \(1, 7, 16\). For a head"
     with pytest.raises(ExperimentError, match=message):

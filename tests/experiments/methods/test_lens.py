@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph
 from graphpatch_notebook.experiments import direct_logit_attribution, logit_lens
 from tests.components.families import captured_model
+from tests.hooks import registered
 
 TOKENS = torch.tensor([3, 8])
 
@@ -122,10 +123,8 @@ def test_contributions_are_those_of_plain_torch() -> None:
         for name, module in (("attn", block.attn.c_proj), ("mlp", block.mlp.c_proj)):
             key = f"{name}{number}"
             handles.append(module.register_forward_hook(lambda m, a, out, key=key: kept.update({key: (a[0], out)})))
-    with torch.no_grad():
+    with registered(handles), torch.no_grad():
         model(ids)
-    for handle in handles:
-        handle.remove()
     with torch.no_grad():
         end = kept["end"][:, -1]
         scale = norm.weight / (end.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()
@@ -163,9 +162,8 @@ def test_contributions_behind_a_norm_are_those_of_plain_torch_with_its_scale_hel
         module.register_forward_pre_hook(lambda _, args, key=key: kept.update({key: args[0][:, -1].detach().double()}))
         for key, module in read.items()
     ]
-    model(ids)
-    for handle in handles:
-        handle.remove()
+    with registered(handles):
+        model(ids)
 
     def held(norm: nn.Module, value: Tensor) -> Tensor:
         return (1 + norm.weight.detach().double()) / (value.square().mean(-1, keepdim=True) + norm.eps).sqrt()
@@ -212,10 +210,8 @@ def test_neurons_of_experts_as_the_router_weights_them(how: str, mode: Any) -> N
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: kept.append(args)) for layer in model.model.layers
     ]
     handles.append(model.model.norm.register_forward_pre_hook(lambda _, args: kept.append(args)))
-    with torch.no_grad():
+    with registered(handles), torch.no_grad():
         logits = model(ids).logits
-    for handle in handles:
-        handle.remove()
     position = torch.tensor([1, -2])
     rows, at = torch.arange(2), position % ids.shape[1]
     with mode():

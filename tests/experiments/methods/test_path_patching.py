@@ -219,7 +219,7 @@ SIZES: dict[str, Any] = {
     ],
 )
 @pytest.mark.parametrize("sender", ["layers[0].attn.heads[*].z", "model.layers_0.self_attn.o_proj.input"])
-def test_what_lies_behind_the_module_of_a_sender_does_not_hold_it(kind: Any, config: Any, sender: str) -> None:
+def test_modules_after_that_of_a_sender_do_not_hold_it(kind: Any, config: Any, sender: str) -> None:
     """What a layer adds to the stream is computed from its heads: it passes on their change."""
     torch.manual_seed(0)
     model = kind(config).eval()
@@ -366,7 +366,7 @@ class Layers(nn.Module):
         return x
 
 
-def test_components_that_cannot_be_told() -> None:
+def test_components_that_are_ambiguous_are_an_error() -> None:
     x = torch.randn(1, 4, 6)
     assert len(default_components(PatchableGraph(Layers(adds=True), x))) == 4
     with pytest.raises(ExperimentError, match=r"no module of a list adds to its input.*; .*components="):
@@ -407,7 +407,7 @@ FIRST, LAST = "transformer.h_0.mlp.output", "transformer.h_2.mlp.output"
         ({"sender": "transformer.h_0.attn.past_key_values"}, "None"),
     ],
 )
-def test_what_cannot_be_patched_is_said(pg: PatchableGraph, changes: dict[str, Any], message: str) -> None:
+def test_invalid_paths_are_errors(pg: PatchableGraph, changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"sender": FIRST, "receiver": LAST, "clean": CLEAN, "corrupted": CORRUPTED}
     with pytest.raises((ExperimentError, UnknownPathError), match=message):
         path_patch(pg, **(given | {"metric": METRIC, "progress": False} | changes))
@@ -456,7 +456,7 @@ def unreached(size: float, sender: str, components: list[str]) -> str:
     return str(warned[0].message)
 
 
-def test_what_rounding_loses_is_told_from_what_is_held() -> None:
+def test_effects_lost_by_rounding_are_not_reported_as_held() -> None:
     """A head that writes 1e-10 into the stream is not kept from it by an MLP; more of the same gets there."""
     for sender in ("norm.output", "head.output"):
         for size in (1e-10, 1e-20, 1e-30):

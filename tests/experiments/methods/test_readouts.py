@@ -22,6 +22,7 @@ from graphpatch_notebook import (
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.readouts import Readouts
 from tests.components.families import captured_model
+from tests.hooks import registered
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +45,9 @@ def by_hand(model: Any, given: Tensor, part: str, final: Any = lambda norm: norm
         hooks = [
             getattr(block, {"attention": "attn", "mlp": "mlp"}[part]).register_forward_hook(keep) for block in blocks
         ]
-    try:
-        with torch.no_grad():
-            model(given)
-            return [model.lm_head(final(model.transformer.ln_f(state)))[0].softmax(-1) for state in kept]
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with registered(hooks), torch.no_grad():
+        model(given)
+        return [model.lm_head(final(model.transformer.ln_f(state)))[0].softmax(-1) for state in kept]
 
 
 @pytest.mark.parametrize("stream", ["residual", "attention", "mlp"])
@@ -80,11 +77,8 @@ def test_readouts_of_patched_states_and_of_patches_after_the_last_layer(gpt2: An
         assert readouts.target == model(given).logits[0].argmax(-1).tolist()
     clean = readouts.read("residual")
     early = {"layers[1].mlp_out": [ZeroPatch()]}
-    hook = model.transformer.h[1].mlp.register_forward_hook(lambda _, args, output: torch.zeros_like(output))
-    try:
+    with model.transformer.h[1].mlp.register_forward_hook(lambda _, args, output: torch.zeros_like(output)):
         expected = by_hand(model, given, "residual")
-    finally:
-        hook.remove()
     patched = readouts.read("residual", early)
     for number, readout in enumerate(patched.readouts):
         assert np.allclose(readout.probabilities, expected[number].topk(4).values, atol=1e-6)
@@ -103,11 +97,8 @@ def test_readouts_of_patched_states_and_of_patches_after_the_last_layer(gpt2: An
     for late in (AddPatch(value=2.0, slice=(..., 0)), CustomPatch(custom_op=lambda x: 2 * x)):
         changed = late.op if isinstance(late, CustomPatch) else lambda x: x + 2.0 * (torch.arange(x.shape[-1]) == 0)
         found = readouts.read("residual", {"@final_norm": [late], **early})
-        hook = model.transformer.h[1].mlp.register_forward_hook(lambda _, args, output: torch.zeros_like(output))
-        try:
+        with model.transformer.h[1].mlp.register_forward_hook(lambda _, args, output: torch.zeros_like(output)):
             expected = by_hand(model, given, "residual", changed)
-        finally:
-            hook.remove()
         for number, readout in enumerate(found.readouts):
             assert np.allclose(readout.probabilities, expected[number].topk(4).values, atol=1e-6)
 

@@ -36,7 +36,7 @@ def test_tokens_keep_their_beginning_unless_it_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_texts_are_short_and_told_apart(seed: int) -> None:
+def test_any_texts_are_shortened_to_different_labels(seed: int) -> None:
     dice = random.Random(seed)
     parts = ["h_0", "h_1", "attn", "a_long_name_of_a_module", "x", "…"]
     texts = [".".join(dice.choices(parts, k=dice.randint(1, 12))) for _ in range(60)]
@@ -61,7 +61,7 @@ def test_where_it_makes_nothing_shorter_no_path_is_odd() -> None:
     assert path_labels(["a.b"] * 2).labels == ("a.b", "a.b")
 
 
-def test_texts_that_are_no_paths_are_left_alone() -> None:
+def test_texts_that_are_not_paths_are_unchanged() -> None:
     assert are_paths(["a.b", "a.c", "a.d", "a.e", "getitem"])
     assert not are_paths(["a.b", "getitem"])
     assert not are_paths(["a.b", "a.c", "a.d", "a.e", "see e.g. this"])

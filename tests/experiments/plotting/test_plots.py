@@ -209,7 +209,7 @@ def test_no_number_at_all() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 1), (1, 1), (12, 16), (80, 100), (2, 300)])
-def test_no_label_is_cut_and_none_lies_on_another(shape: tuple[int, int]) -> None:
+def test_no_label_is_cut_off_or_overlaps_another(shape: tuple[int, int]) -> None:
     rows, columns = shape
     values = np.random.default_rng(0).standard_normal(shape)
     paths = [f"transformer.h_{layer}.a_module_with_a_long_name.output" for layer in range(rows)]
@@ -226,7 +226,7 @@ def test_no_label_is_cut_and_none_lies_on_another(shape: tuple[int, int]) -> Non
 @pytest.mark.parametrize(
     ("columns", "token", "angle"), [(5, " Tower", 0), (16, " Tower", 90), (5, " a_long_token", 90)]
 )
-def test_labels_of_columns_stand_upright_only_where_they_do_not_fit(columns: int, token: str, angle: float) -> None:
+def test_labels_of_columns_are_vertical_only_if_they_do_not_fit(columns: int, token: str, angle: float) -> None:
     ax = plot_heatmap(xr.DataArray(np.eye(3, columns), dims=["path", "position"]), tokens=[token] * columns)
     assert {label.get_rotation() for label in ax.get_xticklabels()} == {angle}
     assert not cut_labels(ax)
@@ -275,7 +275,7 @@ def test_any_character_of_a_token_can_be_drawn(token: str, label: str) -> None:
     assert ticks(ax)[1][0] == label
 
 
-def test_dollars_are_no_mathematics() -> None:
+def test_dollar_signs_are_not_mathematics() -> None:
     widths = []
     for token in ("$x^2$", "xx^22"):
         ax = plot_heatmap(a_result(), tokens=[token, "b", "c", "d"])
@@ -373,7 +373,7 @@ def test_facets_have_the_same_colors() -> None:
         (a_result(), {}, "a dimension 'head'; the result has path, position"),
     ],
 )
-def test_what_are_no_heads(result: Any, options: dict, message: str) -> None:
+def test_dimensions_that_are_not_heads(result: Any, options: dict, message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         plot_heads(result, **options)
 
@@ -402,7 +402,7 @@ def test_the_scores_farthest_from_zero_are_on_top() -> None:
         (a_result()[0], 0, "top=0"),
     ],
 )
-def test_what_are_no_scores(result: Any, top: int, message: str) -> None:
+def test_values_that_are_not_scores(result: Any, top: int, message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         plot_scores(result, top=top)
 

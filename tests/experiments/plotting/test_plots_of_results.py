@@ -14,7 +14,6 @@ import pytest
 import torch
 from matplotlib import pyplot
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError
@@ -32,6 +31,7 @@ from graphpatch_notebook.experiments import (
     show_heatmap,
     top_scores,
 )
+from tests.tiny_models import gpt2
 
 METRIC = LogitDifference(3, 5)
 PATHS = ["transformer.h_0.mlp.output", "transformer.h_1.mlp.output"]
@@ -46,14 +46,11 @@ def figures() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def runs() -> tuple[PatchableGraph, Tensor, Tensor]:
     """Returns a graph, clean inputs and corrupted ones."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=20, n_positions=8, bos_token_id=None, eos_token_id=None
-    )
+    model = gpt2(vocabulary=20, n_positions=8)
     clean = torch.randint(0, 20, (1, 6))
     corrupted = clean.clone()
     corrupted[0, 2] = (clean[0, 2] + 1) % 20
-    return PatchableGraph(GPT2LMHeadModel(config).eval(), clean), clean, corrupted
+    return PatchableGraph(model, clean), clean, corrupted
 
 
 def label(ax: pyplot.Axes) -> str:

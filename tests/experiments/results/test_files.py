@@ -145,7 +145,7 @@ def test_tables_are_for_other_tools(swept: DataArray, tmp_path: Path) -> None:
     assert table[swept.name].isna().sum() == 2
 
 
-def test_columns_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_columns_with_the_same_name_get_different_names(tmp_path: Path) -> None:
     result = DataArray(np.eye(2), {"value": [1, 2]}, ["loss", "value"], name="loss")
     save_result(result, tmp_path / "result.parquet")
     assert list(pandas.read_parquet(tmp_path / "result.parquet").columns) == ["loss", "value", "value_"]
@@ -198,7 +198,7 @@ def test_what_cannot_be_written_is_refused(swept: DataArray, tmp_path: Path, suf
 
 
 @each_suffix
-def test_files_of_others_are_refused(tmp_path: Path, suffix: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"other.{suffix}"
     with pytest.raises(ExperimentError, match="cannot be read: No such file or directory"):
         load_result(file)

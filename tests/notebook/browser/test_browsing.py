@@ -40,7 +40,7 @@ def test_what_is_exported_calls_the_graph_as_run_does(pg: Shell) -> None:
     assert "output = pg(x + 1)" in exported(browser)
 
 
-def test_inputs_that_are_no_call_are_an_error_of_the_export(pg: Shell) -> None:
+def test_inputs_that_are_not_arguments_of_a_call_are_an_error_of_the_export(pg: Shell) -> None:
     pg.ok("%graphpatch zero up.linear")
     pg.ok("browser = pg.browse()")
     message = {"id": 1, "request": "export", "payload": {"form": "graphpatch", "inputs": "x)("}}
@@ -56,7 +56,7 @@ def test_a_graph_in_no_variable_is_not_called_like_another(pg: Shell) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", b"gpt2", 5, {}])
-def test_what_is_no_tokenizer_is_refused(tokenizer: object) -> None:
+def test_objects_that_are_not_tokenizers_are_refused(tokenizer: object) -> None:
     graph = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
     with pytest.raises(TypeError, match="an object with decode or convert_ids_to_tokens, not .*from_pretrained"):
         graph.browse(tokenizer=tokenizer)
@@ -64,7 +64,7 @@ def test_what_is_no_tokenizer_is_refused(tokenizer: object) -> None:
 
 
 @pytest.mark.parametrize("scores", [[1], None, "relu"])
-def test_what_is_no_mapping_is_no_scores(scores: Any) -> None:
+def test_scores_must_be_a_mapping(scores: Any) -> None:
     browser = PatchableGraph(torch.nn.ReLU(), torch.ones(2)).browse()
     with pytest.raises(TypeError, match="scores must be a dict from paths to numbers, not"):
         browser.set_scores(scores)

@@ -101,7 +101,7 @@ def test_values_that_are_unpacked(outer: PatchableGraph) -> None:
     assert texts(of(outer, "inner.split|sub_1")["users"]) == ["second"]
 
 
-def test_the_flow_goes_on_across_calls(outer: PatchableGraph) -> None:
+def test_the_flow_of_values_continues_across_calls(outer: PatchableGraph) -> None:
     assert texts(of(outer, "x")["users"]) == ["inner.x", "inner.others"]
     assert texts(of(outer, "y")["users"]) == ["inner.rest", "inner.scale"]
     assert texts(of(outer, "inner.scale")["inputs"]) == ["y"]

@@ -197,7 +197,7 @@ def test_a_patch_that_is_being_changed_is_not_in_its_own_way(front: Front) -> No
         ({"path": "sub_0.linear", "kind": ["zero"]}, "kind", "needs a kind"),
     ],
 )
-def test_mistakes_are_told_at_their_field(front: Front, patch: dict[str, Any], field: str, message: str) -> None:
+def test_errors_name_their_field(front: Front, patch: dict[str, Any], field: str, message: str) -> None:
     checked = front.refused("check", patch=patch, number=None)
     assert checked["field"] == field
     assert message in checked["message"]
@@ -240,7 +240,7 @@ def test_a_slice_is_checked_before_a_value_is_typed(front: Front) -> None:
         ({"id": 1, "request": "run_status", "payload": {"id": 77}}, "run 77 is not available any more"),
     ],
 )
-def test_malformed_messages_are_refused_in_words(front: Front, message: Any, says: str) -> None:
+def test_malformed_messages_are_refused_with_a_message(front: Front, message: Any, says: str) -> None:
     reply = front.send(message)
     assert says in reply["error"]["message"]
     assert type(reply["id"]) is int
@@ -258,7 +258,7 @@ names = st.sampled_from(
 
 @settings(max_examples=150)
 @given(st.sampled_from([*TREE_HANDLERS, "other"]), st.dictionaries(names, anything, max_size=5) | anything)
-def test_whatever_is_said_gets_a_reply(request: str, payload: Any) -> None:
+def test_every_message_gets_a_reply(request: str, payload: Any) -> None:
     reply = _FRONT.send({"id": 3, "request": request, "payload": payload})
     assert reply["id"] == 3
     assert ("result" in reply) != ("error" in reply)
@@ -268,7 +268,7 @@ def test_whatever_is_said_gets_a_reply(request: str, payload: Any) -> None:
 _FRONT = Front()
 
 
-def test_what_nobody_expected_is_told_too(
+def test_unexpected_errors_are_reported_too(
     front: Front, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: Any) -> Any:

@@ -209,7 +209,7 @@ def test_unknown_paths_are_refused_with_the_nearest() -> None:
     assert skeleton.find("<root>") == 0
 
 
-def test_the_same_skeleton_for_everybody_and_another_after_an_edit() -> None:
+def test_all_browsers_share_a_skeleton_until_an_edit() -> None:
     pg = PatchableGraph(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2))
     before = skeleton_of(pg)
     assert skeleton_of(pg) is before
@@ -256,7 +256,7 @@ def test_large_models_make_small_messages(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(labeled) < len(skeleton) / 4
 
 
-def test_what_cannot_be_patched_is_not_said_to_be() -> None:
+def test_values_that_cannot_be_patched_are_not_reported() -> None:
     pg = hostile_graph()
     skeleton = skeleton_of(pg)
     for row in range(len(skeleton)):

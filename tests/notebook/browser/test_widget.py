@@ -266,7 +266,7 @@ def test_a_browser_that_never_came_to_be_says_no_more_than_why(
     assert not said
 
 
-def test_a_closed_browser_is_told_nothing_more(graph: PatchableGraph) -> None:
+def test_a_closed_browser_gets_no_more_updates(graph: PatchableGraph) -> None:
     browser = graph.browse()
     line = line_of(browser)
     browser.close()
@@ -277,7 +277,7 @@ def test_a_closed_browser_is_told_nothing_more(graph: PatchableGraph) -> None:
     browser.close()
 
 
-def test_a_browser_whose_comm_is_gone_is_in_nobodys_way(graph: PatchableGraph) -> None:
+def test_a_browser_whose_comm_is_closed_does_not_disturb_the_session(graph: PatchableGraph) -> None:
     browser = graph.browse()
     browser.comm = None
     session_of(graph).add(ChosenPatch("sub_0.linear", "zero"))
@@ -469,7 +469,7 @@ def test_scores_in_an_array(graph: PatchableGraph) -> None:
         (DataArray([math.inf], {"path": ["output"]}, ["path"]), "finite"),
     ],
 )
-def test_arrays_that_are_no_scores(graph: PatchableGraph, array: DataArray, message: str) -> None:
+def test_arrays_without_scores_are_refused(graph: PatchableGraph, array: DataArray, message: str) -> None:
     browser = graph.browse()
     browser.set_scores({"input": 1.0})
     before = browser.scores
@@ -491,7 +491,7 @@ def test_arrays_that_are_no_scores(graph: PatchableGraph, array: DataArray, mess
         ("output", 1e300, ValueError, "finite"),
     ],
 )
-def test_scores_that_are_none(
+def test_invalid_scores_are_refused(
     graph: PatchableGraph, path: Any, score: Any, error: type[Exception], message: str
 ) -> None:
     browser = graph.browse()
@@ -552,7 +552,7 @@ def test_as_text_it_is_the_tree(pg: Shell) -> None:
         assert "Browser of pg" in pg.ok(f"[{command.replace('%graphpatch show up', 'pg.browse()')}]").out
 
 
-def test_a_missing_front_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_front_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(displayed_widget, "_STATIC", tmp_path)
     with pytest.raises(GraphError, match=r"not built: .*loader.js is missing. In a checkout, run `npm ci"):
         displayed_widget.for_anywidget()

@@ -74,7 +74,7 @@ BLOCKS = ["blocks_0", "blocks_1", "blocks_2"]
 
 
 @pytest.mark.parametrize("before", ["%graphpatch ", "x = %graphpatch ", "if 1:\n    %graphpatch ", "graphpatch "])
-def test_commands_and_paths_wherever_the_magic_may_stand(typing: Shell, before: str) -> None:
+def test_commands_and_paths_are_completed_wherever_the_magic_is_allowed(typing: Shell, before: str) -> None:
     assert completed(typing, f"{before}ze") == [f"{before}zero"]
     assert completed(typing, f"{before}zero bl") == [f"{before}zero {name}." for name in BLOCKS]
     assert completed(typing, f"{before}ls bl") == [f"{before}ls {name}" for name in BLOCKS]
@@ -444,6 +444,6 @@ def test_any_path_has_offers_or_none(typed: str, patchable: bool) -> None:
             resolve(hostile().nodes.root, path)
 
 
-def test_what_is_no_path_resolves_to_nothing() -> None:
+def test_a_text_that_is_not_a_path_resolves_to_nothing() -> None:
     with pytest.raises(Unresolvable):
         resolve(hostile().nodes.root, "blocks_0.")

@@ -99,7 +99,7 @@ def test_labels_are_short_and_tokens_whole() -> None:
     assert columns["tokens"] == ["a" * 40, "b"]
 
 
-def test_what_is_no_number_is_said() -> None:
+def test_values_that_are_not_numbers_are_reported() -> None:
     result = a_result(errors=[{}])
     result.values[0, 0] = np.nan
     assert show_heatmap(result).heatmap["missing"] == "failed"
@@ -239,7 +239,7 @@ def test_of_a_large_result_the_strongest_cells_stay() -> None:
     assert "<script>" not in text
 
 
-def test_no_number_at_all_is_said() -> None:
+def test_a_plot_without_numbers_says_so() -> None:
     heatmap = show_heatmap(a_result() * np.nan)
     assert repr(heatmap) == "<Heatmap of score, 3 x 4 (path x position), no finite number>"
     assert "no finite number" in static(heatmap)

@@ -177,7 +177,7 @@ def test_in_a_terminal_it_fits_the_width_and_loses_no_path(terminal: pytest.Monk
         assert len(lines) == 2
 
 
-def test_colors_only_where_somebody_sees_them(terminal: pytest.MonkeyPatch) -> None:
+def test_colors_only_in_terminals(terminal: pytest.MonkeyPatch) -> None:
     one = table([["a", "b", "c"]])
     assert "\x1b[" in shown_at(Terminal(), one)
     assert shown_at(Terminal(), [one]) == "[<Table of 1 rows>]"

@@ -377,7 +377,7 @@ def test_a_model_that_is_an_expression_is_made_once(pg: PatchableGraph) -> None:
     assert "output = model_1(x)" in source
 
 
-def test_all_that_hooks_cannot_do_is_told_at_once(session: Session) -> None:
+def test_everything_that_hooks_cannot_do_is_in_one_error(session: Session) -> None:
     session.add(patch("blocks_0.hidden", "zero"))
     session.add(patch("blocks_0.linear.linear", "zero"))
     session.add(patch("blocks_0.linear.weight", "zero"))

@@ -217,7 +217,7 @@ def test_the_repair_can_be_typed(deep: Shell, line: str, message: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["add", "replace"])
-def test_values_that_are_no_numbers_are_refused_when_chosen(pg: Shell, kind: str, value: str, message: str) -> None:
+def test_values_that_are_not_numbers_are_refused_when_chosen(pg: Shell, kind: str, value: str, message: str) -> None:
     assert pg.refused(f"%graphpatch {kind} hidden {value}").startswith(f"{kind} takes {message}")
 
 
@@ -249,7 +249,7 @@ def test_words_of_other_tools(pg: Shell, word: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["input", "output", "parameter", "buffer"])
-def test_kinds_of_nodes_that_are_no_torch_functions(pg: Shell, kind: str) -> None:
+def test_kinds_of_nodes_that_are_not_torch_functions(pg: Shell, kind: str) -> None:
     found = repr(pg.ok(f"%graphpatch find op:{kind}").value)
     assert f"{kind} is a kind of node, not a torch function: write is:{kind}" in found
 
@@ -263,7 +263,7 @@ def test_a_refused_file_says_how_to_overwrite_it(pg: Shell, tmp_path: object) ->
 # wrap
 
 
-def test_names_that_stand_for_nothing_are_told_of(shell: Shell) -> None:
+def test_names_that_mean_nothing_are_reported(shell: Shell) -> None:
     assert shell.refused("%graphpatch wrap pg = modl(x)").startswith("unknown variable 'modl'; nearest: model")
     assert shell.refused("%graphpatch wrap pg = model(xx)").startswith("unknown variable 'xx'; nearest: x")
     assert "pg" not in shell.namespace

@@ -284,7 +284,7 @@ def test_without_chosen_patches_the_cell_runs_and_says_so(zero: Shell) -> None:
     assert zero.ok("%%graphpatch\na = 1").out == "no patch is chosen: the cell runs without patches on pg\n"
 
 
-def test_a_patch_that_never_fires_is_told_at_the_users_line(zero: Shell) -> None:
+def test_a_patch_that_never_fires_warns_at_the_users_line(zero: Shell) -> None:
     zero.ok("%graphpatch zero up.weight --steps 7")
     with pytest.warns(PatchNotFiredWarning, match="up.weight") as warned:
         zero.ok("%%graphpatch\na = pg(x)")
@@ -352,7 +352,7 @@ def test_probes_land_in_their_variables_within_the_cell(zero: Shell) -> None:
     assert torch.equal(zero.namespace["outs"][1], zeroed(2 * torch.ones(3, 4))[:, 0])
 
 
-def test_what_an_earlier_run_left_is_not_taken_for_this_ones(zero: Shell) -> None:
+def test_results_of_an_earlier_run_are_not_used(zero: Shell) -> None:
     zero.ok("%graphpatch probe hidden h")
     zero.ok("%graphpatch record hidden hs")
     zero.ok("%%graphpatch\npg(x)")
@@ -365,7 +365,7 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_ones(zero: Shell) -> Non
     assert zero.namespace["b"] is before
 
 
-def test_what_an_earlier_run_left_is_put_back_if_the_graph_was_not_called(zero: Shell) -> None:
+def test_results_of_an_earlier_run_are_restored_if_the_graph_was_not_called(zero: Shell) -> None:
     zero.ok("%graphpatch probe hidden h")
     zero.ok("%%graphpatch\npg(x);")
     left = zero.namespace["h"]
@@ -419,7 +419,7 @@ def test_a_result_that_is_written_into_is_an_error(zero: Shell, kind: str) -> No
     assert "h" in zero.namespace
 
 
-def test_a_result_that_the_user_has_copied_is_none(zero: Shell, expected: Tensor) -> None:
+def test_a_result_that_the_user_has_copied_may_be_overwritten(zero: Shell, expected: Tensor) -> None:
     zero.ok("%graphpatch probe output h")
     zero.ok("%graphpatch probe output[[0, 2]] rows")  # a copy itself
     zero.ok("%%graphpatch\nout = pg(x).detach()\nh = h.clone()\nout[:, 0] = -100")
@@ -444,7 +444,7 @@ def test_calls_take_as_long_as_the_first(zero: Shell) -> None:
     assert (zero.namespace["old"], len(zero.namespace["outs"])) == (None, 1)
 
 
-def test_a_slice_beyond_the_size_is_told_when_all_else_is_filled(zero: Shell) -> None:
+def test_a_slice_out_of_range_is_an_error_after_the_other_variables_are_filled(zero: Shell) -> None:
     zero.ok("%graphpatch probe output[99] far")
     zero.ok("%graphpatch probe hidden h")
     ran = zero.run("%%graphpatch\npg(x)")
@@ -469,7 +469,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("body", OTHERS)
-def test_a_graph_that_is_not_called_is_told(zero: Shell, body: str) -> None:
+def test_a_graph_that_is_not_called_is_reported(zero: Shell, body: str) -> None:
     zero.ok("mine = pg")
     ran = zero.ok(f"%%graphpatch\n{body}")
     assert len(UNCALLED.findall(ran.out)) == 1
@@ -481,11 +481,11 @@ def test_a_graph_that_is_not_called_is_told(zero: Shell, body: str) -> None:
 @pytest.mark.parametrize(
     "body", ["pg(x)", "pg.forward(x)", "with pg.patch({}):\n    pg(x)", "try:\n    pg(1)\nexcept Exception:\n    1"]
 )
-def test_a_graph_that_is_called_is_not(zero: Shell, body: str) -> None:
+def test_a_graph_that_is_called_is_not_reported(zero: Shell, body: str) -> None:
     assert UNCALLED.findall(zero.ok(f"%%graphpatch\n{body}").out) == []
 
 
-def test_a_variable_that_the_user_holds_for_another_is_told(zero: Shell) -> None:
+def test_a_variable_that_holds_another_value_is_reported(zero: Shell) -> None:
     zero.ok("%graphpatch probe hidden h")
     zero.ok("h = 7")
     ran = zero.ok("%%graphpatch\nmodel(x)\nh")
@@ -713,7 +713,7 @@ def test_cancelled_while_awaiting(zero: Shell) -> None:
         ("custom hidden scale", "scale = torch.sin\n_ = pg(x)"),
     ],
 )
-def test_a_value_that_changes_in_the_cell_is_told(pg: Shell, choice: str, body: str) -> None:
+def test_a_variable_that_changes_in_the_cell_warns(pg: Shell, choice: str, body: str) -> None:
     """Patches have the values that variables had when the cell began: a sweep in one cell would be no sweep."""
     pg.ok("scale = torch.relu" if "custom" in choice else "scale = 0")
     pg.ok(f"%graphpatch {choice}")
@@ -722,7 +722,7 @@ def test_a_value_that_changes_in_the_cell_is_told(pg: Shell, choice: str, body: 
     assert "another value" not in pg.ok("%%graphpatch\n_ = pg(x)").out
 
 
-def test_a_function_that_looks_a_variable_up_itself_is_not_told(pg: Shell) -> None:
+def test_a_function_that_looks_up_a_variable_itself_does_not_warn(pg: Shell) -> None:
     pg.ok("scale = 0\n%graphpatch custom hidden lambda t: t * scale")
     ran = pg.ok("%%graphpatch\nfor scale in (1.0, 2.0):\n    _ = pg(x)")
     assert "another value" not in ran.out

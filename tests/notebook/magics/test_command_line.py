@@ -42,7 +42,7 @@ def test_places(text: str, path: str, index: str | None, rest: str) -> None:
         ("a[0].b", r"a space is missing between the slice of 'a' and '\.b'; for an item"),
     ],
 )
-def test_places_that_are_none(text: str, message: str) -> None:
+def test_invalid_places_are_refused(text: str, message: str) -> None:
     with pytest.raises(SessionError, match=message):
         TypedPath.cut(text)
 
@@ -88,7 +88,7 @@ def test_options(text: str, options: dict[str, str], rest: str) -> None:
         ("a --any-shape b", "'--any-shape' is in the middle of other text: write options last, after 'b'"),
     ],
 )
-def test_options_that_are_none(text: str, message: str) -> None:
+def test_invalid_options_are_refused(text: str, message: str) -> None:
     with pytest.raises(SessionError, match=re.escape(message)):
         split_options(text, KNOWN)
 

@@ -253,7 +253,7 @@ def test_names_of_probes_are_free(pg: Shell) -> None:
     assert "#3 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out  # what it held is a result
 
 
-def test_names_that_are_not_there_yet_are_told(pg: Shell) -> None:
+def test_undefined_names_are_reported(pg: Shell) -> None:
     said = lines(pg.ok("%graphpatch add hidden[:, k] abs(steer)").out)
     assert said[1:] == ["note: 'k', 'steer' are not defined yet"]
     pg.ok("k = 0")
@@ -262,12 +262,12 @@ def test_names_that_are_not_there_yet_are_told(pg: Shell) -> None:
 
 
 @pytest.mark.parametrize("name", ["In", "Out", "exit", "quit", "get_ipython"])
-def test_names_of_ipython_are_no_variables(pg: Shell, name: str) -> None:
+def test_names_of_ipython_are_not_variables(pg: Shell, name: str) -> None:
     assert pg.refused(f"%graphpatch probe hidden {name}").startswith(f"{name!r} is a variable of IPython")
     assert pg.refused(f"%graphpatch wrap {name} = model(x)").startswith(f"{name!r} is a variable of IPython")
 
 
-def test_what_is_meant_by_quotes_globs_and_lists(pg: Shell) -> None:
+def test_quotes_globs_and_lists_in_names(pg: Shell) -> None:
     for path in ("up.weight", "up.bias", "down.bias"):
         pg.ok(f"%graphpatch zero {path}")
     for specs, expected in (
@@ -359,7 +359,7 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         ("ls nope", r"the root graph has no child 'nope'"),
     ],
 )
-def test_mistakes_are_told_in_one_line(pg: Shell, line: str, message: str) -> None:
+def test_errors_are_shown_in_one_line(pg: Shell, line: str, message: str) -> None:
     assert re.match(message, pg.refused(f"%graphpatch {line}"))
     assert chosen(pg) == []
 
@@ -720,7 +720,7 @@ def test_every_kind_does_what_it_says(pg: Shell) -> None:
     assert isinstance(resolved.patch_map["hidden"][1], AddPatch)
 
 
-def test_options_are_no_input_of_the_model(shell: Shell) -> None:
+def test_options_are_not_inputs_of_the_model(shell: Shell) -> None:
     shell.ok("from graphpatch_notebook import ExtractionOptions, PatchableGraph\nopts = ExtractionOptions()")
     shell.ok("%graphpatch wrap pg = model(opts, x)")
     shell.ok("%graphpatch zero hidden")

@@ -208,7 +208,7 @@ def test_on_other_inputs_a_plane_may_be_missing(pg: PatchableGraph) -> None:
     assert view["statistics"]["shape"] == [1, 3, 5, 6]
 
 
-def test_what_does_not_come_up_is_told(pg: PatchableGraph) -> None:
+def test_values_that_are_not_computed_are_reported(pg: PatchableGraph) -> None:
     runs = runs_of(pg)
     number = runs.start_activation("hidden", None, False, "x, False")
     runs.wait(number)
@@ -227,7 +227,7 @@ def test_large_values_are_not_kept(pg: PatchableGraph, monkeypatch: pytest.Monke
     assert pg._module.runs == count + 1
 
 
-def test_values_are_kept_until_nobody_looks(pg: PatchableGraph) -> None:
+def test_values_are_kept_until_all_views_are_closed(pg: PatchableGraph) -> None:
     runs = runs_of(pg)
     kept = []
 
@@ -260,7 +260,7 @@ class Waits(nn.Module):
         return self.linear(x)
 
 
-def test_a_later_activation_takes_the_place_of_one_that_goes_on_and_a_run_does_not() -> None:
+def test_a_later_activation_replaces_a_running_one_and_a_run_does_not() -> None:
     model = Waits()
     pg = PatchableGraph(model, X)
     model.gate = threading.Event()
@@ -310,7 +310,7 @@ def test_attention_patterns_have_tokens_on_both_sides(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2-eager", "llama-sdpa"])
-def test_a_run_of_a_language_model_tells_its_next_tokens(name: str) -> None:
+def test_a_run_of_a_language_model_reports_its_next_tokens(name: str) -> None:
     model = case_by_name(name).build()
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])

@@ -44,7 +44,7 @@ def test_a_job_gives_its_result() -> None:
     assert 0 <= job.seconds < 10
 
 
-def test_an_error_is_told_in_words() -> None:
+def test_an_error_is_reported_as_text() -> None:
     job = run(lambda _: 1 / 0)
     assert (job.state, job.result, job.error) == ("failed", None, "ZeroDivisionError: division by zero")
 
@@ -66,7 +66,7 @@ def test_a_job_runs_in_another_thread_without_the_context_variables_of_its_calle
         assert run(lambda _: torch.is_grad_enabled()).result
 
 
-def test_an_interrupt_ends_what_goes_on() -> None:
+def test_an_interrupt_ends_the_running_job() -> None:
     has_ended: list[int] = []
 
     def work(job: Job[Any]) -> None:
@@ -100,7 +100,7 @@ def test_an_interrupt_comes_before_what_is_interruptible_or_not_at_all() -> None
     assert (job.state, done) == ("interrupted", [0])
 
 
-def test_what_stands_after_the_interruptible_part_is_done() -> None:
+def test_code_after_the_interruptible_part_runs() -> None:
     inside, may_go_on = threading.Event(), threading.Event()
 
     def work(job: Job[Any]) -> int:

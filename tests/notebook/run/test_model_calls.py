@@ -141,7 +141,7 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_attributes_are_put_back_and_what_cannot_be_is_told(writes: bool) -> None:
+def test_attributes_are_restored_or_reported(writes: bool) -> None:
     model = Remembers().eval()
     pg = PatchableGraph(model, X)
     model.writes = writes
@@ -169,7 +169,7 @@ def test_autocast_of_the_thread_that_asks_holds_in_the_run() -> None:
     assert runs.last.output.dtype == torch.float32
 
 
-def test_autocast_as_it_was_is_told_where_another_thread_asks() -> None:
+def test_autocast_in_another_thread_is_reported() -> None:
     pg = PatchableGraph(nn.Linear(3, 3).eval(), X)
     with torch.autocast("cpu", torch.bfloat16):
         runs = Runs(Session(pg), dict)

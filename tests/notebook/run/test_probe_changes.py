@@ -16,6 +16,7 @@ from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
+from tests.hooks import registered
 from tests.notebook.shells import Mlp
 
 X = torch.arange(12.0).reshape(3, 4) / 10
@@ -49,10 +50,8 @@ def seen(model: nn.Module, at: nn.Module, edit: Callable[[Tensor], Tensor] | Non
     if edit is not None:
         handles.append((of or at).register_forward_hook(lambda *call: edit(call[2])))
     handles.append(at.register_forward_hook(lambda *call: kept.append(call[2].clone())))
-    with torch.no_grad():
+    with registered(handles), torch.no_grad():
         model(X)
-    for handle in handles:
-        handle.remove()
     (value,) = kept
     return value.double()
 
@@ -202,7 +201,7 @@ def test_what_has_no_numbers_and_what_was_not_kept_has_no_change() -> None:
     assert found["note"] == "not compared: without the patches, written into"
 
 
-def test_what_comes_up_in_one_of_the_calls_only_is_told() -> None:
+def test_outputs_of_only_one_of_the_calls_are_reported() -> None:
     nothing = {"norm_before": None, "norm_after": None, "norm_difference": None}
     assert change_at(loops(), patch("start", "add", value="-1"), patch("a.linear", "probe", name="h")) == {
         **nothing,
@@ -210,7 +209,7 @@ def test_what_comes_up_in_one_of_the_calls_only_is_told() -> None:
     }
 
 
-def test_other_shapes_are_told() -> None:
+def test_other_shapes_are_reported() -> None:
     pg = PatchableGraph(Counts().eval(), X.clone())
     custom = patch("x", "custom", value="half")
     change = change_at(pg, custom, patch("hidden", "probe", name="h", any_shape=True), half=lambda value: value[:2])

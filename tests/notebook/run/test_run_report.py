@@ -54,7 +54,7 @@ def test_norms_and_the_largest_differences(first: list[float], second: list[floa
         assert entry["after"] == float(after[tuple(entry["index"])])
 
 
-def test_entries_that_are_not_finite_are_told_and_left_out() -> None:
+def test_entries_that_are_not_finite_are_reported_and_left_out() -> None:
     found = change(doubles(1, math.nan, math.inf, 4), doubles(2, 2, 3, -math.inf))
     assert found["norm_difference"] == 1
     assert found["largest"] == [{"index": [0], "before": 1.0, "after": 2.0}]
@@ -70,7 +70,7 @@ def test_no_number_of_a_report_is_infinite() -> None:
     assert all(math.isfinite(found[key]) for key in ("norm_before", "norm_after", "norm_difference"))
 
 
-def test_other_shapes_and_kinds_are_told() -> None:
+def test_other_shapes_and_kinds_are_reported() -> None:
     found = change(torch.ones(2, 3), torch.ones(2, 5))
     assert found["note"] == "not compared: shape [2, 3] without the patches, [2, 5] with them"
     assert (found["norm_difference"], found["largest"]) == (0, [])
@@ -98,7 +98,7 @@ def test_complex_numbers_of_equal_magnitudes_differ() -> None:
     assert change(1j, 1 + 0j)["norm_difference"] == pytest.approx(math.sqrt(2))
 
 
-def test_large_integers_are_told() -> None:
+def test_large_integers_are_reported() -> None:
     found = change(torch.tensor([2**60]), torch.tensor([2**60 + 1]))
     assert "integers beyond 2**53 are rounded" in found["note"]
 
@@ -134,7 +134,7 @@ def test_containers_are_gone_through_logits_first() -> None:
     assert (listed[2]["dtype"], listed[3]["dtype"]) == ("int", "bool")
 
 
-def test_bulky_outputs_are_capped_and_that_is_told() -> None:
+def test_large_outputs_are_truncated_with_a_note() -> None:
     output = {"hidden": tuple(torch.ones(2) for _ in range(20)), "logits": torch.ones(3)}
     found = changes(output, output)
     assert len(found.listed) == 8
@@ -144,7 +144,7 @@ def test_bulky_outputs_are_capped_and_that_is_told() -> None:
     ]  # fmt: skip
 
 
-def test_of_keys_that_differ_in_their_type_only_the_first_is_compared_and_that_is_told() -> None:
+def test_keys_that_differ_only_in_type_are_compared_once_with_a_note() -> None:
     found = changes({1: 1.0, "1": 10.0}, {1: 2.0, "1": 10.0})
     (only,) = found.listed
     assert (only["path"], only["norm_before"], only["norm_after"]) == ("output|1", 1, 2)
@@ -169,7 +169,7 @@ def test_paths_show_no_control_codes_and_are_cut() -> None:
     assert len(found.remarks[0]) < 800
 
 
-def test_outputs_without_numbers_are_told() -> None:
+def test_outputs_without_numbers_are_reported() -> None:
     assert changes(None, None).remarks == ["the output, of type NoneType, does not contain a tensor or number"]
 
 
@@ -227,7 +227,7 @@ def test_the_most_probable_next_tokens(wrap: Any) -> None:
     ("mask", "position"),
     [(None, 3), ([1, 1, 1, 1], 3), ([1, 1, 0, 0], 1), ([0, 0, 1, 1], 3), ([1, 1, 1, 1, 1, 0], 2), ([1], 3)],
 )
-def test_the_last_position_is_no_padding(mask: list[int] | None, position: int) -> None:
+def test_the_last_position_is_not_padding(mask: list[int] | None, position: int) -> None:
     found = next_tokens(logits(1, 4, 20), logits(1, 4, 20), Words(), TokenInputs([1, 2, 3, 4], mask, 1))
     assert found is not None
     assert found["position"] == position

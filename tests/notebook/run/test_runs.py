@@ -59,12 +59,8 @@ def done(runs: Runs, inputs: str | None = None) -> dict[str, Any]:
 
 def by_hook(model: nn.Module, module: nn.Module, x: Tensor) -> Tensor:
     """What zeroing the output of `module` gives, by a plain hook."""
-    handle = module.register_forward_hook(lambda *call: torch.zeros_like(call[2]))
-    try:
-        with torch.no_grad():
-            return model(x)
-    finally:
-        handle.remove()
+    with module.register_forward_hook(lambda *call: torch.zeros_like(call[2])), torch.no_grad():
+        return model(x)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -179,7 +175,7 @@ class Branches(nn.Module):
         return self.a(x) if flag else self.b(x)
 
 
-def test_what_never_fired_is_told_and_an_old_value_is_no_result() -> None:
+def test_a_probe_that_never_fired_is_reported_and_has_no_old_result() -> None:
     pg = PatchableGraph(Branches(), X)
     variables: dict[str, Any] = {"x": X}
     runs = Runs(session_of(pg, probe("a.linear", "h")), lambda: variables)
@@ -312,7 +308,7 @@ class Switched(nn.Module):
         return x * (2 if mode is SWITCH and other is FAST else 1)
 
 
-def test_what_is_told_by_its_identity_keeps_it() -> None:
+def test_values_compared_by_identity_keep_it() -> None:
     pg = PatchableGraph(Switched(), X, SWITCH, FAST)
     done(runs := Runs(session_of(pg), dict))
     assert runs.last is not None
@@ -348,7 +344,7 @@ def test_a_run_in_train_mode_leaves_buffers_and_random_numbers_alone() -> None:
     assert torch.allclose(runs.last.unpatched_output - runs.last.output, model.linear.bias.expand(3, 4), atol=1e-6)
 
 
-def test_an_error_of_the_model_is_told_with_its_line(pg: PatchableGraph) -> None:
+def test_an_error_of_the_model_is_reported_with_its_line(pg: PatchableGraph) -> None:
     variables: dict[str, Any] = {"x": torch.ones(3, 5)}
     runs = Runs(session_of(pg, zero(), probe("hidden", "h")), lambda: variables)
     before = snapshot(pg._module)
@@ -363,7 +359,7 @@ def test_an_error_of_the_model_is_told_with_its_line(pg: PatchableGraph) -> None
     done(runs)
 
 
-def test_an_error_of_a_patch_is_told(pg: PatchableGraph) -> None:
+def test_an_error_of_a_patch_is_reported(pg: PatchableGraph) -> None:
     runs = Runs(session_of(pg, ChosenPatch("hidden", "replace", value="torch.ones(7)")), lambda: {"torch": torch})
     status = ran(runs)
     assert status["state"] == "failed"
@@ -428,7 +424,7 @@ def test_status_does_not_wait_for_the_model(slow: PatchableGraph) -> None:
     runs.wait(number)
 
 
-def test_only_one_run_goes_on_at_a_time(slow: PatchableGraph) -> None:
+def test_only_one_run_is_active_at_a_time(slow: PatchableGraph) -> None:
     runs = Runs(session_of(slow), dict)
     number = runs.start(None)
     with pytest.raises(SessionError, match="a run is in progress; wait for it to finish, or interrupt it"):
@@ -622,7 +618,7 @@ def test_old_runs_are_forgotten(pg: PatchableGraph) -> None:
         runs.status(first)
 
 
-def test_warnings_of_the_engine_are_told_in_the_report_and_nowhere_else(recwarn: pytest.WarningsRecorder) -> None:
+def test_warnings_of_the_engine_are_only_in_the_report(recwarn: pytest.WarningsRecorder) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -679,7 +675,7 @@ class Uncopied(nn.Module):
         return {"out": x * 2, "lock": threading.Lock()}
 
 
-def test_an_output_that_cannot_be_copied_is_told() -> None:
+def test_an_output_that_cannot_be_copied_is_reported() -> None:
     pg = PatchableGraph(Uncopied(), X)
     report = done(Runs(session_of(pg, zero("mul")), dict))
     assert report["changes"][0]["norm_after"] == 0

@@ -137,7 +137,7 @@ def test_attention_patterns_keep_their_peaks(size: int, seed: int) -> None:
     assert shown.max() == float(pattern.max())
 
 
-def test_fill_values_of_a_mask_do_not_spoil_what_is_beside_them() -> None:
+def test_fill_values_of_a_mask_do_not_change_other_cells() -> None:
     least = torch.finfo(torch.float32).min
     value = torch.ones(SIDE * 2, SIDE * 2)
     value[:, ::2] = least
@@ -163,13 +163,13 @@ def test_every_dtype_is_sent_as_float32(dtype: torch.dtype) -> None:
     assert np.array_equal(values_of(drawn(value)), value.to(torch.float32).numpy())
 
 
-def test_magnitudes_are_told() -> None:
+def test_magnitudes_are_shown() -> None:
     found = drawn(torch.tensor([[3 + 4j, 0], [1j, 1]]))
     assert values_of(found).tolist() == [[5, 0], [1, 1]]
     assert found.plot["reduced"] == "magnitudes of complex numbers"
 
 
-def test_doubles_beyond_float32_are_told() -> None:
+def test_float64_values_beyond_float32_are_reported() -> None:
     found = drawn(torch.full((2, 2), 1e300, dtype=torch.float64))
     assert found.plot == {"type": "none", "why": "none of its numbers fits into float32"}
 

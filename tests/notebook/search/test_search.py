@@ -162,7 +162,7 @@ def test_any_text_is_a_query_or_a_clear_error(text: str) -> None:
         ("attn - mul", "nothing after '-'"),
     ],
 )
-def test_what_is_no_query_is_an_error_that_names_the_repair(query: str, message: str) -> None:
+def test_an_invalid_query_is_an_error_with_a_correction(query: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find(graph(), query)
 
@@ -242,7 +242,7 @@ def test_the_index_lives_as_long_as_the_graph_and_sees_edits() -> None:
     assert ended() is None
 
 
-def test_names_with_many_stars_are_looked_for_at_once() -> None:
+def test_names_with_many_stars_are_found_fast() -> None:
     assert find(graph(), f"op:{'*' * 40}a{'*a' * 40}!").paths == []
     assert find(graph(), f"{'*' * 40}a{'*a' * 40}!").paths == []
     assert find(graph(), "op:*i*ea*").paths == find(graph(), "op:linear").paths != []

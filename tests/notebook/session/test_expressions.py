@@ -25,7 +25,7 @@ from graphpatch_notebook.notebook.session.slices import parse_slice
         ("*a", "is not a Python expression"),
     ],
 )
-def test_what_is_no_expression_is_refused(text: str, message: str) -> None:
+def test_text_that_is_not_an_expression_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_expression(text)
 

@@ -44,14 +44,14 @@ def test_inputs_are_written_by_the_variables_that_hold_them(
         assert changed_variables(written, examples, namespace) == []
 
 
-def test_variables_that_hold_something_else_are_told() -> None:
+def test_variables_that_hold_another_value_are_reported() -> None:
     examples = ExampleInputs((A,), {"mask": B, "n": 3})
     assert changed_variables("a, mask=m, n=n", examples, {"a": C, "m": B, "n": 3}) == ["a"]
     assert changed_variables("a, n=n, **more", examples, {"a": A, "n": 4, "more": {"mask": C}}) == ["n", "more"]
     assert changed_variables("a.clone(), mask=m", examples, {"m": B}) == []
 
 
-def test_what_is_exported_runs_where_nobody_wrote_the_inputs(shell: Shell) -> None:
+def test_exported_code_runs_without_typed_inputs(shell: Shell) -> None:
     shell.ok("import torch; from graphpatch_notebook import PatchableGraph; x = torch.ones(2, 3)")
     shell.ok("pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(3, 3)), x); browser = pg.browse()")
     shell.ok("%graphpatch zero sub_0.linear[:, 0]")

@@ -198,7 +198,7 @@ def test_patches_of_another_session_keep_their_numbers(pg: PatchableGraph, sessi
     assert other.add(zero("hidden")).number == 4
 
 
-def test_a_listener_is_told_until_it_is_stopped(session: Session) -> None:
+def test_a_listener_is_called_until_it_is_removed(session: Session) -> None:
     told: list[ChosenPatches] = []
     stop = session.listen(told.append)
     session.add(zero())
@@ -207,7 +207,7 @@ def test_a_listener_is_told_until_it_is_stopped(session: Session) -> None:
     assert [len(chosen.patches) for chosen in told] == [1]
 
 
-def test_a_listener_that_raises_breaks_no_edit_and_keeps_nobody_from_being_told(session: Session) -> None:
+def test_a_listener_that_raises_breaks_no_edit_and_the_others_are_called(session: Session) -> None:
     told: list[int] = []
 
     def raises(chosen: ChosenPatches) -> None:
@@ -223,7 +223,7 @@ def test_a_listener_that_raises_breaks_no_edit_and_keeps_nobody_from_being_told(
     assert told == [1, 2]
 
 
-def test_a_listener_may_edit_and_all_are_told_of_the_versions_in_order(session: Session) -> None:
+def test_a_listener_may_edit_and_all_get_the_versions_in_order(session: Session) -> None:
     told: dict[str, list[int]] = {"first": [], "second": []}
 
     def edits(chosen: ChosenPatches) -> None:
@@ -237,7 +237,7 @@ def test_a_listener_may_edit_and_all_are_told_of_the_versions_in_order(session: 
     assert told == {"first": [1, 2, 3], "second": [1, 2, 3]}
 
 
-def test_the_same_listener_may_be_told_twice(session: Session) -> None:
+def test_a_listener_may_be_added_twice(session: Session) -> None:
     told: list[ChosenPatches] = []
     stop = session.listen(told.append)
     session.listen(told.append)
@@ -253,7 +253,7 @@ def test_what_was_chosen_before_is_not_changed_by_edits(session: Session) -> Non
     assert [patch.path for patch in snapshot.patches] == ["linear.linear"]
 
 
-def test_eight_threads_lose_no_edit_and_tell_versions_in_order(session: Session) -> None:
+def test_eight_threads_lose_no_edit_and_report_versions_in_order(session: Session) -> None:
     versions: list[int] = []
     session.listen(lambda chosen: versions.append(chosen.version))
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_applied_is_refused(session: Session, patch: ChosenPatch,
     assert session.chosen == ChosenPatches()
 
 
-def test_a_check_tells_shapes_and_warns(session: Session) -> None:
+def test_a_check_returns_shapes_and_warnings(session: Session) -> None:
     check = session.check(zero("relu", slice="7"))
     assert (check.shape, check.sliced) == (torch.Size([2, 3]), (3,))
     assert "slice [7] is out of range: dimension 0 of the value recorded here" in str(check.warning)
@@ -368,7 +368,7 @@ def test_a_probe_overwrites_nothing_that_an_earlier_patch_uses(session: Session,
         session.replace_all([user, probe])
 
 
-def test_a_patch_may_use_what_an_earlier_probe_keeps_and_that_is_told(session: Session) -> None:
+def test_a_patch_may_use_the_result_of_an_earlier_probe_with_a_warning(session: Session) -> None:
     session.add(ChosenPatch("hidden", "probe", name="kept"))
     user = ChosenPatch("relu", "add", value="kept.mean()")
     assert session.check(user).warning == "'kept' is what #1 keeps: each run uses what the run before it kept"
@@ -390,7 +390,7 @@ def test_a_patch_may_use_what_an_earlier_probe_keeps_and_that_is_told(session: S
         ("0", "node_0"),
     ],
 )
-def test_a_free_name_tells_layers_apart(session: Session, path: str, name: str) -> None:
+def test_a_free_name_contains_the_layer(session: Session, path: str, name: str) -> None:
     assert session.free_name(path) == name
 
 
@@ -454,7 +454,7 @@ def test_a_snapshot_is_used_as_it_was(session: Session) -> None:
     assert list(session.resolve({}, session.chosen.only([3])).patch_map) == ["relu"]
 
 
-def test_everybody_gets_the_same_session_and_it_keeps_no_graph_alive() -> None:
+def test_all_callers_get_one_session_which_keeps_no_graph_alive() -> None:
     pg = PatchableGraph(nn.ReLU(), X)
     session = session_of(pg)
     assert session_of(pg) is session

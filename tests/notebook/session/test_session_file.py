@@ -181,7 +181,7 @@ def test_a_file_that_is_read_only_stays(session: Session, tmp_path: Path) -> Non
     assert names_in(tmp_path) == ["file"]
 
 
-def test_a_name_with_a_zero_character_is_none(session: Session) -> None:
+def test_a_name_with_a_null_character_is_refused(session: Session) -> None:
     with pytest.raises(SessionFileError, match="is not a file name"):
         session_file.save(session, "a\0b")
     with pytest.raises(SessionFileError, match="is not a file name"):
@@ -322,7 +322,7 @@ def test_a_byte_order_mark_is_taken(session: Session, tmp_path: Path) -> None:
     assert session_file.load(anew(), file) == session.chosen.patches
 
 
-def test_all_that_is_wrong_is_told(session: Session) -> None:
+def test_all_errors_are_reported(session: Session) -> None:
     entries = [{"path": "x", "kind": "zero"}, {"path": "y", "kind": "zero"}, {"kind": "zero"}, 3]
     with pytest.raises(SessionFileError) as raised:
         session_file.loads(session, document(patches=entries, more=1))
@@ -368,7 +368,7 @@ CODE = [
 
 
 @pytest.mark.parametrize("value", CODE)
-def test_code_of_others_is_not_run_until_it_is_trusted(tmp_path: Path, value: str) -> None:
+def test_code_in_files_of_others_is_not_run_until_it_is_trusted(tmp_path: Path, value: str) -> None:
     file = tmp_path / "theirs.json"
     file.write_text(document(patches=[{"path": "x", "kind": "custom", "value": value}]), encoding="utf8")
     ran: list[Any] = []

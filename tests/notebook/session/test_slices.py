@@ -102,7 +102,7 @@ def test_source_as_a_person_writes_it(text: str, source: str) -> None:
         ("(" * 500, "is not a slice"),
     ],
 )
-def test_what_is_no_slice_is_refused(text: str, message: str) -> None:
+def test_invalid_slices_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_slice(text)
 
@@ -130,13 +130,13 @@ def test_what_takes_nothing_of_any_size_is_an_error(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["None", "tok"])
-def test_none_alone_is_no_index_that_means_everything(text: str) -> None:
+def test_none_alone_is_not_an_index_of_everything(text: str) -> None:
     typed = parse_slice(text)
     assert typed.index({"tok": None}) == eval(typed.source(), {"tok": None}) == (None,)
 
 
 @pytest.mark.parametrize("text", [":", "-2", "1:9", "tok", "tok:9", "..., -8"])
-def test_within_the_recorded_size_nothing_is_said(text: str) -> None:
+def test_a_slice_within_the_recorded_size_does_not_warn(text: str) -> None:
     assert sliced_shape(parse_slice(text), SHAPE).warning is None
 
 

@@ -31,6 +31,7 @@ from graphpatch_notebook.notebook.views.actions import patches_of
 from graphpatch_notebook.notebook.views.attention import AttentionView, picture_of
 from graphpatch_notebook.notebook.views.requests import answer
 from graphpatch_notebook.notebook.views.selection import item_of
+from tests.hooks import registered
 from tests.notebook.shells import Shell
 
 LENGTH = 7
@@ -138,9 +139,8 @@ def weighted(model: nn.Module, inputs: dict[str, Tensor]) -> list[tuple[Tensor, 
     kept: list[Tensor] = []
     layers: Any = model.model.layers  # type: ignore[union-attr]
     hooks = [layer.self_attn.v_proj.register_forward_hook(lambda *given: kept.append(given[-1])) for layer in layers]
-    patterns = eager(model, inputs)
-    for hook in hooks:
-        hook.remove()
+    with registered(hooks):
+        patterns = eager(model, inputs)
     lengths = [one.unflatten(-1, (2, 4)).norm(dim=-1).transpose(1, 2).repeat_interleave(2, 1) for one in kept]
     return list(zip(patterns, lengths, strict=True))
 
@@ -158,9 +158,8 @@ def test_the_mean_over_the_batch_is_that_of_weighted_patterns() -> None:
     model, inputs = LlamaForCausalLM(config).eval(), MODELS["llama"][1]
     pg = PatchableGraph(model, **inputs)
     clean = weighted(model, inputs)
-    hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(without_head_1)
-    patched = weighted(model, inputs)
-    hook.remove()
+    with model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(without_head_1):
+        patched = weighted(model, inputs)
     session_of(pg).add(ChosenPatch("layers[0].attn.heads[1].z", "zero"))
     apart = 0.0
     with contextlib.closing(show_attention(pg)) as view:
@@ -208,7 +207,7 @@ class Front:
         assert status["state"] == "done"
 
 
-def test_patches_have_their_effect_beside_the_clean_patterns() -> None:
+def test_patched_patterns_are_shown_with_the_clean_ones() -> None:
     model, inputs = MODELS["gpt2"]
     pg = PatchableGraph(model, **inputs)
     with contextlib.closing(show_attention(pg)) as view:

@@ -61,10 +61,8 @@ def by_hand(model: Any, ids: Tensor, forced: list[int], zeroed: int | None = Non
         if zeroed is not None:
             kept[:, ids.shape[1] + zeroed - 1 :][:, :1] = 0
         write = partial(_scaled, kept)
-        hook = model.model.layers[0].mlp.register_forward_hook(write)
-        with torch.no_grad():
+        with model.model.layers[0].mlp.register_forward_hook(write), torch.no_grad():
             rows.append(model(whole).logits[0, -1])
-        hook.remove()
         tokens.append(forced[step] if step < len(forced) else int(rows[-1].argmax()))
     return tokens, torch.stack(rows)
 

@@ -22,6 +22,7 @@ from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.views.lens import LensView
 from tests.components.families import captured_model
+from tests.hooks import registered
 
 
 class Words:
@@ -56,12 +57,8 @@ def states_of(model: Any, ids: Tensor) -> list[Tensor]:
     hooks.append(
         blocks[-1].register_forward_hook(lambda _, args, out: kept.append(out if isinstance(out, Tensor) else out[0]))
     )
-    try:
-        with torch.no_grad():
-            model(ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with registered(hooks), torch.no_grad():
+        model(ids)
     return kept
 
 
@@ -146,9 +143,8 @@ def test_the_view_follows_the_patches(view: LensView, gpt2: tuple[PatchableGraph
     assert ask()["result"]["state"] == "done"
     session.add(ChosenPatch("layers[0].mlp_out", "zero"))
     assert ask()["result"]["state"] == "done"
-    hook = model.transformer.h[0].mlp.register_forward_hook(lambda _, args, output: torch.zeros_like(output))
-    expected = states_of(model, ids)
-    hook.remove()
+    with model.transformer.h[0].mlp.register_forward_hook(lambda _, args, output: torch.zeros_like(output)):
+        expected = states_of(model, ids)
     assert view.lens["runs"] == 2
     assert view.lens["version"] == session.chosen.version
     clean, patched = received(view)
@@ -217,12 +213,10 @@ def test_of_an_encoder_and_a_decoder_the_lens_is_of_the_decoder() -> None:
         states.append(output[0] if isinstance(output, tuple) else output)
 
     handles = [block.register_forward_hook(keep) for block in model.decoder.block]
-    with torch.no_grad():
+    with registered(handles), torch.no_grad():
         model(input_ids=ids, decoder_input_ids=ids)
         scale = 16**-0.5 if model.config.tie_word_embeddings else 1.0
         said = [model.lm_head(model.decoder.final_layer_norm(state) * scale).softmax(-1)[0, :, 3] for state in states]
-    for handle in handles:
-        handle.remove()
     with contextlib.closing(show_lens(pg, stack="decoder", target=3)) as view:
         read = view._clean["residual"]
         assert list(read.names)[1:] == [f"decoder.layers[{layer}].resid_post" for layer in range(3)]

@@ -9,22 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.session.session import Session, session_of
 from graphpatch_notebook.notebook.views.actions import ACTS, patches_of
 from graphpatch_notebook.notebook.views.selection import item_of, selection_of
+from tests.tiny_models import gpt2
 
 HEAD = "layers[0].attn.heads[1].z"
 
 
 @pytest.fixture(scope="module")
 def pg() -> PatchableGraph:
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=50, bos_token_id=0, eos_token_id=0)
-    return PatchableGraph(GPT2LMHeadModel(config).eval(), tokens())
+    return PatchableGraph(gpt2(width=8), tokens())
 
 
 def tokens() -> Tensor:

@@ -116,7 +116,5 @@ def test_a_cell_becomes_a_patch() -> None:
         (output[0] if isinstance(output, tuple) else output)[:, 4] = 0
 
     model = pg._module
-    handle = model.transformer.h[0].register_forward_hook(zero)
-    with torch.no_grad():
+    with model.transformer.h[0].register_forward_hook(zero), torch.no_grad():
         assert patched == model(ids).logits.sum().item()
-    handle.remove()
