@@ -206,7 +206,7 @@ class DerivativeRules:
     attention that patches open.
 
     Attributes:
-        method: The name of the method that has rules of its own.
+        method: The name of the method; empty for the gradients of torch.
         fallbacks: Why a function does not explain the whole change of its result, by its name.
         recorded_bytes: How much memory the records of the clean run take.
     """

@@ -251,15 +251,10 @@ _ALL = selection(slice(None), "positions")
 
 
 class PositionAxis:
-    """The positions of a run, and where they are in each value.
+    """The chosen positions of a run, and where they are in the values of nodes.
 
-    Args:
-        root: The root frame of the capture.
-        nodes: The nodes that get scores.
-        inputs: The inputs of the run.
-        positions: The positions to score, as for `causal_trace`.
-        position_dim: The sequence dimension, as for `attribute`. For models that do not take tokens, also that of their
-            first input.
+    `position_dim` is the sequence dimension, as for `attribute`. For models that do not take tokens, it is also that of
+    their first input.
 
     Attributes:
         dims: The sequence dimension of each path.

@@ -32,12 +32,7 @@ Dataset: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
 
 
 def batches_of(dataset: Dataset, batch_size: int | None) -> Iterator[Inputs]:
-    """Yields the batches of a dataset.
-
-    Args:
-        dataset: An iterable of batches: each a tensor, a tuple of arguments or a dict of keyword arguments. Or the
-            inputs of all examples in that form, which are cut into batches.
-        batch_size: How many examples a batch has, if the inputs of all examples are given.
+    """Yields the batches of a dataset: those of an iterable, or parts of the inputs of all examples.
 
     Example:
         >>> [tuple(batch.args[0].shape) for batch in batches_of(torch.zeros(5, 3), 2)]

@@ -83,12 +83,7 @@ class Noise:
             raise ExperimentError(f"samples must be a positive integer, not {self.samples!r}")
 
     def patches(self, clean: Tensor, index: tuple[Any, ...]) -> list[AddPatch]:
-        """Returns a patch for each sample.
-
-        Args:
-            clean: The clean value at `path`.
-            index: The part to which noise is added.
-        """
+        """Returns a patch for each sample, which adds noise to the part of the clean value at `index`."""
         if not clean.is_floating_point():
             raise ExperimentError(
                 f"noise can be added to floating point numbers, but {str(self.path)!r} has {clean.dtype}"

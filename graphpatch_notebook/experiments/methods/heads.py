@@ -308,13 +308,7 @@ def _check_heads_are_separate(places: Mapping[str, Target]) -> None:
 class ValueParts:
     """The parts of values that the cells of a sweep are about: a head of a value, a position, both, or all of it.
 
-    Args:
-        pg: The graph.
-        values: The values, by path.
-        rows: The batch size, if known.
-        heads: The number of heads; `None` for all of them together.
-        positions: The positions, as for `position_cells`; `None` for all of them together.
-        position_dim: The sequence dimension, as the user gave it.
+    Without a number of heads, and without positions, these are not apart. `rows` is the batch size, if known.
 
     Attributes:
         axes: The axes of the sweep: `path`, and `head` and `position` for parts of values.

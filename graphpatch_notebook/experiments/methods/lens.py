@@ -135,7 +135,7 @@ def logit_lens(
     def patches(label: Any) -> dict[str, Patch[Any]]:
         return {last.path: ReplacePatch(values[names[labels.index(label)]])}
 
-    metric = _Logits(keys_of_logits(pg, logits), _checked_tokens(target, logits))
+    metric = _Logits(keys_of_logits(pg, logits), checked_tokens(target, logits))
     result = run_sweep(pg, {axis: labels}, patches, given, metric=metric, batch=None, progress=False)
     dims = [axis for axis in logits.axes if axis != "vocab"]
     if target is None or isinstance(target, (list, tuple)):
@@ -161,7 +161,8 @@ def keys_of_logits(pg: PatchableGraph, logits: Component) -> tuple[Key, ...]:
     return target.dig
 
 
-def _checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:
+def checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:
+    """Checks that tokens are in the vocabulary."""
     size = logits.shape[logits.axes.index("vocab")]
     if target is None:
         return None
@@ -277,7 +278,7 @@ def direct_logit_attribution(
     extra("xarray", "a dataset of contributions")
     has_gradients = torch.is_grad_enabled()
     for tokens in (target, minus):
-        _checked_tokens(tokens, component(pg, "@logits"))
+        checked_tokens(tokens, component(pg, "@logits"))
         if tokens is not None and not isinstance(tokens, Tensor) and type(tokens) is not int:
             raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
     parts = _Parts(pg, stack, by)
@@ -607,7 +608,6 @@ class _Mixture:
         name: The name of what it writes.
         target: Its output.
         inputs: The paths of its inputs, by name.
-        count: How many experts there are.
         experts: By the address of a parameter, the expert that it belongs to; `None` if it holds those of all.
     """
 

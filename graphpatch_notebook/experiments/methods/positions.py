@@ -167,14 +167,9 @@ class PositionCells:
 def position_cells(
     pg: PatchableGraph, given: Positions | RowPositions, values: Mapping[str, Tensor], dims: Mapping[str, int]
 ) -> PositionCells:
-    """Returns the given positions, of all rows of the batch or of each.
+    """Returns the given positions, of all rows of the batch or of each; `True` and `None` are all positions.
 
-    Args:
-        pg: The graph.
-        given: A number or several, or as many for each row of the batch; negative numbers count from the end. `True` or
-            `None` for all.
-        values: The values, by path.
-        dims: Their sequence dimensions.
+    The values, and their sequence dimensions, are given by path.
     """
     lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
     first, length = next(iter(lengths.items()))

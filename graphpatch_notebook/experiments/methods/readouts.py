@@ -30,6 +30,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
 )
 from graphpatch_notebook.experiments.methods.lens import (
     arranged,
+    checked_tokens,
     component,
     keys_of_logits,
     layer_count,
@@ -58,7 +59,7 @@ class Readout:
     Attributes:
         tokens: The most probable tokens, the first first, of shape (position, top).
         probabilities: Their probabilities.
-        target: The probability of the target token of each position, of shape (position,).
+        target: The probability of the target token, of shape (position,).
         rank: How many tokens are more probable than the target.
     """
 
@@ -96,14 +97,8 @@ class ReadStates:
 class Readouts:
     """Reads the states of a model on some inputs, without and with patches.
 
-    Args:
-        pg: The graph.
-        inputs: The inputs of the model.
-        target: The token whose probability is read: one for all positions, or one for each; `None` for the most
-            probable next token of each position in the model's output.
-        top: How many probable tokens are read.
-        row: The row of the batch.
-        stack: The stack of layers, if the model has several.
+    The target is the token whose probability is read: one for all positions, or one for each; `None` for the most
+    probable next token of each position in the model's output. `top` is how many probable tokens are read.
     """
 
     def __init__(
@@ -138,7 +133,7 @@ class Readouts:
         if inputs.rows is not None and not 0 <= row < inputs.rows:
             raise ExperimentError(f"row {row} is not one of the {inputs.rows} rows of the batch")
         self._metric = partial(_logits_of_row, keys_of_logits(pg, logits), logits.axes, row)
-        self._top, self._wanted = top, target
+        self._top, self._wanted = top, checked_tokens(target, logits)
         self.row, self.rows = row, inputs.rows or 1
         self._forget()
 
@@ -152,7 +147,7 @@ class Readouts:
             raise ExperimentError(
                 f"the model returned logits for {len(logits)} positions only: give inputs for which it returns all"
             )
-        self.target = _checked_target(self._wanted, logits)
+        self.target = _target_of(self._wanted, logits)
         self._read_logits = _ReadLogits(self._metric, tuple(self.target), min(self._top, logits.shape[-1]))
 
     def _fingerprint(self) -> tuple[Any, ...]:
@@ -367,15 +362,13 @@ def _reader_of(pg: PatchableGraph, start: str) -> str | None:
     return next((one.removesuffix(".") for one in sorted(crossing) if start not in crossing), None)
 
 
-def _checked_target(target: int | Sequence[int] | None, logits: Any) -> list[int]:
+def _target_of(target: Any, logits: Any) -> list[int]:
     """Returns the target of each position."""
-    positions, size = logits.shape
     if target is None:
         return [int(token) for token in logits.argmax(-1)]
-    tokens = [target] * positions if isinstance(target, int) else [int(token) for token in target]
-    if len(tokens) != positions:
-        raise ExperimentError(f"give one target token, or one for each of the {positions} positions, not {len(tokens)}")
-    wrong = next((token for token in tokens if not 0 <= token < size), None)
-    if wrong is not None:
-        raise ExperimentError(f"token {wrong} is not one of the {size} tokens of the vocabulary")
+    tokens = [target] * len(logits) if isinstance(target, int) else [int(token) for token in target]
+    if len(tokens) != len(logits):
+        raise ExperimentError(
+            f"give one target token, or one for each of the {len(logits)} positions, not {len(tokens)}"
+        )
     return tokens

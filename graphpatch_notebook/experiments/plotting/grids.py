@@ -107,17 +107,10 @@ def grid_of(
     rows: str | None = None,
     instead: str = "",
 ) -> Grid:
-    """Returns a result as a grid.
+    """Returns a result with two dimensions as a grid.
 
-    Args:
-        result: A `DataArray` with two dimensions.
-        options: How its numbers are shown.
-        tokens: The texts of the tokens: one for each position of the result, or those of the whole sequence.
-        rows: The vertical dimension; by default, the first.
-        instead: A function for other results, for the message.
-
-    Raises:
-        ExperimentError: The result or an option is not valid.
+    The texts of the tokens are one for each position of the result, or those of the whole sequence. `rows` is the
+    vertical dimension; by default, the first. `instead` is a function for other results, for the message.
     """
     array = checked(result, 2, instead)
     if rows is not None:

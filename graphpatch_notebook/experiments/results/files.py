@@ -141,8 +141,7 @@ def _check_format(document: Any) -> None:
         raise ExperimentError(f"it has format version {document['version']!r}, but this package reads {_VERSION}")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Parquet
+# -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
 def _parquet(result: DataArray, document: dict[str, Any]) -> bytes:
