@@ -293,8 +293,8 @@ class PatchableGraph(Module):
             ├─relu: Tensor(2)
             └─output: Tensor(2)
         """
-        from graphpatch_notebook.notebook.browser.browsing import browser_of
-        from graphpatch_notebook.notebook.views.opening import workspace_of_user
+        from graphpatch_notebook.notebook.browser.widget import browser_of
+        from graphpatch_notebook.notebook.views.linked import workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
         return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer, circuit=circuit, views=views)

@@ -415,9 +415,10 @@ def show_lens(
     Source:
         nostalgebraist, interpreting GPT: the logit lens (2020).
     """
-    from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
+    from graphpatch_notebook.notebook.views.lens import lens_of
 
-    return lens_of(pg, *_for_view(inputs, input_kwargs), LensOptions(target, stream, tokens, row, stack))
+    workspace, given = _for_view(inputs, input_kwargs)
+    return lens_of(pg, workspace, given, target=target, stream=stream, tokens=tokens, row=row, stack=stack)
 
 
 def show_generation(
@@ -461,14 +462,15 @@ def show_generation(
         >>> [line["name"] for line in view.generation["lines"]]
         ['Without patches', 'Branch at step 1']
     """
-    from graphpatch_notebook.notebook.views.generation import GenerationOptions, generation_of
+    from graphpatch_notebook.notebook.views.generation import generation_of
 
-    return generation_of(pg, *_for_view(inputs, input_kwargs), GenerationOptions(max_new_tokens, tokens, score))
+    workspace, given = _for_view(inputs, input_kwargs)
+    return generation_of(pg, workspace, given, max_new_tokens=max_new_tokens, tokens=tokens, score=score)
 
 
 def _for_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workspace, Inputs | None]:
     """Returns the variables of the user, who called the caller, and the inputs; `None` for those of *Run*."""
-    from graphpatch_notebook.notebook.views.opening import workspace_of_user
+    from graphpatch_notebook.notebook.views.linked import workspace_of_user
 
     return workspace_of_user(sys._getframe(2).f_globals), Inputs(args, kwargs) if args or kwargs else None
 

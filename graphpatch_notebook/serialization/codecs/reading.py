@@ -111,7 +111,9 @@ def parsed(text: str, where: str) -> JsonValue:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is given twice in one object")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:_SHOWN]!r} is given twice in one object")
     return found
 
 
