@@ -183,7 +183,9 @@ def attribute(
     members = {place.path: place for place in selected.places.values() if place.dim is not None}
     if heads is not None:
         if members:
-            raise ExperimentError(f"heads= splits values, but {selected.names[0]!r} is one of these parts; drop heads=")
+            raise ExperimentError(
+                f"heads= splits values, but {next(iter(selected.places))!r} is one of these parts; drop heads="
+            )
         kept = _with_heads(pg, wanted, paths, heads, position_dim, kept)
     for path, place in members.items():
         kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)

@@ -227,14 +227,6 @@ class DerivativeRules:
         """Returns a context manager for the run with gradients on the corrupted inputs, and its metric."""
         return nullcontext()
 
-    def rule_for(self, function: Callable[..., Any]) -> Rule | None:
-        """Returns the rule for a function; `None` for one whose own derivative is used."""
-        raise NotImplementedError
-
-    def clean_counterpart(self, call: PairedCall) -> _Recorded:
-        """Returns the record of the same call in the clean run, and notes which inputs differ."""
-        raise NotImplementedError
-
     def before(self, args: Sequence[Any]) -> None:
         """Names what computed the arguments of a call of the run with gradients, if torch did not dispatch it."""
         for value in args:
@@ -287,10 +279,12 @@ class SecantRules(DerivativeRules):
         self.tape, self._decisions = [], []
 
     def rule_for(self, function: Callable[..., Any]) -> Rule | None:
+        """Returns the rule for a function; `None` for one whose own derivative is used."""
         found = _SECANT.get(function)
         return _SECANT.get(family_name(function)) if found is None else found
 
     def clean_counterpart(self, call: PairedCall) -> _Recorded:
+        """Returns the record of the same call in the clean run, and notes which inputs differ."""
         recorded = self.tape[self._at] if self._at < len(self.tape) else None
         mine = _Recorded(family_name(call.function), [Held(x) for x in call.inputs])
         if recorded is None or (recorded.name, recorded.shapes) != (mine.name, mine.shapes):

@@ -137,13 +137,11 @@ class Selected:
     """The nodes of an attribution.
 
     Attributes:
-        names: The names of the values in the result, in order: paths, and names of components.
-        places: Where the value of each name is.
+        places: Where the value of each name in the result is: of paths, and of names of components.
         nodes: All nodes that hold floating-point tensors, in order of execution.
         skipped: Why a path cannot have a score.
     """
 
-    names: list[str]
     places: dict[str, ScoredPlace]
     nodes: list[ScoredNode]
     skipped: dict[str, str]
@@ -180,7 +178,7 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
             skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"not a tensor, but {spec}"
     if wanted is None:
         places = {node.path: ScoredPlace(node.path) for node in found if node.is_wanted}
-    return Selected(list(places), places, found, skipped)
+    return Selected(places, found, skipped)
 
 
 def has_storage(value: Tensor) -> bool:
