@@ -220,9 +220,9 @@ def head_layout(
     count = int(count)
     dims = {}
     places = targets(pg, shapes)
+    axes = {path: axes_of(pg.nodes.root, target) for path, target in places.items()}
     for path, shape in shapes.items():
-        axes = axes_of(pg.nodes.root, places[path])
-        known = [axes[dim : dim + 1] for dim in places[path].kept_dims]
+        known = [axes[path][dim : dim + 1] for dim in places[path].kept_dims]
         if ("head",) in known and shape[known.index(("head",))] == count:
             dims[path] = known.index(("head",))
             continue
@@ -230,9 +230,9 @@ def head_layout(
         _check_rows(path, shape, count, rows)
     _check_counts(pg, places, shapes, count)
     _check_heads_are_separate(places)
-    for path, target in places.items():
-        if count > 1 and (axes := axes_of(pg.nodes.root, target)) and not _HEADED.intersection(axes):
-            raise ExperimentError(f"{path!r} is not a value of attention: it has no heads ({', '.join(axes)})")
+    for path, names in axes.items():
+        if count > 1 and names and not _HEADED.intersection(names):
+            raise ExperimentError(f"{path!r} is not a value of attention: it has no heads ({', '.join(names)})")
     return HeadLayout(dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
 
 
@@ -308,7 +308,8 @@ def _check_heads_are_separate(places: Mapping[str, Target]) -> None:
 class ValueParts:
     """The parts of values that the cells of a sweep are about: a head of a value, a position, both, or all of it.
 
-    Without a number of heads, and without positions, these are not apart. `rows` is the batch size, if known.
+    Without a number of heads, all heads are one part; without positions, all positions are. `rows` is the batch size, if
+    known.
 
     Attributes:
         axes: The axes of the sweep: `path`, and `head` and `position` for parts of values.
