@@ -308,8 +308,8 @@ def _check_heads_are_separate(places: Mapping[str, Target]) -> None:
 class ValueParts:
     """The parts of values that the cells of a sweep are about: a head of a value, a position, both, or all of it.
 
-    Without a number of heads, all heads are one part; without positions, all positions are. `rows` is the batch size, if
-    known.
+    Without a number of heads, all heads are one part; without positions, all positions are.
+    `rows` is the batch size, if known.
 
     Attributes:
         axes: The axes of the sweep: `path`, and `head` and `position` for parts of values.
