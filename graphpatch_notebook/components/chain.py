@@ -171,12 +171,11 @@ class Trails:
         reads = [read for read in reads if (read.size == value.size if is_whole else read.is_float)]
         return reads[0] if len(reads) == 1 else None
 
-    def linear_map(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value | None:
-        """Returns the result of the linear map that a value is computed from by norms and some operations."""
-        found: Value | None = value
-        while found is not None and not self.flow.is_linear_map(found):
-            found = self.source(found, ops, is_whole=is_whole)
-        return found
+    def linear_map(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value:
+        """Returns the linear map that norms and some operations compute a value from, or where the way to it ends."""
+        while not self.flow.is_linear_map(value) and (source := self.source(value, ops, is_whole=is_whole)) is not None:
+            value = source
+        return value
 
     def find(self, end: Value, start: Value, low: int = 0, *, adds: bool = True) -> list[Step] | None:
         """Returns the shortest trail from `start` to `end`, in order of execution; `None` if there is none.
