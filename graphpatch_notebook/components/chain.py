@@ -11,7 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from string import digits
 from typing import Literal, TypeAlias
 
@@ -139,14 +139,13 @@ class Trails:
                 self.norms.setdefault(norm.returned.value, norm)
 
     def _norm(self, frame: Frame) -> Norm | None:
-        """Returns a frame as a norm, if it takes moments of its input, and has no linear map."""
+        """Returns a frame as a norm, if its module takes moments of its input, and has no linear map."""
         if frame.opaque_reason is not None:
             return None
-        frames = []
-        for inner in frame.walk():
-            frames.append(inner)
-            if len(frames) > _NORM_FRAMES:
-                return None
+        frames = list(islice(frame.walk(), _NORM_FRAMES + 1))
+        # Where the user edited its graph, the norm is a call in that graph: the module computes something else.
+        if len(frames) > _NORM_FRAMES or any(inner.is_edited for inner in frames):
+            return None
         ops = {node.op for inner in frames for node in inner.graph_nodes if node.kind == "op"}
         if not ops & MOMENTS or ops & (SOFTMAXES | LINEAR_MAPS):
             return None

@@ -16,13 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.custom_graphs import run_custom
-from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame, refs_in
 from graphpatch_notebook.components.attention import Attention, Part, Parts
 from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails
 from graphpatch_notebook.components.ends import End, Start
-from graphpatch_notebook.components.flow import Place, UnknownValueError, Value, walk
+from graphpatch_notebook.components.flow import Place, UnknownValueError, Value, called, walk
 from graphpatch_notebook.components.mlp import Mlp
 from graphpatch_notebook.components.operations import CREATIONS, SHAPED_LIKE
 from graphpatch_notebook.components.regions import region
@@ -164,12 +162,7 @@ class _Prover:
         call = frame.call
         assert call is not None
         args, kwargs = self._flow.arguments((call.args, call.kwargs), self._copy)
-        if frame.custom_graph is None:
-            result = frame.module(*args, **kwargs)
-        else:
-            given = {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
-            result = run_custom(frame.custom_graph, frame.module, given, lambda _, value: value)
-        tensors = list(floats(result))
+        tensors = list(floats(called(frame, frame.module, args, kwargs)))
         places = self._flow.outputs(frame)
         return tensors[places.index(returned)] if len(tensors) == len(places) else next(iter(tensors), None)
 
