@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from graphpatch_notebook.capture.custom_graphs import run_custom
-from graphpatch_notebook.capture.inputs import given_input, passed_on
+from graphpatch_notebook.capture.inputs import inputs_of_call, passed_on
 from graphpatch_notebook.capture.records import (
     HELD_KINDS,
     CallNode,
@@ -312,7 +312,7 @@ def called(frame: Frame, forward: Callable[..., Any], args: tuple[Any, ...], kwa
     """Returns what a frame returns for other inputs: by its custom graph, or else by a function of its module."""
     if frame.custom_graph is None:
         return forward(*args, **kwargs)
-    given = {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
+    given = inputs_of_call(frame, args, kwargs)
     return run_custom(frame.custom_graph, frame.module, given, lambda _, value: value)
 
 

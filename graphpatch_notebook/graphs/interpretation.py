@@ -14,14 +14,14 @@ from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, OpNode
-from graphpatch_notebook.checks.call_signature import inputs_of_call
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
 from graphpatch_notebook.graphs.build import DefaultName
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.running import interpreter
-from graphpatch_notebook.inspection.error_notes import Failure, arguments_at_capture, arguments_text
+from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 
@@ -74,47 +74,27 @@ class GraphInterpreter:
         """
         if self._before_run is not None:
             self._before_run()
-        interpretation = _Interpretation(self._on_node)
+        unverified: list[str] = []
+
+        def run_graph(graph_module: CompiledGraphModule, *args: Any, **kwargs: Any) -> Any:
+            if not graph_module.has_own_graph and (doubt := _doubt(graph_module, args, kwargs)) is not None:
+                name = type(graph_module.frame.module).__name__
+                unverified.append(f"{graph_module.path or '<root>'} ({name}): {doubt}")
+            return _FrameInterpreter(graph_module, _bound(graph_module, args, kwargs), self._on_node).run()
+
         state = ModuleState(self._graph_module.frame.module)
-        with (
-            afterwards(lambda: state.restore(counts_writes=True)),
-            holding(interpreter, interpretation.run_graph),
-        ):
+        with afterwards(lambda: state.restore(counts_writes=True)), holding(interpreter, run_graph):
             result = state.separated(self._graph_module(*args, **kwargs))
-        interpretation.warn()
+        if unverified:
+            more = f"\n  ... and {len(unverified) - _MOST_LISTED} more" if len(unverified) > _MOST_LISTED else ""
+            lines = "".join(f"\n  {line}" for line in unverified[:_MOST_LISTED])
+            warnings.warn(
+                "graphs were interpreted that are not known to equal the model's own code on such inputs, so that "
+                f"their result may differ from the model's; PatchableGraph.verify compares them:{lines}{more}",
+                UnverifiedGraphWarning,
+                stacklevel=2,
+            )
         return result
-
-
-class _Interpretation:
-    """One interpreted run of a hierarchy."""
-
-    def __init__(self, on_node: Callable[[str, Any], object] | None) -> None:
-        self.on_node = on_node
-        self._unverified: list[str] = []
-
-    def run_graph(self, graph_module: CompiledGraphModule, *args: Any, **kwargs: Any) -> Any:
-        """Runs one graph, and returns the same as its generated code."""
-        if not graph_module.has_own_graph and (doubt := _doubt(graph_module, args, kwargs)) is not None:
-            frame = graph_module.frame
-            path = format_path(frame.path) or "<root>"
-            self._unverified.append(f"{path} ({type(frame.module).__name__}): {doubt}")
-        bound = _bound(graph_module, args, kwargs)
-        return _FrameInterpreter(graph_module, bound, self.on_node).run()
-
-    def warn(self) -> None:
-        """Gives one warning for all graphs that ran without being known to equal their modules."""
-        if not self._unverified:
-            return
-        more = (
-            f"\n  ... and {len(self._unverified) - _MOST_LISTED} more" if len(self._unverified) > _MOST_LISTED else ""
-        )
-        lines = "".join(f"\n  {line}" for line in self._unverified[:_MOST_LISTED])
-        warnings.warn(
-            "graphs were interpreted that are not known to equal the model's own code on such inputs, so that their "
-            f"result may differ from the model's; PatchableGraph.verify compares them:{lines}{more}",
-            UnverifiedGraphWarning,
-            stacklevel=3,
-        )
 
 
 def _doubt(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -169,7 +149,7 @@ class _FrameInterpreter(fx.Interpreter):
             value = super().run_node(n)
         except Exception as error:
             if not isinstance(error, (StopIteration, StopAsyncIteration)) and not has_note(error):
-                add_note(error, str(self._failure(n)))
+                add_note(error, self._failure(n))
             raise
         if self._on_node is not None:
             self._show(n, value, self._on_node)
@@ -185,7 +165,7 @@ class _FrameInterpreter(fx.Interpreter):
         elif isinstance(record, CallNode) and record.frame.opaque_reason is not None:
             on_node(format_path((*record.frame.path, record.frame.output_node.name)), value)
 
-    def _failure(self, n: fx.Node) -> Failure:
+    def _failure(self, n: fx.Node) -> str:
         record = n.meta.get(RECORD)
         node = record if isinstance(record, Node) else OpNode(op=n.op, target=n.target, name=n.name)
         what = f"{format_path((*self._frame.path, node.name))!r} ({node.op})"
@@ -193,7 +173,7 @@ class _FrameInterpreter(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         captured = arguments_at_capture(node) if node.args or node.kwargs else ""
         line = str(lines[-1]) if lines else n.format_node() or ""
-        return Failure(what, line, arguments_text(args, kwargs), captured)
+        return failure_note(what, line, arguments_text(args, kwargs), captured)
 
 
 def _bound(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,6 @@ def register_patch_kind(kind: PatchKind) -> None:
 
     before = PATCH_KINDS.get(kind.name)
     is_own = before is not None and before.patch.__module__.partition(".")[0] == __name__.partition(".")[0]
-    if is_own or kind.name == "help" or (before is None and kind.name in commands()):
+    if is_own or (before is None and kind.name in commands()):
         raise ValueError(f"%graphpatch has a command {kind.name!r} already; choose another name for the patch kind")
     PATCH_KINDS[kind.name] = kind

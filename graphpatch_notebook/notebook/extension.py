@@ -1,26 +1,32 @@
-"""The IPython extension: `%load_ext graphpatch` adds the magics and the completer, `%unload_ext` removes them."""
+"""The IPython extension: `%load_ext graphpatch` adds `%graphpatch` and the completer, `%unload_ext` removes them."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import inspect
+import sys
 import weakref
+from types import CodeType, FrameType
 from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import no_var_expand
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.completion.completion import PathCompleter
-from graphpatch_notebook.notebook.magics.cells import CellTransformer, mark_cell, remove_leftover_patches
-from graphpatch_notebook.notebook.magics.magics import GraphPatchMagic
-from graphpatch_notebook.notebook.session.workspace import ActiveGraph, forget_workspace, workspace_of
+from graphpatch_notebook.notebook.magics import cells
+from graphpatch_notebook.notebook.magics.cells import CellRun, CellTransformer, mark_cell, remove_leftover_patches
+from graphpatch_notebook.notebook.magics.command_line import one_line
+from graphpatch_notebook.notebook.magics.commands import run
+from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace, forget_workspace, workspace_of
 
 _NAME = "graphpatch"
 _NAMES = frozenset({"graphpatch", "graphpatch_notebook"})  # the names that the extension can be loaded under
 
 
 class Extension:
-    """The extension in one shell.
-
-    Args:
-        shell: The `InteractiveShell`. Typed as `Any` because most of IPython has no types.
-    """
+    """The extension in one shell, which is `Any` here and below: most of IPython has no types."""
 
     def __init__(self, shell: Any) -> None:
         proxy = weakref.proxy(shell)  # `_extensions` must not keep shells alive
@@ -76,3 +82,108 @@ def unload(shell: Any) -> None:
     forget_workspace(shell)
     if extension is not None:
         extension.remove(shell)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# `%graphpatch`: a line is a command, and a cell runs under the chosen patches
+
+
+class GraphPatchMagic:
+    """The magic of one shell."""
+
+    def __init__(self, shell: Any, workspace: Workspace) -> None:
+        self._shell = shell
+        self.workspace = workspace
+
+    @no_var_expand
+    def graphpatch(self, line: str, cell: str | None = None) -> Any:
+        """Choose patches for a PyTorch model by their paths, and run cells under them.
+
+        %graphpatch wrap pg = model(inputs)            capture a model on example inputs
+        %graphpatch find mlp op:mul                    find nodes; also: show, lens, ls, code, shape
+        %graphpatch zero h_0.mlp.output[:, -1]         choose a patch
+        %graphpatch add h_0.output 0.5 * steering      choose a patch with a value: any Python expression
+        %graphpatch probe h_1.output hidden            put an activation in the variable `hidden`
+        %graphpatch                                    show the chosen patches; also: list, rm, disable, undo, clear
+        %graphpatch export                             show them as Python code; also: save FILE, load FILE
+
+        %%graphpatch [NAME] [--only PATH|#n ...]       run the cell under the chosen patches
+        pg(inputs)
+
+        %graphpatch help                               show all commands; for one: help COMMAND
+        """
+        __tracebackhide__ = True
+        try:
+            if cell is not None:
+                return self._run_cell(line, cell)
+            if line.startswith("%%"):
+                return self._run_part_of_cell(line)
+            return run(self.workspace, line, self._variables)
+        except SessionError as error:
+            raise UsageError(one_line(error)) from None
+
+    def _variables(self) -> dict[str, Any]:
+        """Returns the variables that the user's code can use on this line, including the locals of a function."""
+        variables: dict[str, Any] = self._shell.user_ns
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals is not variables:
+            frame = frame.f_back
+        return variables if frame is None else {**variables, **frame.f_locals}
+
+    # -- cells ---------------------------------------------------------------------------------------------------------
+
+    def _run_part_of_cell(self, line: str) -> Any:
+        """Runs a line that `CellTransformer` inserted into a cell."""
+        part, _, rest = line.partition(" ")
+        if part == cells.PATCHES:
+            cell = sys._getframe(3)
+            if cell.f_code.co_name != "<module>":
+                raise UsageError("%%graphpatch must be the first line; put the other cell magic below it")
+            return CellRun(self.workspace, rest, cell, self._is_silent()).patches()
+        if part == cells.RESULTS:
+            return CellRun.current().results()
+        if part == cells.DISPLAY:
+            return CellRun.current().display
+        if part == cells.EMPTY:
+            raise UsageError("the cell below %%graphpatch is empty")
+        raise UsageError(
+            f"{line.strip()} ran in a way that cannot apply its patches, so the rest of the cell did not run; "
+            "make it the first line of the cell, above other cell magics"
+        )
+
+    def _is_silent(self) -> bool:
+        result = getattr(self._shell.displayhook, "exec_result", None)
+        return bool(result is not None and result.info is not None and result.info.silent)
+
+    def _run_cell(self, line: str, cell: str) -> None:
+        """Runs a cell that code starts with `get_ipython().run_cell_magic("graphpatch", line, body)`."""
+        __tracebackhide__ = True
+        shell = self._shell
+        text = f"{cells.MARKER} {line}\n{cell}"
+        marked = cells.mark_cell(text.splitlines(keepends=True))
+        if marked[0].startswith("%%"):
+            raise UsageError("the cell below %%graphpatch is empty")
+        source = shell.transform_cell("".join(marked))
+        name = shell.compile.cache(source, shell.execution_count)
+        tree = shell.transform_ast(shell.compile.ast_parse(source, filename=name))
+        is_all = shell.ast_node_interactivity == "all"
+        with shell.compile.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT):
+            code = shell.compile(ast.Interactive(tree.body) if is_all else tree, name, "single" if is_all else "exec")
+        self._execute(code)
+
+    def _execute(self, code: CodeType) -> None:
+        __tracebackhide__ = True
+        is_async = bool(code.co_flags & inspect.CO_COROUTINE)
+        if is_async and _is_in_loop():
+            raise UsageError("a cell with a top-level await must begin with %%graphpatch")
+        done = eval(code, self._shell.user_ns)
+        if is_async:
+            self._shell.loop_runner(done)
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

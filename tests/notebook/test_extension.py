@@ -98,5 +98,5 @@ def test_loading_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", LOADING], check=True, capture_output=True, text=True)
     heavy = {"rich", "ipywidgets", "anywidget", "transformers", "safetensors", "matplotlib", "torch._dynamo"}
     imported = set(done.stdout.split())
-    assert "graphpatch_notebook.notebook.magics.magics" in imported
+    assert "graphpatch_notebook.notebook.magics.commands" in imported
     assert not imported & heavy

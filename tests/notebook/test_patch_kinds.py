@@ -173,7 +173,7 @@ def test_one_without_a_hook_is_refused_as_a_hook(pg: Shell) -> None:
 def test_it_is_in_the_editor(pg: Shell) -> None:
     graph = pg.namespace["pg"]
     session, workspace = session_of(graph), Workspace(lambda: pg.namespace, print)
-    context = RequestContext(session, workspace, Runs(session, lambda: pg.namespace, workspace.results))
+    context = RequestContext(session, workspace, Runs.of(session, workspace))
     patch = {"path": "down.output", "kind": "scale", "value": None}
     reply, _ = answer(context, {"id": 1, "request": "check", "payload": {"patch": patch, "number": None}}, HANDLERS)
     assert reply["result"]["shape"] == [3, 2]

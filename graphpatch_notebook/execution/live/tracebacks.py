@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -26,7 +26,7 @@ from graphpatch_notebook.execution.live.frames import FrameRun
 from graphpatch_notebook.execution.live.operations import LiveMode
 from graphpatch_notebook.graphs import GraphModule
 from graphpatch_notebook.graphs.generated_code import name_assigned_at
-from graphpatch_notebook.inspection.error_notes import Failure, arguments_at_capture, arguments_text
+from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import code_of_apply, is_module_call
 
@@ -37,26 +37,19 @@ _APPLY = code_of_apply()
 
 @dataclass(slots=True)
 class _TracebackPath:
-    """The path down a traceback, followed frame by frame.
+    """The path down a traceback, followed frame by frame."""
 
-    Attributes:
-        frames: The captured frames that this may be: several if a module was called in a loop.
-        module: The module whose frame it is.
-        steps: The call sites from its `forward` on, outermost first.
-        fx_name: The name of the node of a graph that runs.
-        leaf: The innermost Python frame of the user's code.
-        call: The arguments of the torch call that was made there, if any Python frame holds them.
-        counts: How often this frame called each module so far (by id), if the run saw it.
-        opened: The call sites down to a call that was opened into its steps: the last step has this site itself.
-    """
-
-    frames: list[Frame]
-    module: Module
+    frames: list[Frame]  # the captured frames that this may be: several if a module was called in a loop
+    module: Module  # the module whose frame it is
+    # The call sites from its `forward` on, outermost first.
     steps: list[tuple[CodeType, int]] = field(default_factory=list)
-    fx_name: str | None = None
-    leaf: FrameType | None = None
+    fx_name: str | None = None  # the name of the node of a graph that runs
+    leaf: FrameType | None = None  # the innermost Python frame of the user's code
+    # The arguments of the torch call that was made there, if any Python frame holds them.
     call: tuple[Any, dict[str, Any]] | None = None
+    # How often this frame called each module so far (by id), if the run saw it.
     counts: dict[int, int] = field(default_factory=dict)
+    # The call sites down to a call that was opened into its steps: the last step has this site itself.
     opened: list[tuple[CodeType, int]] | None = None
 
     def enter(self, module: Module) -> None:
@@ -107,13 +100,9 @@ def _hide(frame: FrameType) -> None:
 
 
 def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: Sequence[str]) -> None:
-    """Adds a note to an error in a patched run that names the node, unless it has one already.
+    """Adds a note that names the node to an error caught around a call of `module`, unless it has one already.
 
-    Args:
-        error: The error, caught around a call of `module`, or of a method of it.
-        module: The module.
-        frames: The captured frames that this call may be.
-        patched: The patches that were applied in this run before, as texts.
+    `frames` are the captured frames that the call may be, and `patched` the patches that were applied before, as texts.
     """
     # Errors with a meaning to the interpreter must not change; our own name their path themselves.
     if isinstance(error, (GraphPatchError, StopIteration, StopAsyncIteration)) or has_note(error):
@@ -122,10 +111,10 @@ def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: 
         failure = _failure_in(error.__traceback__, frames, module)
         more = f", and {len(patched) - _MOST_PATCHED} more" if len(patched) > _MOST_PATCHED else ""
         before = f"patched before: {', '.join(patched[:_MOST_PATCHED])}{more}"
-        add_note(error, str(replace(failure, more=(*failure.more, *([before] if patched else [])))))
+        add_note(error, f"{failure}\n  {before}" if patched else failure)
 
 
-def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module: Module) -> Failure:
+def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module: Module) -> str:
     way = _TracebackPath(list(frames), module)
     for python_frame, lasti in _entries(traceback):
         if python_frame.f_code is _OPENED:  # the steps of an opened call are nodes themselves
@@ -136,7 +125,7 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
     line = str(_line(way)) if way.steps else ""
     now = arguments_text(*way.call) if way.call is not None else ""
     if not candidates:
-        return Failure(_frame_text(way), line, now, more=_locals_text(way))
+        return failure_note(_frame_text(way), line, now, more=_locals_text(way))
     node = candidates[0][1]
     if not line and node.site is not None:  # a graph ran in place of the user's code
         line = str(node.site.source_lines()[-1])
@@ -144,7 +133,7 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
     more = f" or {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
     what = f"{' or '.join(names[:_MOST_NAMES])}{more} ({node.op})"
     at_capture = "" if way.opened is None and _is_last_step(node) else arguments_at_capture(node)
-    return Failure(what, line, now, at_capture, () if now else _locals_text(way))
+    return failure_note(what, line, now, at_capture, () if now else _locals_text(way))
 
 
 def _is_last_step(node: Node) -> bool:
@@ -183,11 +172,11 @@ def _follow(way: _TracebackPath, python_frame: FrameType, lasti: int) -> None:
         if owner is way.module and not way.steps:  # where the way begins
             return
         way.enter(owner)  # type: ignore[arg-type]  # the `self` of `Module.__call__`
-    elif call_sites.is_users(code):
+    elif call_sites.facts_of(code).is_users:
         is_direct = code.co_name == "forward" and isinstance(owner, Module) and owner is not way.module
         if is_direct and any(n.frame.module is owner for f in way.frames for n in f.calls()):
             way.enter(owner)  # type: ignore[arg-type]  # is a module, as just asked
-        way.steps.append((code, call_sites.offset_of(code, lasti)))
+        way.steps.append((code, call_sites.facts_of(code).offset(lasti)))
         way.leaf = python_frame
 
 

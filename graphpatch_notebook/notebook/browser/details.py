@@ -26,14 +26,6 @@ _MOST_LINES = 2_000
 def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
     """Returns the details of a row: `Details` of js/src/kernel/protocol.ts. Does not run the model.
 
-    Args:
-        pg: The graph.
-        skeleton: Its rows.
-        row: One of them.
-
-    Raises:
-        SessionError: The row does not exist.
-
     Example:
         >>> import torch
         >>> from graphpatch_notebook.notebook.browser.skeleton import skeleton_of

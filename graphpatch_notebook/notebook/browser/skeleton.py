@@ -45,9 +45,6 @@ class Skeleton:
     Every path of `pg.nodes`, every graph and every container has exactly one row. Only the rows of modules that were
     never called do not have a path. Immutable. It refers to the records of the capture, not to the graph.
 
-    Args:
-        nodes: The nodes of the capture.
-
     Example:
         >>> import torch
         >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))

@@ -5,10 +5,8 @@ It uses `<details>` without scripts, style sheets or style attributes. The live 
 
 from __future__ import annotations
 
-import html
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.tree import Row, TreeEntry, opened
@@ -21,67 +19,46 @@ _MOST_LINES = 160
 _MOST_PATCHES = 100
 
 
-@dataclass(frozen=True)
-class StaticTree:
-    """The static tree of a graph.
+def static_tree(title: str, entry: TreeEntry, patches: Sequence[ChosenPatch] = ()) -> str:
+    """Returns the HTML, of at most about `MOST_BYTES`; all text is escaped.
 
-    Attributes:
-        model_id: The id of the widget that hides it.
-        title: A line above the tree.
-        entry: The tree.
-        patches: The chosen patches.
+    Example:
+        >>> print(static_tree("pg: ReLU", TreeEntry("<root>", "", "graph")))
+        <p><strong>pg: ReLU</strong> (a picture of the tree; to browse it, run the cell)</p>
+        <p>No patch is chosen.</p>
+        <ul>
+        <li><code>&lt;root&gt;</code></li>
+        </ul>
     """
+    most = _MOST_LINES
+    while True:
+        lines = [
+            f"<p><strong>{escaped(title)}</strong> (a picture of the tree; to browse it, run the cell)</p>",
+            *_patch_lines(patches, min(most, _MOST_PATCHES)),
+            *("<ul>", *_tree_lines(opened(entry, most), is_open=True), "</ul>"),
+        ]
+        text = "\n".join(lines)
+        if len(text.encode()) <= MOST_BYTES or most < 4:
+            return text
+        most = most * 2 // 3
 
-    model_id: str
-    title: str
-    entry: TreeEntry
-    patches: Sequence[ChosenPatch] = ()
 
-    def html(self) -> str:
-        """Returns the HTML, of at most about `MOST_BYTES`; all text is escaped.
-
-        Example:
-            >>> print(StaticTree("7", "pg: ReLU", TreeEntry("<root>", "", "graph")).html())
-            <div class="gp-static gp-static-7">
-            <p><strong>pg: ReLU</strong> (a picture of the tree; to browse it, run the cell)</p>
-            <p>No patch is chosen.</p>
-            <ul>
-            <li><code>&lt;root&gt;</code></li>
-            </ul>
-            </div>
-        """
-        lines = _MOST_LINES
-        while True:
-            text = "\n".join(self._lines(lines))
-            if len(text.encode()) <= MOST_BYTES or lines < 4:
-                return text
-            lines = lines * 2 // 3
-
-    def _lines(self, most: int) -> Iterator[str]:
-        yield f'<div class="gp-static gp-static-{html.escape(self.model_id)}">'
-        yield f"<p><strong>{escaped(self.title)}</strong> (a picture of the tree; to browse it, run the cell)</p>"
-        yield from self._patch_lines(min(most, _MOST_PATCHES))
-        yield "<ul>"
-        yield from _tree_lines(opened(self.entry, most), is_open=True)
-        yield "</ul>"
-        yield "</div>"
-
-    def _patch_lines(self, most: int) -> Iterator[str]:
-        if not self.patches:
-            yield "<p>No patch is chosen.</p>"
-            return
-        count = len(self.patches)
-        yield f"<p>{count} {'patch is' if count == 1 else 'patches are'} chosen:</p>"
-        yield "<ul>"
-        for patch in self.patches[:most]:
-            off = "" if patch.is_enabled else " (off)"
-            name = f" as {patch.name}" if patch.name else ""
-            text = " ".join(filter(None, [f"#{patch.number} {patch.kind}", patch.place, patch.value]))
-            options = "".join(f" {option}" for option in patch.options())
-            yield f"<li><code>{escaped(text + name + options)}</code>{off}</li>"
-        if count > most:
-            yield f"<li>… {count - most} more</li>"
-        yield "</ul>"
+def _patch_lines(patches: Sequence[ChosenPatch], most: int) -> Iterator[str]:
+    if not patches:
+        yield "<p>No patch is chosen.</p>"
+        return
+    count = len(patches)
+    yield f"<p>{count} {'patch is' if count == 1 else 'patches are'} chosen:</p>"
+    yield "<ul>"
+    for patch in patches[:most]:
+        off = "" if patch.is_enabled else " (off)"
+        name = f" as {patch.name}" if patch.name else ""
+        text = " ".join(filter(None, [f"#{patch.number} {patch.kind}", patch.place, patch.value]))
+        options = "".join(f" {option}" for option in patch.options())
+        yield f"<li><code>{escaped(text + name + options)}</code>{off}</li>"
+    if count > most:
+        yield f"<li>… {count - most} more</li>"
+    yield "</ul>"
 
 
 def _tree_lines(row: Row, *, is_open: bool = False) -> Iterator[str]:

@@ -1,43 +1,41 @@
 """The widget of the tree browser in the kernel. Its front end is js/.
 
 front end  -- expanded, selected, query, shows_sizes -->  traits, validated
-front end  -- requests ---------------------------------->  `TREE_HANDLERS`, which include those of all views
+front end  -- requests ---------------------------------->  `Browser._handlers`, which include those of all views
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import uuid
+import struct
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets
+from torch import Tensor
 
 from graphpatch_notebook.errors import SessionError, UnknownPathError
-from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.inspection.node_path import NodePath, location_of
 from graphpatch_notebook.notebook.browser.details import details
-from graphpatch_notebook.notebook.browser.scores import packed_scores, scores_by_path
 from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, SIZE, Skeleton, skeleton_of
-from graphpatch_notebook.notebook.browser.static_tree import StaticTree, entry_of
+from graphpatch_notebook.notebook.browser.static_tree import entry_of, static_tree
 from graphpatch_notebook.notebook.display.circuit import picture_of, static_circuit
 from graphpatch_notebook.notebook.run.runs import RunResult
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.linked import LinkedView
+from graphpatch_notebook.notebook.views.linked import LinkedView, session_for_view
 from graphpatch_notebook.notebook.views.requests import (
-    HANDLERS,
     Answer,
     Handlers,
     Payload,
     RequestContext,
-    inputs_of,
     interrupt_run,
     run_status,
     session_state,
@@ -55,54 +53,6 @@ _LONGEST_QUERY = 10_000
 
 def _is_rows(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(type(row) is int for row in value))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeContext(RequestContext):
-    """The objects that requests of the tree read and change.
-
-    Attributes:
-        skeleton: Returns the rows that the front end shows.
-        name_components: Sends the components, as the trait `components`.
-    """
-
-    skeleton: Callable[[], Skeleton]
-    name_components: Callable[[], None] = lambda: None
-
-
-def _details(context: TreeContext, payload: Payload) -> Answer:
-    return details(context.session.graph, context.skeleton(), payload.number("row")), []
-
-
-def _components(context: TreeContext, _: Payload) -> Answer:
-    context.name_components()
-    return {}, []
-
-
-def _activation(context: TreeContext, payload: Payload) -> Answer:
-    skeleton, row = context.skeleton(), payload.number("row")
-    path = skeleton.path(row) if 0 <= row < len(skeleton) else ""
-    if not path:
-        raise SessionError(f"row {row} is not a node, so it does not have an activation")
-    plane, is_patched = payload.text_or_none("plane"), payload.flag("is_patched")
-    number = context.runs.start_activation(path, plane, is_patched, inputs_of(context, payload))
-    return context.runs.status(number)
-
-
-def _activation_close(context: TreeContext, payload: Payload) -> Answer:
-    context.runs.close_activation(payload.number("id"))
-    return {}, []
-
-
-TREE_HANDLERS: Handlers = {
-    **HANDLERS,
-    "details": _details,
-    "components": _components,
-    "activation": _activation,
-    "activation_status": run_status,
-    "activation_interrupt": interrupt_run,
-    "activation_close": _activation_close,
-}
 
 
 class Browser(LinkedView):
@@ -145,7 +95,6 @@ class Browser(LinkedView):
         "query": lambda value: isinstance(value, str),
         "shows_sizes": lambda value: isinstance(value, bool),
     }
-    HANDLERS: ClassVar[Handlers] = TREE_HANDLERS
     VIEW: ClassVar[str] = "tree"
     FIRST: ClassVar[tuple[str, ...]] = (*LinkedView.FIRST, "skeleton", "run")
 
@@ -165,12 +114,7 @@ class Browser(LinkedView):
         self._patch_states: dict[ChosenPatch, dict[str, Any]] = {}
         self._opened_at = skeleton.path(row)
         self.views = tuple(views)
-        super().__init__(graph, session, workspace, uuid.uuid4().hex, selected=row, **_opened(skeleton, row))
-
-    def _made_context(self, workspace: Workspace) -> TreeContext:
-        shared = self._shared
-        common = (self._session, workspace, shared.runs, shared.typed, shared.written)
-        return TreeContext(*common, skeleton=self._rows, name_components=lambda: self.renew("components"))
+        super().__init__(graph, session, workspace, selected=row, **_opened(skeleton, row))
 
     # -- public methods ------------------------------------------------------------------------------------------------
 
@@ -236,9 +180,36 @@ class Browser(LinkedView):
     @property
     def last_run(self) -> RunResult | None:
         """The results of the last run in any browser of the graph; `None` before the first one."""
-        return self._shared.runs.last
+        return self._runs.last
 
     # -- messages of the front end -------------------------------------------------------------------------------------
+
+    def _handlers(self) -> Handlers:
+        return {
+            **super()._handlers(),
+            "details": self._details,
+            "components": self._components,
+            "activation": self._activation,
+            "activation_status": run_status,
+            "activation_interrupt": interrupt_run,
+            "activation_close": _activation_close,
+        }
+
+    def _details(self, _: RequestContext, payload: Payload) -> Answer:
+        return details(self.graph, self._rows(), payload.number("row")), []
+
+    def _components(self, *_: Any) -> Answer:
+        self.renew("components")
+        return {}, []
+
+    def _activation(self, context: RequestContext, payload: Payload) -> Answer:
+        skeleton, row = self._rows(), payload.number("row")
+        path = skeleton.path(row) if 0 <= row < len(skeleton) else ""
+        if not path:
+            raise SessionError(f"row {row} is not a node, so it does not have an activation")
+        plane, is_patched = payload.text_or_none("plane"), payload.flag("is_patched")
+        number = context.runs.start_activation(path, plane, is_patched, payload.text_or_none("inputs"))
+        return context.runs.status(number)
 
     @traitlets.validate("expanded", "selected", "query")
     def _validated(self, proposal: Any) -> Any:
@@ -258,11 +229,7 @@ class Browser(LinkedView):
     # -- values of traits ----------------------------------------------------------------------------------------------
 
     def _rows(self) -> Skeleton:
-        """Returns the rows that the front end shows.
-
-        Raises:
-            SessionError: The graph was edited, so the rows have changed.
-        """
+        """Returns the rows that the front end shows."""
         before = self._shown()
         skeleton = self._skeleton()
         if skeleton is not before:
@@ -294,7 +261,7 @@ class Browser(LinkedView):
             case "scores":
                 return packed_scores(self._scores, skeleton) if self._scores else b""
             case "run":
-                return self._shared.run
+                return self._runs.state
             case "circuit":
                 return None if self._circuit is None else picture_of(self._circuit, skeleton.find)
             case "about":
@@ -305,10 +272,10 @@ class Browser(LinkedView):
         return {
             "module": type(captured(graph).module).__name__,
             "nodes": skeleton.node_count,
-            "arguments": self._shared.written(),
-            "has_given_inputs": self._shared.is_given,
-            "no_inputs": self._shared.no_inputs,
-            "has_tokenizer": self._shared.runs.tokenizer is not None,
+            "arguments": self._runs.written(),
+            "has_given_inputs": self._runs.is_given,
+            "no_inputs": self._runs.no_inputs,
+            "has_tokenizer": self._runs.tokenizer is not None,
             "patch_kinds": [kind.state() for kind in PATCH_KINDS.values()],
         }
 
@@ -364,10 +331,14 @@ class Browser(LinkedView):
         with suppress(SessionError):
             graph, name = self.graph, self._session.origin.graph
             title = f"{name}: {type(captured(graph).module).__name__}, {skeleton_of(graph).node_count:,} nodes"
-            tree = StaticTree(self._own_id, title, entry_of(skeleton_of(graph)), self._session.chosen.patches)
-            circuit = "" if self._circuit is None else f"{static_circuit(self._circuit, self._own_id)}\n"
-            return circuit + tree.html()
+            circuit = "" if self._circuit is None else f"{static_circuit(self._circuit)}\n"
+            return circuit + static_tree(title, entry_of(skeleton_of(graph)), self._session.chosen.patches)
         return None
+
+
+def _activation_close(context: RequestContext, payload: Payload) -> Answer:
+    context.runs.close_activation(payload.number("id"))
+    return {}, []
 
 
 def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[str, Any]:
@@ -383,3 +354,125 @@ def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[st
         here = skeleton.parent(here)
         above += [] if here is None else [here]
     return {**found, "expanded": sorted({*before, *above})}
+
+
+def browser_of(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    path: str = "",
+    *,
+    inputs: Any = None,
+    typed: str | None = None,
+    tokenizer: Any = None,
+    circuit: Circuit | None = None,
+    views: Iterable[str] = (),
+) -> Browser:
+    """Returns a new browser of a graph: `pg.browse`. `typed` are the inputs as Python code, evaluated for each run.
+
+    All browsers of a graph share the chosen patches and the runs.
+    """
+    # The runs exist as long as something refers to them.
+    session, _runs = session_for_view(graph, workspace, inputs=inputs, typed=typed, tokenizer=tokenizer)
+    shown = [_view(name, graph, workspace) for name in ([views] if isinstance(views, str) else views)]
+    browser = Browser(graph, session, workspace, path, shown)
+    browser.set_circuit(circuit)
+    return browser
+
+
+def _view(name: str, graph: PatchableGraph, workspace: Workspace) -> LinkedView:
+    from graphpatch_notebook.notebook.views.attention import attention_of
+    from graphpatch_notebook.notebook.views.lens import lens_of
+
+    match name:
+        case "attention":
+            return attention_of(graph, workspace)
+        case "lens":
+            return lens_of(graph, workspace)
+    raise ValueError(f"there is no view {name!r}; views are 'attention' and 'lens'")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Scores of nodes and graphs, such as the results of a sweep or an attribution, which color the rows
+
+
+_LARGEST = 3.4028234663852886e38  # of a float32
+
+
+def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleton) -> dict[str, float]:
+    """Returns scores by the canonical paths of their rows: `Browser.set_scores`, which names the errors."""
+    if _is_data_array(scores):
+        scores = _mapping_of(scores)
+    if not isinstance(scores, Mapping):
+        raise TypeError(f"scores must be a dict from paths to numbers, not {type(scores).__name__}: {{'PATH': 0.5}}")
+    found: dict[str, float] = {}
+    unknown: list[str] = []
+    for path, value in scores.items():
+        try:
+            row = skeleton.row(_text(path, skeleton))
+        except UnknownPathError as problem:
+            unknown.append(str(problem))
+            continue
+        number = _number(value, str(path))
+        if not math.isnan(number):
+            found[skeleton.path(row)] = number
+    if unknown:
+        more = f"; and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise UnknownPathError("; ".join(unknown[:3]) + more)
+    return found
+
+
+def packed_scores(scores: Mapping[str, float], skeleton: Skeleton) -> bytes:
+    """Returns a little-endian float32 for each row, NaN without a score. Ignores paths without a row."""
+    column = [math.nan] * len(skeleton)
+    for path, number in scores.items():
+        if (row := skeleton.find(path)) is not None:
+            column[row] = number
+    return struct.pack(f"<{len(column)}f", *column)
+
+
+def _is_data_array(scores: Any) -> bool:
+    # By its attributes, since xarray may not be installed, and importing it is slow.
+    return all(hasattr(scores, name) for name in ("dims", "coords", "values", "attrs")) and not callable(scores.values)
+
+
+def _mapping_of(array: Any) -> dict[Any, Any]:
+    """Returns an `xarray.DataArray` of scores as a dict by path."""
+    dims = tuple(array.dims)
+    others = [dim for dim in dims if dim != "path"]
+    if "path" not in dims and len(dims) == 1:
+        raise ValueError(
+            f"these scores are by {dims[0]!r}, not by 'path'; if these are paths: .rename({{{dims[0]!r}: 'path'}})"
+        )
+    if others:
+        shown = ", ".join(map(repr, others))
+        raise ValueError(
+            f"these scores have dimensions {dims}, and a row has one number only: reduce the others, say by "
+            f".sum({shown if len(others) == 1 else f'[{shown}]'}) or .sel({others[0]}=...)"
+        )
+    if "path" not in array.coords:
+        raise ValueError("these scores have no dimension 'path', with the paths as its coordinate")
+    return dict(zip(array.coords["path"].values.tolist(), array.values.tolist(), strict=True))
+
+
+def _text(path: Any, skeleton: Skeleton) -> str:
+    if isinstance(path, NodePath):
+        if location_of(path).root is not skeleton.nodes.root:
+            raise UnknownPathError(f"the NodePath {str(path)!r} belongs to another PatchableGraph")
+        return location_of(path).path
+    if not isinstance(path, str):
+        raise TypeError(f"scores are by path: a text or a NodePath, not {path!r}")
+    return path
+
+
+def _number(value: Any, path: str) -> float:
+    if isinstance(value, (str, bytes, complex)):
+        raise TypeError(f"the score of {path!r} is {value!r}: scores are numbers")
+    try:
+        number = float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shape = getattr(value, "shape", None)
+        what = type(value).__name__ + (f" of shape {tuple(shape)}" if shape is not None else "")
+        raise TypeError(f"the score of {path!r} is a {what}, not a number: {error}") from None
+    if math.isinf(number) or abs(number) > _LARGEST:
+        raise ValueError(f"the score of {path!r} is {number}: scores must be finite, or NaN for no score")
+    return number

@@ -34,11 +34,11 @@ from graphpatch_notebook.notebook.completion.cursor import (
     Cursor,
     Expression,
     argument_at_end,
-    arguments_by_command,
     cursor_at_end,
 )
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.magics.command_line import cut_place
+from graphpatch_notebook.notebook.magics.commands import commands
 from graphpatch_notebook.notebook.search.query import KEYS, NODE_KINDS, STATES
 from graphpatch_notebook.notebook.search.search import NodeColumns, index_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
@@ -53,13 +53,7 @@ _PRIORITY = 1000
 
 
 class PathCompleter:
-    """The completer of one shell. `install` adds it, and `uninstall` removes it.
-
-    Args:
-        shell: The `InteractiveShell`, or a weak proxy of it. Typed as `Any` because most of IPython has no types.
-        active: Returns the graph that commands apply to.
-        taken: Returns the names that are not offered for the variable of a probe. Default: all variables.
-    """
+    """The completer of one shell. `install` adds it, and `uninstall` removes it."""
 
     def __init__(
         self,
@@ -140,7 +134,7 @@ class PathCompleter:
                 # A slice is complete and needs a space. Without an offer, IPython would complete the word.
                 return Offers(0, [Offer(f"{typed} ", "slice")])
             case "command":
-                return _beginning(typed, (Offer(name, "command") for name in arguments_by_command()))
+                return _beginning(typed, (Offer(name, "command") for name in commands()))
             case "option":
                 return _beginning(typed, (Offer(name, "option") for name in argument.options))
             case "graph":
@@ -337,12 +331,7 @@ _PLAIN = re.compile(r'[^."|\s\[\]]*')
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One completion.
-
-    Attributes:
-        text: The text.
-        label: A short description of it.
-    """
+    """One completion."""
 
     text: str
     label: str

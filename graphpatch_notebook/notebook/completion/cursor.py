@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from graphpatch_notebook.components.names import is_component_name
 from graphpatch_notebook.notebook.magics.command_line import COMPONENT, OPEN_STRING, words
-from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, PatchKind
+from graphpatch_notebook.notebook.magics.commands import CELL, ArgumentKind, Arguments, commands
 
 _LONGEST = 50_000
 _TOKEN = re.compile(
@@ -234,99 +233,6 @@ def _content(text: str, start: int, prefix: str) -> tuple[str, tuple[int, ...]] 
 # Arguments of %graphpatch
 
 
-ArgumentKind: TypeAlias = Literal[
-    "node",  # `PATH[slice]` of a value that can be patched
-    "place",  # `PATH`, including graphs
-    "chosen",  # `#n`, or the path of a chosen patch
-    "graph",  # a variable that holds a PatchableGraph
-    "model",  # `NAME = MODEL(ARGS)`
-    "value",  # a Python expression
-    "query",  # terms of a search
-    "steps",  # `prefill`, `decoding`, or numbers
-    "file",
-    "command",
-    "name",  # the variable of a probe
-    "slice",  # after the bracket that closes a slice
-    "new",  # any text
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The arguments of a command.
-
-    Attributes:
-        positional: The kinds of the arguments, in order. The last one can be repeated.
-        options: The options, each with the kind of its argument, or `None` if it takes none.
-    """
-
-    positional: tuple[ArgumentKind, ...] = ()
-    options: Mapping[str, ArgumentKind | None] = field(default_factory=dict)
-
-    def kind(self, words: list[str]) -> ArgumentKind | None:
-        """Returns the kind of the argument after these words, or `None` if there is no further argument."""
-        if words and (kind := self.options.get(words[-1])) is not None:
-            return kind
-        count = len(self.given(words))
-        return self.positional[min(count, len(self.positional) - 1)] if self.positional else None
-
-    def given(self, words: list[str]) -> list[str]:
-        """Returns the words that are neither options nor arguments of options."""
-        found = []
-        is_argument = False
-        for word in words:
-            if not is_argument and word not in self.options:
-                found.append(word)
-            is_argument = self.options.get(word) is not None
-        return found
-
-
-_WHEN: dict[str, ArgumentKind | None] = {
-    "--steps": "steps",
-    "--positions": "new",
-    "--position-dim": "new",
-    "--any-shape": None,
-    "--allow-empty": None,
-}
-_CHOSEN = Arguments(("chosen",))
-_COMMANDS: dict[str, Arguments] = {
-    "wrap": Arguments(("model",)),
-    "use": Arguments(("graph",)),
-    "show": Arguments(("place", "new"), {"--tokenizer": "value", "--inputs": "value"}),
-    "attention": Arguments((), {"--tokenizer": "value", "--inputs": "value"}),
-    "generation": Arguments(("new",), {"--tokenizer": "value", "--inputs": "value"}),
-    "lens": Arguments(("new",), {"--stream": "new", "--tokenizer": "value", "--inputs": "value"}),
-    "ls": Arguments(("place", "new")),
-    "find": Arguments(("query",)),
-    "code": Arguments(("place", "new")),
-    "shape": Arguments(("place", "new")),
-    "rm": _CHOSEN,
-    "enable": _CHOSEN,
-    "disable": _CHOSEN,
-    "clear": Arguments(),
-    "undo": Arguments(),
-    "redo": Arguments(),
-    "list": Arguments(),
-    "export": Arguments((), {"-o": "file", "--cell": None, "--hooks": None, "--force": None}),
-    "save": Arguments(("file", "new"), {"--force": None}),
-    "load": Arguments(("file", "new"), {"--trust": None}),
-    "help": Arguments(("command",)),
-}
-CELL = Arguments(("graph", "chosen"), {"--only": "chosen"})
-
-
-def arguments_by_command() -> dict[str, Arguments]:
-    """Returns the arguments of each command, including one command for each kind of patch."""
-    return _COMMANDS | {kind.name: _of_kind(kind) for kind in PATCH_KINDS.values()}
-
-
-def _of_kind(kind: PatchKind) -> Arguments:
-    when = {name: what for name, what in _WHEN.items() if kind.has_positions or not name.startswith("--position")}
-    if kind.keeps is not None:
-        return Arguments(("node", "name", "new"), when)
-    return Arguments(("node", "new" if kind.value is None else "value"), when)
-
-
 @dataclass(frozen=True, slots=True)
 class Argument:
     """The argument at the cursor.
@@ -375,8 +281,8 @@ def argument_at_end(line: str, *, is_first: bool, may_lack_mark: bool = False) -
         return _argument(CELL, texts, typed, start, line)
     if not texts:
         return Argument("command", typed, start)
-    command = arguments_by_command().get(texts[0])
-    return None if command is None else _argument(command, texts[1:], typed, start, line)
+    command = commands().get(texts[0])
+    return None if command is None else _argument(command.arguments, texts[1:], typed, start, line)
 
 
 def _argument(command: Arguments, before: list[str], typed: str, start: int, line: str) -> Argument | None:

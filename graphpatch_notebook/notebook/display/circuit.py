@@ -11,8 +11,6 @@ edges where pages allow no pictures.
 from __future__ import annotations
 
 import base64
-import html
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +58,6 @@ class CircuitView(DisplayedWidget):
 
     def __init__(self, circuit: Circuit) -> None:
         self._circuit = circuit
-        self._own_id = uuid.uuid4().hex
         state = picture_of(circuit)
         self.set_trait("circuit", state)
         self.set_trait("model_id", self._own_id)
@@ -68,15 +65,12 @@ class CircuitView(DisplayedWidget):
             **{_key(node, "name"): ["node", number] for number, node in enumerate(state["nodes"])},
             **{_key(edge, "sender", "receiver"): ["edge", number] for number, edge in enumerate(state["edges"])},
         }
-        super().__init__(self._static_html, self._own_id)
+        super().__init__()
 
     # -- what is pinned ------------------------------------------------------------------------------------------------
 
-    def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Validates what the front end pins. The front end can set no other trait."""
-        accepted = {name: value for name, value in sync_data.items() if name == "pinned" and self._is_there(value)}
-        super().set_state(accepted)
-        self.put_right(sync_data.keys() - accepted.keys())
+    def _accepts(self, name: str, value: Any) -> bool:
+        return name == "pinned" and self._is_there(value)
 
     def _is_there(self, pinned: Any) -> bool:
         if pinned is None:
@@ -107,7 +101,7 @@ class CircuitView(DisplayedWidget):
         return f"<CircuitView of {self._circuit.summary}>"
 
     def _static_html(self) -> str:
-        return static_circuit(self._circuit, self._own_id)
+        return static_circuit(self._circuit)
 
 
 def _key(item: dict[str, Any], *names: str) -> Any:
@@ -119,12 +113,7 @@ def _key(item: dict[str, Any], *names: str) -> Any:
 
 
 def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _: None) -> dict[str, Any]:
-    """Returns the `CircuitPicture` of the front end.
-
-    Args:
-        circuit: The circuit.
-        row_of: Returns the row of a component in the tree; `None` if it does not have one.
-    """
+    """Returns the `CircuitPicture` of the front end."""
     shown = circuit.strongest(_MOST_EDGES)
     layout = lay_out(shown)
     rows = [row_of(node.name) for node in layout.nodes]
@@ -168,13 +157,8 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
     }
 
 
-def static_circuit(circuit: Circuit, model_id: str) -> str:
-    """Returns HTML with the picture of a circuit, and a list of its strongest edges, which pages may show instead.
-
-    Args:
-        circuit: The circuit.
-        model_id: The model id of the widget that hides the HTML.
-    """
+def static_circuit(circuit: Circuit) -> str:
+    """Returns HTML with the picture of a circuit, and a list of its strongest edges, which pages may show instead."""
     picture = base64.b64encode(circuit.to_svg(edges=READABLE).encode()).decode()
     edges = circuit.strongest(_LISTED).edges
     rows = "".join(
@@ -183,8 +167,7 @@ def static_circuit(circuit: Circuit, model_id: str) -> str:
         for edge in edges
     )
     return (
-        f'<div class="gp-static gp-static-{html.escape(model_id)}">\n'
         f"<p><strong>Circuit: {escaped(circuit.summary)}</strong> (a picture; for the live one, run the cell)</p>\n"
         f'<img alt="The circuit as a graph" src="data:image/svg+xml;base64,{picture}">\n'
-        f"<details><summary>The strongest {len(edges)} edges</summary>\n<ol>\n{rows}</ol>\n</details>\n</div>"
+        f"<details><summary>The strongest {len(edges)} edges</summary>\n<ol>\n{rows}</ol>\n</details>"
     )

@@ -18,7 +18,7 @@ import os
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,7 @@ body {{ margin: 16px; background: light-dark(#ffffff, #1b1d21); font: 14px/1.5 s
 
 
 def for_anywidget() -> tuple[Path | str, Path | str]:
-    """Returns the script and the style sheet for anywidget.
-
-    Raises:
-        GraphError: The front end is not built.
-    """
+    """Returns the script and the style sheet for anywidget."""
     if _is_watched():
         # anywidget keeps every widget alive whose script is a file.
         return _file("widget.js"), _file("widget.css")
@@ -76,11 +72,7 @@ def for_anywidget() -> tuple[Path | str, Path | str]:
 
 @functools.cache
 def packed() -> bytes:
-    """Returns the bundle for the loader: compressed JSON of `css` and `js`; empty if anywidget reads the files.
-
-    Raises:
-        GraphError: The front end is not built.
-    """
+    """Returns the bundle for the loader: compressed JSON of `css` and `js`; empty if anywidget reads the files."""
     if _is_watched():
         return b""
     parts = {"css": _file("widget.css").read_text("utf8"), "js": _file("widget.js").read_text("utf8")}
@@ -114,10 +106,9 @@ def is_terminal() -> bool:
 class DisplayedWidget(anywidget.AnyWidget):
     """The base class of widgets. Subclasses define the traits, and the text that replaces the widget in a terminal.
 
+    They also define `_static_html`, which is displayed with the widget and works without a kernel, and `_accepts`.
+
     Args:
-        html: A method that returns the HTML to display with the widget, which works without a kernel. The live widget
-            hides the HTML, by the model id in its classes. Returns `None` if there is no HTML any more.
-        model_id: The model id of the widget.
         **traits: Keyword arguments of `Widget`.
     """
 
@@ -125,9 +116,38 @@ class DisplayedWidget(anywidget.AnyWidget):
 
     front_end = traitlets.Bytes(packed(), read_only=True).tag(sync=True, echo_update=False)
 
-    def __init__(self, html: Callable[[], str | None], model_id: str, **traits: Any) -> None:
-        self._display = HtmlDisplay(html)
-        super().__init__(model_id=model_id, **traits)
+    def __init__(self, **traits: Any) -> None:
+        self._display = HtmlDisplay(self._marked_html)
+        super().__init__(model_id=self._own_id, **traits)
+
+    @functools.cached_property
+    def _own_id(self) -> str:
+        """The model id, also of a widget that is closed."""
+        return uuid.uuid4().hex
+
+    def _static_html(self) -> str | None:
+        """Returns HTML for pages without a kernel or scripts; `None` if there is none any more."""
+        raise NotImplementedError
+
+    def _marked_html(self) -> str | None:
+        """Returns the same with the class by which the live widget hides it."""
+        inside = self._static_html()
+        return None if inside is None else f'<div class="gp-static gp-static-{self._own_id}">\n{inside}\n</div>'
+
+    def _accepts(self, name: str, value: Any) -> bool:
+        """Whether the front end may set a trait to a value."""
+        raise NotImplementedError
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """Sets the traits that the front end has changed, if it may set them and the values are valid."""
+        accepted = {name: value for name, value in sync_data.items() if self._accepts(name, value)}
+        self._receive(accepted)
+        for name in sync_data.keys() - accepted.keys():
+            if name in self.keys:
+                self.send_state(name)  # the valid value
+
+    def _receive(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
 
     def close(self) -> None:
         """Removes the widget from the notebook. The displayed HTML remains."""
@@ -170,12 +190,6 @@ class DisplayedWidget(anywidget.AnyWidget):
         )
         with whole_file(Path(file)) as written:
             written.write_text(page, encoding="utf8")
-
-    def put_right(self, names: Iterable[str]) -> None:
-        """Sends the valid values of traits that the front end set to invalid values."""
-        for name in names:
-            if name in self.keys:
-                self.send_state(name)
 
     def _ipython_display_(self, **_: Any) -> None:
         if self.comm is None or not has_front_end():

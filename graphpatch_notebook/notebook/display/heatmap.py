@@ -9,9 +9,7 @@ a plain table without script, style sheet or style attribute; the live widget hi
 
 from __future__ import annotations
 
-import html
 import math
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,16 +57,15 @@ class ResultHeatmap(DisplayedWidget):
     selected: Any = traitlets.Tuple(traitlets.Any(), traitlets.Any(), default_value=None, allow_none=True)
 
     def __init__(self, grid: Grid, title: str | None = None, *, is_upward: bool = True) -> None:
-        super().__init__(self._static_html, self._keep(grid, title, is_upward=is_upward))
+        self._keep(grid, title, is_upward=is_upward)
+        super().__init__()
 
-    def _keep(self, grid: Grid, title: str | None, *, is_upward: bool) -> str:
-        """Sets what is shown. Returns the model id."""
+    def _keep(self, grid: Grid, title: str | None, *, is_upward: bool) -> None:
+        """Sets what is shown."""
         self._cells = ResultCells.of_grid(grid, is_upward=is_upward)
         self._title = title
-        self._own_id = uuid.uuid4().hex
         self.set_trait("heatmap", self._cells.state(title, self._own_id))
         self.set_trait("values", self._cells.packed())
-        return self._own_id
 
     @property
     def grid(self) -> Grid:
@@ -77,11 +74,8 @@ class ResultHeatmap(DisplayedWidget):
 
     # -- the selected cell ---------------------------------------------------------------------------------------------
 
-    def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Validates the cell that the front end sets. The front end can set no other trait."""
-        accepted = {name: value for name, value in sync_data.items() if name == "cell" and self._is_cell(value)}
-        super().set_state(accepted)
-        self.put_right(sync_data.keys() - accepted.keys())
+    def _accepts(self, name: str, value: Any) -> bool:
+        return name == "cell" and self._is_cell(value)
 
     def _is_cell(self, value: Any) -> bool:
         if value is None:
@@ -119,11 +113,7 @@ class ResultHeatmap(DisplayedWidget):
         self.cell = None if chosen is None else self._cells.cell_of(*self._place(chosen))
 
     def _place(self, chosen: tuple[Any, Any]) -> tuple[int, int]:
-        """Returns the row and the column of the grid at these coordinates.
-
-        Raises:
-            TraitError: The coordinates do not exist.
-        """
+        """Returns the row and the column of the grid at these coordinates."""
         row, column = (_index(side, value) for side, value in zip(self._sides, chosen, strict=True))
         return row, column
 
@@ -137,7 +127,7 @@ class ResultHeatmap(DisplayedWidget):
         return f"<Heatmap of {summary(self.grid)}>"
 
     def _static_html(self) -> str:
-        return static_heatmap(self.grid, self._title, self._own_id, is_upward=self._cells.is_upward)
+        return static_heatmap(self.grid, self._title, is_upward=self._cells.is_upward)
 
 
 def _index(side: Side, value: Any) -> int:
@@ -265,21 +255,14 @@ _STRONGEST = 30
 _BOLD = 0.8
 
 
-def static_heatmap(grid: Grid, title: str | None, model_id: str, *, is_upward: bool) -> str:
-    """Returns HTML of up to about `MOST_BYTES`: all cells of a small result, or the strongest cells of a large one.
-
-    Args:
-        grid: The result.
-        title: The title.
-        model_id: The model id of the widget that hides the HTML.
-        is_upward: Whether the first row is at the bottom.
-    """
-    table = "\n".join(_lines(grid, title, model_id, _table(grid, is_upward=is_upward)))
+def static_heatmap(grid: Grid, title: str | None, *, is_upward: bool) -> str:
+    """Returns HTML of up to about `MOST_BYTES`: all cells of a small result, or the strongest cells of a large one."""
+    table = "\n".join(_lines(grid, title, _table(grid, is_upward=is_upward)))
     if grid.values.size <= _MOST_CELLS and len(table.encode()) <= MOST_BYTES:
         return table
     count = _STRONGEST
     while True:
-        text = "\n".join(_lines(grid, title, model_id, _list(grid, count)))
+        text = "\n".join(_lines(grid, title, _list(grid, count)))
         if len(text.encode()) <= MOST_BYTES or count == 1:
             return text
         count = count * 2 // 3
@@ -295,12 +278,10 @@ def summary(grid: Grid) -> str:
     return f"{grid.scale.name}, {size}, from {found.min():.4g} to {found.max():.4g}"
 
 
-def _lines(grid: Grid, title: str | None, model_id: str, body: Iterator[str]) -> Iterator[str]:
+def _lines(grid: Grid, title: str | None, body: Iterator[str]) -> Iterator[str]:
     name = f"{title}: {summary(grid)}" if title else summary(grid)
-    yield f'<div class="gp-static gp-static-{html.escape(model_id)}">'
     yield f"<p><strong>{escaped(name)}</strong> (a picture of the heatmap; for the live one, run the cell)</p>"
     yield from body
-    yield "</div>"
 
 
 def _table(grid: Grid, *, is_upward: bool) -> Iterator[str]:

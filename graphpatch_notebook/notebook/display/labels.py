@@ -71,12 +71,7 @@ def op_label(kind: str, op: str) -> str:
 
 
 def source_label(lines: Sequence[SourceLine], owner: str) -> str:
-    """Returns the file, the line and the code that compute a value.
-
-    Args:
-        lines: The lines of source, outermost first.
-        owner: The class name of the module, used when no source line computes the value.
-    """
+    """Returns the file, the line and the code that compute a value."""
     if not lines:
         return f"of {owner}"
     return f"{file_label(lines[-1].file)}:{lines[-1].line}  {lines[-1].text}"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -52,27 +52,14 @@ def capture_progress(model: nn.Module, delay: float = DELAY) -> Iterator[None]:
 
 @contextmanager
 def busy(doing: str, delay: float = DELAY) -> Iterator[None]:
-    """Displays that the block is running, if it takes longer than `delay` seconds.
-
-    Args:
-        doing: The displayed text, such as `"Building code"`.
-        delay: The delay in seconds.
-    """
+    """Displays that the block is running, if it takes longer than `delay` seconds."""
     with _watched(_Operation(doing), delay):
         yield
 
 
 @dataclass
 class _Operation:
-    """The state of an operation, which a display shows.
-
-    Attributes:
-        doing: The displayed text.
-        count: The number of finished module calls, or `None` if they are not counted.
-        expected: The expected number of module calls.
-        started: The start time of the monotonic clock.
-        has_succeeded: Whether the operation finished without an error.
-    """
+    """The state of an operation, which a display shows."""
 
     doing: str
     count: FrameCount | None = None
@@ -129,32 +116,16 @@ def _watch(operation: _Operation, is_done: threading.Event, delay: float) -> Non
         _is_showing.release()
 
 
-class _Display(Protocol):
-    """Displays progress from one thread.
-
-    Attributes:
-        interval: The time between updates, in seconds.
-    """
-
-    interval: float
-
-    def draw(self) -> None:
-        """Displays the current state."""
-
-    def close(self) -> None:
-        """Ends the display."""
-
-
 def _display_here(operation: _Operation) -> _Display | None:
     """Returns a display for the output of this process, or `None` if that can only be a pipe or a file."""
     if _is_in_kernel():
-        return _CellDisplay(operation)
+        return _Display(operation)
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     from rich.console import Console
 
     console = Console(stderr=True)
-    return None if console.is_dumb_terminal else _TerminalDisplay(operation, console)
+    return None if console.is_dumb_terminal else _Display(operation, console)
 
 
 def _is_in_kernel() -> bool:
@@ -165,45 +136,34 @@ def _is_in_kernel() -> bool:
     return hasattr(get_ipython(), "kernel")
 
 
-class _TerminalDisplay:
-    """One line in a terminal, which is removed at the end."""
+class _Display:
+    """One line in a terminal, which is removed at the end; or the output of a cell, which becomes one line of text."""
 
-    interval = 0.1
-
-    def __init__(self, operation: _Operation, console: Any) -> None:
+    def __init__(self, operation: _Operation, console: Any = None) -> None:
         self._operation = operation
+        self._is_in_cell = console is None
+        self.interval = 0.5 if self._is_in_cell else 0.1
         self._progress = _progress(operation, console)
-
-    def draw(self) -> None:
-        _update(self._progress, self._operation)
-        self._progress.start()  # only the first call has an effect
-        self._progress.refresh()
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-class _CellDisplay:
-    """An output of a notebook cell that is updated in place, and becomes one line of text at the end."""
-
-    interval = 0.5
-
-    def __init__(self, operation: _Operation) -> None:
-        self._operation = operation
-        self._progress = _progress(operation)
         self._handle: Any = None
 
     def draw(self) -> None:
-        from IPython.display import display
+        operation, progress = self._operation, self._progress
+        done = operation.count.frames if operation.count is not None else 0
+        progress.update(progress.task_ids[0], completed=done, total=operation.total)
+        if not self._is_in_cell:
+            progress.start()  # only the first call has an effect
+            progress.refresh()
+        elif self._handle is None:
+            from IPython.display import display
 
-        _update(self._progress, self._operation)
-        if self._handle is None:
-            self._handle = display(self._progress, display_id=True)  # type: ignore[no-untyped-call]
+            self._handle = display(progress, display_id=True)  # type: ignore[no-untyped-call]
         else:
-            self._handle.update(self._progress)
+            self._handle.update(progress)
 
     def close(self) -> None:
-        if self._handle is not None:
+        if not self._is_in_cell:
+            self._progress.stop()
+        elif self._handle is not None:
             self._handle.update({"text/plain": self._operation.summary}, raw=True)
 
 
@@ -221,8 +181,3 @@ def _progress(operation: _Operation, console: Any = None) -> Progress:
     progress.add_task(operation.doing, total=operation.total)
     progress.tasks[0].start_time = operation.started
     return progress
-
-
-def _update(progress: Progress, operation: _Operation) -> None:
-    done = operation.count.frames if operation.count is not None else 0
-    progress.update(progress.task_ids[0], completed=done, total=operation.total)

@@ -173,25 +173,21 @@ def bounded(number: float) -> float:
 
 
 def statistics_of(value: Any, numbers: Readable) -> dict[str, Any]:
-    """Returns the `Statistics` of a value for the front end.
-
-    Args:
-        value: The value.
-        numbers: The result of `readable` for the value.
-    """
+    """Returns the `Statistics` of a value for the front end."""
     is_tensor = isinstance(value, Tensor)
-    found = summary(numbers.tensor) if numbers.tensor is not None else None
+    unknown = Summary(value.numel() if is_tensor else 1, 0, 0, None, None, None, None)
+    found = unknown if numbers.tensor is None else summary(numbers.tensor)
     return {
         "shape": list(value.shape) if is_tensor and not value.is_nested else [],
         "dtype": dtype_or_class(value),
         "device": str(value.device) if is_tensor else "cpu",
-        "count": found.count if found is not None else (value.numel() if is_tensor else 1),
-        "mean": found.mean if found is not None else None,
-        "std": found.std if found is not None else None,
-        "min": found.minimum if found is not None else None,
-        "max": found.maximum if found is not None else None,
-        "nan": found.nan if found is not None else 0,
-        "infinite": found.infinite if found is not None else 0,
+        "count": found.count,
+        "mean": found.mean,
+        "std": found.std,
+        "min": found.minimum,
+        "max": found.maximum,
+        "nan": found.nan,
+        "infinite": found.infinite,
     }
 
 

@@ -88,10 +88,6 @@ class TokenLabels:
         """Returns labels for the rows and the columns of a plot, if these are positions of tokens.
 
         If another dimension has the same size, there are no labels, since they could be wrong.
-
-        Args:
-            value: The tensor. The plot shows a part of it.
-            index: The index of this part, which has two dimensions: the rows and the columns.
         """
         at_row = _coordinates(value, 0, index) if (dims := self._dimensions(value)) else torch.empty(0)
         if at_row.numel() == 0 or not bool((at_row == at_row[0, 0]).all()):  # each row of the batch has its own tokens
@@ -140,12 +136,14 @@ def _row(value: Any) -> list[int] | None:
 
 
 def token_text(tokenizer: Any, number: int) -> str:
-    """Returns the text of a token, or its id if the tokenizer does not know it.
+    """Returns the text of a token; its number without a tokenizer, or `#` and the number if it does not know the token.
 
     Args:
-        tokenizer: An object with `decode` or `convert_ids_to_tokens`, which take a list of ids.
+        tokenizer: An object with `decode` or `convert_ids_to_tokens`, which take a list of ids; `None` for none.
         number: The id of the token.
     """
+    if tokenizer is None:
+        return str(number)
     for method, pick in (("decode", None), ("convert_ids_to_tokens", 0)):
         try:
             text = getattr(tokenizer, method)([number])
@@ -174,12 +172,6 @@ def next_tokens(before: Any, after: Any, tokenizer: Any, inputs: TokenInputs) ->
     """Returns the most probable next tokens without and with patches, for the front end.
 
     Uses the first row, at the last position that is not padding.
-
-    Args:
-        before: The output without patches.
-        after: The output with patches.
-        tokenizer: Converts ids to text, as `token_text` needs it.
-        inputs: The tokens of the inputs.
     """
     logits = logits_of(before), logits_of(after)
     if tokenizer is None or logits[0] is None or logits[1] is None or inputs.ids is None:

@@ -18,14 +18,13 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import registered_modules
+from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import Frame, Node, Ref, at_keys
 from graphpatch_notebook.errors import ExportError
-from graphpatch_notebook.inspection.data_flow import bound_arguments
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.export.source_code import WIDTH, SourceCode, block, bracketed, text_literal
 from graphpatch_notebook.notebook.export.source_parts import (
     CallArguments,
-    Lookups,
     Names,
     Needs,
     as_name,
@@ -57,11 +56,6 @@ class HooksExport:
     With the names in its first line, the script computes the same values, bit for bit, as
     `with pg.patch(session.resolve(...).patch_map)`. It raises if a module is not called as often as in the example.
 
-    Args:
-        patches: The patches.
-        origin: How the user made the graph.
-        root: The root frame of its capture.
-
     Raises:
         ExportError: Some patches cannot be written as hooks; the message names them, and what to patch instead.
     """
@@ -75,10 +69,9 @@ class HooksExport:
         made = origin.model is not None and not is_name(origin.model)
         self.model = self.names.free("model") if made else name_of_model(patches, origin, self.names)
         self.plans = hook_plans(patches, root, self.model, self.arguments)
-        calls, kept = self.names.free("calls"), self.names.free("kept")
+        self.calls, self.kept = self.names.free("calls"), self.names.free("kept")
         self.counter = self.names.free("Counter")
         self.lookups = looked_up(patches, self.arguments, self.names, in_hooks=True)
-        self.script = Script(self.names, calls, kept, self.lookups)
         self.functions = {self.names.free(_function_name(plan)): plan for plan in self.plans}
 
     def needed(self) -> Needs:
@@ -89,7 +82,7 @@ class HooksExport:
 
     def source(self, off: int) -> SourceCode:
         """Returns the script; `off` is the number of disabled patches."""
-        functions = [HookFunction(plan, name, self.script).source() for name, plan in self.functions.items()]
+        functions = [HookFunction(plan, name, self).source() for name, plan in self.functions.items()]
         head = [*self.needed().comment(), *left_out(off), *self._imports()]
         sections = ["\n".join([*head, "", *self._preparations()]), *functions, "\n".join(self._run())]
         return SourceCode("\n\n\n".join(sections) + "\n")
@@ -102,10 +95,10 @@ class HooksExport:
         found: list[str] = []
         if self.origin.model is not None and not is_name(self.origin.model):
             found.append(f"{self.model} = {as_source(self.origin.model, 'the model')}")
-        found += [*self.lookups.lines, f"{self.script.calls} = {self.counter}()"]
+        found += [*self.lookups.lines, f"{self.calls} = {self.counter}()"]
         if any(patch.definition.keeps for patch in self.patches):
             records = [f"{text_literal(str(p.name))}: []" for p in self.patches if p.definition.keeps_list]
-            found.append(bracketed(f"{self.script.kept} = {{", records, "}"))
+            found.append(bracketed(f"{self.kept} = {{", records, "}"))
         return found
 
     def _run(self) -> list[str]:
@@ -114,7 +107,7 @@ class HooksExport:
         call = bracketed(f"{result} = {self.model}(", self.arguments.sources, ")", WIDTH - 4)
         body = [self._registration(hooks, name, plan) for name, plan in self.functions.items()]
         kept = {
-            patch.number: f"{self.script.kept}[{text_literal(str(patch.name))}]"
+            patch.number: f"{self.kept}[{text_literal(str(patch.name))}]"
             for patch in self.patches
             if patch.definition.keeps
         }
@@ -131,7 +124,7 @@ class HooksExport:
 
     def _registration(self, hooks: str, name: str, plan: HookPlan) -> str:
         side = "" if plan.side == "output" else "pre_"
-        options = ", with_kwargs=True" if takes_kwargs(plan) else ""
+        options = ", with_kwargs=True" if plan.takes_kwargs else ""
         handle = f"{plan.module}.register_forward_{side}hook({name}{options})"
         return bracketed(f"{hooks}.append(", [handle], ")", WIDTH - 4)
 
@@ -139,12 +132,12 @@ class HooksExport:
         """Returns the statements that raise if a module was not called as often as in the example."""
         expected = self.names.free("expected")
         counts = [f"{text_literal(name)}: {plan.count}" for name, plan in self.functions.items()]
-        message = f'f"the hooks ran {{dict({self.script.calls})}} times, not {{{expected}}}"'
+        message = f'f"the hooks ran {{dict({self.calls})}} times, not {{{expected}}}"'
         is_counted = any(plan.count > 1 for plan in self.plans)
         return [
             *["# Calls are identified by their number, so there must be as many as in the example."] * is_counted,
             bracketed(f"{expected} = {{", counts, "}"),
-            block(f"if {self.script.calls} != {expected}:", [f"raise RuntimeError({message})"]),
+            block(f"if {self.calls} != {expected}:", [f"raise RuntimeError({message})"]),
         ]
 
 
@@ -211,23 +204,18 @@ class HookPlan:
     calls: dict[int, list[Edit]] = field(default_factory=dict)
 
     @property
+    def takes_kwargs(self) -> bool:
+        """Whether a hook before `forward` needs the keyword arguments."""
+        return any(isinstance(edit.place, str) for edit in self.edits)
+
+    @property
     def edits(self) -> list[Edit]:
         """All edits, in the order of the calls."""
         return [edit for _, edits in sorted(self.calls.items()) for edit in edits]
 
 
 def hook_plans(patches: Sequence[ChosenPatch], root: Frame, model: str, arguments: CallArguments) -> list[HookPlan]:
-    """Returns the hooks for the patches.
-
-    Args:
-        patches: The patches.
-        root: The root frame of the capture.
-        model: The variable that holds the model.
-        arguments: The arguments of the call of the model.
-
-    Raises:
-        ExportError: Some patches cannot be written as hooks; the message names them all.
-    """
+    """Returns the hooks for the patches."""
     problems: list[str] = list(_problems_of_graph(root))
     plans: dict[tuple[int, HookSide], HookPlan] = {}
     for path, on_path in by_value(root, patches).items():
@@ -380,10 +368,10 @@ def _nearest_boundary(target: Target, root: Frame) -> str:
     for path in outputs:
         if _is_value_of(target.node, at_keys(frame.output, resolve(root, path).dig)):
             return path
-    for called in (call.frame for call in frame.calls()):
-        for name, given in bound_arguments(called).items():
+    for call in frame.calls():
+        for name, given in inputs_of_call(call.frame, call.args, call.kwargs).items():
             if _is_value_of(target.node, given):
-                return format_path((*called.path, name))
+                return format_path((*call.frame.path, name))
     return next(iter(outputs), format_path((*frame.path, "output")))
 
 
@@ -395,11 +383,11 @@ def _merged_head(target: Target) -> str | None:
     if not isinstance(number, int) or not isinstance(whole, TensorSpec) or axes[-1] != "channel" or len(axes) != 4:
         return None
     width = whole.shape[-1]
-    for called in (call.frame for call in target.frame.calls()):
-        for name, given in bound_arguments(called).items():
+    for call in target.frame.calls():
+        for name, given in inputs_of_call(call.frame, call.args, call.kwargs).items():
             if isinstance(given, Ref) and not given.dig and _merges(given.node, target.node, dim):
                 number %= whole.shape[dim]
-                return f"{format_path((*called.path, name))}[..., {number * width}:{(number + 1) * width}]"
+                return f"{format_path((*call.frame.path, name))}[..., {number * width}:{(number + 1) * width}]"
     return None
 
 
@@ -438,42 +426,14 @@ def _boundary_paths(frame: Frame, node: Node) -> list[str]:
 # Functions: the source of the hooks
 
 
-@dataclass(slots=True)
-class Script:
-    """The names that the functions share.
-
-    Attributes:
-        names: All global names of the script.
-        calls: The variable that counts the calls of each function.
-        kept: The variable that holds the results of probes.
-        lookups: The sources of values and slices.
-    """
-
-    names: Names
-    calls: str
-    kept: str
-    lookups: Lookups
-
-
-def takes_kwargs(plan: HookPlan) -> bool:
-    """Whether a hook before `forward` needs the keyword arguments."""
-    return any(isinstance(edit.place, str) for edit in plan.edits)
-
-
 class HookFunction:
-    """The source of a hook.
+    """The source of a hook."""
 
-    Args:
-        plan: Its edits.
-        name: Its name.
-        script: The names that all functions share.
-    """
-
-    def __init__(self, plan: HookPlan, name: str, script: Script) -> None:
+    def __init__(self, plan: HookPlan, name: str, export: HooksExport) -> None:
         self.plan = plan
         self.name = name
-        self.script = script
-        self.names = script.names.inner()
+        self.export = export
+        self.names = export.names.inner()
         self.module, self.args = self.names.free("module"), self.names.free("args")
         self.kwargs = self.names.free("kwargs") if plan.side == "inputs" else ""
         self.output = self.names.free("output") if plan.side == "output" else ""
@@ -481,7 +441,7 @@ class HookFunction:
 
     def source(self) -> str:
         """Returns the definition of the function."""
-        own = f"{self.script.calls}[{text_literal(self.name)}]"
+        own = f"{self.export.calls}[{text_literal(self.name)}]"
         body = [f"{own} += 1"]
         for index, edits in sorted(self.plan.calls.items()):
             statements = [statement for edit in edits for statement in self._edit(edit)]
@@ -491,12 +451,12 @@ class HookFunction:
     def _parameters(self) -> list[str]:
         if self.plan.side == "output":
             return [self.module, self.args, self.output]
-        return [self.module, self.args, *([self.kwargs] if takes_kwargs(self.plan) else [])]
+        return [self.module, self.args, *([self.kwargs] if self.plan.takes_kwargs else [])]
 
     def _with_return(self, body: list[str]) -> list[str]:
         if not self.has_changed:
             return body
-        if self.plan.side == "inputs" and takes_kwargs(self.plan):
+        if self.plan.side == "inputs" and self.plan.takes_kwargs:
             return [*body, f"return {self.args}, {self.kwargs}"]
         result = self.output or self.args
         if body[-1].startswith(start := f"{result} = "):
@@ -517,7 +477,7 @@ class HookFunction:
         for key, inside in edit.containers:
             source = _child(source, key, inside)
         variable = self.output if not edit.dig and edit.place is None else self._variable(edit)
-        value = _Value(source, variable, edit, self.script)
+        value = _Value(source, variable, edit, self.export)
         for patch in edit.patches:
             value.apply(patch)
         found += value.lines
@@ -571,20 +531,20 @@ class _Value:
         is_changed: Whether it is another object than at first.
     """
 
-    def __init__(self, source: str, variable: str, edit: Edit, script: Script) -> None:
+    def __init__(self, source: str, variable: str, edit: Edit, export: HooksExport) -> None:
         self.source = source
         self.variable = variable
         self.lines: list[str] = []
         self.is_changed = False
         self._edit = edit
-        self._script = script
+        self._export = export
         self._is_own = False
         index = edit.target.index
         self._index = f"[{index_text(index)}]" if index else ""
 
     def apply(self, patch: ChosenPatch) -> None:
         """Adds the statements of one patch."""
-        kind, value = patch.definition, self._script.lookups.values.get(patch.number, "")
+        kind, value = patch.definition, self._export.lookups.values.get(patch.number, "")
         if kind.keeps is not None:
             self._keep(patch)
         elif kind.hook_result is not None:
@@ -596,7 +556,7 @@ class _Value:
             self.lines.append(str(kind.hook_statement).format(target=target, part=part, value=value))
 
     def _keep(self, patch: ChosenPatch) -> None:
-        place = f"{self._script.kept}[{text_literal(str(patch.name))}]"
+        place = f"{self._export.kept}[{text_literal(str(patch.name))}]"
         # Copy the value if the model overwrites it later.
         target = self._edit.target
         is_copied = target.node.is_mutated_later and isinstance(target.spec, TensorSpec)
@@ -616,7 +576,7 @@ class _Value:
             self._is_own = True
 
     def _part(self, patch: ChosenPatch) -> str:
-        slice_text = self._script.lookups.slices.get(patch.number)
+        slice_text = self._export.lookups.slices.get(patch.number)
         if slice_text is None:
             return f"{self.variable}{self._index or '[...]'}"
         return f"{self.variable}{self._index}[{slice_text}]"

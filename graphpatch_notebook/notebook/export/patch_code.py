@@ -34,12 +34,10 @@ from graphpatch_notebook.notebook.export.source_parts import (
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.expressions import without_syntax_warnings
 from graphpatch_notebook.notebook.session.origin import Origin
-from graphpatch_notebook.notebook.session.patch_kinds import FLAGS
 from graphpatch_notebook.notebook.session.session import Session, by_value
-from graphpatch_notebook.notebook.session.slices import parse_slice
+from graphpatch_notebook.notebook.session.slices import SliceText
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.patches.selections import NAMED_STEPS
 
 ExportForm: TypeAlias = Literal["graphpatch", "hooks"]
 
@@ -198,9 +196,7 @@ class _Export:
             items.append(f"{kind.value.field}={self.lookups.values[patch.number]}")
         if patch.index is not None and kind.keeps is None:
             items.append(f"slice={self.lookups.slices[patch.number]}")
-        items += [f"{what}={_numbers(text)}" for what in ("steps", "positions") if (text := getattr(patch, what))]
-        items += [] if patch.position_dim is None else [f"position_dim={patch.position_dim}"]
-        items += [f"{flag}=True" for flag in FLAGS if getattr(patch, flag)]
+        items += [f"{what}={_literal(given)}" for what, given in patch.restrictions().items()]
         return bracketed(f"{start}{self.classes[_import_of(kind.patch)]}(", items, ")", WIDTH - 5)
 
 
@@ -215,10 +211,5 @@ def _import_of(patch: type[Patch[Any]]) -> tuple[str, str]:
     return "graphpatch" if package == "graphpatch_notebook" else patch.__module__, patch.__name__
 
 
-def _numbers(text: str) -> str:
-    if text in NAMED_STEPS:
-        return text_literal(text)
-    if text.startswith("[["):
-        return text
-    typed = parse_slice(text)
-    return f"[{typed}]" if len(typed.parts) > 1 else typed.source()
+def _literal(value: Any) -> str:
+    return text_literal(value) if isinstance(value, str) else SliceText((value,)).source()

@@ -26,11 +26,7 @@ _LONGEST = 40
 
 
 class Names:
-    """The names that are taken in the exported code.
-
-    Args:
-        taken: The names of the user: variables in expressions, and variables of probes.
-    """
+    """The names that are taken in the exported code."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
@@ -81,12 +77,7 @@ def in_order(expression: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The names that exported code needs.
-
-    Attributes:
-        names: The names, in the order of the code.
-        imports_torch: Whether the code imports torch.
-    """
+    """The names that exported code needs."""
 
     names: tuple[str, ...]
     imports_torch: bool
@@ -151,9 +142,6 @@ def arguments_in(text: str, *, with_options: bool = False) -> CallArguments:
     Args:
         text: The text between the parentheses.
         with_options: Keep `extraction_options=...`, which is not an input of the model.
-
-    Raises:
-        ExportError: The text is not the arguments of a call.
     """
     try:
         call = parse_arguments(text)
@@ -167,15 +155,7 @@ def arguments_in(text: str, *, with_options: bool = False) -> CallArguments:
 
 
 def as_source(expression: str, what: str) -> str:
-    """Returns the source of an expression on one line.
-
-    Args:
-        expression: The expression.
-        what: Its name in the message.
-
-    Raises:
-        ExportError: The expression cannot be written on one line.
-    """
+    """Returns the source of an expression on one line."""
     return _on_one_line(parsed(expression), what)
 
 
@@ -232,13 +212,7 @@ def unknown_inputs(origin: Origin) -> list[str]:
 
 
 def result_lines(patches: Sequence[ChosenPatch], kept: Mapping[int, str], slices: Mapping[int, str]) -> list[str]:
-    """Returns the statements that assign the results of probes to their variables.
-
-    Args:
-        patches: The patches.
-        kept: The source of each result, by the number of the patch.
-        slices: The source of each slice.
-    """
+    """Returns the statements that assign the results of probes to their variables."""
     found: list[str] = []
     for patch in patches:
         if patch.number not in kept:
@@ -278,16 +252,8 @@ def looked_up(patches: Sequence[ChosenPatch], arguments: CallArguments, names: N
     """Returns the source of the values and slices.
 
     The session evaluates them patch by patch, before anything runs. The code uses the expressions in place if that
-    makes no difference. Otherwise it assigns all of them to variables first, in the same order.
-
-    Args:
-        patches: The patches.
-        arguments: The arguments of the call.
-        names: The names of the code.
-        in_hooks: Whether they are used in hooks, which run under the autograd and autocast modes of the model.
-
-    Raises:
-        ExportError: A value cannot be written on one line.
+    makes no difference. Otherwise it assigns all of them to variables first, in the same order. Hooks run under the
+    autograd and autocast modes of the model, so that only names and constants are used in place there.
     """
     found = Lookups(
         {p.number: as_source(p.value, f"#{p.number} {p.path!r}: its value") for p in patches if p.value is not None},
@@ -353,13 +319,7 @@ def _owner(function: ast.expr) -> str | None:
 
 
 def call_arguments(origin: Origin, root: Frame, avoided: Container[str]) -> CallArguments:
-    """Returns the arguments of the user's call, or names for the example inputs if the call is not known.
-
-    Args:
-        origin: How the user made the graph.
-        root: The root frame of its capture.
-        avoided: Names that are not allowed.
-    """
+    """Returns the arguments of the user's call, or names for the example inputs if the call is not known."""
     if origin.arguments is not None:
         return arguments_in(origin.arguments)
     nodes = {node.target: node for node in root.inputs()}

@@ -77,11 +77,7 @@ def _call_text(line: str) -> str:
 
 
 class CellTransformer(ast.NodeTransformer):
-    """Wraps a marked cell in `with` statements that apply its patches and assign the results to variables.
-
-    Args:
-        interactivity: Returns `InteractiveShell.ast_node_interactivity`: which values IPython displays.
-    """
+    """Wraps a marked cell in `with` statements that apply its patches and assign the results to variables."""
 
     def __init__(self, interactivity: Callable[[], str]) -> None:
         self._interactivity = interactivity
@@ -185,14 +181,7 @@ def _at(place: ast.stmt, statement: ast.stmt) -> ast.stmt:
 
 
 class CellResults:
-    """The variables that one run of a cell fills.
-
-    Args:
-        workspace: The user's variables.
-        active: The graph.
-        chosen: The patches of the cell.
-        resolved: The same patches with their values.
-    """
+    """The variables that one run of a cell fills."""
 
     def __init__(
         self, workspace: Workspace, active: ActiveGraph, chosen: ChosenPatches, resolved: ResolvedPatches
@@ -246,9 +235,6 @@ class CellResults:
 
     def end(self, error: BaseException | None) -> None:
         """Checks the results and reports what is missing. Called at the end of the cell, inside its patch context.
-
-        Args:
-            error: The error that ended the cell, if any.
 
         Raises:
             PatchValueError: A result was modified in place; its variable is deleted.
@@ -411,12 +397,6 @@ _current: ContextVar[CellRun | None] = ContextVar("graphpatch_cell_run", default
 class CellRun:
     """One run of a cell, created when its first line runs.
 
-    Args:
-        workspace: The user's variables.
-        line: The text after `%%graphpatch`.
-        frame: The frame of the cell.
-        is_silent: Whether the cell runs without displaying values.
-
     Raises:
         SessionError: The line or a value of a patch is not valid. The body of the cell does not run.
     """
@@ -444,11 +424,7 @@ class CellRun:
 
     @staticmethod
     def current() -> CellRun:
-        """Returns the current run.
-
-        Raises:
-            SessionError: No cell is running.
-        """
+        """Returns the current run."""
         run = _current.get()
         if run is None or run._block is None:
             raise SessionError("no %%graphpatch cell is running")
@@ -502,11 +478,7 @@ def remove_leftover_patches() -> None:
 
 
 def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:
-    """Returns the graph and the patches that the first line of a cell selects: `[NAME] [--only SPEC ...]`.
-
-    Raises:
-        SessionError: The graph or a patch does not exist, or the syntax is wrong.
-    """
+    """Returns the graph and the patches that the first line of a cell selects: `[NAME] [--only SPEC ...]`."""
     words = arguments(line)
     names = words[: words.index("--only")] if "--only" in words else words
     specs = words[len(names) + 1 :]

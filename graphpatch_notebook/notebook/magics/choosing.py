@@ -33,11 +33,7 @@ from graphpatch_notebook.paths import nearest, parse_path
 
 
 def choose(workspace: Workspace, kind: PatchKind, text: str) -> None:
-    """Adds a patch to the chosen ones, unless the same patch is there: a cell can run again.
-
-    Raises:
-        SessionError: The syntax is wrong, or the patch cannot be applied at this path.
-    """
+    """Adds a patch to the chosen ones, unless the same patch is there: a cell can run again."""
     session = workspace.current().session
     root = captured(session.graph).root
     place, options, value = _parsed(text, root)
@@ -155,11 +151,7 @@ def _name_note(workspace: Workspace, patch: ChosenPatch) -> str:
 
 
 def numbers_of(chosen: ChosenPatches, specs: list[str]) -> list[int]:
-    """Returns the numbers of the patches that match `#n`, a path, a path with a slice, or a glob pattern of paths.
-
-    Raises:
-        SessionError: One of the specs does not match any patch.
-    """
+    """Returns the numbers of the patches that match `#n`, a path, a path with a slice, or a glob pattern of paths."""
     found = {number for spec in specs for number in _numbers_of(chosen, spec)}
     return [patch.number for patch in chosen.patches if patch.number in found]
 
@@ -250,26 +242,24 @@ def clear(workspace: Workspace, text: str) -> None:
 
 def undo(workspace: Workspace, text: str) -> None:
     """Undoes the last edit."""
-    refuse_arguments(text, "undo")
-    session = workspace.current().session
-    before = session.chosen
-    print(_difference(before, session) if session.undo() else "there is nothing to undo")
+    _step(workspace, text, "undo")
 
 
 def redo(workspace: Workspace, text: str) -> None:
     """Redoes the last edit that was undone."""
-    refuse_arguments(text, "redo")
+    _step(workspace, text, "redo")
+
+
+def _step(workspace: Workspace, text: str, command: str) -> None:
+    refuse_arguments(text, command)
     session = workspace.current().session
     before = session.chosen
-    print(_difference(before, session) if session.redo() else "there is nothing to redo")
+    is_done = session.undo() if command == "undo" else session.redo()
+    print(_difference(before, session) if is_done else f"there is nothing to {command}")
 
 
 def refuse_arguments(text: str, command: str, hint: str = "") -> None:
-    """Checks that a command has no arguments.
-
-    Raises:
-        SessionError: It has some.
-    """
+    """Checks that a command has no arguments."""
     if given := arguments(text):
         suffix = f"; {hint}" if hint else ""
         raise SessionError(f"{command} takes no arguments, but got {' '.join(given)!r}{suffix}")

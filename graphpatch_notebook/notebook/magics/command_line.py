@@ -20,11 +20,16 @@ from graphpatch_notebook.components.names import BRACKETS
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.session.expressions import undefined
-from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.paths import nearest
 
-# The options of commands that choose a patch, each with whether it takes an argument.
-OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
+# The options of commands that choose a patch, each with how the help calls its argument, if it takes one.
+OPTIONS = {
+    "--steps": "STEPS",
+    "--positions": "POSITIONS",
+    "--position-dim": "DIM",
+    "--any-shape": "",
+    "--allow-empty": "",
+}
 STRING = re.compile("|".join(rf"{quote}(?:[^\\]|\\.)*?{quote}" for quote in ('"""', "'''", '"', "'")), re.DOTALL)
 OPEN_STRING = re.compile(r"""(["'])(?:[^\\]|\\.)*?(?:\1|\\?$)""", re.DOTALL)
 _PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\s\["]|"(?=[^"]*$))*')
@@ -130,12 +135,13 @@ def without_comment(text: str) -> str:
     return text.rstrip()
 
 
-def split_options(text: str, known: Mapping[str, bool]) -> tuple[dict[str, str], str]:
+def split_options(text: str, known: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """Returns the options at the start and at the end of a text, and the text between them.
 
     Args:
         text: The text. Options inside quotes or brackets are ignored.
-        known: The known options, and whether each takes an argument. The value of one that takes none is `""`.
+        known: The known options, each with something true if it takes an argument. The value of one that takes none
+            is `""`.
 
     Raises:
         SessionError: An option is unknown, given twice, without its argument, or in the middle of other text.
@@ -155,31 +161,12 @@ def split_options(text: str, known: Mapping[str, bool]) -> tuple[dict[str, str],
 
 
 def leading_options(text: str) -> tuple[dict[str, str], str]:
-    """Returns the options before a path, and the text after them.
-
-    Raises:
-        SessionError: An option is unknown, or without its argument.
-    """
+    """Returns the options before a path, and the text after them."""
     found: dict[str, str] = {}
-    while text.lstrip().startswith("--"):
-        leading, text = _leading_option(text.strip())
-        found |= leading
-    return found, text.lstrip()
+    return found, _take_options(text.lstrip(), OPTIONS, found)
 
 
-def _leading_option(text: str) -> tuple[dict[str, str], str]:
-    """Returns the first option, and the text after it unchanged: a path is not split into words as a value is."""
-    name, _, rest = text.partition(" ")
-    if "=" in name or OPTIONS.get(name) is False:
-        return split_options(name, OPTIONS)[0], rest.lstrip()
-    if name not in OPTIONS:
-        split_options(name, OPTIONS)  # raises an error
-    rest = rest.lstrip()
-    end = rest.find('"', 1) + 1 if rest.startswith('"') else len(rest.partition(" ")[0])
-    return split_options(f"{name} {rest[:end]}", OPTIONS)[0], rest[end:].lstrip()
-
-
-def _take_options(text: str, known: Mapping[str, bool], found: dict[str, str]) -> str:
+def _take_options(text: str, known: Mapping[str, Any], found: dict[str, str]) -> str:
     """Moves the options at the start of `text` to `found`, and returns the rest."""
     while (first := next(words(text), None)) and _is_option(first[1], known):
         word = first[1]
@@ -205,7 +192,7 @@ def _take_options(text: str, known: Mapping[str, bool], found: dict[str, str]) -
     return text
 
 
-def _is_option(word: str, known: Mapping[str, bool]) -> bool:
+def _is_option(word: str, known: Mapping[str, Any]) -> bool:
     return word in known or _OPTION.fullmatch(word) is not None
 
 
@@ -223,13 +210,16 @@ def _string_value(text: str) -> str:
     return str(ast.literal_eval(text)) if STRING.fullmatch(text) else text
 
 
-def _closing(text: str) -> int | None:
-    """Returns the position after the bracket that closes the first one."""
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character == "[") - (character == "]")
+def _closing(text: str, position: int = 0) -> int | None:
+    """Returns the position after the bracket that closes the one at `position`. Brackets in quotes do not count."""
+    opening, depth = text[position], 0
+    closing = {"[": "]", "{": "}"}[opening]
+    while position < len(text):
+        string = STRING.match(text, position)
+        depth += 0 if string else (text[position] == opening) - (text[position] == closing)
+        position = string.end() if string else position + 1
         if depth == 0:
-            return position + 1
+            return position
     return None
 
 
@@ -249,10 +239,6 @@ _HEAD = re.compile(r"\s*\S*")
 
 def cut_place(text: str, root: Frame) -> TypedPath:
     """Returns `PATH[slice]` at the start of a text, without quotes around the path.
-
-    Args:
-        text: The text.
-        root: The root frame of the capture.
 
     Raises:
         SessionError: It is not a path. If it is a Python expression for a module in a list, the message has its path.
@@ -298,14 +284,7 @@ def _of_list_items(text: str, root: Frame) -> str | None:
 
 
 def advice(message: str, place: TypedPath, kind: str, root: Frame) -> str:
-    """Returns the message for a path that cannot be patched, in the syntax of the magic, with the slice as typed.
-
-    Args:
-        message: The message of the session.
-        place: The typed path.
-        kind: The kind of patch.
-        root: The root frame of the capture.
-    """
+    """Returns the message for a path that cannot be patched, in the syntax of the magic, with the slice as typed."""
     if "*" in re.sub(r'"[^"]*"', "", place.path):
         has_one_star = place.path.count("*") == 1
         path = _with_slice(place.path.replace("*", "{i}") if has_one_star else "{path}", place.slice)
@@ -340,40 +319,11 @@ def _with_slice(path: str, slice_text: str | None) -> str:
 
 Variables: TypeAlias = Callable[[], Mapping[str, Any]]
 
-_COMMAND = re.compile(r"\s*(\S+)\s*")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _DOLLAR = re.compile(r"\$([^\W\d]\w*)")
-_WITH_PATHS = ("rm", "enable", "disable", "show", "ls", "code", "shape")
 
 
-def expanded(line: str, variables: Variables) -> str:
-    """Returns a line of the magic, with variables in its paths and variable names replaced by their values.
-
-    Args:
-        line: The text after `%graphpatch`.
-        variables: Returns the user's variables. Called only if the line has braces or `$`.
-
-    Raises:
-        SessionError: An expression in braces cannot be evaluated.
-
-    Example:
-        >>> expanded("add h_{i}.output[:, 0] {'a': 1}['a']", lambda: {"i": 3})
-        "add h_3.output[:, 0] {'a': 1}['a']"
-    """
-    match = _COMMAND.match(line)
-    if match is None or not ("{" in line or "$" in line):
-        return line
-    command, rest = match[1], line[match.end() :].rstrip()
-    if (kind := PATCH_KINDS.get(command)) is not None:
-        after = leading_options(rest)[1]
-        front = rest[: len(rest) - len(after)]
-        return line[: match.end()] + front + _of_patch(after, variables, has_name=kind.keeps is not None)
-    if command in _WITH_PATHS:
-        return line[: match.end()] + _of_words(rest, variables)
-    return line
-
-
-def _of_patch(text: str, variables: Variables, *, has_name: bool) -> str:
+def expanded_patch(text: str, variables: Variables, *, has_name: bool) -> str:
     """Expands variables in the path, and in the text after it if that is the name of a variable."""
     component = COMPONENT.match(text)  # `layers[{i}].mlp_out`
     begin = 0 if component is None else component.end()
@@ -386,10 +336,10 @@ def _of_patch(text: str, variables: Variables, *, has_name: bool) -> str:
         rest = TypedPath.cut(text).rest
     except SessionError:  # choosing the patch raises the same error
         return text
-    return text[: len(text) - len(rest)] + _of_words(rest, variables)
+    return text[: len(text) - len(rest)] + expanded_words(rest, variables)
 
 
-def _of_words(text: str, variables: Variables) -> str:
+def expanded_words(text: str, variables: Variables) -> str:
     end = next((start for start, word in words(text) if word == "#"), len(text))  # where the comment begins
     return _until(text[:end], variables, lambda _: False) + text[end:]
 
@@ -399,7 +349,7 @@ def _until(text: str, variables: Variables, is_end: Callable[[str], bool]) -> st
     parts: list[str] = []
     position = 0
     while position < len(text) and not is_end(text[position]):
-        end = _closing_brace(text, position) if text[position] == "{" else None
+        end = _closing(text, position) if text[position] == "{" else None
         if end is not None:
             parts.append(_value(text[position:end], variables()))
         elif dollar := _DOLLAR.match(text, position):
@@ -411,18 +361,6 @@ def _until(text: str, variables: Variables, is_end: Callable[[str], bool]) -> st
             parts.append(text[position:end])
         position = end
     return "".join(parts) + text[position:]
-
-
-def _closing_brace(text: str, position: int) -> int | None:
-    """Returns the position after the brace that closes the one at `position`."""
-    depth = 0
-    while position < len(text):
-        string = STRING.match(text, position)
-        depth += 0 if string else (text[position] == "{") - (text[position] == "}")
-        position = string.end() if string else position + 1
-        if depth == 0:
-            return position
-    return None
 
 
 def _value(field: str, variables: Mapping[str, Any]) -> str:

@@ -11,7 +11,8 @@ from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.magics.command_line import arguments, split_options, without_comment
-from graphpatch_notebook.notebook.session.text_file import digest, real_file, replace_text
+from graphpatch_notebook.notebook.session import session_file
+from graphpatch_notebook.notebook.session.session_file import digest, real_file, replace_text
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted, is_a
 from graphpatch_notebook.patchable_graph import captured
 
@@ -25,11 +26,7 @@ MARK = "# Written by %graphpatch export, sha256 "
 
 
 def export(workspace: Workspace, text: str) -> SourceCode | None:
-    """Returns the chosen patches as Python code. With a target, writes the code there instead, and returns `None`.
-
-    Raises:
-        SessionError: The code cannot be generated, or would overwrite something else.
-    """
+    """Returns the chosen patches as Python code. With a target, writes the code there instead, and returns `None`."""
     from graphpatch_notebook.notebook.export import patch_code
 
     options, rest = split_options(without_comment(text), _EXPORT_OPTIONS)
@@ -98,8 +95,6 @@ def _check_overwritten(target: Path) -> None:
 
 def save(workspace: Workspace, text: str) -> None:
     """Saves the chosen patches to a file."""
-    from graphpatch_notebook.notebook.session import session_file
-
     options, rest = split_options(without_comment(text), {"--force": False})
     name, session = _name(rest, "save"), workspace.current().session
     session_file.save(session, name, force="--force" in options)
@@ -108,8 +103,6 @@ def save(workspace: Workspace, text: str) -> None:
 
 def load(workspace: Workspace, text: str) -> None:
     """Replaces the chosen patches by those in a file."""
-    from graphpatch_notebook.notebook.session import session_file
-
     options, rest = split_options(without_comment(text), {"--trust": False})
     name, session = _name(rest, "load"), workspace.current().session
     before = len(session.chosen.patches)

@@ -41,11 +41,10 @@ def status(workspace: Workspace) -> Table[ChosenPatch]:
     if active is None:
         model = next(iter(workspace.models()), "MODEL")
         how = f"create one: %graphpatch wrap pg = {model}(EXAMPLE INPUTS); more: %graphpatch help"
-        return _table((), "no PatchableGraph yet", how, [])
-    chosen = active.session.chosen.patches
+        return Table((), (), lambda _: [], title="no PatchableGraph yet", empty=how)
     notes = [
         "run a cell with them: %%graphpatch; show as Python: %graphpatch export; all commands: %graphpatch help"
-        if chosen
+        if active.session.chosen.patches
         else "find nodes: %graphpatch show, find QUERY; patch: %graphpatch zero PATH; all commands: %graphpatch help"
     ]
     others = [name for name, graph in workspace.graphs().items() if graph is not active.graph]
@@ -60,34 +59,29 @@ def listed(workspace: Workspace, text: str) -> Table[ChosenPatch]:
     return _chosen_table(workspace.current(), [])
 
 
+_CHOSEN = (
+    Column("#", "note"),
+    Column("kind", "graph"),
+    Column("path", "name", is_whole=True),
+    Column("value", "number", is_cut=True),
+    Column("shape", "tensor"),
+    Column("", "note"),
+)
+
+
 def _chosen_table(active: ActiveGraph, notes: list[str]) -> Table[ChosenPatch]:
     patches = active.session.chosen.patches
-    title = f"{active.title}, {counted(len(patches))} chosen"
     files = dict.fromkeys(patch.untrusted for patch in patches if patch.untrusted)
     notes += [f"code from {file.name!r} does not run until you trust the file: {file.repair}" for file in files]
-    return _table(patches, title, "no patch is chosen", notes, active.session)
-
-
-def _table(
-    patches: tuple[ChosenPatch, ...], title: str, empty: str, notes: list[str], session: Session | None = None
-) -> Table[ChosenPatch]:
-    columns = [
-        Column("#", "note"),
-        Column("kind", "graph"),
-        Column("path", "name", is_whole=True),
-        Column("value", "number", is_cut=True),
-        Column("shape", "tensor"),
-        Column("", "note"),
-    ]
 
     def cells(patch: ChosenPatch) -> list[str]:
-        assert session is not None
         off = [] if patch.is_enabled else ["off"]
-        notes = [*off, *(["not trusted"] if patch.untrusted else []), *patch.options()]
+        remarks = [*off, *(["not trusted"] if patch.untrusted else []), *patch.options()]
         value = patch.value or (f"as {patch.name}" if patch.name else "")
-        return [str(patch.number), patch.kind, patch.place, value, _shape(session, patch), " ".join(notes)]
+        return [str(patch.number), patch.kind, patch.place, value, _shape(active.session, patch), " ".join(remarks)]
 
-    return Table(columns, patches, cells, title=title, empty=empty, notes=notes)
+    title = f"{active.title}, {counted(len(patches))} chosen"
+    return Table(_CHOSEN, patches, cells, title=title, empty="no patch is chosen", notes=notes)
 
 
 def _shape(session: Session, patch: ChosenPatch) -> str:
@@ -104,7 +98,7 @@ def _shape(session: Session, patch: ChosenPatch) -> str:
 
 def show(workspace: Workspace, text: str) -> Browser:
     """Returns a browser opened at a path. Without widgets, it displays as the tree below this path."""
-    from graphpatch_notebook.notebook.browser.browsing import browser_of
+    from graphpatch_notebook.notebook.browser.widget import browser_of
 
     asked = _Asked.of(workspace, text)
     place = location_of(_place(workspace, asked.rest))
@@ -124,40 +118,30 @@ def attention(workspace: Workspace, text: str) -> AttentionView:
 
 def lens(workspace: Workspace, text: str) -> LensView:
     """Returns a lens view of the active graph."""
-    from graphpatch_notebook.notebook.views.lens import LensOptions, lens_of
+    from graphpatch_notebook.notebook.views.lens import lens_of
 
     asked = _Asked.of(workspace, text, "--stream")
-    shown = LensOptions(_token(asked.rest.strip()), asked.options.get("--stream") or "residual", asked.tokenizer)
+    target, stream = _token(asked.rest.strip()), asked.options.get("--stream") or "residual"
     with _problems_as_messages():
-        return lens_of(asked.graph, workspace, None, shown, typed=asked.typed)
+        return lens_of(asked.graph, workspace, typed=asked.typed, target=target, stream=stream, tokens=asked.tokenizer)
 
 
 def generation(workspace: Workspace, text: str) -> GenerationView:
     """Returns a view of the tokens that the active graph generates."""
-    from graphpatch_notebook.notebook.views.generation import GenerationOptions, generation_of
+    from graphpatch_notebook.notebook.views.generation import generation_of
 
     asked = _Asked.of(workspace, text)
     typed = asked.rest.strip()
     if typed and not typed.isdecimal():
         raise SessionError(f"COUNT is how many tokens are generated at most, not {typed!r}")
-    shown = GenerationOptions(tokens=asked.tokenizer)
-    if typed:
-        shown = replace(shown, max_new_tokens=int(typed))
+    count = int(typed or 20)
     with _problems_as_messages():
-        return generation_of(asked.graph, workspace, None, shown, typed=asked.typed)
+        return generation_of(asked.graph, workspace, typed=asked.typed, tokens=asked.tokenizer, max_new_tokens=count)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a command that opens a view asks for.
-
-    Attributes:
-        graph: The active graph.
-        options: The options that were typed.
-        rest: The text besides these.
-        tokenizer: The tokenizer; `None` if none was typed.
-        typed: The inputs as Python code; `None` if none were typed.
-    """
+    """What a command that opens a view asks for: its options, the text besides these, a tokenizer, inputs as code."""
 
     graph: PatchableGraph
     options: dict[str, str]
@@ -170,8 +154,13 @@ class _Asked:
         """Returns the request in a text, which may also have `more` options."""
         known = dict.fromkeys((*more, "--tokenizer", "--inputs"), True)
         options, rest = split_options(_without_note(text), known)
-        active = workspace.current()
-        return cls(active.graph, options, rest, *_shared_options(active, workspace, options))
+        active, namespace = workspace.current(), workspace.namespace
+        name, typed = options.get("--tokenizer"), options.get("--inputs")
+        if name is not None and name not in namespace:
+            raise SessionError(f"--tokenizer takes a variable: {undefined(name, namespace)}")
+        if typed is not None:
+            replace(active.session.origin, arguments=typed)  # raises an error if they are not valid
+        return cls(active.graph, options, rest, None if name is None else namespace[name], typed)
 
 
 @contextmanager
@@ -193,18 +182,6 @@ def _token(text: str) -> int | str | None:
     if not isinstance(token, (int, str)) or isinstance(token, bool):
         raise SessionError(f"TOKEN is a number, or a text in quotes, not {text!r}")
     return token
-
-
-def _shared_options(active: ActiveGraph, workspace: Workspace, options: dict[str, str]) -> tuple[Any, str | None]:
-    """Returns the typed tokenizer and inputs; `None` for those that were not typed."""
-    tokenizer = None
-    if (name := options.get("--tokenizer")) is not None:
-        if name not in workspace.namespace:
-            raise SessionError(f"--tokenizer takes a variable: {undefined(name, workspace.namespace)}")
-        tokenizer = workspace.namespace[name]
-    if (typed := options.get("--inputs")) is not None:
-        replace(active.session.origin, arguments=typed)  # raises an error if they are not valid
-    return tokenizer, typed
 
 
 def _without_note(text: str) -> str:
@@ -328,14 +305,6 @@ class Listing(Table[Child]):
 
 def listing(pg: PatchableGraph, path: str = "", patched_paths: Collection[str] = ()) -> Listing:
     """Returns the children of the graph, node or container at `path`, without values that only carry sizes.
-
-    Args:
-        pg: The graph.
-        path: The path; empty for the root graph.
-        patched_paths: The paths to mark as patched.
-
-    Raises:
-        UnknownChildError: The path does not exist. The message has the most similar paths.
 
     Example:
         >>> import torch

@@ -30,23 +30,14 @@ _MAKE = "<graphpatch>"  # not a name that a user can define
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The parsed form of `NAME = MODEL(ARGS)`.
-
-    Attributes:
-        name: The variable.
-        call: The parsed call.
-    """
+    """The parsed form of `NAME = MODEL(ARGS)`."""
 
     name: str
     call: ast.Call
 
     @classmethod
     def parse(cls, text: str) -> Assignment:
-        """Parses a line.
-
-        Raises:
-            SessionError: The line does not have this form.
-        """
+        """Parses a line."""
         text = text.strip()
         try:
             body = ast.parse(text).body
@@ -77,12 +68,7 @@ class Assignment:
 
 
 def wrap(workspace: Workspace, text: str) -> None:
-    """Creates a `PatchableGraph` and assigns it to a variable. Patches chosen for the previous graph are carried over.
-
-    Raises:
-        SessionError: The text is not an assignment of this form, or it does not call a model.
-        Exception: The model failed on the example inputs.
-    """
+    """Assigns a new `PatchableGraph` to a variable. Patches that were chosen for the graph before are carried over."""
     __tracebackhide__ = True
     assignment = Assignment.parse(text)
     namespace = workspace.namespace

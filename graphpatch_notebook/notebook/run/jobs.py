@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -120,6 +120,10 @@ class Job(Generic[T]):
     def seconds(self) -> float:
         """The duration of the job so far, in seconds."""
         return (time.monotonic() if self._ended is None else self._ended) - self._started
+
+    def status(self, state: JobState) -> dict[str, Any]:
+        """Returns what all `JobStatus`es of the front end have, for a state that was read before."""
+        return {"state": state, "seconds": self.seconds, "error": self.error if state == "failed" else None}
 
     def _run(self, work: Callable[[Job[T]], T]) -> None:
         state: JobState = "failed"

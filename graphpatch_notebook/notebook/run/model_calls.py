@@ -63,8 +63,8 @@ class RunInputs:
             SessionError: The example inputs were changed since the capture.
         """
         args, kwargs = copied((self.args, self.kwargs))
-        if self.examples is not None:
-            _check_unchanged(self.examples)
+        if self.examples is not None and (problem := _change_of(self.examples)) is not None:
+            raise SessionError(problem)
         return args, kwargs
 
 
@@ -86,46 +86,39 @@ def inputs_for_run(session: Session, namespace: dict[str, Any], typed: str | Non
         return RunInputs(args, kwargs, typed.strip())
     if given is not None:
         return _given(given, namespace)
-    examples: ExampleInputs | None = captured(session.graph).examples
+    if (problem := no_inputs(session)) is not None:
+        raise SessionError(problem)
     written = _without_options(session.origin.arguments)
-    if examples is not None:
-        _check_unchanged(examples)
-        return _kept(examples, written, namespace)
-    if written is None:
-        raise SessionError(f"there are no example inputs for this graph; {_REPAIR}")
-    args, kwargs = evaluated_arguments(written, namespace)
-    return RunInputs(args, kwargs, written)
-
-
-def _kept(examples: ExampleInputs, written: str | None, namespace: dict[str, Any]) -> RunInputs:
-    if written is None:
-        return RunInputs(examples.args, examples.kwargs, "...", examples)
-    changed = ", ".join(changed_variables(written, examples, namespace))
-    if not changed:
+    examples: ExampleInputs | None = captured(session.graph).examples
+    if examples is None:
+        args, kwargs = evaluated_arguments(str(written), namespace)
+        return RunInputs(args, kwargs, str(written))
+    changed = [] if written is None else changed_variables(written, examples, namespace)
+    if written is not None and not changed:
         return RunInputs(examples.args, examples.kwargs, written, examples)
-    remark = f"{changed} has changed since the capture: this run used the example inputs of the capture; "
-    remark += f"to use the current values, type {written} in the field Inputs"
+    remark = None
+    if changed:
+        remark = (
+            f"{', '.join(changed)} has changed since the capture: this run used the example inputs of the capture; "
+        )
+        remark += f"to use the current values, type {written} in the field Inputs"
     return RunInputs(examples.args, examples.kwargs, "...", examples, remark)
 
 
 def no_inputs(session: Session, given: Any = None) -> str | None:
     """Returns a message if a run without typed inputs has nothing to run on; else `None`."""
     examples: ExampleInputs | None = captured(session.graph).examples
-    if given is not None or (examples is None and session.origin.arguments is not None):
+    if given is not None:
         return None
-    if examples is None:
-        return f"there are no example inputs for this graph; {_REPAIR}"
+    if examples is not None:
+        return _change_of(examples)
+    known = session.origin.arguments is not None
+    return None if known else f"there are no example inputs for this graph; {_REPAIR}"
+
+
+def _change_of(examples: ExampleInputs) -> str | None:
     change = examples.change()
-    return None if change is None else _changed(change)
-
-
-def _check_unchanged(examples: ExampleInputs) -> None:
-    if (change := examples.change()) is not None:
-        raise SessionError(_changed(change))
-
-
-def _changed(change: str) -> str:
-    return f"the example inputs were changed since the capture ({change}); {_REPAIR}"
+    return None if change is None else f"the example inputs were changed since the capture ({change}); {_REPAIR}"
 
 
 def given_arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -150,9 +143,6 @@ def _given(given: Any, namespace: dict[str, Any]) -> RunInputs:
 
 def evaluated_arguments(text: str, namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and keyword arguments of typed code.
-
-    Raises:
-        ChosenPatchError: The code cannot be parsed or evaluated.
 
     Example:
         >>> evaluated_arguments("a, scale=2 * a", {"a": 3})
@@ -212,12 +202,7 @@ _MOMENT = 0.02
 
 @dataclass
 class CallCount:
-    """The number of calls. Other threads may read it during the run.
-
-    Attributes:
-        total: The number of all calls.
-        done: The number of finished calls.
-    """
+    """The number of calls. Other threads may read it during the run."""
 
     total: int
     done: int = 0
@@ -225,13 +210,7 @@ class CallCount:
 
 @dataclass
 class CallResults:
-    """The results of the calls.
-
-    Attributes:
-        outputs: The output of each call.
-        warnings: The warnings of this package.
-        tokens: The tokens in the inputs.
-    """
+    """The results of the calls."""
 
     outputs: list[Any] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -271,12 +250,7 @@ class ModelCalls:
         self._take = take
 
     def run(self, job: Job[T]) -> CallResults:
-        """Makes the calls, in the thread of the job.
-
-        Raises:
-            KeyboardInterrupt: The job was interrupted.
-            Exception: Any error that the model raises.
-        """
+        """Makes the calls, in the thread of the job."""
         with alone(job), self._settings.applied():
             try:
                 return self._all(job, has_gradients=False)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -31,7 +32,7 @@ from graphpatch_notebook.notebook.display.statistics import (
 )
 from graphpatch_notebook.notebook.display.tokens import TokenLabels
 from graphpatch_notebook.notebook.run.model_calls import PatchMap
-from graphpatch_notebook.notebook.run.value_plots import axis_labels, nothing, picture
+from graphpatch_notebook.notebook.run.value_plots import Plane, picture
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.session import ResolvedPatches
 from graphpatch_notebook.patches.kinds import Patch
@@ -209,17 +210,13 @@ def _largest(before: Tensor, after: Tensor) -> list[dict[str, Any]]:
     found = sorted((entry for entry in found if entry[0] > 0), key=lambda entry: (-entry[0], entry[1]))
     flat = before.reshape(-1), after.reshape(-1)
     return [
-        {"index": _unravelled(at, before.shape), "before": float(flat[0][at]), "after": float(flat[1][at])}
+        {
+            "index": [int(place) for place in np.unravel_index(at, before.shape)],
+            "before": float(flat[0][at]),
+            "after": float(flat[1][at]),
+        }
         for _, at in found[:_MOST_ENTRIES]
     ]
-
-
-def _unravelled(at: int, shape: torch.Size) -> list[int]:
-    index = []
-    for size in reversed(shape):
-        at, inside = divmod(at, size)
-        index.append(inside)
-    return index[::-1]
 
 
 # -- probes ------------------------------------------------------------------------------------------------------------
@@ -241,13 +238,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class KeptValue:
-    """The value that a probe or record kept in a run.
-
-    Attributes:
-        chosen: The probe or record.
-        value: The value of its variable; `None` if it did not fire.
-        problem: Why there is not a value.
-    """
+    """The value that a probe or record kept in a run."""
 
     chosen: ChosenPatch
     value: Any
@@ -257,26 +248,14 @@ class KeptValue:
     def of(
         cls, chosen: ChosenPatch, patch: Patch[Any], names: Mapping[str, Any], separate: Callable[[Any], Any]
     ) -> KeptValue:
-        """Returns the value of a probe after a run.
-
-        Args:
-            chosen: The probe or record.
-            patch: Its patch, after the run.
-            names: The variables in its slice.
-            separate: Returns a value that does not change when the state of the model is restored.
-        """
+        """Returns the value of a probe after a run."""
         try:
             return cls(chosen, separate(chosen.taken(patch, names)))
         except PatchValueError as error:
             return cls(chosen, None, str(error))
 
     def report(self, labels: TokenLabels | None, buffers: Buffers) -> dict[str, Any]:
-        """Returns the `ProbeReport` of the front end.
-
-        Args:
-            labels: The texts of the tokens in the inputs.
-            buffers: Receives the values of the heatmap.
-        """
+        """Returns the `ProbeReport` of the front end."""
         report = {
             "number": self.chosen.number,
             "name": self.chosen.name,
@@ -322,13 +301,12 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 def shown_value(value: Any, labels: TokenLabels | None, buffers: Buffers) -> dict[str, Any]:
     """Returns the statistics, plot and labels of a value."""
     numbers = readable(value)
-    found = picture(numbers, None, {}) if numbers.tensor is not None else nothing(str(numbers.remark))
-    rows, columns = axis_labels(numbers.tensor, found, labels)
+    found = picture(numbers, Plane(), labels)
     return {
         "statistics": statistics_of(value, numbers),
         "plot": buffers.plot(found.plot, found.values),
-        "row_labels": rows,
-        "column_labels": columns,
+        "row_labels": found.row_labels,
+        "column_labels": found.column_labels,
     }
 
 
@@ -340,12 +318,6 @@ class ProbedCalls:
 
     If patches change values and there are probes, the call before the last one has the probes as its only patches. This
     is the first call, unless probes can change rounding: then the first call has no patches at all.
-
-    Args:
-        root: The captured frame of the model.
-        chosen: The chosen patches.
-        resolved: The chosen patches with their values.
-        namespace: The user's variables.
 
     Attributes:
         maps: The patch map of each call.
@@ -369,11 +341,7 @@ class ProbedCalls:
         self.maps = [*([{}] if _change_rounding(root, probes) else []), probes, resolved.patch_map]
 
     def take(self, names: Mapping[str, Any]) -> None:
-        """Stores copies of what the probes of the call before the last one kept.
-
-        Args:
-            names: The variables in the slices.
-        """
+        """Stores copies of what the probes of the call before the last one kept."""
         self._without = [_apart(KeptValue.of(one, patch, names, lambda value: value)) for one, patch in self.unpatched]
 
     def reports(self, kept: list[KeptValue], labels: TokenLabels | None, buffers: Buffers) -> list[dict[str, Any]]:

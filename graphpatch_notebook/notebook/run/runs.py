@@ -13,17 +13,14 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from graphpatch_notebook.errors import SessionError
+import torch
+
+from graphpatch_notebook.errors import ChosenPatchError, SessionError
+from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, next_tokens
-from graphpatch_notebook.notebook.run.activation import (
-    Activation,
-    Plane,
-    ShownValue,
-    recorded_shape,
-    target_of,
-)
+from graphpatch_notebook.notebook.run.activation import Activation, ShownValue
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
 from graphpatch_notebook.notebook.run.model_calls import (
     CallCount,
@@ -35,10 +32,12 @@ from graphpatch_notebook.notebook.run.model_calls import (
     no_inputs,
 )
 from graphpatch_notebook.notebook.run.run_report import Buffers, KeptValue, ProbedCalls, changes, with_copied_weights
+from graphpatch_notebook.notebook.run.value_plots import Plane
 from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Results, Workspace
 from graphpatch_notebook.patchable_graph import captured
+from graphpatch_notebook.values import TensorSpec
 
 _MOST_KEPT = 8
 _BUSY = "a run is in progress; wait for it to finish, or interrupt it"
@@ -73,11 +72,9 @@ class StartedJob:
         state = self.job.state
         result: Any = self.job.result if state == "done" else None
         status = {
+            **self.job.status(state),
             "id": self.id,
-            "state": state,
-            "seconds": self.job.seconds,
             "fraction": 1.0 if state == "done" else self.count.done / self.count.total or None,
-            "error": self.job.error if state == "failed" else None,
             self.shows: getattr(result, self.shows, None),
         }
         return status, getattr(result, "buffers", [])
@@ -107,7 +104,7 @@ class _Report:
 
 
 class Runs:
-    """The runs of one session, one at a time.
+    """The runs of one session, one at a time. All views of a graph share those of `Runs.of`.
 
     Runs of several sessions never overlap: a later one waits. A run uses copies of its inputs, in its own thread:
 
@@ -122,12 +119,16 @@ class Runs:
     Args:
         session: The session.
         namespace: Returns the user's variables.
-        tokenizer: Turns tokens into text (`decode` or `convert_ids_to_tokens`).
         inputs: The inputs: a tuple of arguments, a dict of keyword arguments, or one value. `None`: the example inputs.
         results: Records which variables hold results of probes; a new one by default.
 
     Attributes:
+        tokenizer: Turns tokens into text (`decode` or `convert_ids_to_tokens`); `None` without one.
+        typed: The default arguments of a call as Python code; `None`: those of `inputs`.
         last: The results of the last finished run.
+        state: The number and state of the current or last run; `None` before the first one.
+        followers: The views that show the runs. Their `follow_runs` is called when a run starts or ends, or the inputs
+            change.
 
     Example:
         >>> import torch
@@ -148,14 +149,14 @@ class Runs:
         self,
         session: Session,
         namespace: Callable[[], dict[str, Any]],
-        tokenizer: Any = None,
         inputs: Any = None,
         results: Results | None = None,
     ) -> None:
         self._session = session
         self._namespace = namespace
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = None
         self.inputs = inputs
+        self.typed: str | None = None
         self._results = Results(namespace) if results is None else results
         self._settings = ThreadSettings()
         self._lock = threading.Lock()
@@ -163,7 +164,20 @@ class Runs:
         self._started: dict[int, StartedJob] = {}
         self._latest: Job[Any] | None = None
         self.last: RunResult | None = None
+        self.state: dict[str, Any] | None = None
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(session.graph, _forget, weakref.ref(self)).atexit = False
+
+    @staticmethod
+    def of(session: Session, workspace: Workspace) -> Runs:
+        """Returns the runs of a session, the same object as long as one of its views exists."""
+        with _lock:
+            reference = _shared.get(session)
+            runs = reference() if reference is not None else None
+            if runs is None:
+                runs = Runs(session, lambda: workspace.namespace, results=workspace.results)
+                _shared[session] = weakref.ref(runs)  # weak, since the value refers to the key
+            return runs
 
     def forget(self) -> None:
         """Drops all tensors, when the graph is deleted. Finished reports stay."""
@@ -172,9 +186,33 @@ class Runs:
         for work in list(self._started.values()):
             work.forget_value()
 
+    # -- the inputs ----------------------------------------------------------------------------------------------------
+
+    def use(self, *, inputs: Any = None, typed: str | None = None, tokenizer: Any = None) -> None:
+        """Sets the inputs of runs and the tokenizer. What is not given stays as it is."""
+        if inputs is not None or typed is not None:
+            self.inputs, self.typed = inputs, typed
+        if tokenizer is not None:
+            self.tokenizer = tokenizer
+        self._notify()
+
+    def written(self) -> str | None:
+        """Returns the default inputs of a run as Python code; `None` if their code is not known."""
+        if self.typed is not None:
+            return self.typed
+        if self.inputs is not None:
+            return written_arguments(*given_arguments(self.inputs), self._namespace())
+        return self._session.origin.arguments
+
+    @property
+    def is_given(self) -> bool:
+        """Whether runs use other inputs than the example inputs by default."""
+        return self.typed is not None or self.inputs is not None
+
+    @property
     def no_inputs(self) -> str | None:
-        """Returns a message if there are no inputs to run on; else `None`."""
-        return no_inputs(self._session, self.inputs)
+        """A message if there are no inputs to run on; else `None`."""
+        return None if self.typed is not None else no_inputs(self._session, self.inputs)
 
     # -- run -----------------------------------------------------------------------------------------------------------
 
@@ -182,8 +220,8 @@ class Runs:
         """Starts a run with the chosen patches, and returns its number.
 
         Args:
-            inputs: The arguments of a call as Python code, evaluated now. `None`: the inputs of this object, or else
-                the example inputs.
+            inputs: The arguments of a call as Python code, evaluated now. `None` or empty: the inputs of this object,
+                or else the example inputs.
 
         Raises:
             ChosenPatchError: The inputs cannot be evaluated (`field` is `inputs`).
@@ -193,7 +231,7 @@ class Runs:
         session, namespace = self._session, self._namespace()
         chosen = session.chosen
         resolved = session.resolve(namespace, chosen)
-        found = inputs_for_run(session, namespace, inputs, self.inputs)
+        found = inputs_for_run(session, namespace, self._chosen_inputs(inputs), self.inputs)
         probed = ProbedCalls(captured(session.graph).root, chosen, resolved, namespace)
         count = CallCount(len(probed.maps))
         names = {name: namespace[name] for one, _ in resolved.observing if one.index for name in one.index.names}
@@ -220,6 +258,9 @@ class Runs:
             before = self._check_idle()
             job = Job(lambda job: self._run(job, before, calls, kept, probed, head), in_words)
             return self._note(StartedJob(next(self._numbers), job, count))
+
+    def _chosen_inputs(self, inputs: str | None) -> str | None:
+        return inputs if inputs is not None and inputs.strip() else self.typed
 
     def _run(
         self,
@@ -282,16 +323,18 @@ class Runs:
             ChosenPatchError: The `path`, `plane` or `inputs` named by `field` are not valid.
             SessionError: As for `start`.
         """
-        session, namespace = self._session, self._namespace()
-        target = target_of(session, path)
+        session, namespace, inputs = self._session, self._namespace(), self._chosen_inputs(inputs)
+        try:
+            target = resolve(captured(session.graph).root, path)
+        except Unresolvable as problem:
+            raise ChosenPatchError("path", problem.message) from None
         wanted = Plane.of(plane, namespace)
         version = session.chosen.version if is_patched else None
         key = (target.text, version, inputs, id(self.inputs), captured(session.graph).edits, _cells(namespace))
         if (known := self._shown_already(key, wanted)) is not None:
             return known
-        shape = recorded_shape(target)
-        if shape is not None and not inputs and self.inputs is None:
-            wanted.check(shape)
+        if isinstance(target.spec, TensorSpec) and not inputs and self.inputs is None:
+            wanted.part(torch.empty(target.spec.shape, device="meta"))  # raises an error if it is not valid
         self._check_idle(replaces_activation=True)
         count, tokenizer, settings = CallCount(1), self.tokenizer, self._current_settings()
         activation = Activation(session, target, is_patched, inputs, self.inputs, namespace, settings, count)
@@ -328,12 +371,15 @@ class Runs:
         self._find(number).job.wait(seconds)
 
     def status(self, number: int) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns the `RunStatus` of a run, or the `ActivationStatus` of an activation, and its binary parts.
-
-        Raises:
-            SessionError: There is not a job with this number, or it is too old or was closed.
-        """
-        return self._find(number).status()
+        """Returns the `RunStatus` of a run, or the `ActivationStatus` of an activation, and its binary parts."""
+        found = self._find(number)
+        status, buffers = found.status()
+        # The state of an older run does not matter any more.
+        if found.shows == "report" and (self.state is None or number >= self.state["id"]):
+            before, self.state = self.state, {"id": number, "state": status["state"]}
+            if self.state != before:
+                self._notify()
+        return status, buffers
 
     def interrupt(self, number: int) -> None:
         """Interrupts a job at its next line of Python. It leaves no patches active and sets no variables."""
@@ -372,6 +418,10 @@ class Runs:
             raise SessionError(f"run {number} is not available any more; run again")
         return work
 
+    def _notify(self) -> None:
+        for follower in tuple(self.followers):
+            follower.follow_runs()
+
 
 def _cells(namespace: dict[str, Any]) -> int:
     """Returns the number of cells that the user has run: any of them may have changed variables and weights."""
@@ -394,100 +444,5 @@ def _wait_for(job: Job[Any], before: Job[Any] | None) -> None:
     job.interruptibly(wait)
 
 
-class Follower(Protocol):
-    """An object that shows the runs."""
-
-    def follow_runs(self) -> None:
-        """Called after each change."""
-
-
-class SharedRuns:
-    """The runs that all browsers of a session share. They exist as long as one of the browsers.
-
-    Args:
-        session: The session.
-        workspace: The user's variables.
-
-    Attributes:
-        runs: The runs.
-        run: The number and state of the current or last run; `None` before the first one.
-    """
-
-    def __init__(self, session: Session, workspace: Workspace) -> None:
-        self._session = session
-        self._workspace = workspace
-        self._typed: str | None = None
-        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-        self.runs = Runs(session, lambda: workspace.namespace, results=workspace.results)
-        self.run: dict[str, Any] | None = None
-
-    @staticmethod
-    def of(session: Session, workspace: Workspace) -> SharedRuns:
-        """Returns the runs of a session, the same object for all of its browsers."""
-        with _lock:
-            reference = _shared.get(session)
-            shared = reference() if reference is not None else None
-            if shared is None:
-                shared = SharedRuns(session, workspace)
-                _shared[session] = weakref.ref(shared)  # weak, since the value refers to the key
-            return shared
-
-    def add(self, follower: Follower) -> None:
-        """Calls `follow_runs` of an object after each change, as long as the object exists."""
-        self._followers.add(follower)
-
-    def remove(self, follower: Follower) -> None:
-        """Stops calling an object."""
-        self._followers.discard(follower)
-
-    def use(self, *, inputs: Any = None, typed: str | None = None, tokenizer: Any = None) -> None:
-        """Sets the inputs of runs and the tokenizer. What is not given stays as it is.
-
-        Args:
-            inputs: A tuple of arguments, a dict of keyword arguments, or one value.
-            typed: The arguments of a call as Python code, evaluated for each run.
-            tokenizer: A tokenizer.
-        """
-        if inputs is not None or typed is not None:
-            self.runs.inputs, self._typed = inputs, typed
-        if tokenizer is not None:
-            self.runs.tokenizer = tokenizer
-        self._notify()
-
-    def typed(self) -> str | None:
-        """Returns the default arguments of a run as Python code; `None`: those of `runs`."""
-        return self._typed
-
-    def written(self) -> str | None:
-        """Returns the default inputs of a run as Python code; `None` if their code is not known."""
-        if self._typed is not None:
-            return self._typed
-        if self.runs.inputs is not None:
-            return written_arguments(*given_arguments(self.runs.inputs), self._workspace.namespace)
-        return self._session.origin.arguments
-
-    @property
-    def is_given(self) -> bool:
-        """Whether runs use other inputs than the example inputs by default."""
-        return self._typed is not None or self.runs.inputs is not None
-
-    @property
-    def no_inputs(self) -> str | None:
-        """A message if there are no inputs to run on; else `None`."""
-        return None if self._typed is not None else self.runs.no_inputs()
-
-    def note(self, status: dict[str, Any]) -> None:
-        """Stores the number and state of a run, given its status."""
-        run = {"id": status["id"], "state": status["state"]}
-        # The state of an older run does not matter any more.
-        if run != self.run and (self.run is None or run["id"] >= self.run["id"]):
-            self.run = run
-            self._notify()
-
-    def _notify(self) -> None:
-        for follower in tuple(self._followers):
-            follower.follow_runs()
-
-
-_shared: weakref.WeakKeyDictionary[Session, weakref.ref[SharedRuns]] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[Session, weakref.ref[Runs]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()

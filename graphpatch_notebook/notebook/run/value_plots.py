@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from graphpatch_notebook.errors import ChosenPatchError
 from graphpatch_notebook.notebook.display.statistics import Readable, doubles, pieces, summary
@@ -21,6 +22,7 @@ SIDE = 256
 """The largest number of rows, and of columns, of a heatmap."""
 _BINS = 40
 _PEAKED = 8
+_INDICES = (int, bool, slice, range, type(None), type(Ellipsis), Tensor, Parameter)
 _FILL = 1e30
 """Larger numbers, such as the limits of a dtype, are fill values of masks. A block averages its other numbers."""
 
@@ -32,12 +34,14 @@ class Picture:
     Attributes:
         plot: The plot as JSON. For a heatmap, set `buffer` to the position of `values` among the buffers.
         values: The values of a heatmap: little-endian float32, row by row.
-        index: The index that selects the rows and columns of the heatmap, if each cell is one element of the value.
+        row_labels: The tokens of its rows, if these are positions of tokens.
+        column_labels: The same of its columns.
     """
 
     plot: dict[str, Any]
     values: bytes | None = None
-    index: Any = None
+    row_labels: list[str] | None = None
+    column_labels: list[str] | None = None
 
 
 def nothing(why: str) -> Picture:
@@ -45,94 +49,105 @@ def nothing(why: str) -> Picture:
     return Picture({"type": "none", "why": why})
 
 
-def parse_plane(text: str) -> SliceText:
-    """Parses the slice of a value to plot.
+@dataclass(frozen=True)
+class Plane:
+    """The slice of a value to plot.
 
-    Raises:
-        ChosenPatchError: The text is not a slice (`field` is `plane`).
+    Attributes:
+        typed: The slice, which leaves one or two dimensions; `None`: the last two, at index 0 of the others.
+        names: The values of the variables in it.
     """
-    try:
-        return parse_slice(text)
-    except ValueError as error:
-        raise ChosenPatchError("plane", str(error)) from None
+
+    typed: SliceText | None = None
+    names: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str | None, namespace: Mapping[str, Any]) -> Plane:
+        """Returns the slice that was typed; an empty text gives the default."""
+        if text is None or not text.strip():
+            return cls()
+        try:
+            typed = parse_slice(text)
+        except ValueError as error:
+            raise ChosenPatchError("plane", str(error)) from None
+        names = {name: namespace[name] for name in typed.names if name in namespace}
+        for name, value in names.items():
+            if not _is_index(value):
+                message = f"{name} is {type(value).__name__}: write numbers, or variables that hold integers"
+                raise ChosenPatchError("plane", f"{message}, slices or tensors of integers")
+        return cls(typed, names)
+
+    def index(self, dims: int) -> Any:
+        """Returns the index of the slice in a value with this number of dimensions."""
+        return (0,) * (dims - 2) if self.typed is None else self.typed.index(self.names)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Returns the slice of a value.
+
+        Raises:
+            ChosenPatchError: It is not valid for the value (`field` is `plane`).
+        """
+        if self.typed is None:
+            return tensor[self.index(tensor.dim())] if tensor.numel() else tensor
+        shape = list(tensor.shape)
+        try:
+            part = tensor[self.index(tensor.dim())]
+        except Exception as error:
+            message = f"[{self.typed}] is not valid for a value of shape {shape}: {error}"
+            raise ChosenPatchError("plane", message) from None
+        if part.dim() > 2:
+            raise ChosenPatchError(
+                "plane",
+                f"[{self.typed}] of a value of shape {shape} leaves {part.dim()} dimensions, {list(part.shape)}; a "
+                f"heatmap shows two: write numbers for the others, as in {Plane().text(len(shape))}",
+            )
+        return part
+
+    def text(self, dims: int) -> str | None:
+        """Returns the slice of a value with this number of dimensions as text; `None` for all of it."""
+        if self.typed is not None:
+            return str(self.typed)
+        return ", ".join(["0"] * (dims - 2) + [":"] * min(dims, 2)) if dims > 1 else None
 
 
-def check_plane(plane: SliceText, shape: Sequence[int], namespace: Mapping[str, Any]) -> None:
-    """Checks that a slice is valid for values of a shape.
+def _is_index(value: Any) -> bool:
+    """Whether torch accepts a value as an index. With some objects torch crashes.
 
-    Raises:
-        ChosenPatchError: It is not (`field` is `plane`).
+    Checks the type itself: `isinstance` trusts the `__class__` of an object.
     """
-    _part(torch.empty(tuple(shape), device="meta"), plane, namespace)
+    if type(value) in (list, tuple):
+        return all(map(_is_index, value))
+    return type(value) in _INDICES or type(value).__module__ == "numpy"
 
 
-def picture(numbers: Readable, plane: SliceText | None, namespace: Mapping[str, Any]) -> Picture:
-    """Returns a heatmap of a slice of a value, or a histogram if the slice has one dimension or row.
-
-    Args:
-        numbers: The numbers of the value.
-        plane: The slice, which leaves one or two dimensions. `None`: the last two, at index 0 of the others.
-        namespace: The values of the variables in it.
-
-    Raises:
-        ChosenPatchError: The slice is not valid for the value.
-    """
+def picture(numbers: Readable, plane: Plane, labels: TokenLabels | None) -> Picture:
+    """Returns a heatmap of a slice of a value, or a histogram if the slice has one dimension or row."""
     if numbers.tensor is None:
         return nothing(numbers.remark or "there are no numbers to show")
     tensor = numbers.tensor
-    if tensor.dim() == 0 and plane is None:
+    if tensor.dim() == 0 and plane.typed is None:
         return nothing(f"one number: {float(doubles(tensor)):.6g}")
-    if plane is not None:
-        part = _part(tensor, plane, namespace)
-    else:
-        part = tensor[(0,) * (tensor.dim() - 2)] if tensor.numel() else tensor
-    text = str(plane) if plane is not None else _default_text(tensor.dim())
+    part, text = plane.part(tensor), plane.text(tensor.dim())
     if part.numel() == 0:
         return nothing(f"it has no elements: its shape is {list(part.shape)}")
     found = summary(part)
     if not found.finite:
         return nothing(f"none of its numbers is finite: {found.nan} NaN, {found.infinite} infinite")
     if part.dim() < 2 or 1 in part.shape:
-        return _histogram(part, text)
+        return _histogram(part, text, found.minimum, found.maximum)
     drawn = _heatmap(part, text, found.minimum, found.mean, found.maximum, numbers.remark)
-    if drawn.plot.get("full") != [drawn.plot.get("rows"), drawn.plot.get("columns")]:
-        return drawn
-    return replace(drawn, index=plane.index(namespace) if plane is not None else (0,) * (tensor.dim() - 2))
-
-
-def _default_text(dims: int) -> str | None:
-    return ", ".join(["0"] * (dims - 2) + [":"] * min(dims, 2)) if dims > 1 else None
-
-
-def _part(tensor: Tensor, plane: SliceText, namespace: Mapping[str, Any]) -> Tensor:
-    shape = list(tensor.shape)
-    try:
-        part = tensor[plane.index(namespace)]
-    except Exception as error:
-        raise ChosenPatchError("plane", f"[{plane}] is not valid for a value of shape {shape}: {error}") from None
-    if part.dim() > 2:
-        raise ChosenPatchError(
-            "plane",
-            f"[{plane}] of a value of shape {shape} leaves {part.dim()} dimensions, {list(part.shape)}; a heatmap "
-            f"shows two: write numbers for the others, as in {_default_text(len(shape))}",
-        )
-    return part
-
-
-def axis_labels(
-    numbers: Tensor | None, drawn: Picture, labels: TokenLabels | None
-) -> tuple[list[str] | None, list[str] | None]:
-    """Returns the labels of the rows and columns of a heatmap, if these are tokens."""
-    if numbers is None or drawn.index is None or labels is None:
-        return None, None
-    return labels.of_axes(numbers, drawn.index)
+    if labels is None or drawn.plot.get("full") != [drawn.plot.get("rows"), drawn.plot.get("columns")]:
+        return drawn  # a cell of blocks has several labels
+    rows, columns = labels.of_axes(tensor, plane.index(tensor.dim()))
+    return replace(drawn, row_labels=rows, column_labels=columns)
 
 
 # -- histograms --------------------------------------------------------------------------------------------------------
 
 
-def _histogram(part: Tensor, text: str | None) -> Picture:
-    low, high, is_whole = _range(part)
+def _histogram(part: Tensor, text: str | None, low: Any, high: Any) -> Picture:
+    finite_pieces = (piece[piece.isfinite()] for piece in pieces(part))
+    is_whole = max(-low, high) < 2**50 and all(bool((finite == finite.round()).all()) for finite in finite_pieces)
     if is_whole and high - low < _BINS:
         edges = torch.arange(low - 0.5, high + 1, dtype=torch.float64)
     elif low == high:
@@ -149,17 +164,6 @@ def _histogram(part: Tensor, text: str | None) -> Picture:
         places = torch.searchsorted(edges, finite, right=True) - 1
         counts += torch.bincount(places.clamp(0, len(counts) - 1), minlength=len(counts))
     return Picture({"type": "histogram", "counts": counts.tolist(), "edges": edges.tolist(), "slice": text})
-
-
-def _range(part: Tensor) -> tuple[float, float, bool]:
-    """Returns the least and the greatest finite number, and whether all finite ones are integers."""
-    low, high, is_whole = math.inf, -math.inf, True
-    for piece in pieces(part):
-        finite = piece[piece.isfinite()]
-        if len(finite):
-            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-            is_whole = is_whole and bool((finite == finite.round()).all())
-    return low, high, is_whole and max(-low, high) < 2**50
 
 
 # -- heatmaps ----------------------------------------------------------------------------------------------------------

@@ -21,13 +21,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.paths import nearest
 
 TermKind: TypeAlias = Literal["text", "exact", "op", "shape", "dtype", "is", "module"]
-Sizes: TypeAlias = "tuple[int | None, ...]"
 
 NODE_KINDS = ("input", "parameter", "buffer", "attribute", "op", "output")
 STATES = ("patched", "opaque", "size", "tensor", "number", *NODE_KINDS)
@@ -40,33 +39,23 @@ _BRACKETED = re.compile(r"shape:(\[[^\]]*\]|\([^)]*\))(?!\S)")
 _QUOTED = re.compile(r"\"([^\"]*)\"(?!\S)|'([^']*)'(?!\S)")
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeTerm:
-    """The shapes that a `shape:` term matches: any with a dimension of one size, or whole shapes.
+Sizes: TypeAlias = "tuple[Any, ...]"
+"""Sizes of a shape, from left to right: `None` is any size, and `...` any number of sizes."""
 
-    Attributes:
-        size: The size that one dimension must have; `None` for any.
-        first: For whole shapes, the sizes before `...`, or all sizes; `None` if only `size` is tested.
-        last: The sizes after `...`; `None` without `...`.
+
+def matches_sizes(sizes: Sizes, shape: Sequence[int]) -> bool:
+    """Whether a shape consists of these sizes.
+
+    Example:
+        >>> matches_sizes((..., 8), (2, 3, 8)), matches_sizes((2, None), (2, 3, 8))
+        (True, False)
     """
-
-    size: int | None = None
-    first: Sizes | None = None
-    last: Sizes | None = None
-
-    def matches(self, shape: Sequence[int]) -> bool:
-        """Whether the term matches the shape."""
-        if self.first is None:
-            return len(shape) > 0 if self.size is None else self.size in shape
-        if self.last is None:
-            return len(shape) == len(self.first) and _are_sizes(self.first, shape)
-        is_long_enough = len(shape) >= len(self.first) + len(self.last)
-        end = shape[len(shape) - len(self.last) :]
-        return is_long_enough and _are_sizes(self.first, shape) and _are_sizes(self.last, end)
-
-
-def _are_sizes(sizes: Sizes, shape: Sequence[int]) -> bool:
-    return all(wanted is None or wanted == size for wanted, size in zip(sizes, shape, strict=False))
+    if not sizes:
+        return not shape
+    first, *rest = sizes
+    if first is Ellipsis:
+        return any(matches_sizes(tuple(rest), shape[start:]) for start in range(len(shape) + 1))
+    return len(shape) > 0 and first in (None, shape[0]) and matches_sizes(tuple(rest), shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +64,12 @@ class Term:
 
     Attributes:
         kind: The property that it tests.
-        value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), or a `ShapeTerm`.
+        value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), or `Sizes`.
         is_excluded: Whether the term finds the nodes that do not match it.
     """
 
     kind: TermKind
-    value: str | ShapeTerm
+    value: str | Sizes
     is_excluded: bool = False
 
 
@@ -171,18 +160,17 @@ def _dtype(value: str) -> Term:
     return Term("dtype", names[short[1]] + short[2])
 
 
-def _shape(value: str) -> ShapeTerm:
+def _shape(value: str) -> Sizes:
     inside = value[1:-1] if value[0] + value[-1] in ("[]", "()") else value
-    if inside == value and "," not in value and value != "...":
-        return ShapeTerm(size=_size(value, value))
+    if inside == value and "," not in value and value != "...":  # a size anywhere
+        return (..., _size(value, value), ...)
     texts = [part.strip() for part in inside.split(",")]
     if texts[-1] == "":  # `[]`, or a comma at the end as in `(3,)`
         texts.pop()
-    if "..." not in texts:
-        return ShapeTerm(first=tuple(_size(part, value) for part in texts))
-    gap = texts.index("...")
-    first = tuple(_size(part, value) for part in texts[:gap])
-    return ShapeTerm(first=first, last=tuple(_size(part, value) for part in texts[gap + 1 :]))
+    has_gap = "..." in texts
+    gap = texts.index("...") if has_gap else len(texts)
+    sizes = [_size(part, value) for part in texts[:gap] + texts[gap + 1 :]]  # a second `...` is not a size
+    return (*sizes[:gap], *([...] if has_gap else []), *sizes[gap:])
 
 
 def _size(text: str, value: str) -> int | None:

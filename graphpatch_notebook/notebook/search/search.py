@@ -7,6 +7,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from itertools import islice
 from typing import Any, overload
 
@@ -20,7 +21,7 @@ from graphpatch_notebook.inspection.node_map import NodeMap, NodeMeta, NodeRows,
 from graphpatch_notebook.inspection.resolution import nearest_paths
 from graphpatch_notebook.notebook.display.labels import op_label, source_label, value_label
 from graphpatch_notebook.notebook.display.tables import Column, Table
-from graphpatch_notebook.notebook.search.query import NODE_KINDS, Term, parse_query
+from graphpatch_notebook.notebook.search.query import NODE_KINDS, Term, matches_sizes, parse_query
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, dtype_name
@@ -36,14 +37,7 @@ _COLUMNS = (
 
 
 class FoundNodes(Table[NodeMeta]):
-    """The nodes that match a query, in order of execution: a sequence of `NodeMeta` that displays as a table.
-
-    Args:
-        query: The query.
-        columns: The properties of all nodes.
-        positions: The positions of the nodes that match.
-        hints: Returns suggestions for a query that finds nothing. Called when the table is shown.
-    """
+    """The nodes that match a query, in order of execution: a sequence of `NodeMeta` that displays as a table."""
 
     def __init__(
         self, query: str, columns: NodeColumns, positions: Sequence[int], hints: Callable[[], Iterable[str]] = tuple
@@ -68,15 +62,7 @@ class FoundNodes(Table[NodeMeta]):
 
 
 def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) -> FoundNodes:
-    """Returns the nodes of `pg` that match a query, in order of execution.
-
-    Args:
-        pg: The graph.
-        query: Terms, as explained in `notebook/search/query.py`. All must match. An empty query finds all nodes.
-        patched_paths: The paths of the nodes that are patched, for `is:patched`.
-
-    Raises:
-        ValueError: The query is not valid. The message is one line.
+    """Returns the nodes of `pg` that match all terms of a query (`notebook/search/query.py`), in order of execution.
 
     Example:
         >>> import torch
@@ -98,75 +84,63 @@ def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) ->
 
 
 class NodeColumns:
-    """The properties of the nodes of a capture that terms test: one list a property, computed at its first use.
-
-    Args:
-        rows: The nodes.
-    """
+    """The properties of the nodes of a capture that terms test: one list a property, computed at its first use."""
 
     def __init__(self, rows: NodeRows) -> None:
         self.rows = rows
-        self._columns: dict[str, list[Any]] = {}
 
-    @property
+    @cached_property
     def texts(self) -> list[str]:
         """The path and the torch function of each node, in lower case, separated by a line break."""
-        return self._column(
-            "texts", lambda: [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
-        )
+        return [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
 
-    @property
+    @cached_property
     def texts_with_components(self) -> list[str]:
         """The `texts`, with the names of the components that the nodes are, each after a line break."""
-        return self._column("texts with components", lambda: list(self._texts_with_components()))
-
-    def _texts_with_components(self) -> Iterator[str]:
         names = self.component_names
-        for path, text in zip(self.rows.paths, self.texts, strict=True):
-            yield "\n".join([text, *map(str.lower, names[path])]) if path in names else text
+        return [
+            "\n".join([text, *map(str.lower, names[path])]) if path in names else text
+            for path, text in zip(self.rows.paths, self.texts, strict=True)
+        ]
 
-    @property
+    @cached_property
     def component_names(self) -> dict[str, list[str]]:
         """The names of the components, by path. Finding them takes time, so only queries for text ask for them."""
-        return self._column("components", lambda: [self._component_names()])[0]  # type: ignore[no-any-return]
-
-    def _component_names(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         if self.rows.frames:
             for name, component in find_components(self.rows.frames[0].root).items():
                 found.setdefault(component.path, []).append(name)
         return found
 
-    @property
+    @cached_property
     def ops(self) -> list[str]:
         """The names of the torch functions in lower case; empty for nodes that are not ops."""
-        return self._column("ops", lambda: [n.op.lower() if n.kind == "op" else "" for n in self.rows.nodes])
+        return [n.op.lower() if n.kind == "op" else "" for n in self.rows.nodes]
 
-    @property
+    @cached_property
     def module_classes(self) -> list[str]:
         """The class names of the modules that contain the nodes, in lower case."""
-        return self._column("classes", lambda: [type(frame.module).__name__.lower() for frame in self.rows.frames])
+        return [type(frame.module).__name__.lower() for frame in self.rows.frames]
 
-    @property
+    @cached_property
     def shapes(self) -> list[tuple[int, ...] | None]:
         """The shapes; `None` for values that are not tensors."""
-        return self._column("shapes", lambda: [_shape(spec) for spec in self.rows.specs])
+        return [spec.shape if isinstance(spec, TensorSpec) else None for spec in self.rows.specs]
 
-    @property
+    @cached_property
     def dtypes(self) -> list[str]:
         """The names of the dtypes, such as `float32`; empty for values that are not tensors."""
-        return self._column("dtypes", lambda: list(map(_dtype_of, self.rows.specs)))
+        return [dtype_name(spec.dtype) if isinstance(spec, TensorSpec) else "" for spec in self.rows.specs]
 
-    @property
+    @cached_property
     def stems(self) -> dict[str, str]:
         """The names of the nodes without the number at the end, each with the first name that it comes from."""
-        column = self._column("stems", lambda: [_stems(node.name for node in self.rows.nodes)])
-        return column[0]  # type: ignore[no-any-return]
+        return _stems(node.name for node in self.rows.nodes)
 
-    @property
+    @cached_property
     def words(self) -> list[str]:
         """The sorted names in paths and of torch functions, except names that need quotes."""
-        return self._column("words", lambda: sorted(filter(_is_word, {*self.ops, *self._names()})))
+        return sorted(filter(_is_word, {*self.ops, *self._names()}))
 
     def _names(self) -> Iterator[str]:
         seen: set[int] = set()
@@ -182,12 +156,6 @@ class NodeColumns:
         words = self.words
         first = bisect.bisect_left(words, prefix)
         return list(itertools.takewhile(lambda word: word.startswith(prefix), itertools.islice(words, first, None)))
-
-    def _column(self, name: str, make: Callable[[], list[Any]]) -> list[Any]:
-        column = self._columns.get(name)
-        if column is None:
-            column = self._columns[name] = make()
-        return column
 
     def matching(self, terms: Sequence[Term], patched: Set[str]) -> list[int]:
         """Returns the positions of the nodes that match all terms."""
@@ -221,7 +189,8 @@ class NodeColumns:
                 return is_among(self.dtypes, value)
             case "shape":
                 shapes = self.shapes
-                return lambda at: (shape := shapes[at]) is not None and value.matches(shape)
+                fitting = {shape for shape in {*shapes} if shape is not None and matches_sizes(value, shape)}
+                return lambda at: shapes[at] in fitting
             case "is":
                 return self._state_test(value, patched)
 
@@ -252,40 +221,30 @@ class NodeColumns:
 
 
 class NodeIndex:
-    """The properties of the nodes of one capture, computed when the first query needs them.
-
-    Args:
-        nodes: The nodes of the capture.
-    """
+    """The properties of the nodes of one capture, computed when the first query needs them."""
 
     def __init__(self, nodes: NodeMap) -> None:
         self.nodes = nodes
-        self._columns: dict[str, NodeColumns] = {}
 
-    @property
+    @cached_property
     def all_nodes(self) -> NodeColumns:
         """All nodes that can be patched."""
-        return self._of("all", with_sizes=True)
+        return NodeColumns(NodeRows.of(self.nodes.root, with_sizes=True))
 
-    @property
+    @cached_property
     def without_sizes(self) -> NodeColumns:
         """The nodes that carry more than sizes."""
-        return self._of("without sizes", with_sizes=False)
+        return NodeColumns(NodeRows.of(self.nodes.root, with_sizes=False))
 
-    @property
+    @cached_property
     def sizes(self) -> NodeColumns:
         """The nodes that carry only sizes."""
-        return self._of("sizes", only_sizes=True)
+        return NodeColumns(NodeRows.of(self.nodes.root, only_sizes=True))
 
     def prepare(self) -> None:
         """Computes the texts that plain words are searched in, so that the first query does not wait for them."""
         for columns in (self.without_sizes, self.sizes):
             _ = columns.texts
-
-    def _of(self, name: str, **which: bool) -> NodeColumns:
-        if name not in self._columns:
-            self._columns[name] = NodeColumns(NodeRows.of(self.nodes.root, **which))
-        return self._columns[name]
 
 
 def index_of(pg: PatchableGraph) -> NodeIndex:
@@ -299,14 +258,6 @@ def index_of(pg: PatchableGraph) -> NodeIndex:
 
 def _is_word(name: str) -> bool:
     return bool(re.fullmatch(r"[^\W\d][\w.]*", name))
-
-
-def _shape(spec: object) -> tuple[int, ...] | None:
-    return spec.shape if isinstance(spec, TensorSpec) else None
-
-
-def _dtype_of(spec: object) -> str:
-    return dtype_name(spec.dtype) if isinstance(spec, TensorSpec) else ""
 
 
 def _canonical(path: str) -> str:

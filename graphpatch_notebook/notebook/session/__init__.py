@@ -3,5 +3,5 @@
 A user names a patch of some kind (`patch_kinds`) for a node path, as text (`chosen_patch`; `slices` and `expressions`
 parse its parts). A `session` holds the chosen patches of one graph, with undo, checks each edit against the graph, and
 evaluates the values in the user's variables when a patch context is entered. `workspace` finds the graphs in these
-variables, `origin` is how the user made them, and `session_file` writes and reads sessions (`text_file`: safely).
+variables, `origin` is how the user made them, and `session_file` writes and reads sessions, safely.
 """

@@ -21,7 +21,7 @@ from graphpatch_notebook.notebook.session.expressions import (
     without_syntax_warnings,
 )
 from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PATCH_KINDS, PatchKind, PatchValue
-from graphpatch_notebook.notebook.session.slices import Bounds, SliceText, parse_slice
+from graphpatch_notebook.notebook.session.slices import SliceText, parse_slice
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.selections import NAMED_STEPS
 from graphpatch_notebook.paths import nearest
@@ -31,12 +31,7 @@ _OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
 
 @dataclass(frozen=True, slots=True)
 class UntrustedFile:
-    """A session file that the user has not trusted yet.
-
-    Attributes:
-        name: The name of the file, as typed.
-        digest: The digest of its text.
-    """
+    """A session file that the user has not trusted yet."""
 
     name: str
     digest: str
@@ -154,13 +149,13 @@ class ChosenPatch:
 
     def restrictions(self) -> dict[str, Any]:
         """Returns the fields of a `Patch` that restrict when and where it is applied, if they are set."""
-        found: dict[str, Any] = {flag: True for flag in FLAGS if getattr(self, flag)}
+        found: dict[str, Any] = {}
         for what in ("steps", "positions"):
             if (text := getattr(self, what)) is not None:
                 found[what] = _numbers(text)
         if self.position_dim is not None:
             found["position_dim"] = self.position_dim
-        return found
+        return found | {flag: True for flag in FLAGS if getattr(self, flag)}
 
     def patch(self, namespace: dict[str, Any]) -> Patch[Any]:
         """Returns the patch, with its value and slice evaluated in the user's `namespace`.
@@ -197,11 +192,7 @@ class ChosenPatch:
         return None if kept is None else self.part(kept, namespace)
 
     def part(self, value: Any, namespace: Mapping[str, Any]) -> Any:
-        """Returns the part of a value that the slice selects.
-
-        Raises:
-            PatchValueError: The slice does not fit the value.
-        """
+        """Returns the part of a value that the slice selects."""
         if self.index is None:
             return value
         try:
@@ -252,11 +243,7 @@ class ChosenPatches:
         return tuple(patch for patch in self.patches if patch.is_enabled)
 
     def find(self, number: int) -> ChosenPatch:
-        """Returns the patch with this number.
-
-        Raises:
-            SessionError: The patch does not exist.
-        """
+        """Returns the patch with this number."""
         found = next((patch for patch in self.patches if patch.number == number), None)
         if found is None:
             there = ", ".join(f"#{patch.number}" for patch in self.patches)
@@ -288,7 +275,7 @@ def parse_numbers(text: str) -> str:
         return stripped
     typed = parse_slice(stripped)
     is_list = all(isinstance(part, int) for part in typed.parts)
-    is_range = len(typed.parts) == 1 and isinstance(typed.parts[0], Bounds)
+    is_range = len(typed.parts) == 1 and isinstance(typed.parts[0], slice)
     if typed.names or not (is_list or is_range):
         raise ValueError(f"{text!r} is not a list of whole numbers; write 3, or 2, 40, or 1:5")
     return str(typed)
@@ -309,7 +296,7 @@ def parse_positions(text: str) -> str:
         return parse_numbers(text)
     is_whole = stripped.startswith("[[") and stripped.endswith("]]")
     typed = parse_slice(stripped[1:-1] if is_whole else stripped)
-    is_rows = all(isinstance(part, tuple) for part in typed.parts) and (is_whole or len(typed.parts) > 1)
+    is_rows = all(isinstance(part, list) for part in typed.parts) and (is_whole or len(typed.parts) > 1)
     if typed.names or not is_rows:
         raise ValueError(f"{text!r} has no positions for each row of the batch; write [3], [5], [2]")
     return f"[{typed}]"

@@ -118,13 +118,7 @@ def without_syntax_warnings() -> Iterator[None]:
 
 
 def evaluate(text: str, namespace: dict[str, Any], title: str) -> Any:
-    """Returns the value of an expression in the user's namespace.
-
-    Args:
-        text: The result of `parse_expression`.
-        namespace: The user's variables. It is not copied, so functions in the expression see later changes.
-        title: The file name in tracebacks.
-    """
+    """Returns the value of an expression in the user's namespace, not in a copy: functions in it see later changes."""
     return eval(compile(_parsed(text), f"<{title}>", "eval"), namespace)
 
 

@@ -55,11 +55,6 @@ _PLAIN = (bool, int, float, str, type(None))
 def written_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], namespace: Mapping[str, Any]) -> str | None:
     """Returns inputs as the text of a call's arguments; `None` if a variable is missing for one of them.
 
-    Args:
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        namespace: The user's variables.
-
     Example:
         >>> ids, inputs = object(), {"mask": object()}
         >>> written_arguments((ids, True), inputs, {"ids": ids, "inputs": inputs})

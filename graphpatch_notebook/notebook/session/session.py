@@ -84,11 +84,7 @@ class Session:
     """The patches chosen for one `PatchableGraph`, with undo and redo. Safe to use from several threads.
 
     Each edit makes a new `ChosenPatches`, or raises and changes nothing. An edit with `based_on` is refused with a
-    `StaleEditError` if the session has a newer version.
-
-    Args:
-        graph: The graph. The session does not keep it alive.
-        origin: How the user made the graph.
+    `StaleEditError` if the session has a newer version. The session does not keep the graph alive.
 
     Example:
         >>> import torch
@@ -112,15 +108,13 @@ class Session:
         self._last_number = 0
         self._undone: list[tuple[ChosenPatch, ...]] = []
         self._done: list[tuple[ChosenPatch, ...]] = []
-        self._listeners = _Listeners()
+        self._listeners: list[Callable[[ChosenPatches], object]] = []
+        self._untold: deque[ChosenPatches] = deque()
+        self._is_telling = False
 
     @property
     def graph(self) -> PatchableGraph:
-        """The graph that the patches are for.
-
-        Raises:
-            SessionError: The graph is gone.
-        """
+        """The graph that the patches are for."""
         graph = self._graph()
         if graph is None:
             raise SessionError("the PatchableGraph of this session is gone; make it again")
@@ -262,9 +256,23 @@ class Session:
 
     def _publish(self, patches: tuple[ChosenPatch, ...]) -> None:
         self._chosen = ChosenPatches(self._chosen.version + 1, patches)
-        self._listeners.notify(self._chosen)
+        self._untold.append(self._chosen)
+        if self._is_telling:  # a listener has made this version: all are told of it after the one before
+            return
+        errors: list[Exception] = []
+        self._is_telling = True
+        try:
+            while self._untold:
+                newest = self._untold.popleft()
+                for listener in tuple(self._listeners):
+                    errors += _errors_of(listener, newest)
+        finally:
+            self._is_telling = False
+        for problem in errors:
+            what = f"a listener raised {type(problem).__name__}: {problem}"
+            warnings.warn(f"{what}; the edit was made, all others were called", ListenerWarning, stacklevel=2)
 
-    def listen(self, listener: Callable[[ChosenPatches], None]) -> Callable[[], None]:
+    def listen(self, listener: Callable[[ChosenPatches], object]) -> Callable[[], None]:
         """Calls `listener` after each change, in the order of the versions.
 
         It is called in the thread of the edit and under its lock. A listener may edit. All listeners are called with
@@ -273,12 +281,13 @@ class Session:
         Returns:
             A function that removes the listener.
         """
+        entry = partial(listener)  # another object, because the same listener may be added twice
         with self._lock:
-            remove = self._listeners.add(listener)
+            self._listeners.append(entry)
 
         def stop() -> None:
             with self._lock:
-                remove()
+                self._listeners[:] = [other for other in self._listeners if other is not entry]
 
         return stop
 
@@ -290,10 +299,6 @@ class Session:
         A probe must not fill a variable that an earlier patch uses: from the second run on, that patch would silently
         use what the previous run kept. If a later patch uses the variable of an earlier probe, this is a warning,
         because it may be intended.
-
-        Args:
-            patch: The patch.
-            others: The other patches; by default those of the session.
 
         Raises:
             ChosenPatchError: It cannot be applied; `field` is the field that is wrong.
@@ -326,10 +331,6 @@ class Session:
 
         The end begins at the last submodule with a number, so that layers have different names: `h_3_mlp_output`.
 
-        Args:
-            path: The node path.
-            taken: Names that are not allowed, such as the user's variables.
-
         Example:
             >>> import torch
             >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.ones(1, 2))
@@ -353,10 +354,6 @@ class Session:
 
     def resolve(self, namespace: dict[str, Any], chosen: ChosenPatches | None = None) -> ResolvedPatches:
         """Returns the enabled patches with their values from `namespace`, each a new object.
-
-        Args:
-            namespace: The user's variables.
-            chosen: The patches; by default those of the session now.
 
         Raises:
             SessionError: Some values cannot be evaluated; one error for all of them. No patch was applied.
@@ -427,11 +424,7 @@ _DIMENSIONS = 8
 
 
 def _target(root: Frame, patch: ChosenPatch) -> Target:
-    """Returns the value that a patch is on: what a module returns, if the patch replaces its call.
-
-    Raises:
-        Unresolvable: It cannot be on a value at this path.
-    """
+    """Returns the value that a patch is on: what a module returns, if the patch replaces its call."""
     replaces_call = patch.definition.patch.replaces_call
     try:
         target = resolve(root, patch.path)
@@ -486,11 +479,7 @@ def session_of(graph: PatchableGraph) -> Session:
 
 
 def check_name(patch: ChosenPatch, others: Iterable[ChosenPatch], origin: Origin) -> None:
-    """Checks that no other patch fills the variable of a patch, and that the graph was not made from it.
-
-    Raises:
-        ChosenPatchError: The variable is taken.
-    """
+    """Checks that no other patch fills the variable of a patch, and that the graph was not made from it."""
     if patch.name is None:
         return
     namesake = next((other for other in others if other.name == patch.name), None)
@@ -531,63 +520,6 @@ def _uses(patch: ChosenPatch, name: str | None) -> bool:
     texts = f"{patch.value} {patch.slice}"
     # The substring check is fast. Non-ASCII identifiers have several spellings.
     return name is not None and (name in texts or not texts.isascii()) and name in names_used([patch])
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Listeners
-
-
-class _Listeners:
-    """Functions to call with each version. Not thread-safe: the session calls it under its lock.
-
-    Example:
-        >>> listeners, versions = _Listeners(), []
-        >>> remove = listeners.add(versions.append)
-        >>> listeners.notify(1)
-        >>> remove(); listeners.notify(2)
-        >>> versions
-        [1]
-    """
-
-    def __init__(self) -> None:
-        self._listeners: list[Callable[[ChosenPatches], object]] = []
-        self._waiting: deque[ChosenPatches] = deque()
-        self._is_notifying = False
-
-    def add(self, listener: Callable[[ChosenPatches], object]) -> Callable[[], None]:
-        """Adds a listener; returns a function that removes it."""
-        # A separate object, because the same listener may be added twice.
-        entry = partial(listener)
-        self._listeners.append(entry)
-
-        def remove() -> None:
-            self._listeners[:] = [other for other in self._listeners if other is not entry]
-
-        return remove
-
-    def notify(self, version: ChosenPatches) -> None:
-        """Calls all listeners with a version.
-
-        If a listener makes a version, it follows after this one, so all listeners see the same order. If listeners
-        raise, a warning is issued after all calls.
-        """
-        self._waiting.append(version)
-        if self._is_notifying:
-            return
-        errors: list[Exception] = []
-        self._is_notifying = True
-        try:
-            while self._waiting:
-                newest = self._waiting.popleft()
-                for listener in tuple(self._listeners):
-                    errors += _errors_of(listener, newest)
-        finally:
-            self._is_notifying = False
-        for problem in errors:
-            message = (
-                f"a listener raised {type(problem).__name__}: {problem}; the edit was made, all others were called"
-            )
-            warnings.warn(message, ListenerWarning, stacklevel=2)
 
 
 def _errors_of(listener: Callable[[ChosenPatches], object], version: ChosenPatches) -> list[Exception]:

@@ -20,6 +20,7 @@ values that are code are not evaluated then unless the user trusts the file.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -29,16 +30,24 @@ from typing import Any
 
 from IPython.paths import get_ipython_dir
 
-from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UnresolvedPatchWarning, cut
+from graphpatch_notebook.errors import (
+    ChosenPatchError,
+    SerializationError,
+    SessionError,
+    SessionFileError,
+    UnresolvedPatchWarning,
+    cut,
+)
 from graphpatch_notebook.inspection.resolution import operation_of, other_operation, with_nearest
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile, names_used
 from graphpatch_notebook.notebook.session.expressions import is_plain
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.text_file import check_no_nul, digest, real_file, replace_text
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.serialization.codecs.reading import parsed
 from graphpatch_notebook.warning_places import warn_each_time
+from graphpatch_notebook.whole_files import whole_file
 
 SCHEMA = "graphpatch-session"
 VERSION = 1
@@ -46,6 +55,7 @@ MOST_PATCHES = 10_000
 _MOST_BYTES = 32 * 2**20
 _MOST_PROBLEMS = 20
 _LONGEST_PROBLEM = 500
+_WRITABLE = 0o222
 
 _FIELDS = {("enabled" if field.name == "is_enabled" else field.name): field for field in fields(ChosenPatch)}
 del _FIELDS["number"], _FIELDS["untrusted"]
@@ -204,12 +214,7 @@ def loads(session: Session, text: str, where: str = "", source: UntrustedFile | 
 def _checked(
     session: Session, patch: ChosenPatch, op: str | None, others: list[ChosenPatch], lost: set[str]
 ) -> ChosenPatch:
-    """Returns the patch as the session would choose it.
-
-    Raises:
-        ChosenPatchError: The graph does not have the value, another operation computes it, or the patch uses a
-            variable of a patch that was left out.
-    """
+    """Returns the patch as the session would choose it."""
     root = captured(session.graph).root
     try:
         checked = session.check(patch, others).patch
@@ -243,14 +248,9 @@ def _text(source: Path) -> str:
 def _document(text: str) -> dict[str, Any]:
     """Returns the content of a text, if it is a session that this version can read."""
     try:
-        document = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise SessionFileError(f"it is not a session: not JSON ({error.msg} at {where})") from None
-    except RecursionError:
-        raise SessionFileError("it is not a session: JSON that is nested too deeply") from None
-    except ValueError as error:
-        raise SessionFileError(f"it is not a session: not JSON ({error})") from None
+        document = parsed(text, "it is not a session").value
+    except SerializationError as error:
+        raise SessionFileError(str(error)) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise SessionFileError(f'it is not a session: it does not have "schema": "{SCHEMA}"')
     version = document.get("version")
@@ -261,19 +261,6 @@ def _document(text: str) -> dict[str, Any]:
             f"it is of version {_json_text(version)}, and this graphpatch reads version {VERSION}: update graphpatch"
         )
     return document
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{_json_text(twice)} appears twice in one object")
-    return found
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not valid in JSON")
 
 
 def _entries(document: dict[str, Any]) -> list[Any]:
@@ -330,6 +317,65 @@ def _json_text(value: Any) -> str:
     except (RecursionError, ValueError):  # ValueError: a number of very many digits
         text = f"a {type(value).__name__}"
     return cut(text, 60)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Text files: written atomically, and never over the files of others
+
+
+def check_no_nul(file: str | os.PathLike[str]) -> None:
+    """Checks that a file name has no null character."""
+    if "\0" in os.fspath(file):
+        raise SessionFileError(f"{str(file)!r} is not a file name: it contains a null character")
+
+
+def real_file(file: str | os.PathLike[str]) -> Path:
+    """Returns the file to write, with links and `~` resolved.
+
+    Raises:
+        SessionFileError: It is not a file, a broken link, or read-only.
+        OSError: The file cannot be inspected.
+    """
+    check_no_nul(file)
+    try:
+        given = Path(file).expanduser()
+        target = Path(os.path.realpath(given))
+    except RuntimeError as error:  # unknown user in `~user`
+        raise SessionFileError(f"{str(file)!r} cannot be written: {error}") from error
+    if os.path.islink(target):  # noqa: PTH114  # unlike `Path`, it accepts names that are too long
+        raise SessionFileError(f"{str(file)!r} cannot be written: it is a link to itself")
+    if not target.exists():
+        if os.path.islink(given):  # noqa: PTH114
+            raise SessionFileError(
+                f"{str(file)!r} is a link to {str(target)!r}, which does not exist: give another name"
+            )
+        return target
+    if not target.is_file():
+        what = "a directory" if target.is_dir() else "not a regular file"
+        raise SessionFileError(f"{str(target)!r} is {what}: give the name of a file")
+    # It could be replaced, but whether it is read-only is up to the user.
+    if not target.stat().st_mode & _WRITABLE or not os.access(target, os.W_OK):
+        raise SessionFileError(f"{str(target)!r} is read-only: choose another name, or make it writable")
+    return target
+
+
+def digest(text: str) -> str:
+    """Returns the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def replace_text(target: Path, text: str) -> None:
+    """Replaces the content of `target`.
+
+    Raises:
+        OSError: It cannot be written; its content is not changed.
+    """
+    if target.exists() and target.stat().st_nlink > 1:
+        # Write in place, so that its other hard links change too.
+        target.write_text(text, encoding="utf8", newline="\n")
+        return
+    with whole_file(target) as written:
+        written.write_bytes(text.encode())
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -9,36 +9,25 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from graphpatch_notebook.notebook.session.expressions import parsed, quoted, without_syntax_warnings
-from graphpatch_notebook.patches.slices import indexed_dimensions, selection_problem
+from graphpatch_notebook.patches.slices import index_text, indexed_dimensions, selection_problem
 
 _WHAT_A_SLICE_IS = "integers, slices such as 3:5, `...`, None, names of variables and lists of integers"
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """A part with colons, `start:stop:step`."""
+class Name(str):
+    """The name of a variable, in place of its value in an index."""
 
-    start: Atom
-    stop: Atom
-    step: Atom
+    __slots__ = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """The name of a variable."""
-
-    id: str
-
-
-Atom: TypeAlias = "int | Name | None"
-SlicePart: TypeAlias = "Atom | Bounds | tuple[int | Name, ...] | type(Ellipsis)"  # type: ignore[valid-type]
+    def __repr__(self) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +35,25 @@ class SliceText:
     """A slice that was typed.
 
     Attributes:
-        parts: The parts between the commas. A list of integers is a tuple here.
+        parts: The parts of the index, between the commas: integers, slices, lists, `...` and `None`. A variable is a
+            `Name`, also within slices and lists.
     """
 
-    parts: tuple[SlicePart, ...]
+    parts: tuple[Any, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The variables in the slice, each once, in order."""
-        return tuple(dict.fromkeys(name.id for part in self.parts for name in _names(part)))
+        return tuple(dict.fromkeys(str(atom) for part in self.parts for atom in _atoms(part) if isinstance(atom, Name)))
 
     def index(self, namespace: Mapping[str, Any]) -> Any:
         """Returns the index: one part, or a tuple of several.
 
         A new dimension is `(None,)` and never `None`, which for a patch means the whole value.
-
-        Raises:
-            NameError: A variable is not in `namespace`.
         """
-        parts = tuple(_value(part, namespace) for part in self.parts)
+        if missing := [name for name in self.names if name not in namespace]:
+            raise NameError(f"name {missing[0]!r} is not defined")
+        parts = tuple(_filled(part, namespace) for part in self.parts)
         return parts[0] if len(parts) == 1 and parts[0] is not None else parts
 
     def source(self, *, is_bracketed: bool = False) -> str:
@@ -89,7 +78,7 @@ class SliceText:
         return f"(None,) if {parts[0]} is None else {parts[0]}" if is_variable else parts[0]
 
     def __str__(self) -> str:
-        return ", ".join(map(_text, self.parts))
+        return index_text(self.parts)
 
 
 def parse_slice(text: str) -> SliceText:
@@ -122,24 +111,24 @@ def parse_slice(text: str) -> SliceText:
     return found
 
 
-def _part(node: ast.expr, text: str) -> SlicePart:
+def _part(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Constant) and node.value is Ellipsis:
         return Ellipsis
     if isinstance(node, ast.Slice):
-        bounds = Bounds(*(None if n is None else _atom(n, text) for n in (node.lower, node.upper, node.step)))
-        if isinstance(bounds.step, int) and bounds.step < 1:
+        part = slice(*(None if n is None else _atom(n, text) for n in (node.lower, node.upper, node.step)))
+        if isinstance(part.step, int) and part.step < 1:
             raise ValueError(
-                f"{quoted(text)}: torch does not support slices with a step of {bounds.step}; steps are 1 or more"
+                f"{quoted(text)}: torch does not support slices with a step of {part.step}; steps are 1 or more"
             )
-        return bounds
+        return part
     if isinstance(node, ast.List) and node.elts:
-        atoms = tuple(_atom(n, text) for n in node.elts)
+        atoms = [_atom(n, text) for n in node.elts]
         if None not in atoms:
             return atoms
     return _atom(node, text)
 
 
-def _atom(node: ast.expr, text: str) -> Atom:
+def _atom(node: ast.expr, text: str) -> int | Name | None:
     if isinstance(node, ast.Name):
         return Name(node.id)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
@@ -153,43 +142,24 @@ def _atom(node: ast.expr, text: str) -> Atom:
     )
 
 
-def _names(part: SlicePart) -> Iterator[Name]:
-    atoms = (part.start, part.stop, part.step) if isinstance(part, Bounds) else part
-    for atom in atoms if isinstance(atoms, tuple) else (atoms,):
-        if isinstance(atom, Name):
-            yield atom
+def _atoms(part: Any) -> Sequence[Any]:
+    if isinstance(part, slice):
+        return part.start, part.stop, part.step
+    return part if isinstance(part, list) else (part,)
 
 
-def _value(part: SlicePart, namespace: Mapping[str, Any]) -> Any:
-    if isinstance(part, Bounds):
-        return slice(*(_value(atom, namespace) for atom in (part.start, part.stop, part.step)))
-    if isinstance(part, tuple):
-        return [_value(atom, namespace) for atom in part]
-    if isinstance(part, Name):
-        if part.id not in namespace:
-            raise NameError(f"name {part.id!r} is not defined")
-        return namespace[part.id]
-    return part
+def _filled(part: Any, namespace: Mapping[str, Any]) -> Any:
+    """Returns a part with the values of its variables."""
+    values = [namespace[atom] if isinstance(atom, Name) else atom for atom in _atoms(part)]
+    return slice(*values) if isinstance(part, slice) else values if isinstance(part, list) else values[0]
 
 
-def _source(part: SlicePart) -> str:
-    if isinstance(part, Bounds):
-        bounds = [_source(part.start), _source(part.stop)]
-        if part.step is not None:
-            bounds.append(_source(part.step))
-        return "slice(None)" if bounds == ["None", "None"] else f"slice({', '.join(bounds)})"
-    return _text(part)
-
-
-def _text(part: SlicePart) -> str:
-    if part is Ellipsis:
-        return "..."
-    if isinstance(part, Bounds):
-        ends = [*(("" if atom is None else _text(atom)) for atom in (part.start, part.stop, part.step))]
-        return ":".join(ends if ends[2] else ends[:2])
-    if isinstance(part, tuple):
-        return f"[{', '.join(map(_text, part))}]"
-    return part.id if isinstance(part, Name) else repr(part)
+def _source(part: Any) -> str:
+    if part == slice(None):
+        return "slice(None)"
+    if isinstance(part, slice):
+        return f"slice({', '.join(map(repr, _atoms(part)[: 2 if part.step is None else 3]))})"
+    return index_text(part)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -246,12 +216,12 @@ def sliced_shape(
     return Sliced(None if typed.names else tuple(sliced.shape), warning)
 
 
-def _without_names(part: SlicePart) -> Any:
-    """Returns a part as an index, with a full slice in place of variables."""
-    if isinstance(part, Bounds) and not any(isinstance(atom, Name) for atom in (part.start, part.stop, part.step)):
-        return slice(part.start, part.stop, part.step)
-    chosen = [atom for atom in part if isinstance(atom, int)] if isinstance(part, tuple) else part
-    return slice(None) if isinstance(chosen, (Bounds, Name)) or chosen == [] else chosen
+def _without_names(part: Any) -> Any:
+    """Returns a part with a full slice in place of variables."""
+    known = [atom for atom in _atoms(part) if not isinstance(atom, Name)]
+    if isinstance(part, list):
+        return known or slice(None)
+    return part if len(known) == len(_atoms(part)) else slice(None)
 
 
 def _within(part: Any) -> Any:

@@ -41,12 +41,7 @@ class ActiveGraph:
 
 
 class Workspace:
-    """The variables that commands work on. It does not keep graphs or activations alive.
-
-    Args:
-        namespace: Returns the user's variables.
-        put_in_new_cell: Makes a new cell with a text.
-    """
+    """The variables that commands work on. It does not keep graphs or activations alive."""
 
     def __init__(self, namespace: Callable[[], dict[str, Any]], put_in_new_cell: Callable[[str], object]) -> None:
         self._namespace = namespace
@@ -70,11 +65,7 @@ class Workspace:
         return [(name, value) for name, value in variables if type(name) is str and not name.startswith("_")]
 
     def use(self, name: str) -> ActiveGraph:
-        """Makes the graph in a variable the active one.
-
-        Raises:
-            SessionError: The variable does not hold a graph.
-        """
+        """Makes the graph in a variable the active one."""
         active = self.named(name)
         self._used = name
         self._sessions[name] = active.session
@@ -82,11 +73,7 @@ class Workspace:
         return active
 
     def named(self, name: str) -> ActiveGraph:
-        """Returns the graph in a variable.
-
-        Raises:
-            SessionError: The variable does not hold a graph.
-        """
+        """Returns the graph in a variable."""
         value = self.namespace.get(name)
         if is_a(value, PatchableGraph):
             return self._active(name, value)
@@ -120,11 +107,7 @@ class Workspace:
         return self._active(known if known in graphs else next(iter(graphs)), graph)
 
     def current(self) -> ActiveGraph:
-        """Returns the active graph.
-
-        Raises:
-            SessionError: There is no graph, or several and none was picked.
-        """
+        """Returns the active graph."""
         found = self.find()
         if found is None:
             raise SessionError(f"no PatchableGraph yet; {self._what_is_there('')}")
@@ -185,11 +168,7 @@ def forget_workspace(shell: Any) -> None:
 
 
 class Results:
-    """The variables that probes and records have filled. It does not keep the values alive.
-
-    Args:
-        namespace: Returns the user's variables.
-    """
+    """The variables that probes and records have filled. It does not keep the values alive."""
 
     def __init__(self, namespace: Callable[[], dict[str, Any]]) -> None:
         self._namespace = namespace

@@ -1,6 +1,6 @@
 """The attention view: the patterns of all heads of a model, without and with the chosen patches.
 
-`show_attention` -> `patterns.RecordedPatterns` (in a run of the model) -> traits `attention` and `cells`
+`show_attention` -> `patterns.patterns_of_run` -> traits `attention` and `cells`
 front end        -> requests: `attend` runs the model with the patches, `head` returns a whole pattern
 
 The front end is js/src/views/attention_view.ts. A page without scripts shows a picture of the heads.
@@ -9,9 +9,7 @@ The front end is js/src/views/attention_view.ts. A page without scripts shows a 
 from __future__ import annotations
 
 import base64
-import html
 import struct
-import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +31,7 @@ from graphpatch_notebook.notebook.run.model_calls import RunInputs
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
-from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_for_view
+from graphpatch_notebook.notebook.views.linked import inputs_of_view, session_for_view
 from graphpatch_notebook.notebook.views.patterns import (
     AttentionLayer,
     LayerPatterns,
@@ -43,7 +41,7 @@ from graphpatch_notebook.notebook.views.patterns import (
     patterns_of_run,
     pooled,
 )
-from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.notebook.views.requests import Answer, Handlers, Payload, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 
@@ -101,25 +99,6 @@ def _texts(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
     return [[token_text(tokenizer, token) for token in row] for row in rows] if tokenizer is not None else []
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionContext(RequestContext):
-    """The objects that requests of the attention view read and change.
-
-    Attributes:
-        follow: Shows the patterns for the patches as they are now, and returns the status of that.
-        head: Returns the pattern of a head, and its scale; of the mean over a batch, also the weighted one.
-    """
-
-    follow: Callable[[], Answer]
-    head: Callable[[int, str, int, int], list[tuple[bytes, float]]]
-
-
-def _head(context: AttentionContext, payload: Payload) -> Answer:
-    place = payload.number("version"), payload.text("run"), payload.number("layer"), payload.number("head")
-    found = context.head(*place)
-    return {"scales": [scale for _, scale in found]}, [cells for cells, _ in found]
-
-
 class AttentionView(ComputedView):
     """An interactive view of attention patterns, which `show_attention` returns.
 
@@ -151,10 +130,8 @@ class AttentionView(ComputedView):
         **ComputedView.IS_OF_FRONT_END,
         "row": lambda value: type(value) is int,
     }
-    HANDLERS: ClassVar[Handlers] = {**HANDLERS, "attend": lambda context, _: context.follow(), "head": _head}
     VIEW: ClassVar[str] = "attention"
     COMPUTED: ClassVar[tuple[str, ...]] = ("attention", "cells")
-    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
 
     def __init__(
         self,
@@ -172,12 +149,10 @@ class AttentionView(ComputedView):
         self._patched: list[LayerPatterns] | None = None
         self._sent: tuple[int, Packed] | None = None
         self._picture: tuple[int, str] | None = None
-        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+        super().__init__(graph, session, workspace)
 
-    def _made_context(self, workspace: Workspace) -> AttentionContext:
-        shared = self._shared
-        common = (self._session, workspace, shared.runs, shared.typed, shared.written)
-        return AttentionContext(*common, follow=self._follow, head=self._head)
+    def _handlers(self) -> Handlers:
+        return {**super()._handlers(), "attend": lambda *_: self._follow(), "head": self._head}
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -214,17 +189,18 @@ class AttentionView(ComputedView):
             return found
         return patterns_of_run(graph, self._layers, patches, args, kwargs)
 
-    def _head(self, version: int, run: str, layer: int, head: int) -> list[tuple[bytes, float]]:
-        found = {"clean": self._clean, "patched": self._patched}.get(run)
-        if version != self._version or found is None:
+    def _head(self, _: RequestContext, payload: Payload) -> Answer:
+        """Returns the pattern of a head, and its scale; of the mean over a batch, also the weighted one."""
+        layer, head = payload.number("layer"), payload.number("head")
+        found = {"clean": self._clean, "patched": self._patched}.get(payload.text("run"))
+        if payload.number("version") != self._version or found is None:
             raise SessionError("the patterns have changed in the meantime; look at them again")
         if not 0 <= layer < len(found) or not 0 <= head < found[layer].cells.cells.shape[1]:
             raise SessionError(f"there is no head {head} in layer {layer} of this view")
         place, weighted = self._place, found[layer].weighted(self._place)
         parts = [(found[layer].cells, place), *([] if weighted is None else [(weighted, 0)])]
-        return [
-            (part.cells[row, head].contiguous().numpy().tobytes(), float(part.scales[row, head])) for part, row in parts
-        ]
+        scales = [float(part.scales[row, head]) for part, row in parts]
+        return {"scales": scales}, [part.cells[row, head].contiguous().numpy().tobytes() for part, row in parts]
 
     # -- traits --------------------------------------------------------------------------------------------------------
 
@@ -324,13 +300,12 @@ class AttentionView(ComputedView):
             heads = sum(one.cells.cells.shape[1] for one in shown)
             patched = " with the chosen patches" if self._patched is not None else ""
             return (
-                f'<div class="gp-static gp-static-{html.escape(self._own_id)}">\n'
                 f"<p><strong>Attention of {escaped(name)}: {heads} heads in {len(shown)} layers{patched}</strong> "
                 "(a picture; for the live one, run the cell)</p>\n"
                 f'<img alt="Attention patterns, a row of heads for each layer, the first layer at the top" '
                 f'src="data:image/png;base64,{picture}">\n'
                 f"<details><summary>{len(labels)} tokens</summary>\n<p>{escaped(' '.join(labels))}</p>\n"
-                "</details>\n</div>"
+                "</details>"
             )
         return None
 
@@ -407,25 +382,10 @@ def attention_of(
     tokenizer: Any = None,
     layers: Sequence[int] | None = None,
 ) -> AttentionView:
-    """Returns a new attention view of a graph.
-
-    Args:
-        graph: The graph.
-        workspace: The user's variables.
-        inputs: The inputs of the model; `None`: those of *Run*.
-        tokens: The texts of the tokens, of each row of the batch, or a tokenizer.
-        typed: The inputs as Python code.
-        tokenizer: A tokenizer.
-        layers: The numbers of the layers to show; `None` for all.
-
-    Raises:
-        GraphError: No attention patterns were found in the model.
-        SessionError: There are no inputs, or a patch context is active.
-        TypeError: The tokenizer is not valid.
-    """
+    """Returns a new attention view of a graph: `show_attention`. `typed` are the inputs as Python code."""
     is_texts = isinstance(tokens, Sequence)
-    session, shared = session_for_view(graph, workspace, tokenizer=tokenizer if is_texts else (tokens or tokenizer))
+    session, runs = session_for_view(graph, workspace, tokenizer=tokenizer if is_texts else (tokens or tokenizer))
     found = attention_layers(find(captured(graph).root), layers)
-    given = inputs_of_view(session, workspace, shared, inputs, typed)
-    texts = AxisTokens.of(graph, given, tokens if is_texts else None, shared.runs.tokenizer)
+    given = inputs_of_view(session, workspace, runs, inputs, typed)
+    texts = AxisTokens.of(graph, given, tokens if is_texts else None, runs.tokenizer)
     return AttentionView(graph, session, workspace, found, given, texts)

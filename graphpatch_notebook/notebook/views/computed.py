@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import SessionError
@@ -32,20 +32,11 @@ class ComputedView(LinkedView):
     A subclass defines `_work`, `COMPUTED`, and a request that calls `_follow`. Runs start at the first such request
     after the patches have changed, in a thread of their own; traits are set in the thread of requests.
 
-    Args:
-        graph: The graph.
-        session: The session of the graph.
-        workspace: The user's variables.
-        model_id: The model id of the widget.
-
     Raises:
         SessionError: A patch context is active, or the model is sharded over processes.
     """
 
-    COMPUTED: ClassVar[tuple[str, ...]]
-    """The traits that have the results."""
-
-    def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, model_id: str) -> None:
+    def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace) -> None:
         if innermost(captured(graph)) is not None:
             raise SessionError(
                 "a patch context is active: show this view outside of it, and choose patches in the view"
@@ -59,15 +50,10 @@ class ComputedView(LinkedView):
         self._number = 0
         self._computed_for = session.chosen.version
         self._compute_now(session)
-        super().__init__(graph, session, workspace, model_id)
+        super().__init__(graph, session, workspace)
 
     def _work(self, patches: dict[str, list[Patch[Any]]], chosen: Sequence[int]) -> Work:
-        """Returns what computes the numbers.
-
-        Args:
-            patches: The patches that change something.
-            chosen: Their numbers in the session.
-        """
+        """Returns what computes the numbers with the patches that change something; `chosen` are their numbers."""
         raise NotImplementedError
 
     def update(self) -> None:
@@ -134,8 +120,7 @@ class ComputedView(LinkedView):
     def _follow(self, *, is_changed: bool = False) -> Answer:
         """Returns the `JobStatus` of the runs for the patches as they are now; starts them if they have not run.
 
-        Args:
-            is_changed: Whether to compute something else for the same patches.
+        With `is_changed`, something else is computed for the same patches.
         """
         if is_changed or self._computed_for != self._session.chosen.version:
             self._start()
@@ -145,10 +130,6 @@ class ComputedView(LinkedView):
         # Read before `_finish`: the answer "done" is the last one, and the results are shown by then.
         state = "done" if job is None else job.state
         self._finish()
-        return {
-            "id": self._number,
-            "state": state,
-            "seconds": 0.0 if job is None else job.seconds,
-            "fraction": None,
-            "error": job.error if job is not None and state == "failed" else None,
-        }, []
+        if job is None:
+            return {"id": self._number, "state": "done", "seconds": 0.0, "fraction": None, "error": None}, []
+        return {**job.status(state), "id": self._number, "fraction": None}, []

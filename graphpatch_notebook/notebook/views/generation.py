@@ -5,8 +5,6 @@ js/src/views/generation_view.ts draws them.
 
 from __future__ import annotations
 
-import html
-import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +24,8 @@ from graphpatch_notebook.notebook.display.tokens import token_text
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
-from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_for_view
-from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, Payload, RequestContext
+from graphpatch_notebook.notebook.views.linked import inputs_of_view, session_for_view
+from graphpatch_notebook.notebook.views.requests import Answer, Handlers, Payload, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.warning_places import collected_warnings
@@ -61,41 +59,15 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Branch:
-    """A continuation with another token at a step.
-
-    Attributes:
-        line: The line that it is a branch of.
-        is_patched: Whether it is generated with the patches.
-        tokens: The tokens up to the other one, which is the last.
-    """
+    """A continuation with another token at a step: the last of `tokens`, which are those up to this one."""
 
     line: int
     is_patched: bool
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class GenerationContext(RequestContext):
-    """The objects that requests of a generation view read and change.
-
-    Attributes:
-        follow: Adds or removes a branch, and returns the status of the runs.
-    """
-
-    follow: Callable[[Payload], Answer] = lambda _: ({}, [])
-
-
 class Generator:
-    """Generates greedily from one prompt.
-
-    Args:
-        graph: The graph, of a model with `generate`.
-        inputs: The arguments of `generate`.
-        max_new_tokens: How many tokens are generated at most.
-
-    Raises:
-        ExperimentError: The model does not have `generate`, or there are several prompts.
-    """
+    """Generates greedily from one prompt."""
 
     def __init__(self, graph: PatchableGraph, inputs: Inputs, max_new_tokens: int) -> None:
         if not callable(getattr(captured(graph).module, "generate", None)):
@@ -158,47 +130,21 @@ class _Forced:
         return left
 
 
-@dataclass(frozen=True)
-class GenerationOptions:
-    """What a generation view shows.
-
-    Attributes:
-        max_new_tokens: How many tokens are generated at most.
-        tokens: A tokenizer; `None` for the one that was given to the browser.
-        score: What the colors are: `"log_probability"`, `"entropy"`, or a number for each step.
-    """
-
-    max_new_tokens: int = 20
-    tokens: Any = None
-    score: Any = "log_probability"
-
-
 def generation_of(
     graph: PatchableGraph,
     workspace: Workspace,
-    inputs: Inputs | None,
-    options: GenerationOptions,
+    inputs: Inputs | None = None,
     *,
     typed: str | None = None,
+    max_new_tokens: int = 20,
+    tokens: Any = None,
+    score: Any = "log_probability",
 ) -> GenerationView:
-    """Returns a new generation view of a graph.
-
-    Args:
-        graph: The graph.
-        workspace: The user's variables.
-        inputs: The arguments of `generate`; `None`: the inputs of *Run*.
-        options: What it shows.
-        typed: The inputs as Python code.
-
-    Raises:
-        ExperimentError: The model cannot generate, or an option does not fit.
-        SessionError: There are no inputs, or a patch context is active.
-        TypeError: The tokenizer is not valid.
-    """
-    session, shared = session_for_view(graph, workspace, tokenizer=options.tokens)
-    inputs = Inputs(*inputs_of_view(session, workspace, shared, inputs, typed).copy())
-    generator = Generator(graph, inputs, options.max_new_tokens)
-    return GenerationView(graph, session, workspace, generator, shared.runs.tokenizer, _checked_score(options.score))
+    """Returns a new generation view of a graph: `show_generation`. `typed` are the inputs as Python code."""
+    session, runs = session_for_view(graph, workspace, tokenizer=tokens)
+    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
+    generator = Generator(graph, inputs, max_new_tokens)
+    return GenerationView(graph, session, workspace, generator, runs.tokenizer, _checked_score(score))
 
 
 def _checked_score(score: Any) -> str | tuple[float, ...]:
@@ -213,24 +159,13 @@ def _checked_score(score: Any) -> str | tuple[float, ...]:
 
 
 class GenerationView(ComputedView):
-    """The tokens that a model generates. `show_generation` returns it.
-
-    Args:
-        graph: The graph.
-        session: The session of the graph.
-        workspace: The user's variables.
-        generator: Generates tokens.
-        tokenizer: Turns tokens into text; `None`: they are numbers.
-        score: What the colors are at first; or the numbers.
-    """
+    """The tokens that a model generates. `show_generation` returns it."""
 
     generation = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     numbers = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
 
     VIEW: ClassVar[str] = "generation"
     COMPUTED: ClassVar[tuple[str, ...]] = ("generation", "numbers")
-    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
-    HANDLERS: ClassVar[Handlers] = {**HANDLERS, "generation": lambda context, payload: context.follow(payload)}
 
     def __init__(
         self,
@@ -244,7 +179,7 @@ class GenerationView(ComputedView):
         self._generator, self._tokenizer, self._score = generator, tokenizer, score
         self._branches: list[Branch] = []
         self._shown_lines = _Lines()
-        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+        super().__init__(graph, session, workspace)
         steps = len(self._shown_lines.continuations[0].tokens)
         if not isinstance(score, str) and len(score) != steps:
             raise ExperimentError(
@@ -266,10 +201,10 @@ class GenerationView(ComputedView):
         self.update()
 
     def _add_branch(self, line: int, step: int, token: int) -> None:
-        lines = self._shown_lines
-        if not 0 <= line < len(lines.continuations):
-            raise SessionError(f"there is no line {line}; there are {len(lines.continuations)}")
-        before = lines.continuations[line]
+        lines = self._shown_lines.lines
+        if not 0 <= line < len(lines):
+            raise SessionError(f"there is no line {line}; there are {len(lines)}")
+        before = lines[line].continuation
         if not 0 <= step < len(before.tokens):
             raise SessionError(f"there is no step {step}; line {line} has {len(before.tokens)}")
         if not 0 <= token < self._vocabulary_size:
@@ -277,7 +212,7 @@ class GenerationView(ComputedView):
         if len(self._branches) >= _MOST_BRANCHES:
             raise SessionError(f"there are {_MOST_BRANCHES} branches already: remove one first")
         forced = (*before.tokens[:step], token)
-        self._branches.append(Branch(line, lines.is_patched[line], forced))
+        self._branches.append(Branch(line, lines[line].is_patched, forced))
 
     @property
     def _vocabulary_size(self) -> int:
@@ -290,15 +225,15 @@ class GenerationView(ComputedView):
 
         def work() -> Callable[[], None]:
             lines = _Lines(branches=branches)
-            lines.add("Without patches", generator.run({}))
+            lines.lines.append(_Line("Without patches", generator.run({})))
             if patches:
                 with collected_warnings() as lines.remarks:
-                    lines.add("With the patches", generator.run(patches), is_patched=True)
+                    lines.lines.append(_Line("With the patches", generator.run(patches), is_patched=True))
             for branch in branches:
                 own = patches if branch.is_patched else {}
                 name = f"Branch at step {len(branch.tokens) - 1}" + (", with the patches" if own else "")
                 with collected_warnings():  # the same as those of the whole
-                    lines.add(name, generator.run(own, branch.tokens), is_patched=bool(own), branch=branch)
+                    lines.lines.append(_Line(name, generator.run(own, branch.tokens), bool(own), branch))
 
             def keep() -> None:
                 self._shown_lines = lines
@@ -307,11 +242,11 @@ class GenerationView(ComputedView):
 
         return work
 
-    def _made_context(self, workspace: Workspace) -> GenerationContext:
-        shared = self._shared
-        return GenerationContext(self._session, workspace, shared.runs, shared.typed, shared.written, self._asked)
+    def _handlers(self) -> Handlers:
+        return {**super()._handlers(), "generation": self._asked}
 
-    def _asked(self, payload: Payload) -> Answer:
+    def _asked(self, _: RequestContext, payload: Payload) -> Answer:
+        """Adds or removes a branch, and returns the status of the runs."""
         is_changed = False
         if (step := payload.number_or_none("step")) is not None:
             self._add_branch(payload.number("line"), step, payload.number("token"))
@@ -340,7 +275,7 @@ class GenerationView(ComputedView):
         return sorted({int(token) for one in shown for token in (*one.tokens, *one.top.ravel())})
 
     def _text(self, token: int) -> str:
-        return str(token) if self._tokenizer is None else token_text(self._tokenizer, token)
+        return token_text(self._tokenizer, token)
 
     def _joined(self, tokens: Iterable[int]) -> str:
         """Returns the text of tokens. Numbers need spaces between them; the texts of tokens have their own."""
@@ -356,12 +291,12 @@ class GenerationView(ComputedView):
             "top": lines.continuations[0].top.shape[1],
             "lines": [
                 {
-                    "name": name,
-                    "steps": len(one.tokens),
-                    "branch": None if branch is None else lines.branches.index(branch),
-                    "start": 0 if branch is None else len(branch.tokens) - 1,
+                    "name": line.name,
+                    "steps": len(line.continuation.tokens),
+                    "branch": None if line.branch is None else lines.branches.index(line.branch),
+                    "start": 0 if line.branch is None else len(line.branch.tokens) - 1,
                 }
-                for name, one, branch in zip(lines.names, lines.continuations, lines.branch_of, strict=True)
+                for line in lines.lines
             ],
             "score": self._score if isinstance(self._score, str) else "given",
             "has_given": not isinstance(self._score, str),
@@ -385,51 +320,41 @@ class GenerationView(ComputedView):
     def __repr__(self) -> str:
         lines = self._shown_lines
         texts = self._joined(lines.continuations[0].tokens)
-        return f"<GenerationView of {self._session.origin.graph}: {texts!r:.80}, {len(lines.names)} lines>"
+        return f"<GenerationView of {self._session.origin.graph}: {texts!r:.80}, {len(lines.lines)} lines>"
 
     def _static_html(self) -> str:
         return "\n".join(self._static_lines())
 
     def _static_lines(self) -> Iterator[str]:
-        yield f'<div class="gp-static gp-static-{html.escape(self._own_id)}">'
         name = escaped(f"Generation of {self._session.origin.graph}")
         yield f"<p><strong>{name}</strong> (log-probabilities in nats; for the live view, run the cell)</p>"
         prompt = escaped(self._joined(self._generator.prompt))
         yield f"<p>Prompt: <code>{prompt}</code></p>"
-        for title, one in zip(self._shown_lines.names, self._shown_lines.continuations, strict=True):
-            tokens = (escaped(tick_text(self._text(token), is_token=True)) for token in one.tokens)
-            cells = (
-                f"<code>{text}</code>&nbsp;{log:.2f}" for text, log in zip(tokens, one.log_probability, strict=True)
-            )
-            yield f"<p>{escaped(title)}: {' '.join(cells)}</p>"
-        yield "</div>"
+        for line in self._shown_lines.lines:
+            tokens = (escaped(tick_text(self._text(token), is_token=True)) for token in line.continuation.tokens)
+            logs = line.continuation.log_probability
+            cells = (f"<code>{text}</code>&nbsp;{log:.2f}" for text, log in zip(tokens, logs, strict=True))
+            yield f"<p>{escaped(line.name)}: {' '.join(cells)}</p>"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Tokens, with their title, and whether the patches were active; `branch` is `None` for the first lines."""
+
+    name: str
+    continuation: Continuation
+    is_patched: bool = False
+    branch: Branch | None = None
 
 
 @dataclass
 class _Lines:
-    """The lines that are shown, the one without patches first.
+    """The lines that are shown, the one without patches first; the branches among them; warnings of the patched run."""
 
-    Attributes:
-        branches: The branches among them.
-        names: Their titles.
-        continuations: Their tokens.
-        is_patched: Whether they are generated with the patches.
-        branch_of: The branch that each is; `None` for the first ones.
-        remarks: Warnings of the run with the patches.
-    """
-
+    lines: list[_Line] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    continuations: list[Continuation] = field(default_factory=list)
-    is_patched: list[bool] = field(default_factory=list)
-    branch_of: list[Branch | None] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def add(
-        self, name: str, continuation: Continuation, *, is_patched: bool = False, branch: Branch | None = None
-    ) -> None:
-        """Adds a line."""
-        self.names.append(name)
-        self.continuations.append(continuation)
-        self.is_patched.append(is_patched)
-        self.branch_of.append(branch)
+    @property
+    def continuations(self) -> list[Continuation]:
+        return [line.continuation for line in self.lines]

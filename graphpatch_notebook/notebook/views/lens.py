@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import html
-import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,8 +23,8 @@ from graphpatch_notebook.notebook.display.tokens import TokenInputs, token_text
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted
 from graphpatch_notebook.notebook.views.computed import ComputedView, Work
-from graphpatch_notebook.notebook.views.opening import inputs_of_view, session_for_view
-from graphpatch_notebook.notebook.views.requests import HANDLERS, Answer, Handlers, RequestContext
+from graphpatch_notebook.notebook.views.linked import inputs_of_view, session_for_view
+from graphpatch_notebook.notebook.views.requests import Answer, Handlers, Payload, RequestContext
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch
 
@@ -36,84 +33,35 @@ _MOST_SENT = 700_000
 """About how many bytes are sent at most, before they are compressed."""
 
 
-@dataclass(frozen=True)
-class LensContext(RequestContext):
-    """The objects that requests of a lens view read and change.
-
-    Attributes:
-        follow: Shows a stream, or only the patches as they are now, and returns the status of that.
-    """
-
-    follow: Callable[[str | None], Answer] = lambda _: ({}, [])
-
-
-@dataclass(frozen=True)
-class LensOptions:
-    """What a lens view shows.
-
-    Attributes:
-        target: The token whose probability is shown: its number or text, one for all positions, or one for each;
-            `None` for the most probable next token of each position in the model's output.
-        stream: `"residual"`, `"attention"` or `"mlp"`, or several of them; the first is shown first.
-        tokens: A tokenizer (an object with `decode` or `convert_ids_to_tokens`), or the text of each position; `None`
-            for the tokenizer that was given to the browser.
-        row: The row of the batch.
-        stack: The stack of layers, if the model has several.
-    """
-
-    target: int | str | Sequence[int | str] | None = None
-    stream: str | Sequence[str] = "residual"
-    tokens: Any = None
-    row: int = 0
-    stack: str = ""
-
-
 def lens_of(
     graph: PatchableGraph,
     workspace: Workspace,
-    inputs: Inputs | None,
-    options: LensOptions,
+    inputs: Inputs | None = None,
     *,
     typed: str | None = None,
+    target: int | str | Sequence[int | str] | None = None,
+    stream: str | Sequence[str] = "residual",
+    tokens: Any = None,
+    row: int = 0,
+    stack: str = "",
 ) -> LensView:
-    """Returns a new lens view of a graph.
-
-    Args:
-        graph: The graph.
-        workspace: The user's variables.
-        inputs: The inputs of the model; `None`: those of *Run*.
-        options: What it shows.
-        typed: The inputs as Python code.
-
-    Raises:
-        ExperimentError: The layers or logits of the model are not known, or an option does not fit.
-        SessionError: There are no inputs, or a patch context is active.
-        TypeError: The tokenizer is not valid.
-    """
-    is_texts = isinstance(options.tokens, Sequence) and all(isinstance(text, str) for text in options.tokens)
-    given = None if options.tokens is None or is_texts else options.tokens
-    session, shared = session_for_view(graph, workspace, tokenizer=given)
-    inputs = Inputs(*inputs_of_view(session, workspace, shared, inputs, typed).copy())
-    tokenizer = shared.runs.tokenizer
-    target = _target_of(options.target, tokenizer)
+    """Returns a new lens view of a graph: `show_lens`. `typed` are the inputs as Python code."""
+    is_texts = isinstance(tokens, Sequence) and all(isinstance(text, str) for text in tokens)
+    session, runs = session_for_view(graph, workspace, tokenizer=None if is_texts else tokens)
+    inputs = Inputs(*inputs_of_view(session, workspace, runs, inputs, typed).copy())
     kind = RemoteReadouts if isinstance(graph, RemoteGraph) else Readouts
-    readouts = kind(graph, inputs, target=target, top=_TOP, row=options.row, stack=options.stack)
+    numbers = _target_of(target, runs.tokenizer)
+    readouts = kind(graph, inputs, target=numbers, top=_TOP, row=row, stack=stack)
     size = len(readouts.target)
-    if is_texts:
-        if len(options.tokens) != size:
-            raise ExperimentError(f"tokens has {len(options.tokens)} texts for {size} positions")
-        positions: Sequence[str] | None = options.tokens
-    else:
-        positions = _texts_of_inputs(graph, inputs, options.row, tokenizer, size)
-    return LensView(graph, session, workspace, readouts, options, tokenizer, positions)
+    if is_texts and len(tokens) != size:
+        raise ExperimentError(f"tokens has {len(tokens)} texts for {size} positions")
+    positions = tokens if is_texts else _texts_of_inputs(graph, inputs, row, runs.tokenizer, size)
+    streams = [*dict.fromkeys([stream] if isinstance(stream, str) else stream)]
+    return LensView(graph, session, workspace, readouts, streams, target is not None, runs.tokenizer, positions)
 
 
 def _target_of(target: Any, tokenizer: Any) -> Any:
-    """Returns the target with numbers instead of texts.
-
-    Raises:
-        ExperimentError: A text is not one token, or there is no tokenizer.
-    """
+    """Returns the target with numbers instead of texts."""
     if target is None or isinstance(target, int):
         return target
     if isinstance(target, str):
@@ -136,15 +84,6 @@ def _texts_of_inputs(graph: PatchableGraph, inputs: Inputs, row: int, tokenizer:
 class LensView(ComputedView):
     """What each layer says at each position. `show_lens` returns it.
 
-    Args:
-        graph: The graph.
-        session: The session of the graph.
-        workspace: The user's variables.
-        readouts: What states say.
-        options: What it shows.
-        tokenizer: Turns tokens into text; `None`: they are numbers.
-        positions: The text of each position; `None`: they are numbers.
-
     Attributes:
         stream: The stream that is shown.
     """
@@ -155,14 +94,9 @@ class LensView(ComputedView):
 
     VIEW: ClassVar[str] = "lens"
     COMPUTED: ClassVar[tuple[str, ...]] = ("lens", "cells")
-    FIRST: ClassVar[tuple[str, ...]] = (*ComputedView.FIRST, *COMPUTED)
     IS_OF_FRONT_END: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
         **ComputedView.IS_OF_FRONT_END,
         "stream": lambda value: isinstance(value, str),
-    }
-    HANDLERS: ClassVar[Handlers] = {
-        **HANDLERS,
-        "lens": lambda context, payload: context.follow(payload.text_or_none("stream")),
     }
 
     def __init__(
@@ -171,18 +105,18 @@ class LensView(ComputedView):
         session: Session,
         workspace: Workspace,
         readouts: Readouts,
-        options: LensOptions,
+        streams: list[str],
+        has_target: bool,
         tokenizer: Any,
         positions: Sequence[str] | None,
     ) -> None:
         self._readouts, self._tokenizer, self._positions = readouts, tokenizer, positions
-        self._has_target = options.target is not None
-        self._streams = [*dict.fromkeys([options.stream] if isinstance(options.stream, str) else options.stream)]
+        self._streams, self._has_target = streams, has_target
         self._available = [stream for stream in STREAMS if readouts.has(stream)]
         self._clean: dict[str, ReadStates] = {}
         self._patched: dict[str, ReadStates] = {}
         self._chosen: list[int] = []
-        super().__init__(graph, session, workspace, uuid.uuid4().hex)
+        super().__init__(graph, session, workspace)
         self.stream = self._streams[0]
 
     def show_stream(self, stream: str) -> None:
@@ -213,11 +147,12 @@ class LensView(ComputedView):
 
         return work
 
-    def _made_context(self, workspace: Workspace) -> LensContext:
-        shared = self._shared
-        return LensContext(self._session, workspace, shared.runs, shared.typed, shared.written, self._shown)
+    def _handlers(self) -> Handlers:
+        return {**super()._handlers(), "lens": self._shown}
 
-    def _shown(self, stream: str | None) -> Answer:
+    def _shown(self, _: RequestContext, payload: Payload) -> Answer:
+        """Shows a stream, or only the patches as they are now, and returns the status of that."""
+        stream = payload.text_or_none("stream")
         is_new = stream is not None and stream not in self._streams
         if stream is not None and is_new:
             self._readouts.names(stream)
@@ -245,25 +180,27 @@ class LensView(ComputedView):
                 return super()._value_of_trait(name, graph)
 
     @property
-    def _runs(self) -> list[dict[str, ReadStates]]:
+    def _read_runs(self) -> list[dict[str, ReadStates]]:
         return [self._clean, *([self._patched] if self._patched else [])]
 
     @property
     def _top(self) -> int:
         """How many of the probable tokens are sent: fewer for large models and long inputs."""
         computed = self._clean[self._streams[0]].readouts[0].tokens.shape[1]
-        cells = sum(len(read.readouts) for run in self._runs for read in run.values()) * len(self._readouts.target)
+        cells = sum(len(read.readouts) for run in self._read_runs for read in run.values()) * len(self._readouts.target)
         return max(1, min(int(computed), _MOST_SENT // (8 * cells) - 1))
 
     @property
     def _vocabulary(self) -> list[int]:
         """All tokens that are shown."""
-        shown = [row.tokens[:, : self._top] for run in self._runs for read in run.values() for row in read.readouts]
+        shown = [
+            row.tokens[:, : self._top] for run in self._read_runs for read in run.values() for row in read.readouts
+        ]
         found = np.concatenate([np.array(self._readouts.target), *(tokens.ravel() for tokens in shown)])
         return [int(token) for token in np.unique(found)]
 
     def _text(self, token: int) -> str:
-        return str(token) if self._tokenizer is None else token_text(self._tokenizer, token)
+        return token_text(self._tokenizer, token)
 
     def _state(self) -> dict[str, Any]:
         """Returns the `Lens` of the front end."""
@@ -281,7 +218,7 @@ class LensView(ComputedView):
             "target": [place[token] for token in self._readouts.target],
             "has_target": self._has_target,
             "top": self._top,
-            "runs": len(self._runs),
+            "runs": len(self._read_runs),
             "patches": self._chosen if self._patched else [],
             "version": self._computed_for,
             "remarks": [*dict.fromkeys(remark for read in self._patched.values() for remark in read.remarks)],
@@ -291,7 +228,7 @@ class LensView(ComputedView):
         """Returns the numbers: for each run and stream those of all rows, as `readLens` in lens_view.ts reads them."""
         vocabulary, top = np.array(self._vocabulary), self._top
         parts: list[bytes] = []
-        for read in (read for run in self._runs for read in run.values()):
+        for read in (read for run in self._read_runs for read in run.values()):
             of_rows = read.readouts
             tokens = np.stack([np.searchsorted(vocabulary, row.tokens[:, :top]) for row in of_rows])
             parts.append(tokens.astype("<u4").tobytes())
@@ -308,13 +245,13 @@ class LensView(ComputedView):
         return f"<LensView of {self._session.origin.graph}, {self.stream}, {rows} x {positions}{patches}>"
 
     def _static_html(self) -> str | None:
-        parts = [f'<div class="gp-static gp-static-{html.escape(self._own_id)}">']
+        parts: list[str] = []
         stream = self.stream or self._streams[0]
-        for run, what in zip(self._runs, ("", " with the patches"), strict=False):
+        for run, what in zip(self._read_runs, ("", " with the patches"), strict=False):
             title = f"Logit lens of {self._session.origin.graph}, {stream}{what}"
-            most = MOST_BYTES // len(self._runs)
+            most = MOST_BYTES // len(self._read_runs)
             parts += _table(run[stream], self._readouts.target, self._text, self._positions, title, most)
-        return "\n".join([*parts, "</div>"])
+        return "\n".join(parts)
 
 
 def _row(name: str, layer: int | None) -> dict[str, Any]:

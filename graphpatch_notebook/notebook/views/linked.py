@@ -7,24 +7,29 @@ session    -- each change ------------------------->  trait `session`
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import traitlets
 
 from graphpatch_notebook._version import __version__
 from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
-from graphpatch_notebook.notebook.run.runs import SharedRuns
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatches
-from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.run.model_calls import RunInputs, inputs_for_run
+from graphpatch_notebook.notebook.run.runs import Runs
+from graphpatch_notebook.notebook.session.origin import written_arguments
+from graphpatch_notebook.notebook.session.session import Session, session_of
+from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
 from graphpatch_notebook.notebook.views.requests import HANDLERS, Handlers, RequestContext, answer, session_state
 from graphpatch_notebook.notebook.views.selection import problem_of, selection_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import numbered
 
 
 class LinkedView(DisplayedWidget):
@@ -32,15 +37,8 @@ class LinkedView(DisplayedWidget):
 
     A subclass adds traits and `_static_html`. It extends `_value_of_trait` by the traits that it renews,
     `IS_OF_FRONT_END` by those that the front end may set, `_problem` by what is wrong with values of these, and
-    `HANDLERS` by its requests. It keeps the graph alive only if the user does not have a variable with it, and only
+    `_handlers` by its requests. It keeps the graph alive only if the user does not have a variable with it, and only
     until it is closed.
-
-    Args:
-        graph: The graph.
-        session: The session of the graph.
-        workspace: The user's variables.
-        model_id: The model id of the widget.
-        **traits: Keyword arguments of `Widget`.
 
     Attributes:
         group: Identifies the views that share a selection.
@@ -56,18 +54,16 @@ class LinkedView(DisplayedWidget):
         "selection": lambda value: isinstance(value, list)
     }
     """The traits that the front end may set, and whether a value has the right type."""
-    HANDLERS: ClassVar[Handlers] = HANDLERS
-    """The requests that it answers."""
     VIEW: ClassVar[str]
     """Which view of the front end it is."""
     FIRST: ClassVar[tuple[str, ...]] = ("about", "session", "selection")
     """The traits that have values from the start."""
+    COMPUTED: ClassVar[tuple[str, ...]] = ()
+    """Further ones, with the results of runs."""
 
-    def __init__(
-        self, graph: PatchableGraph, session: Session, workspace: Workspace, model_id: str, **traits: Any
-    ) -> None:
+    def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, **traits: Any) -> None:
         self._session = session
-        self._shared = SharedRuns.of(session, workspace)
+        self._runs = Runs.of(session, workspace)
         self._selection = selection_of(graph)
         is_held = any(other is graph for other in workspace.graphs().values())
         self._kept = None if is_held else graph
@@ -76,15 +72,15 @@ class LinkedView(DisplayedWidget):
         self._is_receiving = 0
         self._waiting: set[str] = set()
         self._requests_lock = threading.Lock()
-        self._own_id = model_id
-        self._request_context = self._made_context(workspace)
+        self._request_context = RequestContext(session, workspace, self._runs)
         self.set_trait("group", self._selection.group)
-        for name in self.FIRST:
+        for name in (*self.FIRST, *self.COMPUTED):
             self.set_trait(name, self._value_of_trait(name, graph))
-        super().__init__(self._static_html, model_id, **traits)
-        self._stop_listening = _listen(session, self)
-        self._shared.add(self)
-        self._selection.add(self)
+        super().__init__(**traits)
+        follow = weakref.WeakMethod(self.follow_session)
+        self._stop_listening = session.listen(lambda _: (method := follow()) and method())
+        self._runs.followers.add(self)
+        self._selection.followers.add(self)
         self.on_msg(_answer_message)
 
     @property
@@ -101,35 +97,27 @@ class LinkedView(DisplayedWidget):
         stop: Callable[[], None] | None = self.__dict__.pop("_stop_listening", None)
         if stop is not None:
             stop()
-            self._shared.remove(self)
-            self._selection.remove(self)
+            self._runs.followers.discard(self)
+            self._selection.followers.discard(self)
             self._kept = None
         super().close()
 
-    def _static_html(self) -> str | None:
-        """Returns HTML for pages without a kernel or scripts; `None` if the graph was deleted."""
-        raise NotImplementedError
-
-    def _made_context(self, workspace: Workspace) -> RequestContext:
-        """Returns the objects that requests read and change."""
-        shared = self._shared
-        return RequestContext(self._session, workspace, shared.runs, shared.typed, shared.written)
+    def _handlers(self) -> Handlers:
+        """Returns the requests that it answers."""
+        return HANDLERS
 
     # -- messages of the front end -------------------------------------------------------------------------------------
 
-    def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Sets the traits that the front end has changed, if it may set them and the values are valid."""
-        accepted = {name: value for name, value in sync_data.items() if self._accepts(name, value)}
+    def _receive(self, state: dict[str, Any]) -> None:
         with self._lock:
             self._is_receiving += 1
         try:
-            super().set_state(accepted)
+            super()._receive(state)
         finally:
             with self._lock:
                 self._is_receiving -= 1
                 waiting, self._waiting = self._waiting, set()
             self.renew(*sorted(waiting))
-        self.put_right(sync_data.keys() - accepted.keys())
 
     def _accepts(self, name: str, value: Any) -> bool:
         return self.IS_OF_FRONT_END.get(name, _never)(value) and self._problem(name, value) is None
@@ -151,11 +139,7 @@ class LinkedView(DisplayedWidget):
     def _answer(self, message: Any) -> None:
         """Answers a request."""
         with self._requests_lock:
-            reply, buffers = answer(self._request_context, message, self.HANDLERS)
-            result = reply.get("result")
-            if isinstance(result, dict) and {"report", "state"} <= result.keys():
-                self._shared.note(result)
-            self.send(reply, buffers)
+            self.send(*answer(self._request_context, message, self._handlers()))
         self._display.renew()
 
     # -- values of traits ----------------------------------------------------------------------------------------------
@@ -208,17 +192,65 @@ def _never(_: Any) -> bool:
     return False
 
 
-def _listen(session: Session, view: LinkedView) -> Callable[[], None]:
-    """Calls a view after each change of a session, as long as it exists. Returns a function that stops this."""
-    reference = weakref.ref(view)
-
-    def tell(_: ChosenPatches) -> None:
-        listener = reference()
-        if listener is not None:
-            listener.follow_session()
-
-    return session.listen(tell)
-
-
 def _answer_message(view: LinkedView, message: Any, _: Any) -> None:
     view._answer(message)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Opening a view: its session, with the names of the user's variables, and the inputs of its runs
+
+
+def session_for_view(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    *,
+    inputs: Any = None,
+    typed: str | None = None,
+    tokenizer: Any = None,
+) -> tuple[Session, Runs]:
+    """Returns the session of a graph for a new view, and the runs, with the inputs and tokenizer that are given."""
+    _check_tokenizer(tokenizer)
+    session = session_of(graph)
+    names = [name for name, other in workspace.graphs().items() if other is graph]
+    if names:  # sets the variable names of the graph and the model in the session
+        workspace.named(session.origin.graph if session.origin.graph in names else names[0])
+    elif session.origin.graph in workspace.namespace:  # may be another graph, which exported code must not patch
+        free = next(name for name in numbered(session.origin.graph) if name not in workspace.namespace)
+        session.origin = replace(session.origin, graph=free)
+    runs = Runs.of(session, workspace)
+    runs.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
+    return session, runs
+
+
+def inputs_of_view(
+    session: Session, workspace: Workspace, runs: Runs, inputs: Inputs | None, typed: str | None = None
+) -> RunInputs:
+    """Returns the inputs of a new view: those that were given, else those that were typed, else those of *Run*."""
+    if inputs is None:
+        return inputs_for_run(session, workspace.namespace, typed or runs.typed, runs.inputs)
+    written = written_arguments(inputs.args, inputs.kwargs, workspace.namespace)
+    return RunInputs(inputs.args, inputs.kwargs, written or "...")
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    methods = (getattr(tokenizer, name, None) for name in ("decode", "convert_ids_to_tokens"))
+    if tokenizer is None or (any(map(callable, methods)) and not isinstance(tokenizer, bytes)):
+        return
+    raise TypeError(
+        f"tokenizer must be an object with decode or convert_ids_to_tokens, not {tokenizer!r:.80}; "
+        "load it first: AutoTokenizer.from_pretrained(...)"
+    )
+
+
+def workspace_of_user(namespace: dict[str, Any]) -> Workspace:
+    """Returns the user's variables: those of IPython if it is running, else `namespace`."""
+    if "IPython" in sys.modules:
+        from IPython.core.getipython import get_ipython
+
+        if (shell := get_ipython()) is not None:
+            return workspace_of(shell)
+    return Workspace(lambda: namespace, _refuse_cell)
+
+
+def _refuse_cell(text: str) -> None:
+    raise NotImplementedError("there are no cells here")

@@ -57,10 +57,6 @@ class AttentionLayer:
 def attention_layers(components: Components, layers: Sequence[int] | None = None) -> list[AttentionLayer]:
     """Returns the attentions of a model, in order.
 
-    Args:
-        components: The components of the model.
-        layers: The numbers of the layers; `None` for all.
-
     Raises:
         GraphError: There are none, and why; or a layer does not have one.
     """
@@ -122,18 +118,12 @@ class Quantized:
 
 @dataclass(kw_only=True, eq=False)
 class QuantizingPatch(Patch[Tensor]):
-    """Keeps a pattern, or the lengths of values, quantized.
-
-    Args:
-        axes: What the dimensions of the value are.
-        is_values: Whether these are values: the lengths of their vectors are kept.
-        kept_bytes: The bytes that all patches of a run have kept, as a list of one number.
-    """
+    """Keeps a pattern, or the lengths of values, quantized."""
 
     observes_only: ClassVar[bool] = True
     axes: tuple[str, ...]
     is_values: bool = False
-    kept_bytes: list[int]
+    kept_bytes: list[int]  # one number: of all patches of the run
     kept: Quantized | None = None
 
     def op(self, original_output: Tensor) -> Tensor:
@@ -191,51 +181,6 @@ class LayerPatterns:
         return Quantized.of((sum(products, torch.zeros(())) / (rows - 1))[None])
 
 
-class RecordedPatterns:
-    """The patches that keep the patterns of a run, and what they have kept.
-
-    Args:
-        layers: The attentions.
-    """
-
-    def __init__(self, layers: Iterable[AttentionLayer]) -> None:
-        total = [0]
-        self._patches = [
-            (
-                one,
-                QuantizingPatch(axes=_axes(one.pattern), kept_bytes=total, any_shape=True),
-                None
-                if one.values is None
-                else QuantizingPatch(axes=_axes(one.values), kept_bytes=total, is_values=True, any_shape=True),
-            )
-            for one in layers
-        ]
-
-    def added_to(self, patch_map: Mapping[str, Sequence[Patch[Any]]]) -> dict[str, list[Patch[Any]]]:
-        """Returns a patch map with these patches after the others."""
-        found: dict[str, list[Patch[Any]]] = {path: [*patches] for path, patches in patch_map.items()}
-        for layer, pattern, values in self._patches:
-            found.setdefault(f"{layer.name}.pattern", []).append(pattern)
-            if values is not None:
-                found.setdefault(f"{layer.name}.v", []).append(values)
-        return found
-
-    def found(self) -> list[LayerPatterns]:
-        """Returns what was kept.
-
-        Raises:
-            GraphError: The model did not compute a pattern on these inputs.
-        """
-        missing = [layer.name for layer, pattern, _ in self._patches if pattern.kept is None]
-        if missing:
-            raise GraphError(f"the model did not compute the patterns of {', '.join(missing[:3])} on these inputs")
-        return [
-            LayerPatterns(pattern.kept, None if values is None else values.kept)
-            for _, pattern, values in self._patches
-            if pattern.kept is not None
-        ]
-
-
 def patterns_of_run(
     graph: PatchableGraph,
     layers: Sequence[AttentionLayer],
@@ -243,15 +188,30 @@ def patterns_of_run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[LayerPatterns]:
-    """Runs a graph with patches, and returns the patterns of each layer.
-
-    Raises:
-        GraphError: The model did not compute a pattern on these inputs.
-    """
-    recorded = RecordedPatterns(layers)
-    with torch.no_grad(), graph.patch(dict(recorded.added_to(patches).items())):
+    """Runs a graph with patches, and returns the patterns of each layer."""
+    total = [0]
+    patterns = [QuantizingPatch(axes=_axes(one.pattern), kept_bytes=total, any_shape=True) for one in layers]
+    lengths = [
+        None
+        if one.values is None
+        else QuantizingPatch(axes=_axes(one.values), kept_bytes=total, is_values=True, any_shape=True)
+        for one in layers
+    ]
+    patch_map: dict[str, list[Patch[Any]]] = {path: [*given] for path, given in patches.items()}
+    for layer, pattern, values in zip(layers, patterns, lengths, strict=True):
+        patch_map.setdefault(f"{layer.name}.pattern", []).append(pattern)  # after the other patches
+        if values is not None:
+            patch_map.setdefault(f"{layer.name}.v", []).append(values)
+    with torch.no_grad(), graph.patch(dict(patch_map.items())):
         graph(*args, **kwargs)
-    return recorded.found()
+    missing = [layer.name for layer, pattern in zip(layers, patterns, strict=True) if pattern.kept is None]
+    if missing:
+        raise GraphError(f"the model did not compute the patterns of {', '.join(missing[:3])} on these inputs")
+    return [
+        LayerPatterns(pattern.kept, None if values is None else values.kept)
+        for pattern, values in zip(patterns, lengths, strict=True)
+        if pattern.kept is not None
+    ]
 
 
 def _axes(component: Component) -> tuple[str, ...]:
@@ -287,12 +247,7 @@ class Packed:
 
 
 def packed(runs: Sequence[Sequence[LayerPatterns]], row: int) -> Packed:
-    """Returns the patterns of one row of the batch, whole if they are small enough, else as smaller pictures.
-
-    Args:
-        runs: The patterns of each run.
-        row: The row, as `Quantized` counts them.
-    """
+    """Returns the patterns of one row of the batch, whole if they are small enough, else as smaller pictures."""
     weighted = [[one.weighted(row) for one in run] for run in runs]
     count = sum(one.cells.cells[row].numel() for run in runs for one in run)
     longest = max(max(one.cells.cells.shape[2:]) for one in runs[0])

@@ -15,7 +15,7 @@ import builtins
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, StaleEditError, cut
 from graphpatch_notebook.notebook.export.patch_code import export
@@ -24,8 +24,7 @@ from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, RESTRI
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.session_file import trust
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.actions import patches_of
-from graphpatch_notebook.notebook.views.selection import Item, problem_of
+from graphpatch_notebook.notebook.views.selection import Item, patches_of, problem_of
 from graphpatch_notebook.paths import nearest
 
 if TYPE_CHECKING:
@@ -93,8 +92,9 @@ def patch_state(session: Session, row: int | None, patch: ChosenPatch) -> dict[s
     }
 
 
+T = TypeVar("T")
 Answer: TypeAlias = "tuple[dict[str, Any], list[bytes]]"
-Handlers: TypeAlias = "Mapping[str, Callable[[Any, Payload], Answer]]"
+Handlers: TypeAlias = "Mapping[str, Callable[[RequestContext, Payload], Answer]]"
 """By the name of a request: a function of the context and the payload."""
 _LONGEST_NAME = 100
 _MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report it, with the traceback above in the log"
@@ -102,28 +102,15 @@ _MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report i
 
 @dataclass(frozen=True)
 class RequestContext:
-    """The objects that requests read and change.
-
-    Attributes:
-        session: The session.
-        workspace: The user's variables.
-        runs: The runs of the session.
-        arguments: Returns the default arguments of a run as Python code; `None`: those of `runs`.
-        written: Returns the same for exported code; `None` if the code of the inputs is not known.
-    """
+    """The objects that requests read and change."""
 
     session: Session
     workspace: Workspace
     runs: Runs
-    arguments: Callable[[], str | None] = lambda: None
-    written: Callable[[], str | None] = lambda: None
 
 
 class Payload:
     """The payload of a request. Everything is checked, since the front end is not trusted.
-
-    Args:
-        content: The content.
 
     Raises:
         SessionError: The content is not a dict. The methods raise it if a part is missing or has another type.
@@ -135,50 +122,33 @@ class Payload:
         self._content: dict[str, Any] = content
 
     def number(self, name: str) -> int:
-        """Returns an integer."""
-        value = self._get(name)
-        if type(value) is not int:
-            raise SessionError(f"{name!r} must be an integer, not {cut(repr(value))}")
-        return value
+        return self._typed(name, int, "an integer")
+
+    def number_or_none(self, name: str) -> int | None:
+        return None if self._get(name) is None else self.number(name)
+
+    def text(self, name: str) -> str:
+        return self._typed(name, str, "a string")
+
+    def text_or_none(self, name: str) -> str | None:
+        return None if self._get(name) is None else self.text(name)
+
+    def flag(self, name: str) -> bool:
+        return self._typed(name, bool, "true or false")
 
     def numbers(self, name: str) -> list[int]:
-        """Returns a list of integers."""
         value = self._get(name)
         if not isinstance(value, list) or any(type(one) is not int for one in value):
             raise SessionError(f"{name!r} must be a list of integers, not {cut(repr(value))}")
         return list(value)
 
-    def number_or_none(self, name: str) -> int | None:
-        """Returns an integer or `None`."""
-        return None if self._get(name) is None else self.number(name)
-
-    def text(self, name: str) -> str:
-        """Returns a string."""
-        value = self._get(name)
-        if not isinstance(value, str):
-            raise SessionError(f"{name!r} must be a string, not {cut(repr(value))}")
-        return value
-
-    def text_or_none(self, name: str) -> str | None:
-        """Returns a string or `None`."""
-        return None if self._get(name) is None else self.text(name)
-
-    def flag(self, name: str) -> bool:
-        """Returns `True` or `False`."""
-        value = self._get(name)
-        if not isinstance(value, bool):
-            raise SessionError(f"{name!r} must be true or false, not {cut(repr(value))}")
-        return value
-
     def items(self, name: str) -> list[Item]:
-        """Returns selected items."""
         value = self._get(name)
         if (problem := problem_of(value)) is not None:
             raise SessionError(problem)
         return list(value)
 
     def part(self, name: str) -> Payload:
-        """Returns a nested payload."""
         return Payload(self._get(name))
 
     def fields(self, *more: str) -> dict[str, Any]:
@@ -188,6 +158,12 @@ class Payload:
         if unknown is not None:
             raise SessionError(f"a patch has no field {cut(repr(unknown))}; it has {', '.join(known)}")
         return dict(self._content)
+
+    def _typed(self, name: str, kind: type[T], words: str) -> T:
+        value = self._get(name)
+        if type(value) is not kind:
+            raise SessionError(f"{name!r} must be {words}, not {cut(repr(value))}")
+        return value
 
     def _get(self, name: str) -> Any:
         if name not in self._content:
@@ -275,11 +251,7 @@ def _change(context: RequestContext, edit: Payload, version: int) -> None:
 
 
 def _patch(context: RequestContext, fields: dict[str, Any], is_enabled: Any = True) -> ChosenPatch:
-    """Returns a patch with the given fields, and with an unused name if it needs one.
-
-    Raises:
-        ChosenPatchError: The fields are not valid.
-    """
+    """Returns a patch with the given fields, and with an unused name if it needs one."""
     for field in ("path", "kind"):
         if not isinstance(fields.get(field), str):
             raise ChosenPatchError(field, f"a patch needs a {field}, not {cut(repr(fields.get(field)))}")
@@ -339,7 +311,7 @@ def _export(context: RequestContext, payload: Payload) -> Answer:
     if form not in ("graphpatch", "hooks"):
         raise SessionError(f"unknown form {cut(repr(form))}: it is 'graphpatch' or 'hooks'")
     # With the inputs of *Run*, so that the numbers are equal.
-    origin = replace(context.session.origin, arguments=payload.text_or_none("inputs") or context.written())
+    origin = replace(context.session.origin, arguments=payload.text_or_none("inputs") or context.runs.written())
     return {"code": str(export(context.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []
 
 
@@ -348,13 +320,7 @@ def _export(context: RequestContext, payload: Payload) -> Answer:
 
 
 def _run(context: RequestContext, payload: Payload) -> Answer:
-    return context.runs.status(context.runs.start(inputs_of(context, payload)))
-
-
-def inputs_of(context: RequestContext, payload: Payload) -> str | None:
-    """Returns the arguments of a run as Python code; `None`: those of the runs."""
-    typed = payload.text_or_none("inputs")
-    return typed if typed is not None and typed.strip() else context.arguments()
+    return context.runs.status(context.runs.start(payload.text_or_none("inputs")))
 
 
 def run_status(context: RequestContext, payload: Payload) -> Answer:

@@ -14,8 +14,7 @@ from graphpatch_notebook.experiments.plotting.grids import Grid, Side
 from graphpatch_notebook.experiments.results.arrays import component_of
 from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.notebook.views.linked import LinkedView
-from graphpatch_notebook.notebook.views.opening import session_for_view
+from graphpatch_notebook.notebook.views.linked import LinkedView, session_for_view
 from graphpatch_notebook.notebook.views.selection import Item, item_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -26,16 +25,7 @@ _NUMBERS = ("layer", "head", "position", "key")
 
 
 class LinkedHeatmap(ResultHeatmap, LinkedView):
-    """A heatmap whose cells are items of the selection of a graph, with the actions of its views.
-
-    Args:
-        result: The result.
-        grid: The same as a grid.
-        title: The title.
-        is_upward: Whether the first row is at the bottom.
-        graph: The graph that the result is of.
-        workspace: The user's variables.
-    """
+    """A heatmap whose cells are items of the selection of a graph, with the actions of its views."""
 
     cell_items = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
 
@@ -55,7 +45,7 @@ class LinkedHeatmap(ResultHeatmap, LinkedView):
         graph: PatchableGraph,
         workspace: Workspace,
     ) -> None:
-        model_id = self._keep(grid, title, is_upward=is_upward)
+        self._keep(grid, title, is_upward=is_upward)
         session, _ = session_for_view(graph, workspace)
         components = graph.components
         paths = {component.path: name for name, component in components.items() if not component.index}
@@ -67,11 +57,10 @@ class LinkedHeatmap(ResultHeatmap, LinkedView):
             "all": _of_all_cells(result, components),
         }
         self.set_trait("cell_items", shown)
-        LinkedView.__init__(self, graph, session, workspace, model_id)
+        LinkedView.__init__(self, graph, session, workspace)
 
-    def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Sets the cell and the selection that the front end has changed, if they are valid."""
-        LinkedView.set_state(self, sync_data)
+    def _accepts(self, name: str, value: Any) -> bool:
+        return LinkedView._accepts(self, name, value)
 
     def _problem(self, name: str, value: Any) -> str | None:
         if name == "cell" and not self._is_cell(value):
@@ -93,13 +82,7 @@ def _chosen(result: DataArray, name: str) -> Any:
 
 
 def _component(result: DataArray, components: Components, label: Any) -> str | None:
-    """Returns the component that cells are of, with `*` for numbers; `None` if that is not known.
-
-    Args:
-        result: The result.
-        components: The components of the graph.
-        label: The label along the dimension `component`, if there is one.
-    """
+    """Returns the component that cells are of, with `*` for numbers; `None` if that is not known."""
     found = component_of(result, label)
     if found is None:
         # Users name their axes so, too: a cell of a layer and a head is that head's output.
@@ -113,14 +96,7 @@ def _component(result: DataArray, components: Components, label: Any) -> str | N
 
 
 def _items(side: Side, paths: Mapping[str, str], result: DataArray, components: Components) -> list[Item] | None:
-    """Returns what each row or column selects; `None` if that is nothing.
-
-    Args:
-        side: The rows or columns.
-        paths: The names of components, by path.
-        result: The result.
-        components: The components of the graph.
-    """
+    """Returns what each row or column selects; `None` if that is nothing."""
     if side.name in _NUMBERS and all(map(_is_number, side.values)):
         return [item_of(None, **{side.name: int(value)}) for value in side.values]
     if side.name == "component":

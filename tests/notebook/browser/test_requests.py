@@ -17,7 +17,7 @@ from torch import nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.browser import widget
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
-from graphpatch_notebook.notebook.browser.widget import TREE_HANDLERS, TreeContext
+from graphpatch_notebook.notebook.browser.widget import Browser
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -42,11 +42,11 @@ class Front:
         self.namespace: dict[str, Any] = {"pg": self.pg, "steer": torch.ones(3)}
         self.session = Session(self.pg, Origin("pg", None, "x"))
         self.workspace = Workspace(lambda: self.namespace, print)
-        runs = Runs(self.session, lambda: self.namespace, results=self.workspace.results)
-        self.context = TreeContext(self.session, self.workspace, runs, skeleton=lambda: skeleton_of(self.pg))
+        self.browser = Browser(self.pg, self.session, self.workspace)
+        self.runs = Runs.of(self.session, self.workspace)
 
     def send(self, message: Any) -> dict[str, Any]:
-        reply, _ = answer(self.context, message, TREE_HANDLERS)
+        reply, _ = answer(self.browser._request_context, message, self.browser._handlers())
         json.dumps(reply)
         return reply
 
@@ -92,7 +92,7 @@ def test_the_browser_trusts_a_file(front: Front, tmp_path: Path) -> None:
     state = session_state(front.session)
     assert [one["untrusted"] for one in state["patches"]] == [None]
     started = front.ask("run", inputs=None)
-    front.context.runs.wait(started["id"])
+    front.runs.wait(started["id"])
     assert canary.read_text() == "1"
     assert session_file.load(front.session, file)[0].untrusted is None
 
@@ -256,16 +256,16 @@ names = st.sampled_from(
 )
 
 
+_FRONT = Front()
+
+
 @settings(max_examples=150)
-@given(st.sampled_from([*TREE_HANDLERS, "other"]), st.dictionaries(names, anything, max_size=5) | anything)
+@given(st.sampled_from([*_FRONT.browser._handlers(), "other"]), st.dictionaries(names, anything, max_size=5) | anything)
 def test_every_message_gets_a_reply(request: str, payload: Any) -> None:
     reply = _FRONT.send({"id": 3, "request": request, "payload": payload})
     assert reply["id"] == 3
     assert ("result" in reply) != ("error" in reply)
     assert "mistake in graphpatch-notebook" not in str(reply.get("error"))
-
-
-_FRONT = Front()
 
 
 def test_unexpected_errors_are_reported_too(
@@ -313,9 +313,7 @@ def test_runs(front: Front) -> None:
 
 
 def test_runs_on_what_was_given_as_text(front: Front) -> None:
-    front.context = TreeContext(
-        front.session, front.workspace, front.context.runs, lambda: "2 * ones", skeleton=front.context.skeleton
-    )
+    front.runs.use(typed="2 * ones")
     front.namespace["ones"] = torch.ones(1, 4)
     front.edit("add", patch=fields("sub_0.input", "probe", name="kept"))
     assert until_done(front, "run_status", front.ask("run", inputs=None))["state"] == "done"

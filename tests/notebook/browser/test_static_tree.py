@@ -12,7 +12,7 @@ from torch import nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
-from graphpatch_notebook.notebook.browser.static_tree import MOST_BYTES, StaticTree, entry_of
+from graphpatch_notebook.notebook.browser.static_tree import MOST_BYTES, entry_of, static_tree
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.paths import format_segment
 from tests.frames import layered_frame
@@ -50,14 +50,14 @@ def read(text: str) -> Reader:
 
 
 def tree_of(pg: PatchableGraph, *patches: ChosenPatch) -> str:
-    return StaticTree("abc", "pg: a model", entry_of(skeleton_of(pg)), patches).html()
+    return static_tree("pg: a model", entry_of(skeleton_of(pg)), patches)
 
 
 def test_a_small_model_is_there_whole() -> None:
     pg = PatchableGraph(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2))
     reader = read(tree_of(pg))
-    assert reader.tags == {"div", "p", "strong", "ul", "li", "details", "summary", "code"}
-    assert reader.attributes == {("class", "gp-static gp-static-abc"), ("open", None)}
+    assert reader.tags == {"p", "strong", "ul", "li", "details", "summary", "code"}
+    assert reader.attributes == {("open", None)}
     shown = "".join(reader.texts)
     for line in repr(pg.graph).splitlines():
         assert re.sub(r"^[│├└─ ]*", "", line) in shown
@@ -81,19 +81,19 @@ def test_hostile_names_are_text() -> None:
     pg = hostile_graph()
     patch = ChosenPatch('output|"<img src=x onerror=alert(1)>"', "custom", value="'</code><script>alert(1)</script>'")
     reader = read(tree_of(pg, patch))
-    assert reader.tags == {"div", "p", "strong", "ul", "li", "details", "summary", "code", "em"} & reader.tags
-    assert reader.attributes == {("class", "gp-static gp-static-abc"), ("open", None)}
+    assert reader.tags == {"p", "strong", "ul", "li", "details", "summary", "code", "em"} & reader.tags
+    assert reader.attributes == {("open", None)}
     for key in KEYS:
         assert format_segment(key) in reader.texts
-    text = StaticTree("<x>", "<b>", entry_of(skeleton_of(pg))).html()
-    assert html.escape("<x>") in text
-    assert not read(text).tags & {"x", "b"}
+    text = static_tree("<b>", entry_of(skeleton_of(pg)))
+    assert html.escape("<b>") in text
+    assert not read(text).tags & {"b"}
 
 
 def test_large_models_are_cut_and_equal_layers_folded() -> None:
     skeleton = Skeleton(NodeMap(layered_frame(1000, ops=22)))
     patches = [ChosenPatch(f"transformer.h_{n}.mlp.mul_{n % 20 + 1}", "zero", number=n) for n in range(500)]
-    text = StaticTree("abc", "pg", entry_of(skeleton), patches).html()
+    text = static_tree("pg", entry_of(skeleton), patches)
     assert len(text.encode()) <= MOST_BYTES
     assert "h_1 … h_999: 999 × " in html.unescape(text)
     assert "#0 zero transformer.h_0.mlp.mul_1" in text

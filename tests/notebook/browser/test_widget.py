@@ -405,7 +405,7 @@ def test_inputs_and_tokenizer_are_those_of_all_browsers(graph: PatchableGraph) -
     two = graph.browse(inputs=torch.zeros(1, 4), tokenizer=types.SimpleNamespace(decode=str))
     assert one.about["has_tokenizer"]
     status = line_of(one).ask("run", inputs=None)["result"]
-    one._shared.runs.wait(status["id"])
+    one._runs.wait(status["id"])
     assert two.last_run.output.shape == (1, 3)
     assert graph.browse().about["has_tokenizer"]
 
@@ -528,7 +528,7 @@ def test_show_takes_tokenizer_and_inputs(pg: Shell) -> None:
     assert browser.selected_path == "up"
     pg.ok("%graphpatch probe up.input given")
     status = line_of(browser).ask("run", inputs=None)["result"]
-    browser._shared.runs.wait(status["id"])
+    browser._runs.wait(status["id"])
     assert torch.equal(pg.namespace["given"], 2 * pg.namespace["x"])
     assert "unknown variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
     assert "arguments of a call" in pg.refused('%graphpatch show --inputs "x)"')

@@ -207,7 +207,7 @@ def test_in_a_terminal_it_is_a_line(shell: Shell) -> None:
 
 
 def static(heatmap: Any) -> str:
-    return heatmap._static_html()  # type: ignore[no-any-return]
+    return heatmap._marked_html()  # type: ignore[no-any-return]
 
 
 def test_the_table_has_all_numbers_of_a_small_result() -> None:

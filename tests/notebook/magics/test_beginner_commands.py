@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook.notebook.magics.command_line import expanded
+from graphpatch_notebook.notebook.magics.commands import expanded
 from graphpatch_notebook.notebook.session.session import session_of
 from tests.notebook.shells import Shell
 

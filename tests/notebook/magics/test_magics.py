@@ -12,7 +12,7 @@ import torch
 from graphpatch_notebook import AddPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.notebook.magics.choosing import OPTIONS
 from graphpatch_notebook.notebook.magics.command_line import TypedPath, split_options
-from graphpatch_notebook.notebook.magics.commands import commands, examples
+from graphpatch_notebook.notebook.magics.commands import commands
 from graphpatch_notebook.notebook.magics.wrapping import Assignment
 from graphpatch_notebook.notebook.search.query import KEYS, STATES, parse_query
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -535,8 +535,8 @@ def test_help(pg: Shell) -> None:
         assert " ".join(said.split()).startswith(" ".join(f"{command.line} {command.summary}".split()))
         assert max(map(len, said.splitlines())) <= 80
         assert all(said.count(option) > 1 for option in re.findall(r"--?[a-z][\w-]*", command.usage))
-        assert len(examples(name)) >= 2
-        assert all(f"    %graphpatch {example}\n" in said for example in examples(name))
+        assert len(command.examples) >= 2
+        assert all(f"    %graphpatch {example}\n" in said for example in command.examples)
     assert "--only" in pg.ok("%graphpatch help %%graphpatch").out
     pinned = pg.ok("%graphpatch?").out
     assert "Choose patches for a PyTorch model" in pinned
@@ -548,7 +548,7 @@ def test_the_grammar_of_the_search_is_in_the_help(pg: Shell) -> None:
     assert all(state in said for state in STATES if state != "attribute")
 
 
-@pytest.mark.parametrize("example", [example for name in commands() for example in examples(name)])
+@pytest.mark.parametrize("example", [example for command in commands().values() for example in command.examples])
 def test_examples_can_be_typed(example: str) -> None:
     name, _, rest = example.partition(" ")
     if name in PATCH_KINDS:

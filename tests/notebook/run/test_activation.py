@@ -54,10 +54,12 @@ def pg() -> PatchableGraph:
     return PatchableGraph(Counts().eval(), X)
 
 
-def runs_of(pg: PatchableGraph, *patches: ChosenPatch, **more: Any) -> Runs:
+def runs_of(pg: PatchableGraph, *patches: ChosenPatch, tokenizer: Any = None, **more: Any) -> Runs:
     session = Session(pg, Origin("pg", "model", "x"))
     session.extend(patches)
-    return Runs(session, lambda: {"x": X, "head": 2, "torch": torch}, **more)
+    runs = Runs(session, lambda: {"x": X, "head": 2, "torch": torch}, **more)
+    runs.use(tokenizer=tokenizer)
+    return runs
 
 
 def shown(runs: Runs, path: str, plane: str | None = None, is_patched: bool = False, inputs: str | None = None) -> Any:

@@ -216,7 +216,7 @@ def test_typed_inputs_come_first_then_given_ones_then_the_example(pg: PatchableG
 @pytest.mark.parametrize("given", [(X + 1,), {"x": X + 1}, X + 1])
 def test_given_inputs_are_a_tuple_a_dict_or_one_value(pg: PatchableGraph, given: Any) -> None:
     runs = Runs(session_of(pg), dict, inputs=given)
-    assert runs.no_inputs() is None
+    assert runs.no_inputs is None
     done(runs)
     assert runs.last is not None
     assert torch.equal(runs.last.output, pg._module(X + 1).detach())
@@ -251,9 +251,9 @@ def test_changed_example_inputs_are_refused() -> None:
     x = X.clone()
     pg = PatchableGraph(Mlp(), x)
     runs = Runs(session_of(pg), dict)
-    assert runs.no_inputs() is None
+    assert runs.no_inputs is None
     x.mul_(2)
-    why = runs.no_inputs()
+    why = runs.no_inputs
     assert why is not None
     assert "was written into" in why
     assert "pg.browse(inputs=...)" in why
@@ -265,11 +265,11 @@ def test_without_example_inputs_the_arguments_of_the_user_count(tmp_path: Any, p
     pg.save(tmp_path / "mlp.safetensors")
     loaded = PatchableGraph.load(tmp_path / "mlp.safetensors")
     runs = Runs(session_of(loaded, zero(), arguments=None), dict)
-    assert "no example inputs" in str(runs.no_inputs())
+    assert "no example inputs" in str(runs.no_inputs)
     with pytest.raises(SessionError, match="there are no example inputs for this graph; type"):
         runs.start(None)
     runs = Runs(session_of(loaded, zero(), arguments="y, extraction_options=options"), lambda: {"y": X})
-    assert runs.no_inputs() is None
+    assert runs.no_inputs is None
     assert done(runs)["call"] == "pg(y)"
     assert runs.last is not None
     assert torch.equal(runs.last.output, by_hook(pg._module, pg._module.up, X))

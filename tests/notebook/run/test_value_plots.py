@@ -15,8 +15,9 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError
 from graphpatch_notebook.notebook.display.statistics import readable
+from graphpatch_notebook.notebook.display.tokens import TokenLabels
 from graphpatch_notebook.notebook.run import value_plots
-from graphpatch_notebook.notebook.run.value_plots import Picture, check_plane, parse_plane, picture
+from graphpatch_notebook.notebook.run.value_plots import Picture, Plane, picture
 
 SIDE = 10
 
@@ -28,7 +29,7 @@ def small_heatmaps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(value: Any, plane: str | None = None, **names: Any) -> Picture:
-    return picture(readable(value), None if plane is None else parse_plane(plane), names)
+    return picture(readable(value), Plane.of(plane, names), None)
 
 
 def values_of(found: Picture) -> np.ndarray:
@@ -60,7 +61,7 @@ def test_a_plane_is_what_the_slice_takes(plane: str | None, expected: Tensor, te
     assert found.plot["slice"] == text
     assert found.plot["full"] == [found.plot["rows"], found.plot["columns"]] == list(expected.shape)
     assert found.plot["reduced"] is None
-    assert torch.equal(VALUE[found.index], expected)
+    assert torch.equal(VALUE[Plane.of(plane, {"head": 1}).index(4)], expected)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +81,11 @@ def test_planes_that_a_value_has_not_are_refused(plane: str, match: str) -> None
         drawn(VALUE, plane)
     assert caught.value.field == "plane"
     with pytest.raises(ChosenPatchError, match=match):
-        check_plane(parse_plane(plane), VALUE.shape, {})
+        Plane.of(plane, {}).part(torch.empty(VALUE.shape, device="meta"))
 
 
 def test_planes_can_be_checked_without_a_value() -> None:
-    check_plane(parse_plane("1, head"), (2, 3, 4, 5), {"head": 2})
+    Plane.of("1, head", {"head": 2}).part(torch.empty(2, 3, 4, 5, device="meta"))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -105,6 +106,12 @@ def blocks_of(array: np.ndarray, rows: int, columns: int) -> list[list[np.ndarra
 sizes = st.integers(2, 3 * SIDE + 5)
 
 
+@pytest.mark.parametrize(("length", "labels"), [(SIDE, [f"#{token}" for token in range(SIDE)]), (SIDE + 1, None)])
+def test_only_cells_of_one_row_have_its_token(length: int, labels: list[str] | None) -> None:
+    found = picture(readable(torch.randn(1, length, 3)), Plane(), TokenLabels([[*range(length)]], object()))
+    assert (found.row_labels, found.column_labels) == (labels, None)
+
+
 @given(sizes, sizes, st.integers(0, 5))
 def test_large_planes_are_reduced_to_means(rows: int, columns: int, seed: int) -> None:
     value = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
@@ -120,7 +127,6 @@ def test_large_planes_are_reduced_to_means(rows: int, columns: int, seed: int) -
     if max(rows, columns) <= SIDE:
         assert found.plot["reduced"] is None
         return
-    assert found.index is None
     high, wide = math.ceil(rows / SIDE), math.ceil(columns / SIDE)
     assert found.plot["reduced"] == f"each cell is the mean of {high} x {wide} of {rows} x {columns} values"
 

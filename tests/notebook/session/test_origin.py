@@ -64,7 +64,7 @@ def test_exported_code_runs_without_typed_inputs(shell: Shell) -> None:
 def test_a_run_says_that_it_is_not_on_what_a_variable_holds_now(shell: Shell) -> None:
     shell.ok("import torch; from graphpatch_notebook import PatchableGraph; x = torch.ones(2, 3)")
     shell.ok("pg = PatchableGraph(torch.nn.Linear(3, 3), x); browser = pg.browse(); x = torch.zeros(2, 3)")
-    runs = shell.namespace["browser"]._shared.runs
+    runs = shell.namespace["browser"]._runs
     number = runs.start(None)
     runs.wait(number)
     status, _ = runs.status(number)

@@ -27,10 +27,9 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.experiments import show_attention
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
-from graphpatch_notebook.notebook.views.actions import patches_of
 from graphpatch_notebook.notebook.views.attention import AttentionView, picture_of
 from graphpatch_notebook.notebook.views.requests import answer
-from graphpatch_notebook.notebook.views.selection import item_of
+from graphpatch_notebook.notebook.views.selection import item_of, patches_of
 from tests.hooks import registered
 from tests.notebook.shells import Shell
 
@@ -190,7 +189,7 @@ class Front:
 
     def send(self, request: str, **payload: Any) -> tuple[dict[str, Any], list[bytes]]:
         context = self.view._request_context
-        return answer(context, {"id": 1, "request": request, "payload": payload}, self.view.HANDLERS)
+        return answer(context, {"id": 1, "request": request, "payload": payload}, self.view._handlers())
 
     def ask(self, request: str, **payload: Any) -> dict[str, Any]:
         reply, _ = self.send(request, **payload)
@@ -297,7 +296,7 @@ def test_the_magic_the_browser_and_pages_without_scripts(shell: Shell) -> None:
     html = view._static_html()
     picture = base64.b64decode(html.partition("base64,")[2].partition('"')[0])
     assert picture.startswith(b"\x89PNG")
-    assert f"gp-static-{view._own_id}" in html
+    assert f"gp-static-{view._own_id}" in str(view._marked_html())
     assert "<script" not in html
     browser = pg.browse(views=("attention",))
     browser.select("layers[1].attn.heads[3].z")

@@ -18,9 +18,8 @@ from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.experiments import show_generation
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
-from graphpatch_notebook.notebook.views.actions import patches_of
 from graphpatch_notebook.notebook.views.generation import GenerationView
-from graphpatch_notebook.notebook.views.selection import item_of
+from graphpatch_notebook.notebook.views.selection import item_of, patches_of
 from tests.components.families import captured_model
 
 STEPS = 6

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.session.session import Session, session_of
-from graphpatch_notebook.notebook.views.actions import ACTS, patches_of
-from graphpatch_notebook.notebook.views.selection import item_of, selection_of
+from graphpatch_notebook.notebook.views.selection import ACTS, item_of, patches_of, selection_of
 from tests.tiny_models import gpt2
 
 HEAD = "layers[0].attn.heads[1].z"
