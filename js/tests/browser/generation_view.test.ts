@@ -46,7 +46,7 @@ async function shown(changes: Partial<Generation> = {}, ...more: ArrayBuffer[]) 
   return { model, el, remove, sent, tokens: [...el.querySelectorAll<HTMLButtonElement>(".gp-generated")] };
 }
 
-test("tokens have the color and the words of their score, and branch at a click", async () => {
+test("tokens show their score as color and text, and a click branches", async () => {
   const { el, tokens, sent } = await shown();
   expect(tokens.map((token) => token.getAttribute("aria-label"))).toEqual([
     "step 0: ␣sat, log-probability (nats) -0.5",
@@ -65,7 +65,7 @@ test("tokens have the color and the words of their score, and branch at a click"
   expect("wasRun" in window).toBe(false);
 });
 
-test("selected tokens are positions, also those that are selected elsewhere, and a patch is for their steps", async () => {
+test("selected tokens are positions, also if selected in another view; a patch applies to their steps", async () => {
   const { model, el, tokens, sent } = await shown();
   (tokens[0] as HTMLButtonElement).focus();
   await userEvent.keyboard("{ArrowRight}{Enter}");
@@ -87,7 +87,7 @@ test("selected tokens are positions, also those that are selected elsewhere, and
   expect(violations).toEqual([]);
 });
 
-test("the value to patch follows the selection until another one is typed", async () => {
+test("the path to patch follows the selection until the user types one", async () => {
   const { model, el } = await shown();
   const path = el.querySelector("[aria-label='Value to patch']") as HTMLInputElement;
   for (const name of ["layers[1].mlp_out", "layers[0].attn.heads[1].z"]) {
@@ -101,7 +101,7 @@ test("the value to patch follows the selection until another one is typed", asyn
   expect(path.value).toBe("layers[0].mlp_out");
 });
 
-test("branches stand below, and are removed; given scores are those of the first line", async () => {
+test("branches are listed below and can be removed; given scores belong to the first line", async () => {
   const branch = { name: "Branch at step 1", steps: 3, branch: 0, start: 1 };
   const given = new Float32Array([-1, 0, 3]).buffer;
   const lines = [...generation().lines, branch];
@@ -120,7 +120,7 @@ test("branches stand below, and are removed; given scores are those of the first
   expect(sent("generation")).toMatchObject([{ payload: { remove: 0, step: null } }]);
 });
 
-test("without a kernel, tokens are read, and nothing can be branched; nothing is left of a view", async () => {
+test("without a kernel, tokens can be read but not branched; a removed view leaves nothing behind", async () => {
   const { model, el, remove, tokens } = await shown();
   model.trigger("comm:close");
   await userEvent.click(tokens[1] as HTMLButtonElement);

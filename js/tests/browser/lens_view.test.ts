@@ -60,7 +60,7 @@ function at(canvas: HTMLCanvasElement, row: number, column: number) {
   return { position: { x: ((column + 0.5) * width) / COLUMNS, y: ((row + 0.5) * height) / ROWS } };
 }
 
-test("of a batch, the row is named; a layer of another stack is not one of the lens", async () => {
+test("the row of a batch is named; a layer of another stack does not select a row of the lens", async () => {
   const rows = [0, 1].map((layer) => ({ name: `decoder.layers[${layer}].resid_post`, layer, label: `${layer}` }));
   const lens = { row: 1, rows: 3, streams: [{ name: "residual", rows: [rows[0], ...rows] as typeof rows }] };
   const { el, model } = await shown(lens);
@@ -71,7 +71,7 @@ test("of a batch, the row is named; a layer of another stack is not one of the l
   expect(el.querySelectorAll(".gp-heatmap-mark").length).toBe(1);
 });
 
-test("a cell shows its tokens when it is pointed at, and a click selects its component and position", async () => {
+test("pointing at a cell shows its tokens; a click selects its component and position", async () => {
   const { model, el, text, canvases } = await shown();
   const [canvas] = canvases() as [HTMLCanvasElement];
   await userEvent.hover(canvas, at(canvas, 0, 3));
@@ -94,7 +94,7 @@ test("a cell shows its tokens when it is pointed at, and a click selects its com
   expect("wasRun" in window).toBe(false);
 });
 
-test("what is selected elsewhere is marked: a whole row for a head, a column for a position", async () => {
+test("a selection in another view is marked: a whole row for a head, a column for a position", async () => {
   const { model, el } = await shown();
   const size = () => {
     const mark = el.querySelector(".gp-heatmap-mark")?.getBoundingClientRect();
@@ -109,7 +109,7 @@ test("what is selected elsewhere is marked: a whole row for a head, a column for
   expect(el.querySelectorAll(".gp-heatmap-mark")).toHaveLength(0);
 });
 
-test("with patches, the runs and their difference are shown; axe finds nothing", async () => {
+test("with patches, both runs and their difference are shown, without accessibility violations", async () => {
   const { el, text, canvases } = await shown(
     { runs: 2, remarks: ["a patch had no effect"] },
     run(() => 0.25),
@@ -129,7 +129,7 @@ test("with patches, the runs and their difference are shown; axe finds nothing",
   expect(violations).toEqual([]);
 });
 
-test("a change of the patches asks for other numbers, and another stream is asked for", async () => {
+test("changing the patches or the stream requests new numbers", async () => {
   const { model, el, text } = await shown();
   const asked = () => model.sent.filter((sent) => (sent as { request: string }).request === "lens");
   model.set("session", { ...model.get("session"), version: 1 });
@@ -152,7 +152,7 @@ test("a change of the patches asks for other numbers, and another stream is aske
   expect(el.querySelector(".gp-readout")?.textContent).toContain("75%");
 });
 
-test("without a kernel, what was sent is browsed, and what was not cannot be chosen", async () => {
+test("without a kernel, the sent numbers can be browsed and the others cannot be chosen", async () => {
   const { model, el, remove, text } = await shown();
   model.trigger("comm:close");
   const [first, other] = [...el.querySelectorAll("option")];

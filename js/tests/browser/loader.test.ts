@@ -13,13 +13,13 @@ function host(): HTMLElement {
   return el;
 }
 
-test("nothing is shown if the front end was not saved with the widget", async () => {
+test("shows nothing if the front end was not saved with the widget", async () => {
   const el = host();
   await loader.render({ model: new FakeModel(traits({ front_end: new DataView(new ArrayBuffer(0)) })), el });
   expect(el.childElementCount).toBe(0);
 });
 
-test("the front end is unpacked and shown with its style; nothing of it is left afterwards", async () => {
+test("unpacks and shows the front end with its style; leaves nothing behind afterwards", async () => {
   const el = host();
   const js = `export default { async render({ model, el }) {
     const p = document.createElement("p"); p.className = "unpacked"; p.textContent = model.get("query"); el.append(p);
@@ -37,7 +37,7 @@ test("the front end is unpacked and shown with its style; nothing of it is left 
   expect(el.childElementCount).toBe(0);
 });
 
-test("widgets with the same front end load it once; another one is loaded beside it", async () => {
+test("widgets with the same front end load it once; a different one is loaded separately", async () => {
   const load = async (front_end: DataView) => {
     const el = host();
     await loader.render({ model: new FakeModel(traits({ front_end })), el });
