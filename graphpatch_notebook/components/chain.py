@@ -11,7 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from string import digits
 from typing import Literal, TypeAlias
 
@@ -139,14 +139,13 @@ class Trails:
                 self.norms.setdefault(norm.returned.value, norm)
 
     def _norm(self, frame: Frame) -> Norm | None:
-        """Returns a frame as a norm, if it takes moments of its input, and has no linear map."""
+        """Returns a frame as a norm, if its module takes moments of its input, and has no linear map."""
         if frame.opaque_reason is not None:
             return None
-        frames = []
-        for inner in frame.walk():
-            frames.append(inner)
-            if len(frames) > _NORM_FRAMES:
-                return None
+        frames = list(islice(frame.walk(), _NORM_FRAMES + 1))
+        # Where the user edited its graph, the norm is a call in that graph: the module computes something else.
+        if len(frames) > _NORM_FRAMES or any(inner.is_edited for inner in frames):
+            return None
         ops = {node.op for inner in frames for node in inner.graph_nodes if node.kind == "op"}
         if not ops & MOMENTS or ops & (SOFTMAXES | LINEAR_MAPS):
             return None
@@ -171,12 +170,11 @@ class Trails:
         reads = [read for read in reads if (read.size == value.size if is_whole else read.is_float)]
         return reads[0] if len(reads) == 1 else None
 
-    def linear_map(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value | None:
-        """Returns the result of the linear map that a value is computed from by norms and some operations."""
-        found: Value | None = value
-        while found is not None and not self.flow.is_linear_map(found):
-            found = self.source(found, ops, is_whole=is_whole)
-        return found
+    def linear_map(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value:
+        """Returns the linear map that norms and some operations compute a value from, or where the way to it ends."""
+        while not self.flow.is_linear_map(value) and (source := self.source(value, ops, is_whole=is_whole)) is not None:
+            value = source
+        return value
 
     def find(self, end: Value, start: Value, low: int = 0, *, adds: bool = True) -> list[Step] | None:
         """Returns the shortest trail from `start` to `end`, in order of execution; `None` if there is none.

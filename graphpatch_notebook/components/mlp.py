@@ -54,7 +54,8 @@ def mlp_of(trails: Trails, write: Write, layer: Layer) -> Mlp:
     missing: dict[str, str] = {}
     router, choice = _router(trails, write)
     experts = _experts(trails, write, layer, choice, router) if choice is not None and router is not None else {}
-    down = trails.linear_map(write.value, _OUTPUT_STEPS, is_whole=True) if router is None else None
+    last = trails.linear_map(write.value, _OUTPUT_STEPS, is_whole=True)
+    down = last if router is None and trails.flow.is_linear_map(last) else None
     post = pre = None
     if router is not None:
         missing["mlp.pre"] = missing["mlp.post"] = "each expert has its own neurons, and each token other experts"

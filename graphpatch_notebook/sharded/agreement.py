@@ -26,32 +26,20 @@ _ROWS = 64
 
 
 class Agreement:
-    """Compares what the processes are about to do.
-
-    Args:
-        processes: The processes.
-
-    Attributes:
-        patience: After how many seconds processes that have not called are named.
-    """
+    """Compares what some processes are about to do."""
 
     def __init__(self, processes: Processes) -> None:
         self._group, self._ranks = processes.group, processes.ranks
-        self.patience = 5.0
+        self.patience = 5.0  # after how many seconds processes that have not called are named
         self._calls = 0
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"graphpatch_notebook/{self._ranks[0]}", default_store()
         )
 
     def check(self, what: str, patches: Sequence[tuple[str, Any]]) -> None:
-        """Waits until all processes have called this with the same arguments.
+        """Waits until all processes have called this with the same arguments: what is called, and the patches by path.
 
-        Args:
-            what: What is called.
-            patches: The patches of the call, with their paths.
-
-        Raises:
-            ShardedCallError: Another process makes another call. It is raised on all of them.
+        If another process makes another call, all of them raise a `ShardedCallError`.
         """
         header = digest(what, patches)
         headers, _ = self._exchanged(what, header)
@@ -68,13 +56,8 @@ class Agreement:
     def check_values(self, what: str, paths: Sequence[str], values: Tensor) -> None:
         """Waits until all processes have called this; `values` must be the same on all of them, up to rounding.
 
-        Args:
-            what: What was called.
-            paths: The paths of the values, the same on all processes.
-            values: For each of them a row: the number of visits, and a sketch.
-
-        Raises:
-            ShardedCallError: A value differs, or another process failed. It is raised on all that did not fail.
+        For each of the paths, the same on all processes, they have a row: the number of visits, and a sketch. All
+        processes that did not fail raise a `ShardedCallError` if a value differs, or if another one failed.
         """
         for first in range(0, len(paths), _ROWS):
             mine = values[first : first + _ROWS]

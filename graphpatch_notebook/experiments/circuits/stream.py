@@ -20,7 +20,7 @@ from graphpatch_notebook.capture.records import Node, Ref, map_leaves
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.chain import Norm, Trails
-from graphpatch_notebook.components.flow import Flow, Value, walk
+from graphpatch_notebook.components.flow import Flow, Value, called, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.components.weights import held_tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError
@@ -319,7 +319,7 @@ class LinearPaths:
                     "while the model runs (FSDP, sequence parallelism): use attribute(), or the model in one process"
                 )
             args, kwargs = map_leaves((call.args, call.kwargs), lambda g: rows if isinstance(g, Ref) else g)
-            return original_forward(frame.module)(*args, **kwargs)
+            return called(frame, original_forward(frame.module), args, kwargs)
 
         return self._normed(value, given.value, given.path, function)
 

@@ -1,10 +1,9 @@
 import { expect, test } from "vitest";
 import loader from "../../src/loader";
-import { FakeModel, traits } from "../fixtures";
+import { deflatedParts, FakeModel, traits } from "../fixtures";
 
-async function packed(parts: { css: string; js: string }): Promise<DataView> {
-  const stream = new Blob([JSON.stringify(parts)]).stream().pipeThrough(new CompressionStream("deflate"));
-  return new DataView(await new Response(stream).arrayBuffer());
+function packed(parts: { css: string; js: string }): Promise<DataView> {
+  return deflatedParts([JSON.stringify(parts)]);
 }
 
 function host(): HTMLElement {

@@ -1,4 +1,3 @@
-import axe from "axe-core";
 import { afterEach, describe, expect, it } from "vitest";
 import { userEvent } from "vitest/browser";
 import { ActivationSection } from "../../src/details/activation_view";
@@ -6,24 +5,18 @@ import type { Plot } from "../../src/kernel/protocol";
 import { color, MISSING } from "../../src/plots/matrix";
 import { makePlot } from "../../src/plots/plots";
 import { RunPanel } from "../../src/runs/run_panel";
+import { accessibilityViolations } from "../accessibility";
+import { cellColor } from "../canvas";
 import "../../src/style.css";
-import {
-  activation,
-  activationStatus,
-  float32,
-  HISTOGRAM,
-  heatmap,
-  JobView,
-  report,
-  statistics,
-} from "../job_fixtures";
+import { FakeView } from "../fixtures";
+import { activation, activationStatus, float32, HISTOGRAM, heatmap, report, statistics } from "../job_fixtures";
 
 const HOSTILE = `<img src=x onerror="window.hacked = 1">`;
 const TOKENS = ["When", " Mary", " and", "\n"];
-const views: JobView[] = [];
+const views: FakeView[] = [];
 
-function open(): JobView {
-  const view = new JobView();
+function open(): FakeView {
+  const view = new FakeView();
   views.push(view);
   return view;
 }
@@ -37,13 +30,6 @@ function plot(shown: Plot, values: number[] = [], options: Partial<Parameters<ty
 const canvasOf = (figure: HTMLElement) => figure.querySelector("canvas") as HTMLCanvasElement;
 const readout = (figure: HTMLElement) => figure.querySelector(".gp-readout")?.textContent;
 
-/** The color in the middle of a cell. */
-function pixel(canvas: HTMLCanvasElement, row: number, column: number, rows: number, columns: number): number[] {
-  const x = Math.floor(((column + 0.5) / columns) * canvas.width);
-  const y = Math.floor(((row + 0.5) / rows) * canvas.height);
-  return [...(canvas.getContext("2d")?.getImageData(x, y, 1, 1).data.slice(0, 3) ?? [])];
-}
-
 afterEach(() => {
   for (const view of views.splice(0)) view.remove();
 });
@@ -52,14 +38,14 @@ describe("a heatmap", () => {
   it("colors each cell by its value", () => {
     const canvas = canvasOf(plot(heatmap(2, 3), [0, 0.5, 1, 0.25, 0.75, 1]));
     [0, 0.5, 1, 0.25, 0.75, 1].forEach((value, index) => {
-      expect(pixel(canvas, Math.floor(index / 3), index % 3, 2, 3)).toEqual(color(value, "sequential"));
+      expect(cellColor(canvas, [Math.floor(index / 3), index % 3], [2, 3])).toEqual(color(value, "sequential"));
     });
   });
 
   it("is symmetric about zero if both signs occur", () => {
     const canvas = canvasOf(plot(heatmap(1, 4), [-1, 0, 1, 2]));
     const expected = [0.25, 0.5, 0.75, 1].map((value) => color(value, "diverging"));
-    expect([0, 1, 2, 3].map((column) => pixel(canvas, 0, column, 1, 4))).toEqual(expected);
+    expect([0, 1, 2, 3].map((column) => cellColor(canvas, [0, column], [1, 4]))).toEqual(expected);
   });
 
   it("hatches NaN and infinities in colors no value has", () => {
@@ -75,7 +61,7 @@ describe("a heatmap", () => {
     );
     expect(numbers.filter((rgb) => seen.has(rgb))).toEqual([]);
     expect(figure.textContent).toContain("2 values hatched");
-    expect(pixel(canvas, 0, 2, 1, 4)).toEqual(color(1, "sequential"));
+    expect(cellColor(canvas, [0, 2], [1, 4])).toEqual(color(1, "sequential"));
   });
 
   it("has square cells of whole device pixels for attention", () => {
@@ -158,13 +144,13 @@ describe("a heatmap", () => {
     values[0] = 1000;
     const figure = plot(heatmap(10, 10), values);
     const canvas = canvasOf(figure);
-    const typical = pixel(canvas, 1, 1, 10, 10);
+    const typical = cellColor(canvas, [1, 1], [10, 10]);
     expect(figure.querySelector(".gp-legend")?.textContent).toBe("≤ -1.00≥ 1.002 values beyond the scale");
     const toggle = figure.querySelector("button") as HTMLButtonElement;
     toggle.focus();
     await userEvent.keyboard("{Enter}");
     expect(figure.querySelector(".gp-legend")?.textContent).toBe("-1,0001,000Outliers included");
-    expect(pixel(canvas, 1, 1, 10, 10)).not.toEqual(typical);
+    expect(cellColor(canvas, [1, 1], [10, 10])).not.toEqual(typical);
     expect(document.activeElement).toBe(figure.querySelector("button"));
   });
 });
@@ -202,7 +188,7 @@ it("says why there is no plot", () => {
 });
 
 /** A view with a run that shows everything there is, and an activation. */
-async function full(): Promise<JobView> {
+async function full(): Promise<FakeView> {
   const view = open();
   const probe = {
     number: 1,
@@ -255,11 +241,6 @@ async function full(): Promise<JobView> {
   return view;
 }
 
-async function violations(view: JobView): Promise<unknown[]> {
-  const found = await axe.run(view.root);
-  return found.violations.map(({ id, nodes }) => [id, nodes.map((node) => node.html)]);
-}
-
 it("shows the output's numbers beside a long path that wraps", async () => {
   const view = open();
   view.root.style.width = "640px";
@@ -293,12 +274,12 @@ it.each(["light", "dark"])("has no accessibility violations (%s)", async (theme)
   const view = await full();
   view.root.dataset.gpTheme = theme;
   for (const details of view.root.querySelectorAll("details")) details.open = true;
-  expect(await violations(view)).toEqual([]);
+  expect(await accessibilityViolations(view.root)).toEqual([]);
   // The old result is paler then.
   view.kernel.script.run = () => Promise.reject(new Error("The kernel has stopped."));
   view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
   await expect.poll(() => view.root.querySelector(".gp-run .gp-message")?.textContent).toContain("stopped");
-  expect(await violations(view)).toEqual([]);
+  expect(await accessibilityViolations(view.root)).toEqual([]);
 });
 
 it("has no accessibility violations when a first run fails", async () => {
@@ -307,5 +288,5 @@ it("has no accessibility violations when a first run fails", async () => {
   view.root.append(new RunPanel(view).element);
   view.root.querySelector("button")?.click();
   await expect.poll(() => view.root.querySelector("[role=alert]:not([hidden])")?.textContent).toBeTruthy();
-  expect(await violations(view)).toEqual([]);
+  expect(await accessibilityViolations(view.root)).toEqual([]);
 });

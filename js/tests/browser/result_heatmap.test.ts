@@ -1,16 +1,18 @@
-import axe from "axe-core";
 import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import widget from "../../src/index";
 import type { HeatmapTraits, Item, LinkedTraits, ResultHeatmap } from "../../src/kernel/protocol";
 import { color } from "../../src/plots/matrix";
 import { itemOf } from "../../src/views/selection";
+import { accessibilityViolations } from "../accessibility";
+import { cellCenter, cellColor } from "../canvas";
 import { FakeModel } from "../fixtures";
 import { float32 } from "../job_fixtures";
 import { linkedTraits, rendered, setTheme, undos } from "../rendered";
 
 const ROWS = 3;
 const COLUMNS = 4;
+const SIZE = [ROWS, COLUMNS] as const;
 const VALUES = Array.from({ length: ROWS * COLUMNS }, (_, index) => index / 4 - 1);
 const HOSTILE = "<img src=x onerror=window.wasRun=1>";
 
@@ -52,18 +54,6 @@ async function shown(changes: Partial<ResultHeatmap> = {}, values = VALUES, cell
   return { model, el, remove, query, canvas: query<HTMLCanvasElement>("canvas") };
 }
 
-function centre(canvas: HTMLCanvasElement, row: number, column: number, rows = ROWS, columns = COLUMNS) {
-  const { width, height } = canvas.getBoundingClientRect();
-  return { position: { x: ((column + 0.5) * width) / columns, y: ((row + 0.5) * height) / rows } };
-}
-
-/** The color at a quarter of a cell, where no mark is. */
-function pixel(canvas: HTMLCanvasElement, row: number, column: number): number[] {
-  const x = Math.floor(((column + 0.5) / COLUMNS) * canvas.width);
-  const y = Math.floor(((row + 0.5) / ROWS) * canvas.height);
-  return [...(canvas.getContext("2d")?.getImageData(x, y, 1, 1).data.slice(0, 3) ?? [])];
-}
-
 function alpha(canvas: HTMLCanvasElement, row: number, column: number): number {
   const [x, y] = [((column + 0.25) / COLUMNS) * canvas.width, ((row + 0.25) / ROWS) * canvas.height];
   return canvas.getContext("2d")?.getImageData(Math.floor(x), Math.floor(y), 1, 1).data[3] ?? -1;
@@ -72,7 +62,9 @@ function alpha(canvas: HTMLCanvasElement, row: number, column: number): number {
 test("cells use the kernel's color scale, not the range of the values", async () => {
   const { canvas } = await shown();
   VALUES.forEach((value, index) => {
-    expect(pixel(canvas, Math.floor(index / COLUMNS), index % COLUMNS)).toEqual(color((value + 2) / 4, "diverging"));
+    expect(cellColor(canvas, [Math.floor(index / COLUMNS), index % COLUMNS], SIZE)).toEqual(
+      color((value + 2) / 4, "diverging"),
+    );
   });
 });
 
@@ -114,7 +106,7 @@ test("a float32 rounded past a limit does not count as beyond it", async () => {
 
 test("the cell under the mouse is read out with its full path and token", async () => {
   const { query, canvas } = await shown();
-  await userEvent.hover(canvas, centre(canvas, 1, 1));
+  await userEvent.hover(canvas, cellCenter(canvas, [1, 1], SIZE));
   expect(query(".gp-readout").textContent).toBe("path transformer.h_1.mlp.output, position 1 (␣cat): 0.25");
   await userEvent.unhover(canvas);
   expect(query(".gp-readout").textContent).toContain("3 × 4");
@@ -122,7 +114,7 @@ test("the cell under the mouse is read out with its full path and token", async 
 
 test("a click selects a cell, a second one deselects it; both reach the kernel", async () => {
   const { model, query, canvas } = await shown();
-  await userEvent.click(canvas, centre(canvas, 2, 0));
+  await userEvent.click(canvas, cellCenter(canvas, [2, 0], SIZE));
   expect([model.traits.cell, model.saved]).toEqual([[2, 0], 1]);
   expect(query(".gp-result > .gp-note").textContent).toBe(
     "Selected: path transformer.h_0.mlp.output, position 0 (The): 1",
@@ -130,7 +122,7 @@ test("a click selects a cell, a second one deselects it; both reach the kernel",
   const mark = query(".gp-heatmap-mark").getBoundingClientRect();
   expect(mark.left).toBeCloseTo(canvas.getBoundingClientRect().left, 0);
   expect(mark.bottom).toBeCloseTo(canvas.getBoundingClientRect().bottom, 0);
-  await userEvent.click(canvas, centre(canvas, 2, 0));
+  await userEvent.click(canvas, cellCenter(canvas, [2, 0], SIZE));
   expect([model.traits.cell, model.saved]).toEqual([null, 2]);
   expect(query(".gp-heatmap-mark")).toBeNull();
   expect(query(".gp-result > .gp-note").hidden).toBe(true);
@@ -329,7 +321,7 @@ test("without a kernel, a click says that nothing receives it", async () => {
   model.save_changes = () => {
     throw "Syncing error: no comm channel defined"; // as ipywidgets does
   };
-  await userEvent.click(canvas, centre(canvas, 0, 0));
+  await userEvent.click(canvas, cellCenter(canvas, [0, 0], SIZE));
   expect(warning.textContent).toContain("The kernel has stopped");
   expect(query(".gp-result > .gp-note").textContent).toContain("Selected: path transformer.h_2");
 });
@@ -347,10 +339,7 @@ test.each(["true", "false"])("no accessibility violations, also with enlarged ce
   await frame();
   expect(views[1]?.el.querySelectorAll(".gp-heatmap-edge:not([hidden])").length).toBe(4);
   for (const { el } of views) {
-    const { violations } = await axe.run(el);
-    expect(violations.map(({ id, nodes }) => [id, nodes.map((node) => `${node.html} ${node.failureSummary}`)])).toEqual(
-      [],
-    );
+    expect(await accessibilityViolations(el)).toEqual([]);
   }
 });
 
@@ -397,14 +386,14 @@ test("the cell of a component in each layer is named after it, and can be patche
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
   const zero = [...el.querySelectorAll("button")].find(({ textContent }) => textContent === "Zero");
   expect(zero?.disabled).toBe(true);
-  await userEvent.click(canvas, centre(canvas, 1, 2));
+  await userEvent.click(canvas, cellCenter(canvas, [1, 2], SIZE));
   const item = itemOf("encoder.layers[1].resid_post", { position: 2 });
   expect(model.get("selection")).toEqual([item]);
   expect(el.querySelector(".gp-selected-text")?.textContent).toBe("encoder.layers[1].resid_post[:, 2]");
   await userEvent.click(zero as HTMLElement);
   for (const isLight of [true, false]) {
     setTheme(isLight);
-    await vi.waitFor(async () => expect((await axe.run(el)).violations.map(({ id }) => id)).toEqual([]));
+    await vi.waitFor(async () => expect(await accessibilityViolations(el)).toEqual([]));
   }
   const sent = model.sent.map((message) => message as { request: string; payload: unknown });
   expect(sent.at(-1)).toMatchObject({ request: "edit", payload: { edit: { act: "zero", items: [item] } } });
@@ -421,10 +410,10 @@ test("each row is named after its own component; an unknown head has no name", a
   const { model } = await linkedTo({ rows, all: itemOf(null, { layer: 3 }) });
   const { el } = await rendered(model);
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
-  await userEvent.click(canvas, centre(canvas, 0, 1));
+  await userEvent.click(canvas, cellCenter(canvas, [0, 1], SIZE));
   expect(model.get("selection")).toEqual([itemOf("layers[3].attn_out", { position: 1 })]);
   await vi.waitFor(() => expect(model.saved).toBe(2)); // for each click the cell, and the selection
-  await userEvent.click(canvas, centre(canvas, 1, 1));
+  await userEvent.click(canvas, cellCenter(canvas, [1, 1], SIZE));
   expect(model.get("selection")).toEqual([itemOf(null, { layer: 3, position: 1 })]);
   await vi.waitFor(() => expect(model.saved).toBe(4));
   selectElsewhere(itemOf("layers[3].mlp_out"));
@@ -438,7 +427,7 @@ test("a heatmap of a graph shares the graph's selection", async () => {
   document.body.append(el);
   const remove = await widget.render({ model, el });
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
-  await userEvent.click(canvas, centre(canvas, 1, 2));
+  await userEvent.click(canvas, cellCenter(canvas, [1, 2], SIZE));
   expect(model.get("selection")).toEqual([itemOf("layers[1].mlp_out", { position: 2 })]);
   expect(model.get("cell")).toEqual([1, 2]);
   await vi.waitFor(() => expect(model.saved).toBe(2)); // the cell, and the selection

@@ -216,22 +216,17 @@ test("the buttons and badges of a row emit actions for that row", async () => {
 
 test("rows have their position and marks in their accessible names", () => {
   const { state, tree, view } = shown();
-  view.reveal(rowOf(view.skeleton, "transformer.h_0.drop"));
+  view.reveal(view.row("transformer.h_0.drop"));
   const drop = tree.element.querySelector("[aria-selected=true]") as HTMLElement;
   expect(drop.getAttribute("aria-label")).toMatch(/^drop opaque Dropout/);
   expect([drop.ariaLevel, drop.ariaPosInSet, drop.ariaSetSize, drop.ariaExpanded]).toEqual(["5", "6", "7", "false"]);
-  view.reveal(rowOf(view.skeleton, "extra_head"));
+  view.reveal(view.row("extra_head"));
   const unused = tree.element.querySelector("[aria-selected=true]") as HTMLElement;
   expect(unused.getAttribute("aria-label")).toMatch(/^extra_head unused Linear, never called/);
   expect(unused.hasAttribute("aria-expanded")).toBe(false);
-  state.setOpen(~rowOf(view.skeleton, "transformer.h_0"), false);
+  state.setOpen(~view.row("transformer.h_0"), false);
   expect(tree.element.querySelector("[data-kind=folded]")?.getAttribute("aria-label")).toBe("h_0 … h_3 ×4 Block");
 });
-
-function rowOf(skeleton: Skeleton, path: string): number {
-  for (let row = 0; row < skeleton.length; row++) if (skeleton.path(row) === path) return row;
-  throw new Error(`no row ${path}`);
-}
 
 function withScores(values: number[]) {
   const shownTree = shown();

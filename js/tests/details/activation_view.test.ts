@@ -2,13 +2,14 @@ import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { ActivationSection } from "../../src/details/activation_view";
 import { setInputs } from "../../src/runs/inputs";
 import { RequestFailed } from "../../src/view";
-import { activation, activationStatus, HISTOGRAM, heatmap, JobView, patch, statistics } from "../job_fixtures";
+import { FakeView, patch } from "../fixtures";
+import { activation, activationStatus, HISTOGRAM, heatmap, statistics } from "../job_fixtures";
 
-let view: JobView;
+let view: FakeView;
 let part: ActivationSection;
 
-function open(script: JobView["kernel"]["script"]): void {
-  view = new JobView();
+function open(script: FakeView["kernel"]["script"]): void {
+  view = new FakeView();
   view.kernel.script = { activation_close: () => ({ result: {}, buffers: [] }), ...script };
   part = new ActivationSection(view, 12);
   view.root.append(part.element);

@@ -1,7 +1,8 @@
 import { afterEach, beforeEach, describe, expect, it, onTestFinished } from "vitest";
 import { NodePopup } from "../../src/details/popup";
 import type { Details } from "../../src/kernel/protocol";
-import { activationStatus, JobView } from "../job_fixtures";
+import { FakeView } from "../fixtures";
+import { activationStatus } from "../job_fixtures";
 import { HOSTILE, named, Rig, settled } from "../panel_rig";
 
 const PATH = "transformer.h_0.attn.attn_weights";
@@ -142,7 +143,7 @@ describe("a popup", () => {
 });
 
 it("closes its sections when it shows another node and when it is closed", async () => {
-  const view = new JobView();
+  const view = new FakeView();
   onTestFinished(() => view.remove());
   const facts = { path: "", kind: "op" as const, notes: [], shape: null, dtype: null, device: null, code: "" };
   const rest = { source: [], inputs: [], users: [] };

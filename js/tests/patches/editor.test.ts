@@ -2,8 +2,8 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { Checked, PatchKind } from "../../src/kernel/protocol";
 import { DEBOUNCE_MS } from "../../src/patches/checker";
 import { PatchEditor } from "../../src/patches/editor";
-import { ABOUT } from "../fixtures";
-import { choose, HOSTILE, named, patch, Rig, settled, type } from "../panel_rig";
+import { ABOUT, patch } from "../fixtures";
+import { choose, HOSTILE, named, Rig, settled, type } from "../panel_rig";
 
 const FINE: Checked = { shape: [1, 8, 64], sliced: [1, 8, 64], warning: null, name: null };
 const PATH = "transformer.h_0.output";

@@ -1,7 +1,8 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { PatchList } from "../../src/patches/patch_list";
 import type { Part } from "../../src/view";
-import { HOSTILE, named, patch, Rig, settled } from "../panel_rig";
+import { patch } from "../fixtures";
+import { HOSTILE, named, Rig, settled } from "../panel_rig";
 
 let rig: Rig;
 let list: Part;

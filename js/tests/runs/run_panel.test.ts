@@ -2,14 +2,14 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { RunStatus } from "../../src/kernel/protocol";
 import { RunPanel } from "../../src/runs/run_panel";
 import { RequestFailed } from "../../src/view";
-import { ABOUT } from "../fixtures";
-import { HISTOGRAM, heatmap, JobView, patch, report, runStatus, statistics } from "../job_fixtures";
+import { ABOUT, FakeModel, FakeView, patch, traits } from "../fixtures";
+import { HISTOGRAM, heatmap, report, runStatus, statistics } from "../job_fixtures";
 
-let view: JobView;
+let view: FakeView;
 let panel: HTMLElement;
 
-function open(changes: ConstructorParameters<typeof JobView>[0] = {}, script: JobView["kernel"]["script"] = {}): void {
-  view = new JobView(changes);
+function open(changes: Parameters<typeof traits>[0] = {}, script: FakeView["kernel"]["script"] = {}): void {
+  view = new FakeView(new FakeModel(traits(changes)));
   view.kernel.script = script;
   panel = new RunPanel(view).element;
   view.root.append(panel);
@@ -324,7 +324,7 @@ describe("a report", () => {
       "seen, h_0.attn.output: histogram of 10 values",
     );
     first?.querySelector("button")?.click();
-    expect(view.calls).toEqual([["reveal", 12]]);
+    expect(view.calls).toEqual([["reveal", 10]]);
     expect(second?.textContent).toBe("unseen #9 h_9.outputIt did not fire.");
     expect(second?.querySelector("button")).toBeNull();
   });

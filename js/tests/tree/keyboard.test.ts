@@ -45,9 +45,7 @@ class Widget {
   }
 
   row(path: string): number {
-    const { skeleton } = this.view;
-    for (let row = 0; row < skeleton.length; row++) if (skeleton.path(row) === path) return row;
-    throw new Error(`no row ${path}`);
+    return this.view.row(path);
   }
 }
 

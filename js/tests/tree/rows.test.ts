@@ -4,7 +4,7 @@ import { CLOSED, Folding, firstOpen, OPEN } from "../../src/tree/rows";
 import { Scores, scoreText, textOfBest } from "../../src/tree/scores";
 import { Skeleton } from "../../src/tree/skeleton";
 import { TreeState } from "../../src/tree/tree_state";
-import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "../fixtures";
+import { ColumnsBuilder, FakeModel, FakeView, patch, tensor, traits, transformer } from "../fixtures";
 
 const skeleton = new Skeleton(transformer(6));
 const paths = Array.from({ length: skeleton.length }, (_, row) => skeleton.path(row));
@@ -18,17 +18,7 @@ function opened(changes: Parameters<typeof traits>[0] = {}, own = skeleton) {
 }
 
 function patchAt(path: string, number = 1): PatchState {
-  const fields = { slice: null, value: null, name: null, steps: null, positions: null, position_dim: null };
-  const state = {
-    any_shape: false,
-    allow_empty: false,
-    is_enabled: true,
-    untrusted: null,
-    shape: null,
-    sliced: null,
-    warning: null,
-  };
-  return { path, kind: "zero", number, row: row(path), ...fields, ...state };
+  return patch(number, { path, row: row(path) });
 }
 
 test("the first view shows the layers folded and closed, and is neither short nor long", () => {
