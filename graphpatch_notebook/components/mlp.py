@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.components.chain import Layer, Trails, container_of
+from graphpatch_notebook.components.chain import Layer, Region, Trails, container_of, region
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
@@ -20,7 +20,6 @@ from graphpatch_notebook.components.operations import (
     SCALINGS,
     VIEWS,
 )
-from graphpatch_notebook.components.regions import Region, region
 from graphpatch_notebook.components.writes import Write
 
 _OUTPUT_STEPS = SAME_VALUES | SCALINGS | VIEWS | ADDITIONS | NORMS

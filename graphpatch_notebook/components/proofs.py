@@ -18,12 +18,11 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame, refs_in
 from graphpatch_notebook.components.attention import Attention, Part, Parts
-from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails
+from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails, region
 from graphpatch_notebook.components.ends import End, Start
 from graphpatch_notebook.components.flow import Place, UnknownValueError, Value, called, walk
 from graphpatch_notebook.components.mlp import Mlp
 from graphpatch_notebook.components.operations import CREATIONS, SHAPED_LIKE
-from graphpatch_notebook.components.regions import region
 from graphpatch_notebook.components.writes import Write, norm_of
 from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch
 from graphpatch_notebook.values import TensorSpec, children

@@ -270,15 +270,20 @@ class LinearPaths:
             terms += own
         return terms
 
+    def _only_source(self, value: Value) -> Value | None:
+        """Returns the part of the stream that an operation reads, if it is one value with as many rows and channels."""
+        moving = [read for read in self._flow.reads(value.node) if self.depends(read)]
+        is_alike = len(moving) == 1 and moving[0].size == value.size and moving[0].shape[-1:] == value.shape[-1:]
+        return moving[0] if is_alike else None
+
     def _of_scaling(self, value: Value) -> Sum | None:
-        made = value.node.whole
-        moving = [read for read in self._flow.reads(made) if self.depends(read)]
-        if len(moving) != 1 or moving[0].size != value.size or moving[0].shape[-1:] != value.shape[-1:]:
+        made, source = value.node.whole, self._only_source(value)
+        if source is None:
             return None
         factors: list[float | Value] = []
         for number, given in enumerate(made.args):
             known = self._flow.resolve(given.node, given.dig) if isinstance(given, Ref) else given
-            if known == moving[0]:
+            if known == source:
                 if value.op in _DIVISIONS and number:
                     return None
                 continue
@@ -290,19 +295,16 @@ class LinearPaths:
                 return None
             factors.append(known)
         step = Scaling(self._flow, tuple(factors), value.op in _DIVISIONS)
-        return _with(self._sum_of(moving[0]), step)
+        return _with(self._sum_of(source), step)
 
     def _of_view(self, value: Value) -> Sum | None:
-        moving = [read for read in self._flow.reads(value.node) if self.depends(read)]
-        if len(moving) != 1 or moving[0].size != value.size or moving[0].shape[-1:] != value.shape[-1:]:
-            return None
-        terms = self._sum_of(moving[0])
-        if value.op not in _MOVES:
-            return terms
+        source = self._only_source(value)
+        if source is None or value.op not in _MOVES:
+            return None if source is None else self._sum_of(source)
         made = value.node.whole
         if any(isinstance(given, Ref) for given in (*made.args[1:], *made.kwargs.values())):
             return None
-        return _with(terms, Move(made, moving[0]))
+        return _with(self._sum_of(source), Move(made, source))
 
     def _of_norm(self, value: Value, norm: Norm) -> Sum:
         frame, given = norm.frame, norm.given
