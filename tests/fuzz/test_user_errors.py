@@ -223,8 +223,8 @@ def strain(now: Setting, action: Action, count: int, seed: int) -> int:
         if not isinstance(error, Exception) and STEPS.raised is not None:
             assert isinstance(raised, type(error)), (at, error, raised)
         now.check()
+        STEPS.reset()
         if now.options:
-            STEPS.reset()
             action(now)
     return came
 
