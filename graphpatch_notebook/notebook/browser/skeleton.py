@@ -179,15 +179,12 @@ class Skeleton:
             parsed = self._parsed(path)
         except Unresolvable as problem:
             raise UnknownPathError(problem.message) from None
-        close = ", ".join(map(repr, self._nearest(parsed)))
+        close = ", ".join(map(repr, nearest_paths(self.nodes.root, parsed)))
         raise UnknownPathError(f"there is no {path!r} in the tree" + (f"; nearest: {close}" if close else ""))
 
     def _parsed(self, path: str) -> ParsedPath:
         """Returns the parsed path, or the parsed path of the component with this name."""
         return parse(resolve(self.nodes.root, path).path if is_component_name(path) else path)
-
-    def _nearest(self, parsed: ParsedPath) -> list[str]:
-        return nearest_paths(self.nodes.root, parsed)
 
     def components(self) -> list[dict[str, Any]]:
         """Returns the components that have a row, in their order: `Component` of js/src/kernel/protocol.ts.

@@ -187,16 +187,13 @@ class Browser(LinkedView):
     def _handlers(self) -> Handlers:
         return {
             **super()._handlers(),
-            "details": self._details,
+            "details": lambda _, payload: (details(self.graph, self._rows(), payload.number("row")), []),
             "components": self._components,
             "activation": self._activation,
             "activation_status": run_status,
             "activation_interrupt": interrupt_run,
             "activation_close": _activation_close,
         }
-
-    def _details(self, _: RequestContext, payload: Payload) -> Answer:
-        return details(self.graph, self._rows(), payload.number("row")), []
 
     def _components(self, *_: Any) -> Answer:
         self.renew("components")

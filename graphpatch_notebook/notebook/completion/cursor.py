@@ -190,11 +190,8 @@ def expression_at_end(text: str) -> Expression | None:
     match = _CHAIN.search(text[-400:])
     if match is None:
         return None
-    return Expression(match[1], tuple(map(_link, _LINK.finditer(match[2]))))
-
-
-def _link(match: re.Match[str]) -> Accessor:
-    return ("item", match[2][1:-1]) if match[1] is None else ("attribute", match[1])
+    links = _LINK.finditer(match[2])
+    return Expression(match[1], tuple(("item", m[2][1:-1]) if m[1] is None else ("attribute", m[1]) for m in links))
 
 
 def _attribute(text: str) -> Cursor | None:
