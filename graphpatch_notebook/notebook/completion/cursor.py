@@ -257,10 +257,7 @@ _LAST_TERM = re.compile(r"\S*$")
 def argument_at_end(line: str, *, is_first: bool, may_lack_mark: bool = False) -> Argument | None:
     """Returns the argument at the end of `line`, or `None` if the cursor is not in an argument.
 
-    Args:
-        line: The line up to the cursor.
-        is_first: Whether it is the first line of the cell, which can be `%%graphpatch`.
-        may_lack_mark: Whether `graphpatch` without a percent sign is the magic, too.
+    `is_first` says that it may be a cell magic, and `may_lack_mark` that `graphpatch` without `%` is the magic, too.
 
     Example:
         >>> argument_at_end("x = %graphpatch ls h_0.ml", is_first=True)

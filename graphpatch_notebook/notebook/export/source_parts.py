@@ -137,12 +137,7 @@ class CallArguments:
 
 
 def arguments_in(text: str, *, with_options: bool = False) -> CallArguments:
-    """Returns the arguments of a call as a user wrote them, each on one line.
-
-    Args:
-        text: The text between the parentheses.
-        with_options: Keep `extraction_options=...`, which is not an input of the model.
-    """
+    """Returns the arguments of a call as a user wrote them, each on one line; with or without `extraction_options=`."""
     try:
         call = parse_arguments(text)
     except ValueError as problem:

@@ -69,13 +69,7 @@ class RunInputs:
 
 
 def inputs_for_run(session: Session, namespace: dict[str, Any], typed: str | None, given: Any) -> RunInputs:
-    """Returns the inputs of a run: the typed ones, else the given ones, else the example inputs.
-
-    Args:
-        session: The session. Its graph holds the example inputs, its origin the code of them.
-        namespace: The user's variables.
-        typed: The arguments of a call as Python code; `None` or empty for none.
-        given: A tuple of arguments, a dict of keyword arguments, or one value; `None` for none.
+    """Returns the inputs of a run: the typed ones (Python code), else the given ones, else the example inputs.
 
     Raises:
         ChosenPatchError: The typed arguments are not valid, or cannot be evaluated (`field` is `inputs`).

@@ -57,11 +57,7 @@ class SliceText:
         return parts[0] if len(parts) == 1 and parts[0] is not None else parts
 
     def source(self, *, is_bracketed: bool = False) -> str:
-        """Returns the index as Python source outside of brackets.
-
-        Args:
-            is_bracketed: Whether the source is used between brackets later, through a variable. Then a variable that
-                holds `None` needs no special case.
+        """Returns the index as Python source outside of brackets; with `is_bracketed`, for use between brackets later.
 
         Example:
             >>> parse_slice(":, -1, 3:, ...").source()
@@ -182,13 +178,9 @@ class Sliced:
 def sliced_shape(
     typed: SliceText, shape: torch.Size, fixed: Sequence[int | None] | None = None, *, allow_empty: bool = False
 ) -> Sliced:
-    """Returns the part of a value of the recorded `shape` that `typed` selects.
+    """Returns the part of a value of the recorded `shape` that `typed` selects. Parts with variables are not checked.
 
-    Args:
-        typed: The slice. Parts that depend on variables are not checked.
-        shape: The shape.
-        fixed: The sizes that are the same for all inputs, with `None` for the others; by default all may differ.
-        allow_empty: Whether the slice may select nothing.
+    `fixed` are the sizes that are the same for all inputs, with `None` for the others; by default all may differ.
 
     Raises:
         ValueError: The slice has more dimensions than the value, or does not fit the value for any inputs.

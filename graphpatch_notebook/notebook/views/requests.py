@@ -39,12 +39,7 @@ def session_state(
     row_of: Callable[[str], int | None] = lambda _: None,
     known: dict[ChosenPatch, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Returns the chosen patches (`SessionState` of the front end), each with its row and shapes.
-
-    Args:
-        session: The session.
-        row_of: Returns the row of a path in the tree; `None` if it does not have one.
-        known: A cache of earlier results for these rows; updated.
+    """Returns the chosen patches (`SessionState` of the front end), with rows and shapes. Updates the cache `known`.
 
     Example:
         >>> import torch
