@@ -123,7 +123,7 @@ def _is_fully_sharded(kind: type) -> bool:
 def has_global_hooks() -> bool:
     """Whether there are hooks that run for all modules.
 
-    The same dictionaries. Tested by: tests/experiments/engine/test_sweep_pitfalls.py.
+    The same dictionaries. Tested by: tests/experiments/engine/test_sweep_metrics_and_hooks.py.
     """
     return bool(_module_globals["_global_forward_hooks"] or _module_globals["_global_forward_pre_hooks"])
 

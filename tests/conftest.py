@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.browser import leaving_out
-from tests.imported import freeze
+from tests.frozen_imports import freeze
 from tests.warm_kernels import warm_kernels
 
 # A busy machine is no failure; nothing here is measured in seconds.

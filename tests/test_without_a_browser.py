@@ -18,12 +18,12 @@ OTHER = "tests/test_paths.py::test_two_paths_never_share_a_text"
     ("options", "status", "expected"),
     [
         (["-n1"], 0, "3 browser tests left out: no browser starts: install Chromium"),
-        (["--all-browser-tests", "-x"], 1, "ERROR tests/browser/test_rig.py::"),
+        (["--all-browser-tests", "-x"], 1, "ERROR tests/browser/test_browser_setup.py::"),
     ],
 )
 def test_run(options: list[str], status: int, expected: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "not gpu", *options, OTHER, "tests/browser/test_rig.py"],
+        [sys.executable, "-m", "pytest", "-m", "not gpu", *options, OTHER, "tests/browser/test_browser_setup.py"],
         cwd=ROOT,
         env={**os.environ, "CHROMIUM": str(ROOT / "nowhere")},
         capture_output=True,

@@ -332,27 +332,26 @@ def _earliest(trails: Trails, operand: Part, inside: frozenset[Node]) -> Part:
 
 def _at_stream(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
     """Returns the value with known axes nearest to the stream that a part comes from, through linear maps and norms."""
-    flow, part = trails.flow, _before_norms(trails, part, inside)
-    while part.value.node in inside:
-        value = part.value
-        before = [read for read in flow.moving(value.node) if read.is_float]
-        if len(before) != 1:
-            break
-        of_step = axes_before_map if flow.is_linear_map(value) else axes_before
-        axes = of_step(value.node, part.axes, before[0])
-        if axes is None and value.op in VIEWS and before[0].shape[:-1] == value.shape[: len(before[0].shape) - 1]:
-            axes = (*part.axes[: len(before[0].shape) - 1], "channel")  # of all heads
+    while part.value.node in inside and (source := trails.source(part.value)) is not None:
+        axes = _axes_of_source(trails, part, source)
+        if axes is None and _splits_last(part.value, source):
+            axes = (*part.axes[: len(source.shape) - 1], "channel")  # of all heads
         if axes is None:
             break
-        part = _before_norms(trails, Part(before[0], axes), inside)
+        part = Part(source, axes)
     return part
 
 
-def _before_norms(trails: Trails, part: Part, inside: frozenset[Node]) -> Part:
-    """Returns the input of the norms inside that compute a part; the part itself if there is no norm."""
-    while part.value.node in inside and (norm := trails.norms.get(part.value)) is not None:
-        part = Part(norm.given.value, part.axes)
-    return part
+def _axes_of_source(trails: Trails, part: Part, source: Value) -> Axes | None:
+    if part.value in trails.norms:
+        return part.axes
+    of_step = axes_before_map if trails.flow.is_linear_map(part.value) else axes_before
+    return of_step(part.value.node, part.axes, source)
+
+
+def _splits_last(view: Value, source: Value) -> bool:
+    """Whether a view has the last dimension of its source in several."""
+    return view.op in VIEWS and source.shape[:-1] == view.shape[: len(source.shape) - 1]
 
 
 def _queries(trails: Trails, inside: frozenset[Node], own: tuple[Attention, ...]) -> Part | None:
@@ -413,19 +412,15 @@ def _has_heads_first(trails: Trails, queries: Part, inside: frozenset[Node]) -> 
     """Whether the dimension that seems to be the batch has heads: it is made of the features of a linear map."""
     if not {"batch", "head"} <= set(queries.axes):
         return False
-    flow, part = trails.flow, _before_norms(trails, _earliest(trails, queries, inside), inside)
-    while part.value.node in inside:
-        value = part.value
-        before = [read for read in flow.moving(value.node) if read.is_float]
-        if flow.is_linear_map(value):
-            return value.op == "einsum" and "batch" in _axes_of_weights(flow, part)
-        if len(before) != 1:
-            return False
-        axes = axes_before(value.node, part.axes, before[0])
+    part = _earliest(trails, queries, inside)
+    while part.value.node in inside and (source := trails.source(part.value)) is not None:
+        if trails.flow.is_linear_map(part.value):
+            return part.value.op == "einsum" and "batch" in _axes_of_weights(trails.flow, part)
+        axes = _axes_of_source(trails, part, source)
         if axes is None:
-            is_split = value.op in VIEWS and before[0].shape[:-1] == value.shape[:-2]
+            is_split = _splits_last(part.value, source) and len(source.shape) == len(part.axes) - 1
             return is_split and "batch" in part.axes[-2:]
-        part = _before_norms(trails, Part(before[0], axes), inside)
+        part = Part(source, axes)
     return False
 
 

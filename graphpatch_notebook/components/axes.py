@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Collection, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from graphpatch_notebook.capture.records import Node, Ref, refs_in
 from graphpatch_notebook.components.flow import Flow, Value
@@ -60,10 +60,7 @@ def feature_axes(value: Value) -> Axes:
 def product_axes(flow: Flow, product: Node, roles: tuple[str, str, str]) -> tuple[Axes, Axes, Axes] | None:
     """Returns the axes of the two factors of a product of attention, and of its result.
 
-    Args:
-        flow: The flow of values.
-        product: The product, of tensors with axes `(..., roles[0], roles[1])` and `(..., roles[1], roles[2])`.
-        roles: The axes of its matrices.
+    The axes of its matrices are `(..., roles[0], roles[1])` and `(..., roles[1], roles[2])`.
     """
     reads = flow.reads(product)
     if product.op == "baddbmm":
@@ -117,13 +114,7 @@ def einsum_letters(node: Node) -> tuple[list[str], str]:
 
 
 def product_letters(node: Node, one: Value, other: Value) -> tuple[str, str, str] | None:
-    """Returns letters for the dimensions of two tensors and of their product, as those of an einsum.
-
-    Args:
-        node: The product.
-        one: The first tensor that it multiplies.
-        other: The second one.
-    """
+    """Returns letters for the dimensions of two tensors and of their product, as those of an einsum."""
     if node.op == "einsum":
         factors, result = einsum_letters(node)
         return (factors[0], factors[1], result) if len(factors) == 2 else None
@@ -156,25 +147,22 @@ def axes_of_split_heads(shape: Sequence[int], axes: Axes, other: Sequence[int]) 
 def axes_before(node: Node, axes: Axes, source: Value) -> Axes | None:
     """Returns the axes of the input of an operation, from those of its result; `None` if they are not known.
 
-    Args:
-        node: The operation, or the last of several that keep the dimensions.
-        axes: The axes of its result.
-        source: What it reads.
+    It may be the last of several operations that keep the dimensions.
     """
     rank = len(source.shape)
     if node.op in _SWAPS and rank == len(axes):
-        dims = [_plain(given) for given in _dims(node, ("dim0", "dim1", "axis0", "axis1"))][:2]
-        if len(dims) < 2 or None in dims:
+        dims = _dims(node, ("dim0", "dim1", "axis0", "axis1"))[:2]
+        if len(dims) < 2:
             return None
         swapped = list(axes)
-        one, other = int(dims[0]), int(dims[1])
+        one, other = dims
         swapped[one], swapped[other] = swapped[other], swapped[one]
         return tuple(swapped)
     if node.op in ("mT", "T", "t") and rank == len(axes):
         return (*axes[:-2], axes[-1], axes[-2])
     if node.op == "permute" and rank == len(axes):
-        dims = [_plain(given) for given in _dims(node, ("dims",))]
-        if len(dims) != rank or None in dims:
+        dims = _dims(node, ("dims",))
+        if len(dims) != rank:
             return None
         permuted = [""] * rank
         for position, dim in enumerate(dims):
@@ -210,18 +198,15 @@ def _before_pairs(node: Node, axes: Axes, source: Value) -> Axes | None:
     return (*axes, PAIR) if is_joined else None
 
 
-def _dims(node: Node, names: tuple[str, ...]) -> list[Any]:
+def _dims(node: Node, names: tuple[str, ...]) -> list[int]:
+    """Returns the dimensions that are arguments of an operation; empty if some are computed."""
     given = list(node.args[1:])
     if len(given) == 1 and isinstance(given[0], (tuple, list)):
         given = list(given[0])
     for name in names:
-        found = node.kwargs.get(name)
-        given += found if isinstance(found, (tuple, list)) else [] if found is None else [found]
-    return given
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, Ref) else value
+        found = node.kwargs.get(name, ())
+        given += found if isinstance(found, (tuple, list)) else [found]
+    return [] if any(isinstance(each, Ref) for each in given) else given
 
 
 def _before_index(node: Node, axes: Axes, rank: int) -> Axes | None:

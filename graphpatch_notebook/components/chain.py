@@ -54,8 +54,7 @@ class Step:
     Attributes:
         kind: What it does with the stream: adds a value, or a constant (`bias`), normalizes, scales by a constant, or
             only gives it another shape (`same`).
-        result: The stream after it.
-        source: The stream before it.
+        result, source: The stream after it, and before it.
         other: What it adds.
     """
 
@@ -70,7 +69,6 @@ class Layer:
     """One layer of a stack.
 
     Attributes:
-        frame: The frame of its module.
         start, end: The stream at its input and at its output.
         steps: The trail from `start` to `end`.
         is_sequence_first: Whether the stream has its positions before the batch.
@@ -108,10 +106,9 @@ class Stack:
     """The layers of one list, in order.
 
     Attributes:
-        name: What names of components begin with; empty if the model has one stack.
+        name: Its name; empty if the model has one stack.
         frame: The frame that calls the layers.
         container: The attribute path of the list in that frame's module.
-        layers: The layers.
         unlike: The members of the list that do not add to their input, by number.
     """
 
@@ -120,6 +117,11 @@ class Stack:
     container: str
     layers: list[Layer]
     unlike: dict[int, Frame]
+
+    @property
+    def prefix(self) -> str:
+        """What names of its components begin with."""
+        return f"{self.name}." if self.name else ""
 
 
 class Trails:
@@ -157,12 +159,9 @@ class Trails:
         return Norm(frame, given[0], returned[0]) if is_norm else None
 
     def source(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value | None:
-        """Returns the only value that a norm or an operation reads; `None` if there are several.
+        """Returns the only value that a norm, or an operation among `ops`, reads; `None` if there are several.
 
-        Args:
-            value: The result of the operation.
-            ops: The names of the operations; `None` for any.
-            is_whole: Whether only values of the same size count.
+        With `is_whole`, only values of the same size count.
         """
         if (norm := self.norms.get(value)) is not None:
             return norm.given.value
@@ -182,11 +181,8 @@ class Trails:
     def find(self, end: Value, start: Value, low: int = 0, *, adds: bool = True) -> list[Step] | None:
         """Returns the shortest trail from `start` to `end`, in order of execution; `None` if there is none.
 
-        Args:
-            end: Where it ends.
-            start: Where it begins.
-            low: The number of the node that it does not go before.
-            adds: Whether it may pass additions of values that come from inputs.
+        It does not go before the node with the number `low`. With `adds`, it may pass additions of values that come
+        from inputs.
         """
         came_by: dict[Value, Step | None] = {end: None}
         waiting = deque([end])

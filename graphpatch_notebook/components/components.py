@@ -83,6 +83,21 @@ class Components(Mapping[str, Component]):
         layers: The number of layers of each stack, by the name of the stack (`""` if there is only one).
         missing: Why components were not found, by their name, or by a pattern such as `layers[*]`.
         evidence: What the proofs are made from.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
+        >>> [component.name for component in pg.components.lookup("layers[*].mlp_out[:, -1]")]
+        ['layers[0].mlp_out[:, -1]', 'layers[1].mlp_out[:, -1]']
+        >>> pg.components.verify()["layers[0].mlp.post"].proof
+        'post @ W_out + b'
+        >>> pg.components.why_missing("layers[0].cross_attn.z")
+        'only attn_out and mlp_out are added to the stream here'
+        >>> pg.components.axes_at("layers_0.dropout2.output"), pg.components.axes_at("src")
+        (('batch', 'position', 'channel'), ())
     """
 
     def __init__(self, findings: _Findings, verify: Verify | None = None) -> None:
@@ -110,15 +125,6 @@ class Components(Mapping[str, Component]):
         Raises:
             GraphError: There are no example inputs; give inputs.
             Exception: Any error that the model raises on these inputs.
-
-        Example:
-            >>> import torch
-            >>> from graphpatch_notebook import PatchableGraph
-            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
-            >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-            >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
-            >>> pg.components.verify()["layers[0].mlp.post"].proof
-            'post @ W_out + b'
         """
         assert self._verify is not None  # `PatchableGraph.components` has runs
         self._verify(self._prove, args, kwargs)
@@ -152,31 +158,11 @@ class Components(Mapping[str, Component]):
         return len(self._findings.by_name)
 
     def why_missing(self, name: str) -> str | None:
-        """Returns why a component was not found; `None` if that is not known.
-
-        Example:
-            >>> import torch
-            >>> from graphpatch_notebook import PatchableGraph
-            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
-            >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-            >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
-            >>> pg.components.why_missing("layers[0].cross_attn.z")
-            'only attn_out and mlp_out are added to the stream here'
-        """
+        """Returns why a component was not found; `None` if that is not known."""
         return why_missing(self.missing, name)
 
     def axes_at(self, path: str) -> Axes:
-        """Returns the names of the dimensions of the value at a path, if it is a component or contains one.
-
-        Example:
-            >>> import torch
-            >>> from graphpatch_notebook import PatchableGraph
-            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
-            >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-            >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
-            >>> pg.components.axes_at("layers_0.dropout2.output"), pg.components.axes_at("src")
-            (('batch', 'position', 'channel'), ())
-        """
+        """Returns the names of the dimensions of the value at a path, if it is a component or contains one."""
         return next((one.axes for one in self.values() if one.path == path and len(one.axes) == len(one.shape)), ())
 
     def lookup(self, text: str) -> list[Component]:
@@ -187,15 +173,6 @@ class Components(Mapping[str, Component]):
 
         Raises:
             UnknownPathError: The model has no such component. The message has the reason, and the nearest names.
-
-        Example:
-            >>> import torch
-            >>> from graphpatch_notebook import PatchableGraph
-            >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
-            >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-            >>> pg = PatchableGraph(model, torch.randn(1, 5, 8))
-            >>> [component.name for component in pg.components.lookup("layers[*].mlp_out[:, -1]")]
-            ['layers[0].mlp_out[:, -1]', 'layers[1].mlp_out[:, -1]']
         """
         return look_up(self, text)
 
@@ -209,24 +186,7 @@ _lock = threading.RLock()
 
 
 def find(root: Frame) -> Components:
-    """Returns the components of a captured model, found in its records; each capture is searched once.
-
-    Args:
-        root: The root frame of the capture.
-
-    Example:
-        >>> import torch
-        >>> from graphpatch_notebook import PatchableGraph
-        >>> class Block(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-        ...     def forward(self, x):
-        ...         return x + self.mlp(x)
-        >>> pg = PatchableGraph(torch.nn.Sequential(Block(), Block()), torch.ones(1, 3, 4))
-        >>> pg.components["layers[1].mlp_out"].path
-        'sub_1.mlp.output'
-    """
+    """Returns the components of a captured model, found in its records; each capture is searched once."""
     with _lock:
         findings = root.capture.findings
         if find not in findings:
@@ -250,10 +210,9 @@ class _ComponentFinder:
         self._writes = Writes(self._trails, attentions(self._flow))
         stacks = Stacks(self._trails).found
         for stack in stacks:
-            prefix = f"{stack.name}." if stack.name else ""
             self._mark_layout(stack)
-            self._add_start(prefix, stack)
-            self._add_stack(prefix, stack)
+            self._add_start(stack.prefix, stack)
+            self._add_stack(stack.prefix, stack)
         self._add_end(stacks)
         if not stacks:
             opaque = self._flow.opaque
@@ -432,7 +391,7 @@ class _ComponentFinder:
     def _add_end(self, stacks: Sequence[Stack]) -> None:
         ends = [(stack, end_of(self._trails, stack, stacks)) for stack in reversed(stacks)]
         for stack, end in ends:
-            prefix = f"{stack.name}." if stack.name else ""
+            prefix = stack.prefix
             self.found.evidence.ends.append((prefix, end))
             if end.norm is not None:
                 is_first = is_sequence_first_after(self._trails, end.norm, stack)

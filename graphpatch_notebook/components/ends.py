@@ -150,13 +150,7 @@ class End:
 
 
 def end_of(trails: Trails, stack: Stack, stacks: Sequence[Stack]) -> End:
-    """Returns the values at the end of the stream of a stack.
-
-    Args:
-        trails: How values lead to others.
-        stack: The stack.
-        stacks: All stacks of the model: the layers of others may read the stream, too.
-    """
+    """Returns the values at the end of the stream of one of `stacks`: the layers of others may read it, too."""
     flow = trails.flow
     last = stack.layers[-1].end.value
     others = {id(layer.frame) for other in stacks if other is not stack for layer in other.layers}

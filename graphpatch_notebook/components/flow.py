@@ -113,7 +113,6 @@ class Flow:
     """The flow of values through a capture.
 
     Attributes:
-        root: The root frame.
         frames: All frames, outer ones first.
         frame_of: The frame of each node.
         order: The number of each node, in order of execution.
@@ -271,7 +270,7 @@ class Flow:
         Args:
             value: The value.
             inside: The frame that this frame is in; `None` for the whole model.
-            is_unread: Whether nothing in that frame may read the value: a patch on the output would not reach it there.
+            is_unread: Nothing in that frame may read the value: a patch on the output would not reach it there.
         """
         found = self.path(value)
         for frame in self.frames_around(value):

@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -21,7 +21,7 @@ from graphpatch_notebook.patches.slices import composed, index_problem, index_te
 from graphpatch_notebook.paths import nearest, path_pattern
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.components.components import Component
+    from graphpatch_notebook.components.components import Component, Components
 
 Numbers: TypeAlias = "int | slice | tuple[int, ...]"
 """What is in brackets after `layers`, `heads` or `experts`: a number, a list of them, or a slice (`*` is all)."""
@@ -194,33 +194,11 @@ def _numbers_text(numbers: Numbers) -> str:
 # Look-up
 
 
-class FoundComponents(Protocol):
-    """The components that were found in a capture."""
+def look_up(found: Components, text: str) -> list[Component]:
+    """Returns the components that a name refers to, as `Components.lookup` describes.
 
-    @property
-    def layers(self) -> Mapping[str, int]:
-        """The number of layers of each stack."""
-
-    @property
-    def missing(self) -> Mapping[str, str]:
-        """Why a component was not found, by its name, or by the beginning of names (`layers[*].attn`)."""
-
-    def __getitem__(self, name: str) -> Component: ...
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def __iter__(self) -> Iterator[str]: ...
-
-
-def look_up(found: FoundComponents, text: str) -> list[Component]:
-    """Returns the components that a name refers to: one, or several for lists, slices and `*`, also in words.
-
-    Negative numbers count from the end. With `*`, layers that do not have the component are left out. Where query heads
-    share keys and values, `heads[3].*` means those that query head 3 reads. Whether a slice at the end is in range is
-    not asked here, but where the value is used (`inspection.resolution`).
-
-    Raises:
-        UnknownPathError: The component does not exist. The message has the reason, and the nearest names.
+    Where query heads share keys and values, `heads[3].*` means those that query head 3 reads. Whether a slice at the
+    end is in range is not asked here, but where the value is used (`inspection.resolution`).
     """
     try:
         name = parse_name(text)
@@ -234,7 +212,7 @@ def look_up(found: FoundComponents, text: str) -> list[Component]:
     return [component for each in by_layer if isinstance(each, list) for component in each]
 
 
-def _by_layer(found: FoundComponents, name: ComponentName, text: str) -> list[ComponentName]:
+def _by_layer(found: Components, name: ComponentName, text: str) -> list[ComponentName]:
     """Returns the names that a name expands to, each with one stack and one layer."""
     stacks = [name.stack]
     if "*" in name.stack:
@@ -258,7 +236,7 @@ def _list_of(stack: str) -> str:
     return f"{stack}.layers" if stack else "layers"
 
 
-def _layers(found: FoundComponents, name: ComponentName, text: str) -> list[int | None]:
+def _layers(found: Components, name: ComponentName, text: str) -> list[int | None]:
     if name.layers is None:
         return [None]
     count = found.layers.get(name.stack)
@@ -269,21 +247,18 @@ def _layers(found: FoundComponents, name: ComponentName, text: str) -> list[int 
                 f"{text!r}: {why_missing(found.missing, str(name)) or 'no stack of layers was found'}"
             )
         meant = [*nearest(f"{name.stack}.layers", named, 1), *["**.layers"] * (len(named) > 1)]
-        close = ", ".join(repr(other) for one in meant if _is_found(found, other := _restacked(text, one)))
+        rest = text[text.index("layers[") + len("layers") :]
+        close = ", ".join(repr(one + rest) for one in meant if _is_found(found, one + rest))
         hint = f"; nearest: {close}" if close else ""
         raise UnknownPathError(f"{text!r}: the stacks of layers in this model are {', '.join(map(repr, named))}{hint}")
     return list(_counted(name.layers, count, f"layers in {name.stack!r}" if name.stack else "layers", text))
 
 
-def _is_found(found: FoundComponents, text: str) -> bool:
+def _is_found(found: Components, text: str) -> bool:
     try:
         return bool(look_up(found, text))
     except UnknownPathError:
         return False
-
-
-def _restacked(text: str, named: str) -> str:
-    return named + text[text.index("layers[") + len("layers") :]
 
 
 def _counted(numbers: Numbers, count: int, what: str, text: str) -> Iterator[int]:
@@ -300,7 +275,7 @@ def _counted(numbers: Numbers, count: int, what: str, text: str) -> Iterator[int
         yield number % count
 
 
-def _matching(found: FoundComponents, name: ComponentName, text: str) -> list[ComponentName]:
+def _matching(found: Components, name: ComponentName, text: str) -> list[ComponentName]:
     """Returns the names that a name with `*` in its words expands to: those of its layer, or of all layers."""
     if not any("*" in word for word in name.words):
         return [name]
@@ -323,7 +298,7 @@ def _matching(found: FoundComponents, name: ComponentName, text: str) -> list[Co
     return matching
 
 
-def _of_layer(found: FoundComponents, name: ComponentName, text: str) -> list[Component] | UnknownPathError:
+def _of_layer(found: Components, name: ComponentName, text: str) -> list[Component] | UnknownPathError:
     """Returns the components that a name with one layer refers to, or an error that says why there are none."""
     is_pattern = any("*" in word for word in name.words)
     try:
@@ -334,7 +309,7 @@ def _of_layer(found: FoundComponents, name: ComponentName, text: str) -> list[Co
         return error
 
 
-def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
+def _of_one(found: Components, name: ComponentName, text: str, is_pattern: bool) -> Iterator[Component]:
     """Yields the components that a name with one layer and without `*` in its words refers to.
 
     If it comes from a pattern, its numbers are those of query heads.
@@ -380,7 +355,7 @@ def _of_one(found: FoundComponents, name: ComponentName, text: str, is_pattern: 
         yield _sliced(replace(whole, index=tuple(index)), replace(name, members=number), text)
 
 
-def _query_heads(found: FoundComponents, bare: ComponentName) -> int:
+def _query_heads(found: Components, bare: ComponentName) -> int:
     """Returns the number of query heads that belong to a component with heads; 0 if that is not known."""
     keys = [str(replace(bare, words=(bare.words[0], part))) for part in "qz"]
     known = [found[key] for key in keys if key in found and "head" in found[key].axes]
@@ -399,7 +374,7 @@ def _of_result(name: ComponentName) -> str:
     )
 
 
-def _separate(found: FoundComponents, bare: ComponentName) -> list[str]:
+def _separate(found: Components, bare: ComponentName) -> list[str]:
     """Returns the names of the members that are separate values, in order, including those that did not run."""
     members: list[str] = []
     while (key := str(replace(bare, members=len(members)))) in found or key in found.missing:
@@ -407,7 +382,7 @@ def _separate(found: FoundComponents, bare: ComponentName) -> list[str]:
     return members
 
 
-def find_one(found: FoundComponents, key: str, text: str) -> Component:
+def find_one(found: Components, key: str, text: str) -> Component:
     """Returns the component whose whole name is `key`; the error shows `text`.
 
     Raises:

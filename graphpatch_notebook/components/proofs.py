@@ -93,14 +93,7 @@ class Verdicts:
 
 
 def prove(evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: ProofRun) -> Verdicts:
-    """Returns how components were proved in runs of the model.
-
-    Args:
-        evidence: What was found.
-        paths: The path of each component, by name.
-        known: The paths that can be patched.
-        run: Runs the model.
-    """
+    """Returns how components, with `paths` by name, were proved in runs of the model with patches on `known` paths."""
     return _Prover(evidence, paths, known, run).verdicts
 
 

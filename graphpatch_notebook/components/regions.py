@@ -19,16 +19,14 @@ _LARGEST = 300
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """The values between linear maps and `end`.
+    """The values between linear maps and a value that is computed from them.
 
     Attributes:
-        end: The value that is computed.
-        sources: The linear maps that it is computed from.
-        waists: The values that everything passes through, in order of execution; the last is `end`.
+        sources: The linear maps.
+        waists: The values that everything passes through, in order of execution; the last is the value itself.
         ops: The torch functions between each waist and the one before it; for a norm, `layer_norm`.
     """
 
-    end: Value
     sources: tuple[Value, ...]
     waists: tuple[Value, ...]
     ops: Mapping[Value, tuple[str, ...]]
@@ -76,4 +74,4 @@ def region(trails: Trails, end: Value, inside: frozenset[Node]) -> Region:
             waists.append(value)
             ops[value] = tuple(between)
             between = []
-    return Region(end, tuple(sources), tuple(waists), ops)
+    return Region(tuple(sources), tuple(waists), ops)

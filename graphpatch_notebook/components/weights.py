@@ -49,10 +49,8 @@ class _Matrix:
     """A matrix of the model, and the entries along one side that belong to each head.
 
     Attributes:
-        flow: The flow of values.
         value: The tensor that the model holds.
-        inputs: The dimensions of the tensor that are inputs.
-        outputs: Those that are outputs.
+        inputs, outputs: The dimensions of the tensor that are inputs, and outputs.
         side: The side that is divided into heads or neurons.
         numbers: The numbers of the entries, of shape `(heads, size)` or `(size,)`; `None` for all.
     """
@@ -115,11 +113,8 @@ class _LinearMap:
     """A linear map, with letters for the dimensions of its tensors, as those of an einsum.
 
     Attributes:
-        flow: The flow of values.
-        result: What it returns.
-        given: What it reads.
-        weight: The weight.
-        letters: The letters of the three.
+        result, given: What it returns, and what it reads.
+        letters: The letters of these, and of the weight.
     """
 
     flow: Flow
@@ -519,7 +514,7 @@ class _WeightFinder:
     def inputs(self, component: Component, axes: tuple[str, ...]) -> tuple[_LinearMap, _Matrix]:
         """Returns the linear map whose inputs form a component, and its matrix with the numbers of the inputs."""
         value = self._value(component)
-        linear = _LinearMap.of(self.flow, self._after(value)[0])
+        linear = _LinearMap.of(self.flow, self._after(value))
         numbered = torch.arange(value.size).view(value.shape)
         arrived = self._arrived(value, numbered, linear.given)
         if arrived.numel() != value.size:
@@ -539,14 +534,12 @@ class _WeightFinder:
                 inputs += "".join(of_result[dim] for dim in ([dims] if isinstance(dims, int) else dims))
         return "".join(letter for letter in linear.letters[linear.weight] if letter in inputs)
 
-    def _after(self, value: Value) -> tuple[Value, Value]:
-        """Returns the linear map that reads a value, and the value as it reads it."""
+    def _after(self, value: Value) -> Value:
+        """Returns the linear map that reads a value."""
         for _ in range(_FARTHEST):
             users = self.flow.users.get(value.node, [])
-            for user in users:
-                if self.flow.is_linear_map(Value(user)):
-                    given = next(read for read in self.flow.reads(user) if read.node is value.node)
-                    return Value(user), given
+            if (linear := next(filter(self.flow.is_linear_map, map(Value, users)), None)) is not None:
+                return linear
             steps = [user for user in users if user.op in SAME_VALUES | VIEWS]
             if len(steps) != 1:
                 break
@@ -638,12 +631,7 @@ def _loaded(frame: Frame, attributes: Sequence[str]) -> Any:
 
 
 def held_tensor(flow: Flow, value: Value, through: Collection[str] = VIEWS | SAME_VALUES) -> Tensor:
-    """Returns a tensor of the model, or the result of some operations on such tensors.
-
-    Args:
-        flow: The flow of values.
-        value: The tensor.
-        through: The names of these operations: by default, those that only rearrange.
+    """Returns a tensor of the model, or the result of operations on such tensors with names in `through`.
 
     Raises:
         GraphError: It is computed in another way, or does not hold floating-point numbers.

@@ -38,13 +38,10 @@ class Write:
     """One summand of the stream.
 
     Attributes:
-        value: What is added.
         kind: The part that computes it; `unknown` if calls without records compute it.
         state: The stream that it is computed from.
-        step: The addition.
         inside: The nodes that compute it from the stream.
         norm: The norm through which it reads the stream.
-        attentions: The attentions that it consists of.
         is_parallel: Whether another write of the layer is computed from the same stream.
         has_convolution: Whether an MLP has a convolution over positions, too.
     """

@@ -74,15 +74,16 @@ def written_as_fx(case: FuzzCase, interpreter: Interpreter) -> None:
         _assert_same_or_refused("to_fx", inputs is case.example, expected, found)
 
 
+def add_unused_call(graph_module: Any, module: nn.Module) -> None:
+    """Edits a graph without an effect."""
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    with graph_module.graph.inserting_before(output):
+        graph_module.graph.call_function(torch.ones, (1,))
+
+
 def edited(case: FuzzCase, interpreter: Interpreter) -> None:
     """Graphs that were edited, in a way that changes nothing, are their modules from then on."""
-
-    def edit(graph_module: Any, module: nn.Module) -> None:
-        output = next(node for node in graph_module.graph.nodes if node.op == "output")
-        with graph_module.graph.inserting_before(output):
-            graph_module.graph.call_function(torch.ones, (1,))
-
-    pg = captured(case, build(case.program), ExtractionOptions(postprocessing_function=edit))
+    pg = captured(case, build(case.program), ExtractionOptions(postprocessing_function=add_unused_call))
     for inputs in _all_calls(case):
         expected = by_oracle(case, interpreter, inputs.call(case.program), case.choices)
         found = by_patches(case, pg, pg, inputs.call(case.program), case.choices)

@@ -25,10 +25,11 @@ from graphpatch_notebook.execution import context as execution_context
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.torch_compat import function_mode_depth
+from tests.fuzz import user_errors
 from tests.fuzz.faults import Fault, faults, faults_at_each_line
-from tests.fuzz.mishaps import nothing_changes_in_the_process
-from tests.fuzz.programs import Steep
+from tests.fuzz.graph_runs import add_unused_call
 from tests.fuzz.test_programs import FIRST_SEED
+from tests.fuzz.user_errors import Model, nothing_changes_in_the_process
 from tests.laws.captures import (
     each_case,
     identity,
@@ -42,33 +43,9 @@ from tests.zoo import Case, case_by_name
 from tests.zoo.values import bit_equal, same_state, snapshot
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
+FILES = (__file__, user_errors.__file__)
 APPLY = torch.autograd.Function.__dict__["apply"]
 quietly = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows some
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.linear.register_forward_hook(lambda module, args, output: output + 1)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor, flag: bool = True) -> dict[str, Any]:
-        hidden = Steep.apply(self.linear(x)) * self.scale
-        return {"hidden": hidden, "pair": (x, None)} if flag else {"hidden": x}
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = Inner()
-        self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.inner(x)
-        second = self.inner(x + 1)["hidden"].add_(1.0)
-        return self.last(first["hidden"] + second)
 
 
 PATCHES = {
@@ -78,12 +55,6 @@ PATCHES = {
     "last.sub_0.linear": CustomPatch(custom_op=lambda t: t.tanh()),
     "add": AddPatch(value=0.5, slice=0),
 }
-
-
-def add_what_changes_nothing(graph_module: Any, module: nn.Module) -> None:
-    output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    with graph_module.graph.inserting_before(output):
-        graph_module.graph.call_function(torch.ones, (1,))
 
 
 class Setting:
@@ -144,7 +115,7 @@ def to_fx(now: Setting) -> None:
 def save_and_load(now: Setting) -> None:
     with tempfile.TemporaryDirectory() as folder:
         now.pg.save(f"{folder}/graph.safetensors")
-        PatchableGraph.load(f"{folder}/graph.safetensors", model=now.model, allow=["tests.fuzz.programs"])
+        PatchableGraph.load(f"{folder}/graph.safetensors", model=now.model, allow=["tests.fuzz.user_errors"])
 
 
 def interpret(now: Setting) -> None:
@@ -192,7 +163,7 @@ def look_after_each(now: Setting, all_faults: Iterator[tuple[Fault, Callable[[],
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
 @pytest.mark.parametrize("action", ACTIONS)
 def test_interrupts_of_what_a_graph_does(action: Callable[[Setting], None]) -> None:
-    assert strain(setting(Model()), action, 8, files=(__file__,)) > 3
+    assert strain(setting(Model()), action, 8, files=FILES) > 3
 
 
 @quietly
@@ -200,23 +171,21 @@ def test_interrupts_of_what_a_graph_does(action: Callable[[Setting], None]) -> N
 @pytest.mark.parametrize("action", ACTIONS)
 def test_lack_of_memory(action: Callable[[Setting], None]) -> None:
     """Errors that may come anywhere, and that code which handles errors of the model handles, too."""
-    assert strain(setting(Model()), action, 4, files=(__file__,), error=MemoryError) > 1
+    assert strain(setting(Model()), action, 4, files=FILES, error=MemoryError) > 1
 
 
 @quietly
 def test_interrupts_of_graph_runs() -> None:
-    model = Model()
-    model.inner.linear._forward_hooks.clear()
-    now = setting(model, ExtractionOptions(postprocessing_function=add_what_changes_nothing))
-    assert strain(now, live_run, 8, files=(__file__,)) > 3
+    model = Model(has_hooks=False)
+    now = setting(model, ExtractionOptions(postprocessing_function=add_unused_call))
+    assert strain(now, live_run, 8, files=FILES) > 3
 
 
 @quietly
 @pytest.mark.parametrize("file", [patchable_graph.__file__, execution_context.__file__])
 def test_interrupts_at_the_beginning_and_end_of_an_unpatched_run_of_graphs(file: str) -> None:
-    model = Model()
-    model.inner.linear._forward_hooks.clear()
-    now = setting(model, ExtractionOptions(postprocessing_function=add_what_changes_nothing))
+    model = Model(has_hooks=False)
+    now = setting(model, ExtractionOptions(postprocessing_function=add_unused_call))
     at = 0
     while interrupted(lambda: now.pg(X), at, file):
         now.check(str(at))
@@ -277,7 +246,7 @@ def test_interrupts_of_generation() -> None:
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
 @pytest.mark.parametrize("action", [*ACTIONS, Setting.run_patched])
 def test_many_interrupts(action: Callable[[Setting], None]) -> None:
-    strain(setting(Model()), action, 1000, FIRST_SEED, (__file__,))
+    strain(setting(Model()), action, 1000, FIRST_SEED, FILES)
 
 
 @quietly
@@ -286,7 +255,7 @@ def test_many_interrupts(action: Callable[[Setting], None]) -> None:
 @pytest.mark.parametrize("action", [capture_, live_run, backward, verify, to_fx, interpret, Setting.run_patched])
 def test_interrupts_at_each_line(action: Callable[[Setting], None]) -> None:
     now = setting(Model())
-    look_after_each(now, faults_at_each_line(anew(now, action), files=(__file__,)))
+    look_after_each(now, faults_at_each_line(anew(now, action), files=FILES))
 
 
 @quietly
@@ -294,7 +263,7 @@ def test_interrupts_at_each_line(action: Callable[[Setting], None]) -> None:
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
 @pytest.mark.parametrize("action", ACTIONS)
 def test_lack_of_memory_at_many_points(action: Callable[[Setting], None]) -> None:
-    strain(setting(Model()), action, 300, FIRST_SEED, (__file__,), MemoryError)
+    strain(setting(Model()), action, 300, FIRST_SEED, FILES, MemoryError)
 
 
 @quietly

@@ -9,8 +9,8 @@ import torch
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import resolve
+from tests.counted_lines import lines_run
 from tests.frames import FrameBuilder, layered_frame, tensor, tuple_frame
-from tests.work import lines_run
 
 
 @pytest.fixture

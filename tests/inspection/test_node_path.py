@@ -15,8 +15,8 @@ from torch import nn
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import resolve
+from tests.counted_lines import lines_run
 from tests.frames import DOCUMENTED_TREE, FrameBuilder, here, layered_frame, tensor, tuple_frame
-from tests.work import lines_run
 
 
 def code_of(frame):

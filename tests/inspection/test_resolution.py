@@ -10,8 +10,8 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.paths import ParsedPath
 from graphpatch_notebook.values import ObjectSpec, ScalarSpec
+from tests.counted_lines import lines_run
 from tests.frames import FrameBuilder, layered_frame, tensor, tuple_frame
-from tests.work import lines_run
 
 
 def bert_frame():

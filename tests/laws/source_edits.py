@@ -28,7 +28,7 @@ from torch import nn
 from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.records import ElementNode, Frame, Node
 from graphpatch_notebook.values import TensorSpec
-from tests.imported import FUNCTIONS
+from tests.frozen_imports import FUNCTIONS
 from tests.laws.captures import Capture, run
 from tests.laws.edits import Change, Edit, edited, random_change
 

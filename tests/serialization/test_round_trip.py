@@ -35,7 +35,7 @@ gpt2-eager gpt2-sdpa gpt2-train-eager llama-sdpa llama-bfloat16-sdpa mistral-eag
 mixtral-expert-loop-eager gemma2-eager t5-eager bert-sdpa vit-eager clip-sdpa whisper-sdpa
 """.split()
 MASKED_BY_VMAP = ("gpt2", "llama", "mistral", "mixtral", "gemma2", "whisper")
-if installed.TRANSFORMERS < (5, 0):  # before, masks came out of `torch.vmap`: see test_unstored.py
+if installed.TRANSFORMERS < (5, 0):  # before, masks came out of `torch.vmap`: see test_frames_not_stored.py
     TRANSFORMERS = [name for name in TRANSFORMERS if not name.startswith(MASKED_BY_VMAP)]
 OTHERS = """
 torch-lstm-cell torch-encoder-layer-pre torch-transformer torch-encoder-layer-train awkward-delegating-wrapper

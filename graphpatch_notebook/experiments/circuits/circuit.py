@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,30 +179,20 @@ class Circuit:
         """Returns the circuit as JSON."""
         document = {
             "format": _FORMAT,
-            "method": self.method,
-            "metric": self.metric,
-            "clean": self.clean,
-            "corrupted": self.corrupted,
-            "faithfulness": self.faithfulness,
-            "candidates": self.candidates,
-            "tokens": list(self.tokens),
+            **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("edges", "feeds")},
             "missing": dict(self.missing),
-            "ahead": list(self.ahead),
             "edges": [
                 [edge.sender, edge.receiver, edge.score, *(() if edge.position is None else (edge.position,))]
                 for edge in self.edges
             ],
-            "feeds": {receiver: list(senders) for receiver, senders in self.feeds.items()},
+            "feeds": dict(self.feeds),
         }
         return json.dumps(document, indent=1)
 
     def to_python(self, graph: str = "pg", inputs: str = "clean", corrupted: str = "corrupted") -> str:
         """Returns Python code that makes the circuit, and runs the model with only its edges.
 
-        Args:
-            graph: The variable of the `PatchableGraph`.
-            inputs: The variable of the clean inputs.
-            corrupted: The variable of the corrupted inputs.
+        The arguments are the variables of the `PatchableGraph`, and of the clean and the corrupted inputs.
         """
         return f'''\
 from graphpatch_notebook.experiments import Circuit, circuit_patches
@@ -281,13 +272,18 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
             raise ValueError(f"the receiver {unknown!r} is not among its receivers")
         if len({position is None for _, _, position in pairs}) > 1:
             raise ValueError("some of its edges have positions, and others have none")
-        if (twice := _first_repeated(pairs)) is not None:
+        if (twice := next((pair for pair, count in Counter(pairs).items() if count > 1), None)) is not None:
             raise ValueError(f"it has the edge {twice} more than once")
 
 
 def place_of(edge: Edge) -> int | None:
-    """Returns the position of the senders that an edge leads to; `None` for any, since later positions read a key."""
-    return edge.position if edge.receiver.rpartition(".")[2] in ("q", "mlp") else None
+    """Returns the position of the senders that an edge leads to; `None` for any."""
+    return edge.position if is_local(edge.receiver) else None
+
+
+def is_local(receiver: str) -> bool:
+    """Whether a receiver leads to senders at its own position only; later positions read keys and values, too."""
+    return receiver.rpartition(".")[2] in ("q", "mlp")
 
 
 def _position(value: Any) -> int:
@@ -300,12 +296,3 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a text")
     return value
-
-
-def _first_repeated(values: Iterable[Any]) -> Any:
-    seen = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    return None

@@ -299,10 +299,6 @@ def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) 
 
     Raises:
         UnknownPathError: The name does not exist.
-
-    Example:
-        >>> chosen(["@embed", "layers[0].mlp_out", "layers[1].mlp_out"], "layers[*].mlp_out", "sender")
-        ['layers[0].mlp_out', 'layers[1].mlp_out']
     """
     if wanted is None:
         return list(names)
@@ -320,15 +316,9 @@ def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) 
 class EdgeScores:
     """The scores of all edges on one pair of inputs, and the metric of its two runs.
 
-    Args:
-        nodes: The senders and receivers.
-        positions: The positions of the scores; `None`: one score for all.
-
     Attributes:
         values: The scores, (receiver, sender, position); NaN where there is no edge.
         edges: Where the model has an edge.
-        clean: The metric of the clean run.
-        corrupted: The metric of the corrupted run.
         positions: The positions; `None`: one score for all.
         losses: The difference between sums of scores and their expected values, by the name of the sum.
         fallbacks: Why the derivative of a function does not explain its whole change, by its name.
@@ -354,14 +344,7 @@ class EdgeScores:
         self.edges = ~np.isnan(self.values)
 
     def note_sum(self, what: str, scores: Any, change: float, rules: DerivativeRules) -> None:
-        """Notes by how much scores miss what they should sum to, relative to it.
-
-        Args:
-            what: Which edges these are, and what they should sum to.
-            scores: Their scores.
-            change: What they should sum to.
-            rules: The rules of the runs.
-        """
+        """Notes by how much scores do not sum to a change, relative to it; `what` names the edges and the change."""
         self.fallbacks |= rules.fallbacks
         size = max(abs(change), 1e-2 * abs(self.clean - self.corrupted))  # smaller effects are mostly rounding
         if size:
@@ -617,11 +600,7 @@ def _restoring(clean: Tensor, corrupted: Tensor, columns: Tensor | None) -> Patc
 class Deltas:
     """What senders write in the clean run, minus what they write in the corrupted one.
 
-    Args:
-        nodes: The senders.
-        clean: The clean run.
-        corrupted: The corrupted run.
-        max_bytes: If the differences are larger, they are computed again when they are needed.
+    If the differences take more than `max_bytes`, they are computed again when they are needed.
 
     Attributes:
         coarsest: The largest rounding error of the values, relative to them. Of a stream in single precision,

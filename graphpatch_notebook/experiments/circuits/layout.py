@@ -66,12 +66,9 @@ class PlacedNode:
     """A node of the picture.
 
     Attributes:
-        name: The name of the component.
-        label: A short name.
+        name, label: The name of the component, and a short one.
         row: What it is placed by.
-        width: Its width.
-        x: Its center, from the left.
-        y: Its center, from the top.
+        x, y: Its center, from the left and from the top.
         ports: Its inputs at which edges end, of `q`, `k` and `v`.
         position: Its position; `None` for all.
     """
@@ -95,7 +92,6 @@ class PlacedEdge:
     """An edge of the picture.
 
     Attributes:
-        edge: The edge of the circuit.
         sender: The number of the node where it begins.
         receivers: The numbers of the nodes where it ends: several, if heads share the keys or values that it ends at.
         width: The width of its line, which grows with the magnitude of its score.
@@ -113,10 +109,7 @@ class PlacedEdge:
 class PlacedLink:
     """A dotted line: from where a component reads for another position to where it writes what it read.
 
-    Attributes:
-        reader: The number of the node that reads.
-        writer: The number of the node that writes.
-        line: The line, as the `d` of an SVG path.
+    `reader` and `writer` are the numbers of these nodes, and `line` is the `d` of an SVG path.
     """
 
     reader: int
@@ -146,8 +139,6 @@ class CircuitLayout:
     """The picture of a circuit, in pixels.
 
     Attributes:
-        width: The width of the picture.
-        height: The height of the picture.
         nodes: The nodes, from the lowest row to the highest, each row from the left.
         edges: The edges, the strongest first.
         bands: The layers.
@@ -165,11 +156,7 @@ class CircuitLayout:
 
 
 def lay_out(circuit: Circuit) -> CircuitLayout:
-    """Returns the picture of a circuit.
-
-    Args:
-        circuit: The circuit.
-    """
+    """Returns the picture of a circuit."""
     return _Picture(circuit).layout()
 
 

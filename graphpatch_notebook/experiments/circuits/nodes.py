@@ -36,7 +36,6 @@ class Reader:
     """What reads the residual stream: one receiver, or one for each head.
 
     Attributes:
-        names: The names of the receivers.
         paths: The paths at which it is patched, and at which gradients are taken: those of a value that only this
             receiver reads, or of the result of a linear map.
         source: What it reads, as a sum.
@@ -56,8 +55,7 @@ class Nodes:
     """The senders and receivers of a model.
 
     Attributes:
-        writers: The senders, in order of execution.
-        readers: The receivers, in order of execution.
+        writers, readers: The senders and receivers, in order of execution.
         feeds: For each receiver, the senders that are computed from it.
         streams: The paths of what streams begin with, by what the names of the layers of their stack begin with.
         skipped: Why there are no edges to, or from, a component.
@@ -101,10 +99,7 @@ class Nodes:
 def nodes_of(root: Frame, *, heads: bool = True, experts: bool = False) -> Nodes:
     """Returns the senders and receivers of a captured model; each capture is searched once.
 
-    Args:
-        root: The root frame of the capture.
-        heads: Whether heads of attention are nodes of their own.
-        experts: Whether experts are senders of their own.
+    With `heads` and `experts`, heads of attention are nodes of their own, and experts are senders.
 
     Raises:
         ExperimentError: The model has no layers with a residual stream that can be followed.
@@ -158,7 +153,7 @@ class _NodeFinder:
             self._add_start(stack)
             for layer in layers:
                 for write in layer.writes:
-                    self._add_writer(_prefix(stack), layer, write)
+                    self._add_writer(stack.prefix, layer, write)
         self._paths = LinearPaths(self._trails, self._by_value)
         for stack, layers in self._stacks:
             self._add_link(stack)
@@ -181,7 +176,7 @@ class _NodeFinder:
             except NoPathError:
                 pass
         path = self._flow.boundary_path(value)
-        stream = _prefix(stack)
+        stream = stack.prefix
         self._by_value[value] = Writer((f"{stream}@embed",), value, path, stream=stream)
         self.found.streams[stream] = path
 
@@ -444,9 +439,9 @@ class _NodeFinder:
             return
         stack, end = next(((stack, end) for stack, end in ends if end.logits is not None), ends[0])
         place = self._trails.norms[end.norm].returned if end.norm is not None else stack.layers[-1].end
-        name = "@logits" if end.logits is not None else f"{_prefix(stack)}@final_norm"
+        name = "@logits" if end.logits is not None else f"{stack.prefix}@final_norm"
         if end.logits is None and end.norm is None:
-            name = f"{_prefix(stack)}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
+            name = f"{stack.prefix}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
         if problem := self._add_reader(name, (place.path,), place.value):
             self.found.skipped[name] = problem
 
@@ -454,7 +449,3 @@ class _NodeFinder:
 def _are_numbers(spec: ValueSpec, shape: tuple[int, ...]) -> bool:
     """Whether a value is a tensor of integers of this shape."""
     return isinstance(spec, TensorSpec) and tuple(spec.shape) == shape and not spec.dtype.is_floating_point
-
-
-def _prefix(stack: Stack) -> str:
-    return f"{stack.name}." if stack.name else ""

@@ -31,12 +31,6 @@ from graphpatch_notebook.patches.kinds import CustomPatch
 class WrittenPositions:
     """The positions of the rows of the values that senders write, among the chosen positions.
 
-    Args:
-        root: The root frame of the capture.
-        nodes: The senders.
-        values: The values of a run, by path.
-        given: The positions, as for `attribute`.
-
     Attributes:
         labels: The chosen positions, counted from the start; numbers of columns, if each row of the batch has its own.
 
@@ -45,7 +39,7 @@ class WrittenPositions:
     """
 
     def __init__(
-        self, root: Frame, nodes: Nodes, values: Mapping[str, Tensor], given: Positions | RowPositions = True
+        self, root: Frame, nodes: Nodes, values: Mapping[str, Tensor], given: Positions | RowPositions
     ) -> None:
         shapes = {stream: tuple(values[path].shape[:-1]) for stream, path in nodes.streams.items()}
         self._numbers: dict[str, Tensor] = {}
@@ -120,12 +114,7 @@ def _dims(root: Frame, stream: str, shape: tuple[int, ...]) -> tuple[int, int | 
 
 
 def read_ahead(pg: PatchableGraph, inputs: Inputs) -> list[str]:
-    """Returns the attention that is not causal, such as `layers[2].attn`: its queries read later keys.
-
-    Args:
-        pg: The graph.
-        inputs: The inputs of a run, in which the patterns are looked at.
-    """
+    """Returns the attention whose queries read later keys in a run, such as `layers[2].attn`: it is not causal."""
     found: list[str] = []
 
     def looking(name: str, axes: tuple[str, ...]) -> CustomPatch:

@@ -180,11 +180,9 @@ class CircuitRuns:
 
 
 class Stream:
-    """The stream of the corrupted run, and the effect of changes of senders on the inputs of receivers.
+    """The values of the corrupted run by path, and the effect of changes of senders on the inputs of receivers.
 
-    Attributes:
-        values: The values of the corrupted run, by path.
-        last: The last receivers of a run.
+    After the `last` receivers, a run is over.
     """
 
     def __init__(self, values: Mapping[str, Tensor], last: Reader) -> None:
@@ -275,9 +273,7 @@ class ReadPatch(Patch[Any]):
 
     Attributes:
         stream: The stream of the corrupted run.
-        path: The path of the patch.
-        readers: The receivers.
-        kept: The senders that each receiver reads.
+        readers, kept: The receivers, and the senders that each of them reads.
         placed: The positions of the edges; `None` if they have none.
     """
 

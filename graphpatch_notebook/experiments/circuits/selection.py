@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge, place_of
+from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge, is_local
 from graphpatch_notebook.experiments.circuits.edges import Batch, batches_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, Kept, kept_edges, nodes_like
@@ -80,7 +81,7 @@ def circuit(
         raise ExperimentError(f"edges must be a number of edges, not {edges!r}")
     _check_scores(scores)
     nodes = nodes_like(pg, scores.attrs["feeds"])
-    chosen = Ranking(nodes, scores, selection, absolute=absolute).first(edges)
+    chosen = itertools.islice(ranked(nodes, scores, selection, absolute=absolute), edges)
     attrs = scores.attrs
     found = Circuit(
         edges=tuple(sorted(chosen, key=lambda edge: -abs(edge.score))),
@@ -126,71 +127,62 @@ def _check_scores(scores: Any) -> None:
         )
 
 
-class Ranking:
-    """The edges of a model in the order in which circuits of growing size take them.
+def ranked(nodes: Nodes, scores: DataArray, selection: SelectionMethod, *, absolute: bool) -> Iterator[Edge]:
+    """Returns the edges of a model in the order in which circuits of growing size take them.
 
     Raises:
         ExperimentError: The scores are not those of the model.
     """
+    if selection not in ("top", "greedy"):
+        raise ExperimentError(f"selection must be 'top' or 'greedy', not {selection!r}")
+    own = [list(scores.coords[name].values) for name in ("receiver", "sender")]
+    if own != [nodes.receivers, nodes.senders]:
+        raise ExperimentError("the scores lack nodes of the model: compute them without senders= and receivers=")
+    positions: list[int | None] = [None]
+    if "position" in scores.dims:
+        positions = [int(position) for position in scores.coords["position"].values]
+    values = scores.transpose("receiver", "sender", ...).values.reshape(*map(len, own), -1)
+    sizes = np.abs(values) if absolute else values
+    receivers, senders = own
+    return (
+        Edge(senders[column], receivers[row], float(values[row, column, number]), positions[number])
+        for row, column, number in (_greedy(nodes, sizes) if selection == "greedy" else _top(sizes))
+    )
 
-    def __init__(self, nodes: Nodes, scores: DataArray, selection: SelectionMethod, *, absolute: bool) -> None:
-        if selection not in ("top", "greedy"):
-            raise ExperimentError(f"selection must be 'top' or 'greedy', not {selection!r}")
-        own = [list(scores.coords[name].values) for name in ("receiver", "sender")]
-        if own != [nodes.receivers, nodes.senders]:
-            raise ExperimentError("the scores lack nodes of the model: compute them without senders= and receivers=")
-        self._nodes = nodes
-        self._receivers, self._senders = nodes.receivers, nodes.senders
-        self._positions: list[int | None] = [None]
-        if "position" in scores.dims:
-            self._positions = [int(position) for position in scores.coords["position"].values]
-        self._scores = scores.transpose("receiver", "sender", ...).values.reshape(*map(len, own), -1)
-        self._sizes = np.abs(self._scores) if absolute else self._scores
-        self.order = self._greedy() if selection == "greedy" else self._top()
 
-    def first(self, count: int) -> list[Edge]:
-        """Returns the first edges."""
-        return [self._edge(*cell) for cell in self.order[:count]]
+def _top(sizes: Any) -> Iterator[_Cell]:
+    order = np.argsort(-np.where(np.isnan(sizes), -np.inf, sizes).reshape(-1), kind="stable")
+    cells = np.unravel_index(order[: int((~np.isnan(sizes)).sum())], sizes.shape)
+    yield from zip(*(index.tolist() for index in cells), strict=True)
 
-    def _edge(self, row: int, column: int, number: int) -> Edge:
-        score = float(self._scores[row, column, number])
-        return Edge(self._senders[column], self._receivers[row], score, self._positions[number])
 
-    def _top(self) -> list[_Cell]:
-        sizes = np.where(np.isnan(self._sizes), -np.inf, self._sizes).reshape(-1)
-        order = np.argsort(-sizes, kind="stable")[: int((~np.isnan(self._sizes)).sum())]
-        return list(zip(*(index.tolist() for index in np.unravel_index(order, self._sizes.shape)), strict=True))
+def _greedy(nodes: Nodes, sizes: Any) -> Iterator[_Cell]:
+    """Yields, from the ends on, the largest edge into what is reached already, again and again."""
+    receivers, senders, everywhere = nodes.receivers, nodes.senders, range(sizes.shape[2])
+    rows: dict[str, list[int]] = {}
+    for row, receiver in enumerate(receivers):
+        for sender in nodes.feeds[receiver]:
+            rows.setdefault(sender, []).append(row)
+    waiting: list[tuple[float, int, int, int]] = []
+    is_open = np.zeros((len(receivers), len(everywhere)), bool)
 
-    def _greedy(self) -> list[_Cell]:
-        rows: dict[str, list[int]] = {}
-        for row, receiver in enumerate(self._receivers):
-            for sender in self._nodes.feeds[receiver]:
-                rows.setdefault(sender, []).append(row)
-        waiting: list[tuple[float, int, int, int]] = []
-        is_open = np.zeros((len(self._receivers), len(self._positions)), bool)
+    def add(row: int, number: int) -> None:
+        if not is_open[row, number]:
+            is_open[row, number] = True
+            own = sizes[row, :, number]
+            for column in np.flatnonzero(~np.isnan(own)).tolist():
+                heapq.heappush(waiting, (-float(own[column]), row, column, number))
 
-        def add(row: int, number: int) -> None:
-            if not is_open[row, number]:
-                is_open[row, number] = True
-                sizes = self._sizes[row, :, number]
-                for column in np.flatnonzero(~np.isnan(sizes)).tolist():
-                    heapq.heappush(waiting, (-float(sizes[column]), row, column, number))
-
-        everywhere = range(len(self._positions))
-        for row, receiver in enumerate(self._receivers):
-            if not self._nodes.feeds[receiver]:
-                for number in everywhere:
-                    add(row, number)
-        found = []
-        while waiting:
-            _, *cell = heapq.heappop(waiting)
-            _, column, number = cell
-            found.append((cell[0], column, number))
-            for own in rows.get(self._senders[column], ()):
-                is_local = place_of(self._edge(own, column, number)) is not None
-                for at in (number,) if is_local else everywhere:
-                    add(own, at)
-        return found
+    for row, receiver in enumerate(receivers):
+        if not nodes.feeds[receiver]:
+            for number in everywhere:
+                add(row, number)
+    while waiting:
+        _, row, column, number = heapq.heappop(waiting)
+        yield row, column, number
+        for own in rows.get(senders[column], ()):
+            for at in (number,) if is_local(receivers[own]) else everywhere:
+                add(own, at)
 
 
 @runs_where_the_model_is
@@ -271,13 +263,11 @@ def faithfulness(
     if random is not None and "random" not in named:
         drawn = np.random.default_rng(random).random(first.shape)
         named["random"] = first.copy(data=np.where(np.isnan(first.values), np.nan, drawn))
-    rankings = {name: Ranking(nodes, each, selection, absolute=absolute) for name, each in named.items()}
     counts = _counts(_SIZES if sizes is None else sizes, candidates)
     empty = Circuit((), nodes.feeds, candidates, math.nan, math.nan)
+    rankings = {name: tuple(ranked(nodes, each, selection, absolute=absolute)) for name, each in named.items()}
     circuits = [
-        kept_edges(nodes, replace(empty, edges=tuple(ranking.first(count))))
-        for ranking in rankings.values()
-        for count in counts
+        kept_edges(nodes, replace(empty, edges=edges[:count])) for edges in rankings.values() for count in counts
     ]
     sums, ends = np.zeros(len(circuits)), np.zeros(2)
     run = functools.partial(_metrics, nodes.feeds, circuits)

@@ -45,7 +45,6 @@ class Writer:
     """What a component adds to the residual stream: one sender, or one for each head or expert.
 
     Attributes:
-        names: The names of the senders.
         value: What is added; for heads and experts, the sum of what they write.
         path: The path of the value that is recorded: `value` itself, what the linear map of the heads reads, or what
             the chosen experts write, of shape `(rows, chosen, channels)`.
@@ -69,12 +68,7 @@ class Writer:
         return (self.path, self.choice) if self.choice else (self.path,)
 
     def change(self, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
-        """Returns the value of each sender in one run, minus its value in another: `(senders, rows, channels)`.
-
-        Args:
-            now: The values of a run, by path.
-            before: The values of the other run.
-        """
+        """Returns the value of each sender in one run, minus its value in another: `(senders, rows, channels)`."""
         if self.choice:
             return self._by_expert(now) - self._by_expert(before)
         rows = rows_of(now[self.path] - before[self.path])
@@ -114,12 +108,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """An operation that only moves the rows of the stream to other places.
-
-    Attributes:
-        node: The operation; its arguments are plain.
-        source: What it reads.
-    """
+    """An operation, with plain arguments, that only moves the rows of the stream to other places."""
 
     node: Node
     source: Value
@@ -187,12 +176,7 @@ Sum: TypeAlias = "tuple[Summand, ...]"
 
 
 class LinearPaths:
-    """Finds what values are the sums of.
-
-    Args:
-        trails: The flow of values, and the norms.
-        writers: The writers, by their value.
-    """
+    """Finds the terms of values that are sums, up to what `writers` write."""
 
     def __init__(self, trails: Trails, writers: Mapping[Value, Writer]) -> None:
         self._trails = trails

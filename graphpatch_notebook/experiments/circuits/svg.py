@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
-from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
+from graphpatch_notebook.experiments.circuits.circuit import Circuit
 from graphpatch_notebook.experiments.circuits.layout import (
     LETTER,
     NODE_HEIGHT,
@@ -24,12 +24,7 @@ _LEGEND, _LINE, _LEAST_WIDTH = 62.0, 24.0, 330.0
 
 
 def svg_of(circuit: Circuit, most: int | None = None) -> str:
-    """Returns a picture of a circuit as SVG, with white background.
-
-    Args:
-        circuit: The circuit.
-        most: Draws only this many of the strongest edges.
-    """
+    """Returns a picture of a circuit, with at most `most` edges, as SVG with a white background."""
     shown = circuit.strongest(most)
     layout = lay_out(shown)
     width = max(layout.width, _LEAST_WIDTH)
@@ -73,7 +68,7 @@ def _edge(placed: PlacedEdge) -> str:
     color, dash = (NEGATIVE, _DASH) if edge.score < 0 else (POSITIVE, "")
     return (
         f'<path class="edge" d="{placed.line}" stroke="{color}" stroke-width="{placed.width:g}" stroke-opacity="0.8"'
-        f"{dash}><title>{escape(named(edge))}</title></path>"
+        f"{dash}><title>{escape(str(edge).replace('->', '→'))}</title></path>"
     )
 
 
@@ -111,11 +106,6 @@ def _legend(layout: CircuitLayout, summary: str) -> Iterator[str]:
         yield f'<path d="M14 {line:g}h34" {_LINK}/>'
         yield f'<text x="56" y="{line + 4:g}" fill="#24292f">attention across positions</text>'
     yield f'<text x="14" y="{line + 30:g}" fill="#57606a">{escape(summary)}</text>'
-
-
-def named(edge: Edge) -> str:
-    """Returns an edge in one line."""
-    return str(edge).replace("->", "→")
 
 
 def summary_of(circuit: Circuit, shown: int) -> str:

@@ -28,20 +28,20 @@ class OwnError(Exception):
 
 
 ERRORS: list[Any] = [
-    lambda: ValueError("a mishap"),
-    lambda: RuntimeError("a mishap"),
-    lambda: KeyError("a mishap"),
-    lambda: AttributeError("a mishap"),
-    lambda: TypeError("a mishap"),
-    lambda: IndexError("a mishap"),
-    lambda: NotImplementedError("a mishap"),
-    lambda: StopIteration("a mishap"),
-    lambda: AssertionError("a mishap"),
-    lambda: MemoryError("a mishap"),
-    lambda: torch.cuda.OutOfMemoryError("a mishap"),
+    lambda: ValueError("injected"),
+    lambda: RuntimeError("injected"),
+    lambda: KeyError("injected"),
+    lambda: AttributeError("injected"),
+    lambda: TypeError("injected"),
+    lambda: IndexError("injected"),
+    lambda: NotImplementedError("injected"),
+    lambda: StopIteration("injected"),
+    lambda: AssertionError("injected"),
+    lambda: MemoryError("injected"),
+    lambda: torch.cuda.OutOfMemoryError("injected"),
     lambda: OwnError(1, 2),
-    lambda: KeyboardInterrupt("a mishap"),
-    lambda: SystemExit("a mishap"),
+    lambda: KeyboardInterrupt("injected"),
+    lambda: SystemExit("injected"),
 ]
 
 
@@ -106,11 +106,12 @@ def before(module: nn.Module, args: Any) -> Any:
 class Inner(nn.Module):
     """Raises before, between and after its operations, in its hooks, and in a gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_hooks: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.linear.register_forward_hook(after)
-        self.linear.register_forward_pre_hook(before)
+        if has_hooks:
+            self.linear.register_forward_hook(after)
+            self.linear.register_forward_pre_hook(before)
         self.scale = nn.Parameter(torch.ones(4))
         self.register_buffer("shift", torch.ones(4))
 
@@ -125,10 +126,10 @@ class Inner(nn.Module):
 class Model(nn.Module):
     """Calls its part twice, handles nothing, and writes in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_hooks: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inner = Inner()
+        self.inner = Inner(has_hooks)
         self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5)).eval()
 
     def forward(self, x: Tensor) -> Tensor:

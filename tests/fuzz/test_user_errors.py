@@ -21,8 +21,8 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.errors import GraphPatchError
-from tests.fuzz.mishaps import ERRORS, STEPS, EachOperation, Model, nothing_changes_in_the_process
 from tests.fuzz.test_programs import FIRST_SEED
+from tests.fuzz.user_errors import ERRORS, STEPS, EachOperation, Model, nothing_changes_in_the_process
 from tests.zoo.values import bit_equal, same_state, snapshot
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -50,15 +50,12 @@ def patches() -> dict[str, Any]:
 
 
 class Setting:
-    """A model, what it gives, and what must still be so after a mishap."""
+    """A model, what it gives, and what must still be so after an error."""
 
     def __init__(self, *options: Any) -> None:
         STEPS.reset()
         self.options = options
-        self.model = Model()
-        if options:  # a graph that is its module takes no hooks on what it calls
-            self.model.inner.linear._forward_hooks.clear()
-            self.model.inner.linear._forward_pre_hooks.clear()
+        self.model = Model(has_hooks=not options)  # an edited graph takes no hooks on what it calls
         self.unpatched = self.model(X)
         self.pg = self.captured()
         self.before = snapshot(self.model)
@@ -237,20 +234,20 @@ quietly = pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarn
 
 @quietly
 @pytest.mark.parametrize("action", ACTIONS)
-def test_some_mishaps(action: Action) -> None:
+def test_some_errors(action: Action) -> None:
     assert strain(Setting(), action, 6, 0) > 1
 
 
 @quietly
 @pytest.mark.parametrize("action", [unpatched, patched, nested, backward])
-def test_some_mishaps_of_graphs(action: Action) -> None:
+def test_some_errors_in_edited_graphs(action: Action) -> None:
     assert strain(Setting(edited()), action, 4, 0) > 0
 
 
 @quietly
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("action", ACTIONS)
-def test_many_mishaps(action: Action) -> None:
+def test_many_errors(action: Action) -> None:
     for round in range(3):
         strain(Setting(), action, 200, FIRST_SEED + round)
 
@@ -258,6 +255,6 @@ def test_many_mishaps(action: Action) -> None:
 @quietly
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("action", [unpatched, patched, nested, handled_inside, backward, sweep])
-def test_many_mishaps_of_graphs(action: Action) -> None:
+def test_many_errors_in_edited_graphs(action: Action) -> None:
     for round in range(3):
         strain(Setting(edited()), action, 200, FIRST_SEED + round)

@@ -96,7 +96,7 @@ class Structured(nn.Module):
 def test_classes_of_the_caller(tmp_path: Path) -> None:
     pg = PatchableGraph(Structured(), x())
     pg.save(tmp_path / "graph.safetensors")
-    with pytest.raises(SerializationError, match=r"load\(file, allow=\['.*test_own_graphs.Output'\]\)"):
+    with pytest.raises(SerializationError, match=r"load\(file, allow=\['.*test_custom_graph_files.Output'\]\)"):
         PatchableGraph.load(tmp_path / "graph.safetensors")
     loaded = PatchableGraph.load(tmp_path / "graph.safetensors", allow=[f"{__name__}.Output"])
     output = loaded(x())

@@ -39,7 +39,7 @@ class Layers(nn.Module):
 
 @pytest.fixture
 def deep(shell: Shell) -> Shell:
-    shell.ok("from tests.notebook.magics.test_as_typed import Layers\nmodel = Layers()")
+    shell.ok("from tests.notebook.magics.test_beginner_commands import Layers\nmodel = Layers()")
     shell.ok("%graphpatch wrap pg = model(x)")
     return shell
 
