@@ -339,15 +339,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """The completions at the end of a text.
+    """The completions at the end of a text."""
 
-    Attributes:
-        start: The offset in the text of the part that a completion replaces.
-        offers: The completions, best first.
-    """
-
-    start: int
-    offers: list[Offer]
+    start: int  # the offset in the text of what a completion replaces
+    offers: list[Offer]  # best first
 
 
 @dataclass(frozen=True, slots=True)

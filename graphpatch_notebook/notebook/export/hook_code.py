@@ -161,19 +161,12 @@ HookSide: TypeAlias = Literal["inputs", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The patches on one value, in one call of a module.
-
-    Attributes:
-        target: The value.
-        patches: The patches, in order.
-        dig: The keys from the input or output to the value.
-        place: Where the call passes the input: its position, or its keyword; `None` for an output.
-    """
+    """The patches on one value, in one call of a module."""
 
     target: Target
     patches: tuple[ChosenPatch, ...]
-    dig: tuple[Any, ...]
-    place: int | str | None
+    dig: tuple[Any, ...]  # the keys from the input or output to the value
+    place: int | str | None  # where the call passes the input: position or keyword; `None` for an output
 
     @property
     def containers(self) -> list[tuple[Any, ContainerSpec]]:

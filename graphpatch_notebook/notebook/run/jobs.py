@@ -86,6 +86,7 @@ class Job(Generic[T]):
     Attributes:
         result: The return value, if `state` is `"done"`.
         error: The message of the error, if `state` is `"failed"`.
+        is_interrupted: Whether the job was interrupted. It may still be running for a moment.
     """
 
     def __init__(self, work: Callable[[Job[T]], T], in_words: Callable[[BaseException], str]) -> None:
@@ -95,7 +96,7 @@ class Job(Generic[T]):
         self._state: JobState = "running"
         self._lock = threading.Lock()
         self._is_open = False
-        self._is_interrupted = False
+        self.is_interrupted = False
         self._started = time.monotonic()
         self._ended: float | None = None
         # In Python 3.14, a thread may inherit the context variables of the thread that starts it.
@@ -110,11 +111,6 @@ class Job(Generic[T]):
         if self._state == "running" and not self._thread.is_alive():
             return "interrupted"  # so late that `_run` could not set the state
         return self._state
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether the job was interrupted. It may still be running for a moment."""
-        return self._is_interrupted
 
     @property
     def seconds(self) -> float:
@@ -146,7 +142,7 @@ class Job(Generic[T]):
         """
         with afterwards(self._close):
             with self._lock:
-                if self._is_interrupted:
+                if self.is_interrupted:
                     raise KeyboardInterrupt
                 self._is_open = True
             return call()
@@ -161,7 +157,7 @@ class Job(Generic[T]):
     def interrupt(self) -> None:
         """Interrupts the job at its next line of Python. Does nothing if the job has finished."""
         with self._lock:
-            self._is_interrupted = True
+            self.is_interrupted = True
             if self._is_open and self._thread.ident is not None:
                 raise_in_thread(self._thread.ident, KeyboardInterrupt)
 

@@ -45,21 +45,13 @@ _BUSY = "a run is in progress; wait for it to finish, or interrupt it"
 
 @dataclass
 class StartedJob:
-    """A job that was started, for a run or an activation.
-
-    Attributes:
-        id: The number that requests refer to.
-        job: The job.
-        count: The number of finished calls of the model.
-        shows: The attribute of the result that its status has: the report of a run, or the view of an activation.
-        key: Identifies the value, if the job is for an activation.
-    """
+    """A job that was started, for a run or an activation."""
 
     id: int
     job: Job[Any]
     count: CallCount
-    shows: Literal["report", "view"] = "report"
-    key: Hashable = None
+    shows: Literal["report", "view"] = "report"  # the attribute of the result that its status has
+    key: Hashable = None  # identifies the value of an activation
 
     def forget_value(self) -> None:
         """Drops the value that is kept for other slices, and what identifies it."""

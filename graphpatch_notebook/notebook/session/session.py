@@ -43,19 +43,12 @@ _MOST_UNDOS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The value that a patch would be applied to.
+    """The value that a patch would be applied to."""
 
-    Attributes:
-        patch: The patch, with its path in canonical form.
-        shape: The recorded shape of the value; `None` for a number, or if it is not known.
-        sliced: The shape of the slice; `None` if it is not known.
-        warning: What may be wrong, such as an index beyond the recorded size.
-    """
-
-    patch: ChosenPatch
-    shape: torch.Size | None
+    patch: ChosenPatch  # with its path in canonical form
+    shape: torch.Size | None  # as recorded; `None` for a number, or if it is not known
     sliced: tuple[int, ...] | None
-    warning: str | None
+    warning: str | None  # such as an index beyond the recorded size
 
 
 @dataclass(frozen=True, slots=True)

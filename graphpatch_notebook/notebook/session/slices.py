@@ -93,7 +93,7 @@ def parse_slice(text: str) -> SliceText:
         # On a line of its own, so that line breaks are allowed and the text cannot close the brackets.
         with without_syntax_warnings():
             index = parsed(f"_[\n{text}\n]")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except ValueError:
         raise ValueError(f"{quoted(text)} is not a slice; write {_WHAT_A_SLICE_IS}, with commas between") from None
     if not (isinstance(index, ast.Subscript) and isinstance(index.value, ast.Name) and index.value.id == "_"):
         raise ValueError(f"{quoted(text)} is not a slice; write {_WHAT_A_SLICE_IS}, with commas between")
@@ -164,15 +164,10 @@ def _source(part: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
-    """The part of a value that a slice selects.
+    """The part of a value that a slice selects."""
 
-    Attributes:
-        shape: The shape of the part; `None` if it depends on variables.
-        warning: What is wrong at the recorded sizes, if it may be right at others.
-    """
-
-    shape: tuple[int, ...] | None
-    warning: str | None = None
+    shape: tuple[int, ...] | None  # `None` if it depends on variables
+    warning: str | None = None  # what is wrong at the recorded sizes, if it may be right at others
 
 
 def sliced_shape(

@@ -74,7 +74,7 @@ class AxisTokens:
         return cls(_texts(queries, tokenizer), _texts(keys, tokenizer))
 
     def labels(self, count: int, row: int, *, is_encoder: bool) -> list[str]:
-        """Returns a label for each of `count` positions: its token (of the mean, if all rows have it), or its number."""
+        """Returns a label for each of `count` positions: its token (of a mean, if all rows have it), or its number."""
         rows = [one for one in (self.keys if is_encoder and self.keys else self.queries) if len(one) == count]
         if not rows:
             return [str(position) for position in range(count)]

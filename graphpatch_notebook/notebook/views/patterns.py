@@ -155,15 +155,10 @@ def _arranged(value: Tensor, axes: tuple[str, ...], last: str) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerPatterns:
-    """The patterns of all heads of a layer in one run.
+    """The patterns of all heads of a layer in one run."""
 
-    Attributes:
-        cells: The patterns: (row, head, query, key).
-        lengths: The lengths of the value vectors: (row, head, key), with the heads of the values; `None` if unknown.
-    """
-
-    cells: Quantized
-    lengths: Quantized | None
+    cells: Quantized  # of shape (row, head, query, key)
+    lengths: Quantized | None  # of value vectors: (row, head, key), with their heads; `None` if unknown
 
     def weighted(self, row: int) -> Quantized | None:
         """Returns the patterns times the lengths, of shape (1, head, query, key), if `row` is the mean; else `None`.
