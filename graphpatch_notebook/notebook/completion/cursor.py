@@ -53,21 +53,13 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The key, item or attribute at the cursor.
-
-    Attributes:
-        role: A key of the dict that the expression is called with, an item of the expression, or an attribute.
-        of: The expression that is called or subscripted, or that has the attribute.
-        typed: The text typed so far.
-        quote: The opening quote; empty for attributes.
-        offsets: The offset in the text of each character of `typed`, and of its end.
-    """
+    """The key, item or attribute at the cursor."""
 
     role: Literal["key", "item", "attribute"]
-    of: Expression
-    typed: str
-    quote: str
-    offsets: tuple[int, ...]
+    of: Expression  # what is called or subscripted, or has the attribute
+    typed: str  # so far
+    quote: str  # empty for attributes
+    offsets: tuple[int, ...]  # in the text, of each character of `typed`, and of its end
 
     def escaped(self, text: str) -> str:
         """Returns `text` with the escapes that it needs in this string."""
@@ -208,20 +200,12 @@ def _content(text: str, start: int, prefix: str) -> tuple[str, tuple[int, ...]] 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The argument at the cursor.
+    """The argument at the cursor."""
 
-    Attributes:
-        kind: The kind of the argument; `option` for the name of an option.
-        typed: The text typed so far.
-        start: The offset of the argument in the line.
-        options: The options that are allowed here.
-        path: The path and slice before the cursor, if the command has one.
-    """
-
-    kind: ArgumentKind | Literal["option"]
+    kind: ArgumentKind | Literal["option"]  # `option`: the name of one
     typed: str
-    start: int
-    options: tuple[str, ...] = ()
+    start: int  # the offset in the line
+    options: tuple[str, ...] = ()  # those that are allowed here
     path: str = field(default="", repr=False)
 
 

@@ -59,16 +59,10 @@ def matches_sizes(sizes: Sizes, shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term of a query.
-
-    Attributes:
-        kind: The property that it tests.
-        value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), or `Sizes`.
-        is_excluded: Whether the term finds the nodes that do not match it.
-    """
+    """One term of a query."""
 
     kind: TermKind
-    value: str | Sizes
+    value: str | Sizes  # text in lower case, the long name of a dtype, or `Sizes`
     is_excluded: bool = False
 
 

@@ -53,15 +53,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPatches:
-    """Chosen patches with their values.
+    """Chosen patches with their values."""
 
-    Attributes:
-        patch_map: The argument of `pg.patch`.
-        observing: The chosen patches that keep something, each with its patch.
-    """
-
-    patch_map: dict[str, list[Patch[Any]]]
-    observing: tuple[tuple[ChosenPatch, Patch[Any]], ...]
+    patch_map: dict[str, list[Patch[Any]]]  # the argument of `pg.patch`
+    observing: tuple[tuple[ChosenPatch, Patch[Any]], ...]  # those that keep something
 
     def results(self, namespace: dict[str, Any]) -> dict[str, Any]:
         """Returns what the patches have kept, by the names of their variables; without probes that never fired.

@@ -51,15 +51,10 @@ MEAN = -1
 
 @dataclass(frozen=True)
 class AxisTokens:
-    """The texts next to the patterns.
+    """The texts next to the patterns."""
 
-    Attributes:
-        queries: Of each row of the batch, the texts of its tokens; of the decoder, if there is one.
-        keys: The same of the encoder; empty without one.
-    """
-
-    queries: list[list[str]]
-    keys: list[list[str]]
+    queries: list[list[str]]  # of each row of the batch; of the decoder, if there is one
+    keys: list[list[str]]  # of the encoder; empty without one
 
     @classmethod
     def of(cls, graph: PatchableGraph, inputs: RunInputs, texts: Any, tokenizer: Any) -> AxisTokens:

@@ -256,13 +256,8 @@ class GenerationView(ComputedView):
     # -- values of traits ----------------------------------------------------------------------------------------------
 
     def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
-        match name:
-            case "generation":
-                return self._state()
-            case "numbers":
-                return self._packed()
-            case _:
-                return super()._value_of_trait(name, graph)
+        made = {"generation": self._state, "numbers": self._packed}.get(name)
+        return super()._value_of_trait(name, graph) if made is None else made()
 
     @property
     def _vocabulary(self) -> list[int]:

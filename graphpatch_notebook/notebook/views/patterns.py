@@ -27,21 +27,13 @@ _SMALLER = (48, 32, 24, 16)
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention of a model.
+    """One attention of a model."""
 
-    Attributes:
-        name: The name without the part: `layers[3].attn`.
-        layer: The number of the layer.
-        stack: The name of the stack; empty if there is only one.
-        pattern: Its pattern.
-        values: Its values; `None` if they were not found, or have other dimensions than heads, keys and channels.
-    """
-
-    name: str
+    name: str  # `layers[3].attn`
     layer: int
-    stack: str
+    stack: str  # empty if there is only one
     pattern: Component
-    values: Component | None
+    values: Component | None  # `None` if not found, or with other axes than heads, keys and channels
 
     @property
     def is_cross(self) -> bool:
@@ -87,15 +79,10 @@ def attention_layers(components: Components, layers: Sequence[int] | None = None
 
 @dataclass(frozen=True)
 class Quantized:
-    """Numbers from 0 on as bytes: `cells / 255 * scales` is at most half a step, `scales / 510`, from each of them.
+    """Numbers from 0 on as bytes: `cells / 255 * scales` is at most half a step, `scales / 510`, from each of them."""
 
-    Attributes:
-        cells: `uint8`, of shape (row, head, ...). With several rows of a batch, the first is their mean.
-        scales: The largest numbers, of shape (row, head).
-    """
-
-    cells: Tensor
-    scales: Tensor
+    cells: Tensor  # `uint8`, of shape (row, head, ...); of several rows, the first is their mean
+    scales: Tensor  # the largest numbers, of shape (row, head)
 
     @classmethod
     def of(cls, numbers: Tensor) -> Quantized:
