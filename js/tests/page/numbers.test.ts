@@ -107,7 +107,7 @@ describe("statistics", () => {
   });
 });
 
-describe("formatWithin", () => {
+describe("formatWithError", () => {
   it.each([
     [0.2392, 0.00196, "0.24"],
     [-0.1372, 0.0039, "-0.14"],

@@ -26,7 +26,7 @@ function inCell(index: number | null): Element {
   return root;
 }
 
-describe("a place for a cell", () => {
+describe("the position of a new cell", () => {
   it.each([
     ["behind the cell that shows the model", [TEXT, showing("other"), showing("mine"), TEXT], null, 3],
     ["behind such a cell of an older host", [TEXT, older("mine"), TEXT], null, 2],
