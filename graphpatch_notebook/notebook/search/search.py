@@ -128,6 +128,10 @@ class NodeColumns:
         return [spec.shape if isinstance(spec, TensorSpec) else None for spec in self.rows.specs]
 
     @cached_property
+    def distinct_shapes(self) -> set[tuple[int, ...]]:
+        return {shape for shape in self.shapes if shape is not None}
+
+    @cached_property
     def dtypes(self) -> list[str]:
         """The names of the dtypes, such as `float32`; empty for values that are not tensors."""
         return [dtype_name(spec.dtype) if isinstance(spec, TensorSpec) else "" for spec in self.rows.specs]
@@ -189,7 +193,7 @@ class NodeColumns:
                 return is_among(self.dtypes, value)
             case "shape":
                 shapes = self.shapes
-                fitting = {shape for shape in {*shapes} if shape is not None and matches_sizes(value, shape)}
+                fitting = {shape for shape in self.distinct_shapes if matches_sizes(value, shape)}
                 return lambda at: shapes[at] in fitting
             case "is":
                 return self._state_test(value, patched)
