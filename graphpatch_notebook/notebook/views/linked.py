@@ -81,7 +81,7 @@ class LinkedView(DisplayedWidget):
         self._stop_listening = session.listen(lambda _: (method := follow()) and method())
         self._runs.followers.add(self)
         self._selection.followers.add(self)
-        self.on_msg(type(self)._answer)  # a bound method would keep the widget alive
+        self.on_msg(lambda view, message, _: view._answer(message))  # does not refer to this widget
 
     @property
     def graph(self) -> PatchableGraph:
@@ -137,7 +137,7 @@ class LinkedView(DisplayedWidget):
         """Returns a message if a value of the right type is not valid; else `None`."""
         return problem_of(value) if name == "selection" else None
 
-    def _answer(self, message: Any, _: Any) -> None:
+    def _answer(self, message: Any) -> None:
         """Answers a request."""
         with self._requests_lock:
             self.send(*answer(self._request_context, message, self._handlers()))
