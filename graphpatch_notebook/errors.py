@@ -1,47 +1,4 @@
-"""Every exception and warning of this package.
-
-GraphPatchError
-├── CaptureError(RuntimeError)            a module could not be captured
-├── PatchMapError(ValueError)             a patch map was refused before anything ran
-│   └── UnknownPathError(KeyError)        ... and at least one of its paths leads to no value to patch
-│       └── UnknownChildError(AttributeError)   `pg.graph.x` does not exist
-├── OptionError(ValueError)               an option has an invalid value
-├── PatchValueError(ValueError)           a patch cannot be applied to a value, during a run
-├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
-├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
-├── ShardedCallError(RuntimeError)        the processes of a sharded model do not make the same call
-├── GraphError(RuntimeError)              a graph cannot be built, or cannot run in place of its module
-├── SessionError(ValueError)              the chosen patches of a notebook cannot be changed or used like this
-│   ├── ChosenPatchError                  ... because a field of a chosen patch is invalid
-│   ├── StaleEditError                    ... because they were changed in the meantime
-│   ├── SessionFileError                  ... because the file with them cannot be read or written
-│   ├── UntrustedValueError               ... because a value is code from a file that the user has not trusted
-│   └── ExportError                       ... because they cannot be written as Python code
-├── ExperimentError(ValueError)           an experiment cannot run like this, or its results cannot be kept
-└── SerializationError(ValueError)        a graph cannot be saved, or a file cannot be loaded
-    ├── UnstoredFrameError(RuntimeError)  a loaded graph was called where the file has no graph
-    └── StoredFormError                   a loaded graph was given inputs of a form that it does not cover
-
-GraphPatchWarning(UserWarning)
-├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
-├── PatchNotFiredWarning                  a patch never fired during a call, or in a block
-├── RepeatedCallWarning                   a patched module or op ran more often than when it was captured
-├── DataLoopWarning                       a patched value is in a loop over data: its meaning may depend on inputs
-├── CheckpointWarning                     a checkpointed forward was patched, backward did not run in the context
-├── DecompositionWarning                  a call that the options say to open stays one node
-├── AliasedPatchWarning                   the patched node is a view that the model fills in later
-├── SharedGradientWarning                 the gradient of a probed input is that of other uses of its tensor, too
-├── MissingProcessWarning                 other processes of a sharded model have not called it
-├── ComponentWarning                      a component is used that is in doubt
-├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
-├── ListenerWarning                       a listener to the chosen patches raised an error
-├── UnresolvedPatchWarning                patches in a file name values that this graph has not, and were left out
-├── UnstoredFrameWarning                  some frames were not stored in a file
-└── UnverifiedGraphWarning                a graph was interpreted that is not known to equal the model
-
-KeyboardInterrupt
-└── SweepInterrupted                      a sweep was interrupted: what it has so far comes along
-"""
+"""Every exception and warning of this package. Errors also inherit from the built-in class that code would catch."""
 
 from __future__ import annotations
 

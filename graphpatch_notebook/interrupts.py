@@ -89,6 +89,33 @@ def deferred() -> Iterator[None]:
             before(signal.SIGINT, received[-1])
 
 
+class HeldSwitch:
+    """Something that is on while anybody holds it. `let_go` may be called twice."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holders: set[object] = set()
+
+    def hold(self, holder: object) -> None:
+        """Switches it on until `let_go`."""
+        with self._lock:
+            self._holders.add(holder)
+            self._switch_on()
+
+    def let_go(self, holder: object) -> None:
+        """Switches it off if there are no other holders."""
+        with self._lock:
+            self._holders.discard(holder)
+            if not self._holders:
+                self._switch_off()
+
+    def _switch_on(self) -> None:
+        """Switches it on, also if it is on already, or if this was interrupted before."""
+
+    def _switch_off(self) -> None:
+        """Switches it off, likewise."""
+
+
 # -- blocks that an interrupt ended ------------------------------------------------------------------------------------
 
 # Python 3.10; 3.11 to 3.13; from 3.14 on an ordinary call follows the last of these.

@@ -11,14 +11,6 @@ from torch.nn import Module
 
 from graphpatch_notebook.errors import OptionError
 
-_FLAGS = (
-    "skip_compilation",
-    "error_on_compilation_failure",
-    "warn_on_compilation_failure",
-    "allow_unused_submodules",
-    "copy_transformers_generation_config",
-)
-
 
 @dataclass(kw_only=True)
 class ExtractionOptions:
@@ -90,10 +82,11 @@ class ExtractionOptions:
         functions: Any = self.custom_extraction_functions
         classes: Any = self.classes_to_skip_compiling
         postprocessing: Any = self.postprocessing_function
-        for name in _FLAGS:
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name == "allow_unused_submodules"):
-                raise OptionError(f"{name} is True or False, not {_option_text(value)}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            is_flag = str(option.type).startswith("bool")
+            if is_flag and not isinstance(value, bool) and (value is not None or option.default is not None):
+                raise OptionError(f"{option.name} is True or False, not {_option_text(value)}")
         name = "custom_extraction_functions"
         if not isinstance(functions, Mapping):
             raise OptionError(

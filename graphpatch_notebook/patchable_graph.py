@@ -55,7 +55,7 @@ from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
 from graphpatch_notebook.sharded import publish_stage, sharding_of, with_whole_records
-from graphpatch_notebook.torch_compat import EagerCode
+from graphpatch_notebook.torch_compat import eager_code
 
 if TYPE_CHECKING:
     import torch
@@ -956,7 +956,7 @@ class PatchableGraph(Module):
             def method(*args: Any, **kwargs: Any) -> Any:
                 is_patched = innermost(self._captured) is not None or bool(self._captured.permanent)
                 # With an older torch, patches on operations would only have an effect at the first step.
-                if name == "generate" and is_patched and not EagerCode.is_possible:
+                if name == "generate" and is_patched and not eager_code.is_possible:
                     kwargs |= no_compile_arguments(self._module)
                 return self._call(function, args, kwargs)
 

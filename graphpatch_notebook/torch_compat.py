@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import CodeType, FunctionType
@@ -17,6 +16,8 @@ import torch._compile
 import torch.fx
 import torch.fx._pytree
 import torch.utils._pytree
+
+from graphpatch_notebook.interrupts import HeldSwitch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -57,10 +58,7 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., 
 
 
 def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any], bool]]:
-    """Returns the forward hooks of a module, as `forward_pre_hooks` does.
-
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/graphs/test_postprocessing.py.
-    """
+    """Returns the forward hooks of a module, as `forward_pre_hooks` does."""
     with_kwargs = module._forward_hooks_with_kwargs
     return [(key, hook, key in with_kwargs) for key, hook in module._forward_hooks.items()]
 
@@ -181,11 +179,7 @@ def may_compile() -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` runs code of `torch.compile`: a wrapper made by it, compiled in place, or its `forward` is.
-
-    `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13; `_torchdynamo_orig_callable` of
-    functions: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
-    """
+    """Whether `module` runs code of `torch.compile`: a wrapper made by it, compiled in place, or its `forward` is."""
     return is_any_compiled((module,))
 
 
@@ -198,10 +192,7 @@ def called_by(call: Callable[..., Any]) -> dict[str, Any]:
 
 
 def has_compiled_parts(root: torch.nn.Module) -> bool:
-    """Whether `torch.compile` compiled `root`, or any module in it, so far.
-
-    Asked by patch contexts. Tested by: the same tests.
-    """
+    """Whether `torch.compile` compiled `root`, or any module in it, so far."""
     if not may_compile():
         return False
     ahead, seen = [root], {id(root)}
@@ -214,7 +205,11 @@ def has_compiled_parts(root: torch.nn.Module) -> bool:
 
 
 def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether `is_compiled` is true for one of the modules. Written for speed."""
+    """Whether `is_compiled` is true for one of the modules. Written for speed.
+
+    `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13; `_torchdynamo_orig_callable` of
+    functions: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
+    """
     for module in modules:
         state = module.__dict__  # none of the attributes is on a class
         if "_compiled_call_impl" in state and state["_compiled_call_impl"] is not None:
@@ -229,10 +224,8 @@ def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
 _COMPILED = "_torchdynamo_orig_callable"
 
 
-class EagerCode:
-    """Runs compiled code eagerly from `hold` until `let_go`, which may be called twice.
-
-    The setting is global to all threads, so it is restored when the last holder lets go.
+class EagerCode(HeldSwitch):
+    """Makes compiled code run eagerly, in all threads.
 
     `torch.compiler.set_stance` (public): torch 2.6 and later. Earlier, dynamo would fail on modes and hooks inside
     compiled parts, or ignore them. Tested by: tests/integrations/test_torch_compile.py, test_old_torch.py.
@@ -242,29 +235,24 @@ class EagerCode:
         reason: The message for older versions: why compiled parts cannot be observed, and what to do.
     """
 
-    is_possible: ClassVar[bool] = hasattr(torch.compiler, "set_stance")
-    reason: ClassVar[str] = (
+    is_possible = hasattr(torch.compiler, "set_stance")
+    reason = (
         f"torch {torch.__version__} cannot be asked to run as it was written what torch.compile compiled in the model, "
         "as 2.6 and later can; upgrade torch, or make the PatchableGraph of the model as it is without torch.compile"
     )
-    _lock = threading.RLock()
-    _holders: ClassVar[set[EagerCode]] = set()
-    _stance: ClassVar[Any] = None
+    _stance: Any = None
 
-    def hold(self) -> None:
-        set_stance = getattr(torch.compiler, "set_stance", None)
-        with self._lock:
-            self._holders.add(self)
-            if EagerCode._stance is None and set_stance is not None:
-                EagerCode._stance = set_stance("force_eager")
+    def _switch_on(self) -> None:
+        if self._stance is None and self.is_possible:
+            self._stance = torch.compiler.set_stance("force_eager")
 
-    def let_go(self) -> None:
-        with self._lock:
-            self._holders.discard(self)
-            stance = EagerCode._stance
-            if stance is not None and not self._holders:
-                stance.__exit__(None, None, None)
-                EagerCode._stance = None
+    def _switch_off(self) -> None:
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+
+eager_code = EagerCode()
 
 
 def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -276,43 +264,35 @@ def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return torch._compile._disable_dynamo(function)
 
 
-class VisibleFlexAttention:
-    """Makes function modes see `flex_attention` and `create_block_mask`, from `hold` to `let_go`.
+class VisibleFlexAttention(HeldSwitch):
+    """Makes function modes see `flex_attention` and `create_block_mask`, if these were imported.
 
     These are plain Python functions that do not hand themselves over to function modes, and models call what
-    `torch.compile` made of them, which fails under a mode. While somebody holds this, their code hands a call over as
-    other functions of torch do; where no mode is on, their own code runs, compiled if the caller compiled it.
+    `torch.compile` made of them, which fails under a mode. While this is on, their code hands a call over as other
+    functions of torch do; where no mode is on, their own code runs, compiled if the caller compiled it.
 
     `torch.nn.attention.flex_attention` is public; `set_eval_frame` and `skip_code` of `torch._dynamo.eval_frame`: torch
     2.5 to 2.13. Tested by: tests/capture/test_flex_attention.py.
     """
 
-    _lock = threading.RLock()
-    _holders: ClassVar[set[object]] = set()
     _original: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
     _compilers: ClassVar[ContextVar[tuple[Any, ...]]] = ContextVar("graphpatch_compilers", default=())
 
-    def hold(self, holder: object) -> None:
-        """Makes calls visible until `let_go`; does nothing if these functions were not imported."""
+    def _switch_on(self) -> None:
         home: Any = sys.modules.get(_FLEX_ATTENTION)
-        with self._lock:
-            self._holders.add(holder)
-            if home is None or self._original:
-                return
-            for function in (home.flex_attention, home.create_block_mask):
-                own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-                own.__kwdefaults__ = function.__kwdefaults__
-                self._original[function] = own
-                function.__code__ = _handing_over(function.__code__)
+        if home is None or self._original:
+            return
+        for function in (home.flex_attention, home.create_block_mask):
+            own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+            own.__kwdefaults__ = function.__kwdefaults__
+            self._original[function] = own
+            function.__code__ = _handing_over(function.__code__)
 
-    def let_go(self, holder: object) -> None:
-        """Undoes it. It may be called twice."""
-        with self._lock:
-            self._holders.discard(holder)
-            while self._original and not self._holders:
-                function, own = next(iter(self._original.items()))
-                function.__code__ = own.__code__
-                del self._original[function]
+    def _switch_off(self) -> None:
+        while self._original:
+            function, own = next(iter(self._original.items()))
+            function.__code__ = own.__code__
+            del self._original[function]
 
     def is_inside(self) -> bool:
         """Whether a function mode handles a call at present: what happens in it belongs to that one call."""
@@ -400,10 +380,7 @@ def structure_of(value: object) -> Any:
 
 
 def structured(leaves: list[Any], structure: Any) -> Any:
-    """Returns the value with the given pytree structure and leaves.
-
-    `torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
-    """
+    """Returns the value with the given pytree structure and leaves: reverses `structure_of`."""
     return torch.utils._pytree.tree_unflatten(leaves, structure)
 
 
@@ -457,10 +434,7 @@ def base_of(value: torch.Tensor) -> torch.Tensor | None:
 
 
 leaves_of = torch.utils._pytree.tree_leaves
-"""Returns the leaves of a value, as torch's pytree does: graphs call it.
-
-`torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
-"""
+"""Returns the leaves of a value, as torch's pytree does: graphs call it."""
 
 STRUCTURE_FUNCTIONS = frozenset(
     {

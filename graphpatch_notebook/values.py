@@ -44,12 +44,7 @@ ABSENT = Absent.ABSENT
 class TensorSpec:
     """The properties of a tensor, without the tensor itself.
 
-    Attributes:
-        shape: The shape.
-        dtype: The dtype.
-        device: The device.
-        type_name: The name of its class.
-        placement: How it is distributed over the processes of a sharded model, or why it cannot be patched there.
+    `placement` is how it is distributed over the processes of a sharded model, or why it cannot be patched there.
     """
 
     shape: torch.Size
@@ -141,9 +136,9 @@ def spec_at(spec: ValueSpec | None, keys: Iterable[Key]) -> ValueSpec | None:
 
 def is_same_plain(one: Any, other: Any) -> bool:
     """Whether two plain values are the same: of one class, zeros of one sign; NaN equals NaN."""
-    if type(one) is float or type(one) is complex:
-        return type(one) is type(other) and repr(one) == repr(other)
-    return type(one) is type(other) and bool(one == other)
+    if type(one) is not type(other):
+        return False
+    return repr(one) == repr(other) if isinstance(one, (float, complex)) else bool(one == other)
 
 
 def dtype_name(dtype: torch.dtype | torch.layout) -> str:
@@ -153,17 +148,25 @@ def dtype_name(dtype: torch.dtype | torch.layout) -> str:
 
 def tensor_specs(spec: ValueSpec) -> list[TensorSpec]:
     """Returns the tensors in a value."""
-    return [leaf for _, leaf in leaves(spec) if isinstance(leaf, TensorSpec)]
+    return [leaf for _, leaf in all_leaves(spec) if isinstance(leaf, TensorSpec)]
 
 
 def leaves(spec: ValueSpec) -> Iterator[tuple[tuple[str, ...], TensorSpec | ScalarSpec | UnknownSpec]]:
     """Yields the tensors and numbers in `spec`, each with the texts of the keys that lead to it."""
-    if isinstance(spec, (TensorSpec, UnknownSpec)) or (isinstance(spec, ScalarSpec) and spec.is_number):
-        yield (), spec
-    elif isinstance(spec, ContainerSpec):
+    for dig, leaf in all_leaves(spec):
+        if isinstance(leaf, (TensorSpec, UnknownSpec)) or (isinstance(leaf, ScalarSpec) and leaf.is_number):
+            yield dig, leaf
+
+
+def all_leaves(
+    spec: ValueSpec, dig: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], TensorSpec | ScalarSpec | ObjectSpec | UnknownSpec]]:
+    """Yields everything in `spec` but containers, with objects and other constants, in the same form."""
+    if isinstance(spec, ContainerSpec):
         for text, _, child in spec.children:
-            for dig, leaf in leaves(child):
-                yield (text, *dig), leaf
+            yield from all_leaves(child, (*dig, text))
+    else:
+        yield dig, spec
 
 
 def mapped_spec(
@@ -259,8 +262,7 @@ def replaced(value: Any, key: Key, child: Any) -> Any:
     A shallow copy: the other children are the same objects.
     """
     if isinstance(value, (tuple, list)):
-        items = [child if i == key else v for i, v in enumerate(value)]
-        return rebuilt_sequence(value, items)
+        return rebuilt(type(value), (), [child if i == key else v for i, v in enumerate(value)])
     import copy
 
     result = copy.copy(value)
@@ -271,16 +273,6 @@ def replaced(value: Any, key: Key, child: Any) -> Any:
     else:
         object.__setattr__(result, key, child)
     return result
-
-
-def rebuilt_sequence(like: Any, items: list[Any]) -> Any:
-    """Returns a sequence of the class of `like` that holds `items`."""
-    kind: Any = type(like)
-    if kind is torch.Size:
-        return torch.Size(items)
-    if hasattr(kind, "_fields"):
-        return kind(*items)
-    return kind(items)
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -299,7 +291,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if all(a is b for a, (_, b) in zip(new, inside, strict=True)):
         return value
     if isinstance(value, (tuple, list)):
-        return rebuilt_sequence(value, new)
+        return rebuilt(type(value), (), new)
     for (key, old), child in zip(inside, new, strict=True):
         if child is not old:
             value = replaced(value, key, child)
@@ -349,7 +341,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:
-    """Returns a container of class `kind` with `items` at `keys`: the reverse of `children`.
+    """Returns a container of class `kind` with `items` at `keys`, which sequences do not need: reverses `children`.
 
     The constructor of the class does not run if it could change the items: a `ModelOutput` gets only the fields that
     it had, even if the class requires others (these are `None`).
@@ -362,7 +354,7 @@ def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:
     result: Any
     if issubclass(kind, (tuple, list)):
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
-    plain_keys = [key.key if isinstance(key, _DictKey) else key for key in keys]
+    plain_keys = map(plain_dict_key, keys)
     if dataclasses.is_dataclass(kind):
         result = kind.__new__(kind)
         if isinstance(result, Mapping):  # a `ModelOutput`: its items are the fields that are not None

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from graphpatch_notebook import PatchMapError
-from graphpatch_notebook.capture import decompositions
-from graphpatch_notebook.capture.quantization import packed_weights
+from graphpatch_notebook.capture import decompositions, packed_weights
 from graphpatch_notebook.notebook import PATCH_KINDS
 from test_layers import LAYERS
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import graphpatch_notebook
-from graphpatch_notebook.capture.doubts import Reason
+from graphpatch_notebook.capture.records import Reason
 
 ROOT = Path(graphpatch_notebook.__file__).parent
 FILES = sorted(file for file in ROOT.rglob("*.py") if "_alias" not in file.parts)
@@ -314,7 +314,7 @@ def test_texts_of_doubts_are_made_in_one_place() -> None:
     texts = {
         (name_of(file), node.value)
         for file in FILES
-        if name_of(file) != "capture/doubts.py"
+        if name_of(file) != "capture/records.py"
         for node in ast.walk(parse(file))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }

@@ -4,8 +4,8 @@
 (`observers`). `frame_recorder` records one module call, as the classes in `records`; `functions` lists the calls that
 become nodes. `naming/` identifies an operation by its place in the user's code, and names it after the variable that
 holds it. Sizes stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`; `held_values` finds
-the values that modules hold; `quantization/` reads packed weights. `custom_graphs` records custom graphs,
-`decompositions` opens functions. `data_loops` and `doubts` mark what may differ on other inputs.
+the values that modules hold; `packed_weights` reads quantized ones. `custom_graphs` records custom graphs,
+`decompositions` opens functions. `data_loops` and the doubts in `records` mark what may differ on other inputs.
 
 Other packages import what is listed below, and these modules as they are: `records`, the classes that a capture
 consists of; `inputs`, `held_values` and `functions`, which say what calls, modules and torch functions have in common;
@@ -33,7 +33,6 @@ from graphpatch_notebook.capture.data_loops import (
     part_count_by_values,
 )
 from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
-from graphpatch_notebook.capture.doubts import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk, reachable_modules
 from graphpatch_notebook.capture.meta_device import (
     META,
@@ -47,16 +46,16 @@ from graphpatch_notebook.capture.meta_device import (
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.call_sites import is_own
 from graphpatch_notebook.capture.observers import Swaps, ThreadState, apply_observer, observer, visible_apply
-from graphpatch_notebook.capture.quantization.packed_weights import Packing, held_by, packing_of
+from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of
 from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import EagerCode, is_any_compiled
-from graphpatch_notebook.values import rebuilt_sequence
+from graphpatch_notebook.torch_compat import eager_code, is_any_compiled
+from graphpatch_notebook.values import rebuilt
 
 __all__ = [
     "META",
@@ -100,7 +99,6 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     Raises:
         OptionError: An option has an invalid value; nothing ran.
         CaptureError: The module never ran its `forward`, or this torch is too old for a compiled module.
-        Exception: Any error that `module` raises on these inputs.
     """
     __tracebackhide__ = True
     options.check()
@@ -126,21 +124,21 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     module = recorder.root_module
     modules = reachable_modules(module)
     has_compiled = is_any_compiled(modules)
-    if has_compiled and not EagerCode.is_possible:
-        raise CaptureError(EagerCode.reason)
-    swaps, eager = Swaps(), EagerCode()
+    if has_compiled and not eager_code.is_possible:
+        raise CaptureError(eager_code.reason)
+    swaps = Swaps()
 
     def replace_sizes() -> None:
         if recorder.has_kept_values():
             _replace_sizes(module, recorder)
 
-    hide_apply = partial(visible_apply.let_go, recorder)
-    with afterwards(ThreadState().restore, hide_apply, swaps.let_go, eager.let_go, replace_sizes):
+    switches = [partial(switch.let_go, recorder) for switch in (visible_apply, eager_code)]
+    with afterwards(ThreadState().restore, *switches, swaps.let_go, replace_sizes):
         swaps.hold(modules)
         observer.set(recorder)
         apply_observer.set(recorder)
         if has_compiled:
-            eager.hold()
+            eager_code.hold(recorder)
         visible_apply.hold(recorder)
         with recorder:
             module(*args, **kwargs)
@@ -214,5 +212,5 @@ def _plain(value: Any, recorder: Recorder) -> Any:
         return recorder.original(value)
     if isinstance(value, tuple):
         items = [_plain(item, recorder) for item in value]
-        return rebuilt_sequence(value, items) if any(map(operator.is_not, items, value)) else value
+        return rebuilt(type(value), (), items) if any(map(operator.is_not, items, value)) else value
     return value

@@ -58,15 +58,10 @@ def extracted_graph(
 ) -> fx.Graph:
     """Returns the graph that a custom extraction function makes of `module`, if it can run in its place.
 
-    Args:
-        function: The custom extraction function.
-        module: The module.
-        parameters: The parameters of its `forward`. Defaults that the placeholders do not have are added to these.
-        path: The path of the module's frame; empty for the root.
+    Placeholders get the defaults of the parameters of `forward` where they have none.
 
     Raises:
         CaptureError: The graph cannot be used; the message gives the reason and the repair.
-        Exception: Any error that the function raises.
     """
     graph = function(module)
     who = f"the custom extraction function for {type(module).__name__} ({path or '<root>'!r})"
@@ -104,12 +99,7 @@ def _check_placeholders(graph: fx.Graph, parameters: Sequence[InputParameter], w
 
 
 def output_problem(graph: fx.Graph, *, is_wrapped: bool) -> str | None:
-    """Returns what is wrong with the output node of a graph; `None` if nothing is.
-
-    Args:
-        graph: The graph.
-        is_wrapped: Whether the output is to be in a one-element tuple, as in custom graphs.
-    """
+    """Returns what is wrong with the output node; `None` if nothing is. `is_wrapped`: it is to be in a tuple."""
     outputs = [node for node in graph.nodes if node.op == "output"]
     if len(outputs) == 1 and not is_wrapped:
         return None
@@ -123,19 +113,18 @@ def output_problem(graph: fx.Graph, *, is_wrapped: bool) -> str | None:
 
 
 def reference_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
-    """Returns why a node cannot have its target or its arguments; `None` if it can. See `target_problem`."""
-    return target_problem(node, owner, module, put) or literal_problem(node, put)
-
-
-def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
-    """Returns why a node cannot read or call its target; `None` if it can.
+    """Returns why a node cannot have its target or its arguments; `None` if it can.
 
     Args:
         node: The node.
-        owner: What the graph is run with: `module`, or a replacement of it.
+        owner: What the graph runs with: the user's `module`, or a replacement of it.
         module: The user's module.
         put: How the owner gets a tensor, with a place for its name.
     """
+    return _target_problem(node, owner, module, put) or _literal_problem(node, put)
+
+
+def _target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
     if node.op not in ("get_attr", "call_module"):
         return None
     found = _attribute(owner, str(node.target))
@@ -152,8 +141,8 @@ def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> st
     return None
 
 
-def literal_problem(node: fx.Node, put: str) -> str | None:
-    """Returns why the arguments of a node cannot be written as code, and what to do; `None` if they can."""
+def _literal_problem(node: fx.Node, put: str) -> str | None:
+    """Returns why the arguments of a node cannot be written as code."""
     found: list[Any] = []
     if node.op != "placeholder":
         map_arguments((node.args, node.kwargs), lambda leaf: None if _is_writable(leaf) else found.append(leaf))
@@ -198,11 +187,8 @@ def run_custom(
 ) -> Any:
     """Runs a custom graph node by node on `module`, and returns the output of the module.
 
-    Args:
-        graph: The graph.
-        module: What `get_attr` and `call_module` nodes refer to.
-        bound_inputs: The given inputs by parameter of `forward`: `*args` as a tuple, `**kwargs` as a dict.
-        on_value: Called with each node except the output, and its value; returns the value to use.
+    `bound_inputs` are the inputs by parameter of `forward`. `on_value` is called with each node except the output and
+    its value, and returns the value to use.
     """
     values: dict[fx.Node, Any] = {}
     last_uses = _last_uses(graph)
@@ -346,13 +332,10 @@ def _frame(module: Module, call: CallNode, parent: Frame) -> Frame:
     frame.parameters = input_parameters(signature_of(module.forward))
     for position, parameter in enumerate(frame.parameters):
         given = call.args[position] if position < len(call.args) else call.kwargs.get(parameter.name)
-        node = Node(kind="input", op=parameter.name, target=parameter.name, spec=_spec(given))
-        node.base_name = parameter.name
-        frame.nodes.append(node)
+        frame.nodes.append(Node.named("input", parameter.name, _spec(given)))
     for source, tensor in held_tensors(module):
-        path = source.attribute_path
-        frame.nodes.append(Node(kind=source.kind, op=path, target=path, spec=describe(tensor), base_name=path))
-    frame.nodes.append(Node(kind="output", op="output", target="output", spec=output.spec, base_name="output"))
+        frame.nodes.append(Node.named(source.kind, source.attribute_path, describe(tensor)))
+    frame.nodes.append(Node.named("output", "output", output.spec))
     name_nodes(frame)
     return frame
 

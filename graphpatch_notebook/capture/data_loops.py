@@ -21,20 +21,7 @@ _SIZES = frozenset(name.strip("_") for name in SIZE_READS)
 
 
 def data_loop_of(frame: Frame, node: Node) -> SourceLine | None:
-    """Returns the head of the loop over data that names `node`, or names a call on the way to its frame.
-
-    Example:
-        >>> import torch
-        >>> from graphpatch_notebook import PatchableGraph
-        >>> class Chosen(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         for row in (x[:, 0] > 0).nonzero():
-        ...             x = x + x[row]
-        ...         return x
-        >>> root = PatchableGraph(Chosen(), torch.ones(2, 3)).nodes.root
-        >>> data_loop_of(root, root.names["x_1"]).text
-        'for row in (x[:, 0] > 0).nonzero():'
-    """
+    """Returns the head of the loop over data that names `node`, or names a call on the way to its frame."""
     loops = data_loops(frame.root)
     around = [node, *(above.call for above in frame.frames_above() if above.call is not None)]
     return next((loops[id(each)] for each in around if id(each) in loops), None)
@@ -152,17 +139,7 @@ TRUTHS = (torch.bool, torch.uint8)
 
 
 def part_count_by_values(node: Node) -> int | None:
-    """Returns how many parts a tensor was split into at `node`, if that depends on values of tensors.
-
-    Example:
-        >>> from graphpatch_notebook import PatchableGraph
-        >>> class Loop(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         return sum(x[i] for i in (x > 0).nonzero())
-        >>> nodes = PatchableGraph(Loop(), torch.ones(3)).nodes.root.nodes
-        >>> [part_count_by_values(node) for node in nodes if node.op == "unbind"]
-        [3]
-    """
+    """Returns how many parts a tensor was split into at `node`, if that depends on values of tensors."""
     if node.op not in PART_FUNCTIONS or node.kind != "op" or not isinstance(node.spec, ContainerSpec):
         return None
     return len(node.spec.children) if comes_of_values(node) else None

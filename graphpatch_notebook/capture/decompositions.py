@@ -3,8 +3,8 @@
 The function with the steps runs under the mode that records or patches, so that each step is seen. Its code counts as
 the user's: call sites go through it, and names of nodes are its local variables.
 
-Some calls are opened by default, if they have *inner nodes*: capture records the call as one op, with nodes for
-its most important steps, and the steps run only in calls in which one of these is patched.
+Calls of attention have *inner nodes* by default: capture records the call as one op, with nodes for its scores and its
+pattern, and the steps run only in calls in which one of these is patched.
 """
 
 from __future__ import annotations
@@ -32,36 +32,24 @@ from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import flex_attention, flex_attention_output, safe_softmax
 from graphpatch_notebook.values import TensorSpec
 
-
-@dataclass(frozen=True, slots=True)
-class InnerStep:
-    """A step of a fused call that is a node by default.
-
-    Attributes:
-        name: The local variable of the steps that holds the value: the name of the node.
-        op: The usual name of the function that computes such a value.
-        reads: The arguments of the call, and the inner steps, that it is computed from.
-    """
-
-    name: str
-    op: str
-    reads: tuple[str, ...]
+INNER_NODES = {"scores": "matmul", "pattern": "softmax"}
+"""The inner nodes of a call of attention, in order: the local variable that holds the value, and the function."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerSteps:
-    """The inner nodes of the calls of a function.
+    """How the inner nodes of the calls of an attention function are found.
 
     Attributes:
-        steps: The steps, in order.
-        specs: Takes the arguments of a call; returns the descriptions of these values, which nothing computes, or
+        reads: The arguments of the call that the scores are computed from; the pattern is computed from the scores.
+        specs: Takes the arguments of a call by name; returns the specs of the inner nodes, which nothing computes, or
             nothing if they are not known.
-        make_steps: Returns the function that takes the steps.
+        make_steps: Returns the function that assigns the values to `scores` and `pattern`.
         example: Returns the arguments of a small call, given the flags.
         flags: The parameters that decide which lines of the function assign the values.
     """
 
-    steps: tuple[InnerStep, ...]
+    reads: tuple[str, ...]
     specs: Callable[..., tuple[TensorSpec, ...]]
     make_steps: Callable[[], Callable[..., Any]]
     example: Callable[..., tuple[Any, ...]]
@@ -174,16 +162,15 @@ def take_inner_steps(
     see: Callable[[str, FrameType, Any], Any],
 ) -> Any:
     """Returns the result of the steps of a call. `see` maps the value of each inner step to the value to use."""
-    with _Seeing({step.name for step in inner.steps}, see):
+    with _Seeing(see):
         return call_sites.invoke(inner.make_steps(), args, kwargs)
 
 
 class _Seeing(TorchFunctionMode):
-    """Sees the values that are assigned to certain variables."""
+    """Sees the values of the inner nodes."""
 
-    def __init__(self, names: Collection[str], see: Callable[[str, FrameType, Any], Any]) -> None:
+    def __init__(self, see: Callable[[str, FrameType, Any], Any]) -> None:
         super().__init__()
-        self._names = names
         self._see = see
 
     def __torch_function__(
@@ -192,7 +179,7 @@ class _Seeing(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         caller = call_sites.caller(0)
         name = call_sites.result_variable(caller, getattr(func, "__name__", ""))
-        return self._see(name, caller, result) if isinstance(name, str) and name in self._names else result
+        return self._see(name, caller, result) if isinstance(name, str) and name in INNER_NODES else result
 
 
 # -- scaled_dot_product_attention --------------------------------------------------------------------------------------
@@ -240,14 +227,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _attention_specs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,  # noqa: ARG001  # the signature is that of the function
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,  # noqa: ARG001
-    is_causal: bool = False,  # noqa: ARG001
-    scale: float | None = None,  # noqa: ARG001
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, enable_gqa: bool, **_: Any
 ) -> tuple[TensorSpec, TensorSpec]:
     """Returns the specs of the scores and the pattern; their sizes grow with the square of the sequence length."""
     score_dtype = torch.float32 if query.dtype in _HALF else query.dtype
@@ -303,11 +283,9 @@ def _attention_problem(
     mask_dtypes = (None, torch.bool, torch.float32, query.dtype)
     has_mask = getattr(attn_mask, "dtype", None) in mask_dtypes or (is_cast and given[-1].is_floating_point())
     is_valid = has_dtypes and has_groups and has_shapes and has_mask and 0 <= dropout_p <= 1
-    return (
-        None
-        if is_valid and len({tensor.device for tensor in given}) == 1
-        else "its arguments have inconsistent shapes, dtypes or devices"
-    )
+    if is_valid and len({tensor.device for tensor in given}) == 1:
+        return None
+    return "its arguments have inconsistent shapes, dtypes or devices"
 
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -405,7 +383,7 @@ def _check_blocks(block_mask: Any, is_allowed: Tensor) -> None:
         )
 
 
-def _flex_specs(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[TensorSpec, TensorSpec]:
+def _flex_specs(query: Tensor, key: Tensor, **_: Any) -> tuple[TensorSpec, TensorSpec]:
     shape = torch.Size((*query.shape[:-1], key.shape[-2]))
     return TensorSpec(shape, _flex_dtype(query), query.device), TensorSpec(shape, query.dtype, query.device)
 
@@ -486,17 +464,15 @@ def _multi_head_example(need_weights: bool) -> tuple[Any, ...]:
     return (one, one, one, 1, 1, projections, None, None, None, False, 0.0, weight, None, False, None, need_weights)
 
 
-def _multi_head_specs(*args: Any, **kwargs: Any) -> tuple[TensorSpec, ...]:
-    given = _signature(_opened_multi_head_attention()).bind(*args, **kwargs)
-    given.apply_defaults()
-    query, keys = given.arguments["query"], given.arguments["static_k"]
+def _multi_head_specs(query: Tensor, key: Tensor, **given: Any) -> tuple[TensorSpec, ...]:
     if _is_autocast(query):  # autocast would cast the steps differently from the call
         return ()
+    keys = given["static_k"]
     rows = query.shape[1] if query.dim() == 3 else 1
-    length = given.arguments["key"].shape[0] if keys is None else keys.shape[1]
-    length += (given.arguments["bias_k"] is not None) + bool(given.arguments["add_zero_attn"])
-    shape = torch.Size((rows, given.arguments["num_heads"], query.shape[0], length))
-    is_low = query.dtype in _HALF and not given.arguments["need_weights"]
+    length = key.shape[0] if keys is None else keys.shape[1]
+    length += (given["bias_k"] is not None) + bool(given["add_zero_attn"])
+    shape = torch.Size((rows, given["num_heads"], query.shape[0], length))
+    is_low = query.dtype in _HALF and not given["need_weights"]
     score_dtype = torch.float32 if is_low else query.dtype
     return TensorSpec(shape, score_dtype, query.device), TensorSpec(shape, query.dtype, query.device)
 
@@ -511,10 +487,7 @@ _ALL = (
         problem=_attention_problem,
         make_steps=lambda: _attention,
         inner=InnerSteps(
-            (
-                InnerStep("scores", "matmul", ("query", "key", "attn_mask")),
-                InnerStep("pattern", "softmax", ("scores",)),
-            ),
+            reads=("query", "key", "attn_mask"),
             specs=_attention_specs,
             make_steps=lambda: _attention,
             example=lambda: (torch.ones(1, 1, device="cpu"),) * 3,
@@ -527,10 +500,7 @@ _ALL = (
         problem=_multi_head_problem,
         make_steps=_opened_multi_head_attention,
         inner=InnerSteps(
-            (
-                InnerStep("scores", "matmul", ("query", "key", "in_proj_weight", "attn_mask", "key_padding_mask")),
-                InnerStep("pattern", "softmax", ("scores",)),
-            ),
+            reads=("query", "key", "in_proj_weight", "attn_mask", "key_padding_mask"),
             specs=_multi_head_specs,
             make_steps=lambda: _multi_head_attention,
             example=_multi_head_example,
@@ -552,10 +522,7 @@ def _by_id() -> dict[int, Decomposition]:
             problem=_flex_problem,
             make_steps=lambda: _flex_attention,
             inner=InnerSteps(
-                (
-                    InnerStep("scores", "matmul", ("query", "key", "block_mask")),
-                    InnerStep("pattern", "softmax", ("scores",)),
-                ),
+                reads=("query", "key", "block_mask"),
                 specs=_flex_specs,
                 make_steps=lambda: _flex_attention,
                 example=lambda: (torch.ones(1, 1, 1, 1, device="cpu"),) * 3,

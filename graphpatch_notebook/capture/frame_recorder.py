@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.data_loops import part_count_by_values
-from graphpatch_notebook.capture.doubts import Doubt, Reason
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.held_values import (
+    TensorSource,
     alias,
     find_source,
     held_tensors,
@@ -27,14 +27,16 @@ from graphpatch_notebook.capture.held_values import (
 )
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.bytecode import Assigned
-from graphpatch_notebook.capture.quantization.packed_weights import held_by
+from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import (
     CallNode,
     CompositeCall,
+    Doubt,
     ElementNode,
     Frame,
     Node,
     OpNode,
+    Reason,
     Ref,
     Site,
     Structure,
@@ -48,7 +50,6 @@ from graphpatch_notebook.values import (
     ContainerSpec,
     Key,
     ScalarSpec,
-    ValueSpec,
     children,
     describe,
     readable_children,
@@ -180,10 +181,7 @@ class FrameRecorder:
     def _tensor_from_elsewhere(self, tensor: Tensor) -> Ref:
         source = find_source(self.record.module, tensor)
         if source is not None:
-            node = Node(
-                kind=source.kind, op=source.attribute_path, target=source.attribute_path,
-                spec=_held_spec(self.record.module, source.attribute_path, tensor), base_name=source.attribute_path,
-            )  # fmt: skip
+            node = _held_node(self.record.module, source, tensor)
         else:
             node = Node(
                 kind="constant", op="constant", target=weakref.ref(tensor), spec=describe(tensor), is_live=False,
@@ -226,13 +224,11 @@ class FrameRecorder:
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
         """Adds a node for each parameter of `forward`; returns the values to pass to `forward`."""
         given = dict(bound)
-        self.record.conditions.input_flags = tensor_flags(bound.values())
+        self.record.conditions.input_flags = tensor_flags([*bound.values()])
         for parameter in self.record.parameters:
             default = None if parameter.default is _EMPTY else parameter.default
             value = bound.get(parameter.name, default)
-            node = Node(
-                kind="input", op=parameter.name, target=parameter.name, spec=describe(value), base_name=parameter.name
-            )
+            node = Node.named("input", parameter.name, describe(value))
             self.record.nodes.append(node)
             if parameter.name in bound:
                 given[parameter.name] = self._own_sizes(value, node, ())
@@ -254,7 +250,7 @@ class FrameRecorder:
         self._append_output(output)
 
     def _append_output(self, output: Any) -> None:
-        node = Node(kind="output", op="output", target="output", spec=describe(output), base_name="output")
+        node = Node.named("output", "output", describe(output))
         self.record.nodes.append(node)
         self._own(output, node)
 
@@ -263,9 +259,7 @@ class FrameRecorder:
         record = self.record
         boundary = [node for node in record.nodes if node.kind == "input"]
         for source, tensor in held_tensors(record.module):
-            path = source.attribute_path
-            spec = _held_spec(record.module, path, tensor)
-            node = Node(kind=source.kind, op=path, target=path, spec=spec, base_name=path)
+            node = _held_node(record.module, source, tensor)
             node.is_mutated_later = source.kind == "parameter" and self.gathers_weights
             boundary.append(node)
         boundary += record.calls()
@@ -314,12 +308,7 @@ class FrameRecorder:
     def add_op(self, node: OpNode, name: str, result: Any, wrote: list[Tensor], variable: Assigned) -> Any:
         """Adds an op with its result, and returns the value that the model continues with.
 
-        Args:
-            node: The op.
-            name: The (raw) name of the function.
-            result: What it returned.
-            wrote: The tensors that it wrote into; the op's value is the first of them if it is an in-place operation.
-            variable: What the user's code assigns the result to.
+        `wrote` are the tensors that it wrote into; the value of an in-place operation is the first of them.
         """
         node.base_name = variable if isinstance(variable, str) else node.op.rstrip("_") or node.op
         self.notice_switches()
@@ -415,10 +404,11 @@ class FrameRecorder:
         return self._size(result, Ref(node))
 
 
-def _held_spec(module: Module, attribute_path: str, tensor: Tensor) -> ValueSpec:
-    """Returns the spec of a tensor that `module` holds; for a packed weight, of the weight that it represents."""
-    packed = held_by(module, attribute_path)
-    return describe(tensor) if packed is None else packed[0].spec(packed[1])
+def _held_node(module: Module, source: TensorSource, tensor: Tensor) -> Node:
+    """Returns the node of a tensor that `module` holds; for a packed weight, of the weight that it represents."""
+    packed = held_by(module, source.attribute_path)
+    spec = describe(tensor) if packed is None else packed[0].spec(packed[1])
+    return Node.named(source.kind, source.attribute_path, spec)
 
 
 def _switches() -> tuple[bool, ...]:

@@ -82,15 +82,13 @@ Holder: TypeAlias = "tuple[Any, Any, Module | None, str]"
 class Walk:
     """Finds what modules, or other values, hold: searches attributes, containers and plain objects.
 
-    Args:
-        start: Where to begin.
-
     Attributes:
         places: All containers that can be written into, attributes of modules and objects among them, but empty ones.
         empty: Those that are empty.
         slotted: Objects with slots, and what these hold.
         tensors: The tensors, each with its module and name.
         generators: The random generators, but for those that all code shares.
+        spans: For each module, by id, which of the places, the empty containers and the tensors are its own.
         seen: The ids of all that was found.
     """
 
@@ -354,40 +352,20 @@ class AttributePaths:
         return known
 
 
-def tensor_flags(values: Iterable[Any]) -> tuple[tuple[bool, bool], ...]:
+def tensor_flags(values: list[Any]) -> tuple[tuple[bool, bool], ...]:
     """Returns for each tensor in some values whether it requires gradients, and whether it is contiguous."""
-    tensors: list[Tensor] = []
-    _collect_deep(values, tensors)
+    tensors = plain_tensors(values)
     with without_torch_functions():  # a tensor's own class may refuse to answer
         return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in tensors)
 
 
-def _collect_deep(values: Iterable[Any], found: list[Tensor]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif type(value) not in PLAIN_VALUES:
-            _collect_deep((child for _, child in readable_children(value) or ()), found)
-
-
 def plain_tensors(value: Any) -> list[Tensor]:
-    """Returns the tensors in a value and in the tuples, lists and dicts that it is made of."""
+    """Returns the tensors in a value, also in containers."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    for item in items:
-        if type(item) in PLAIN_VALUES:
-            continue
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list, dict)):
-            _collect(item, found)
+    if type(value) in PLAIN_VALUES:
+        return []
+    return [tensor for _, child in readable_children(value) or () for tensor in plain_tensors(child)]
 
 
 # -- which tensor is which ---------------------------------------------------------------------------------------------
@@ -425,12 +403,7 @@ def weak(value: Any) -> Callable[[], Any]:
 
 
 def still_used(values: list[T], holders: int = 1) -> list[T]:
-    """Returns the values of a list that something outside the list refers to.
-
-    Args:
-        values: The values.
-        holders: How many references of the caller each of them has, the list included.
-    """
+    """Returns the values of a list that something other than the `holders` references of the caller refers to."""
     counts = [sys.getrefcount(value) for value in values]
     own = next(sys.getrefcount(value) for value in [object()]) + holders - 1
     return [value for value, count in zip(values, counts, strict=True) if count > own]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,6 @@ from graphpatch_notebook.values import (
     key_text,
     readable_children,
     rebuilt,
-    rebuilt_sequence,
 )
 
 _EMPTY = inspect.Parameter.empty
@@ -57,6 +56,11 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 def input_parameters(signature: inspect.Signature) -> list[InputParameter]:
     """Returns the parameters of a signature as records."""
     return [InputParameter(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+
+def signature_with(parameters: Iterable[InputParameter]) -> inspect.Signature:
+    """Returns the signature with these parameters."""
+    return inspect.Signature([inspect.Parameter(p.name, p.kind, default=p.default) for p in parameters])
 
 
 def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -97,10 +101,7 @@ def unbind(
 
 
 def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the value that a call passes for the parameter `name`, or its default, or `None`.
-
-    The same as `bind` would say, for one parameter and without its cost.
-    """
+    """Returns the value that a call passes for the parameter `name`, or its default, or `None`: faster than `bind`."""
     for position, parameter in enumerate(parameters):
         if parameter.name != name:
             continue
@@ -114,6 +115,11 @@ def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ..
             return kwargs[name]
         return None if parameter.default is _EMPTY else parameter.default
     return None
+
+
+def inputs_of_call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the value that a call of the module of `frame` passes for each parameter."""
+    return {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
 
 
 def passed_on(node: Node, frame: Frame) -> tuple[Any, Frame] | None:
@@ -156,7 +162,7 @@ def with_other_tensor(given: Any, old: Tensor, new: Tensor) -> tuple[Any, int]:
     if not isinstance(given, tuple) or isinstance(given, torch.Size):
         return given, 0
     items, counts = zip(*(with_other_tensor(item, old, new) for item in given), strict=True) if given else ((), ())
-    return (rebuilt_sequence(given, list(items)), sum(counts)) if any(counts) else (given, 0)
+    return (rebuilt(type(given), (), items), sum(counts)) if any(counts) else (given, 0)
 
 
 def _named(parameters: list[InputParameter]) -> set[str]:
@@ -182,10 +188,7 @@ def call_like(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a call like the call of a captured frame, without arguments that equal their default.
 
-    Args:
-        frame: The frame.
-        tensor: Makes each tensor, given its name in messages and its recorded spec.
-        number: Makes each number, or other constant.
+    `tensor` makes each tensor, given its name in messages and its spec; `number` each number or other constant.
 
     Raises:
         UnknownInputError: One of the inputs cannot be made.
@@ -238,10 +241,6 @@ class ExampleInputs:
     """References to the inputs of a call, such as the example inputs of a graph. Nothing is copied.
 
     Make it before the inputs are used: what the call itself changes (a cache that grows) is a change, too.
-
-    Attributes:
-        args: The positional ones.
-        kwargs: Those by keyword.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -138,10 +138,7 @@ class WithoutWeights(OnMeta):
     """Runs a model on the meta device that has never had values.
 
     If the code reads a value into Python that depends on parameters, it reads 0 or `False`. If a size depends on such
-    values, it is the largest possible: a mask selects everything.
-
-    Attributes:
-        guessed: The names of the functions to which this happened, in order.
+    values, it is the largest possible: a mask selects everything. `guessed` has the names of these functions, in order.
     """
 
     def __init__(self) -> None:

@@ -19,9 +19,10 @@ from torch.autograd import Function
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
-from graphpatch_notebook.capture.naming.call_sites import invoke, is_parallel_code
-from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.capture.naming.call_sites import facts_of, invoke
+from graphpatch_notebook.interrupts import HeldSwitch, holding
 from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes, visible_flex_attention
+from graphpatch_notebook.values import ABSENT
 
 
 class Observer(Protocol):
@@ -41,24 +42,17 @@ OfUnobserved: TypeAlias = "Callable[[Module], Observer | None]"
 
 _lock = threading.RLock()
 _swaps: dict[int, _SwappedForward] = {}
-_ABSENT: Any = object()
 
 
 class _SwappedForward:
-    """Replaces `forward` on a module instance. It has its signature, and a copy of the module gets the real `forward`.
-
-    Attributes:
-        holders: Those who need it.
-        original: The module's own forward.
-        of_unobserved: Called when it runs without an observer.
-    """
+    """Replaces `forward` on a module instance. It has its signature; a copy of the module gets the real `forward`."""
 
     def __init__(self, module: Module, of_unobserved: OfUnobserved | None) -> None:
         self.holders: set[Swaps] = set()
         self.of_unobserved = of_unobserved
         self._module = module
         self._attribute = innermost_forward(module) if "_hf_hook" in module.__dict__ else "forward"
-        self._before = module.__dict__.get(self._attribute, _ABSENT)
+        self._before = module.__dict__.get(self._attribute, ABSENT)
         self._is_installed = False
         # `inspect.signature` returns that of the original
         self.original = self.__wrapped__ = getattr(module, self._attribute)
@@ -97,7 +91,7 @@ class _SwappedForward:
         """Gives the module back what it had before."""
         if self._module.__dict__.get(self._attribute) is not self:
             return  # the user's code has set another `forward` since: keep it
-        if self._before is _ABSENT:
+        if self._before is ABSENT:
             del self._module.__dict__[self._attribute]
         else:
             self._module.__dict__[self._attribute] = self._before
@@ -119,7 +113,7 @@ def innermost_forward(module: Module) -> str:
 def declared_forward(module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the forward with the signature of `module`: the one of its class, if FSDP wrapped it."""
     code = getattr(forward, "__code__", None)
-    is_around = code is not None and is_parallel_code(code)
+    is_around = code is not None and facts_of(code).is_parallel
     return getattr(type(module), "forward").__get__(module) if is_around else forward  # noqa: B009
 
 
@@ -128,9 +122,6 @@ class Swaps:
 
     A KeyboardInterrupt may occur between any two instructions. So each swap is noted before it is made, and `let_go`
     can be called again if it was interrupted.
-
-    Args:
-        of_unobserved: Called when one of the swapped `forward`s runs without an observer.
     """
 
     def __init__(self, of_unobserved: OfUnobserved | None = None) -> None:
@@ -221,40 +212,24 @@ class ThreadState:
 TRANSPARENT = (CheckpointFunction,)
 
 
-class _VisibleApply:
-    """Passes calls of `Function.apply` to the `apply_observer` of their context while it is in use.
-
-    As long, function modes see calls of flex attention. As with swaps of `forward`, `let_go` can be called again if it
-    was interrupted.
-    """
+class _VisibleApply(HeldSwitch):
+    """Passes calls of `Function.apply` to the `apply_observer` of their context, and shows modes flex attention."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders: set[object] = set()
-        self._wrapper: Any = None
+        super().__init__()
+        self._wrapper: Any = classmethod(_apply)
         self.original: Any = Function.__dict__["apply"]
 
-    def hold(self, holder: object) -> None:
-        """Makes calls visible until `let_go`."""
-        with self._lock:
-            self._holders.add(holder)
-            if self._wrapper is None:
-                self._wrapper = classmethod(_apply)
-            if Function.__dict__["apply"] is not self._wrapper:
-                self.original = Function.__dict__["apply"]
-                Function.apply = self._wrapper  # type: ignore[method-assign]
-            visible_flex_attention.hold(holder)
+    def _switch_on(self) -> None:
+        if Function.__dict__["apply"] is not self._wrapper:
+            self.original = Function.__dict__["apply"]
+            Function.apply = self._wrapper  # type: ignore[method-assign]
+        visible_flex_attention.hold(self)
 
-    def let_go(self, holder: object) -> None:
-        """Undoes it."""
-        with self._lock:
-            self._holders.discard(holder)
-            if not self._holders and Function.__dict__["apply"] is self._wrapper:
-                Function.apply = self.original  # type: ignore[method-assign]
-            visible_flex_attention.let_go(holder)
-
-
-visible_apply = _VisibleApply()
+    def _switch_off(self) -> None:
+        if Function.__dict__["apply"] is self._wrapper:
+            Function.apply = self.original  # type: ignore[method-assign]
+        visible_flex_attention.let_go(self)
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -263,3 +238,6 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if watching is None or issubclass(cls, TRANSPARENT) or visible_flex_attention.is_inside():
         return apply(*args, **kwargs)
     return watching.on_apply(cls, apply, args, kwargs)
+
+
+visible_apply = _VisibleApply()

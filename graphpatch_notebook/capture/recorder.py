@@ -14,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
 from graphpatch_notebook.capture.decompositions import (
+    INNER_NODES,
     PLAIN_TENSORS,
     Decomposition,
     chosen_decompositions,
     inner_call_sites,
     opened_by_default,
 )
-from graphpatch_notebook.capture.doubts import Reason
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.held_values import AttributePaths, still_used
@@ -30,7 +30,7 @@ from graphpatch_notebook.capture.naming.bytecode import Assigned
 from graphpatch_notebook.capture.naming.call_sites import SiteTable, invoke
 from graphpatch_notebook.capture.naming.names import name_nodes
 from graphpatch_notebook.capture.observers import declared_forward
-from graphpatch_notebook.capture.quantization.packed_weights import packing_of
+from graphpatch_notebook.capture.packed_weights import packing_of
 from graphpatch_notebook.capture.records import (
     CallNode,
     CompositeCall,
@@ -38,6 +38,7 @@ from graphpatch_notebook.capture.records import (
     Frame,
     Node,
     OpNode,
+    Reason,
     Ref,
     Site,
 )
@@ -55,11 +56,7 @@ OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 
 
 class FrameCount:
-    """Counts the frames that captures in its context have completed. Other threads may read the count.
-
-    Attributes:
-        frames: How many there are so far.
-    """
+    """Counts the frames that captures in its context have completed. Other threads may read the count."""
 
     def __init__(self) -> None:
         self.frames = 0
@@ -233,18 +230,20 @@ class Recorder(TorchFunctionMode):
         is_plain = all(type(value) in PLAIN_TENSORS for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if not is_plain or fused.inner is None or fused.refusal(args, kwargs) is not None or node.site is None:
             return ()
-        inner, specs = fused.inner, fused.inner.specs(*args, **kwargs)
+        inner, specs = fused.inner, fused.inner.specs(**fused.by_name(args, kwargs))
         call = CompositeCall(fused.name, node.site, node.occurrence, node.composite, is_fused=True)
         given = fused.by_name(node.args, node.kwargs)
         sites = inner_call_sites(inner, *(given[flag] for flag in inner.flags))
-        made: dict[str, Node] = {}
-        for step, spec in zip(inner.steps, specs, strict=False):  # there may be none
-            reads = [Ref(made[name]) if name in made else given.get(name) for name in step.reads]
-            made[step.name] = OpNode(
-                op=step.op, target=fused.function, args=tuple(value for value in reads if value is not None), spec=spec,
-                base_name=step.name, site=self.sites.site_inside(node.site, sites[step.name]), composite=call,
+        reads = tuple(value for name in inner.reads if (value := given.get(name)) is not None)
+        made: list[Node] = []
+        for (name, op), spec in zip(INNER_NODES.items(), specs, strict=False):  # there may be no specs
+            step = OpNode(
+                op=op, target=fused.function, args=reads, spec=spec, base_name=name,
+                site=self.sites.site_inside(node.site, sites[name]), composite=call,
             )  # fmt: skip
-        return tuple(made.values())
+            made.append(step)
+            reads = (Ref(step),)
+        return tuple(made)
 
     def run_op(
         self, func: Callable[..., Any], _name: str, args: tuple[Any, ...], kwargs: dict[str, Any], _place: OpPlace
@@ -280,7 +279,8 @@ class Recorder(TorchFunctionMode):
         """Runs one frame and records it."""
         __tracebackhide__ = True
         parent = self.stack[-1] if self.stack else None
-        if (parent is None and (self.root_frame is not None or module is not self.root_module)) or self._is_inside_op():
+        # Modules called inside an `autograd.Function`, where the mode is muted, belong to its one node.
+        if self.muted or (parent is None and (self.root_frame is not None or module is not self.root_module)):
             return invoke(forward, args, kwargs)
         with self.mute():
             frame, args, kwargs = self._enter(parent, module, forward, args, kwargs)
@@ -328,10 +328,6 @@ class Recorder(TorchFunctionMode):
         frame.wants_ops = False
         record.opaque_reason = None  # the options may say to skip modules of this class: this one has a graph
         return custom_frame_nodes(graph, record, bound)
-
-    def _is_inside_op(self) -> bool:
-        # Modules called inside an `autograd.Function` belong to its one node.
-        return self.muted > 0
 
     def _enter(
         self,

@@ -1,21 +1,14 @@
 """What capture keeps: light records of frames, nodes and call sites. No tensors, no fx, no code.
 
-    Frame                one invocation of one module's `forward`
-    ├── Conditions       the training flag, hooks and flags of inputs at that time
-    ├── Capture          what all frames of a capture share: its options, and what analyses found
-    ├── Node ...         one value: input, parameter, buffer, attribute, constant, output
-    │   ├── OpNode       the result of a torch function
-    │   │   ├── Site     the chain of call sites from `forward` down to the op, which identifies it
-    │   │   └── CompositeCall    the opened or fused call that the op is a step of, if it is one
-    │   ├── ElementNode  a part of the result of an op, unpacked into a variable of its own
-    │   └── CallNode     a call of a submodule, with its Frame
-    └── output           structure of what `forward` returned, over `Ref`s to nodes
-
-The arguments of a node are kept, with a `Ref` in place of each value that has a node.
+A `Frame` is one invocation of one module's `forward`. It has a `Node` for each value: an `OpNode` for the result of a
+torch function, identified by its `Site`; an `ElementNode` for a part of such a result; a `CallNode` for a call of a
+submodule, which has the `Frame` of that call. The arguments of a node, and the output of a frame, are kept with a `Ref`
+in place of each value that has a node.
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +19,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.doubts import Doubt
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.values import Key, ScalarSpec, ValueSpec, take
 
@@ -38,16 +30,17 @@ HELD_KINDS: tuple[Kind, ...] = ("parameter", "buffer", "attribute", "constant")
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of the user's code."""
+    """A line of the user's code; `stored_text` is that of a line from a file of a graph."""
 
     file: str
     line: int
     function: str
+    stored_text: str | None = None
 
     @property
     def text(self) -> str:
         """The line itself, without its indentation; empty where the source is not at hand."""
-        return linecache.getline(self.file, self.line).strip()
+        return linecache.getline(self.file, self.line).strip() if self.stored_text is None else self.stored_text
 
     def __str__(self) -> str:
         text = self.text
@@ -58,11 +51,8 @@ class SourceLine:
 class Site:
     """A chain of call sites: code object and instruction offset of each Python frame from `forward` to the op.
 
-    Sites are interned for the length of a capture, so that `is` compares them.
-
-    Attributes:
-        steps: (code object, instruction offset) from the outermost (`forward`, or a decorator around it) to the
-            innermost frame of the user's code.
+    The first is `forward`, or a decorator around it; the last is the innermost frame of the user's code. Sites are
+    interned for the length of a capture, so that `is` compares them.
     """
 
     steps: tuple[tuple[CodeType, int], ...]
@@ -91,8 +81,6 @@ class CompositeCall:
     """A call of a composite function that has its steps as nodes.
 
     Attributes:
-        name: The name of the function.
-        site: Its call site.
         occurrence: How often the same call site ran before in its frame, or in the call around it.
         outer: The opened call that this one is a step of.
         is_fused: Whether the function itself runs, also in graphs, except where one of the steps is patched.
@@ -107,12 +95,7 @@ class CompositeCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueRead:
-    """A value that the model read into Python: plain numbers, or `None` for others, and for many.
-
-    Attributes:
-        site, occurrence, composite: As those of a node.
-        value: The value.
-    """
+    """A value that the model read into Python: plain numbers, or `None` for others, and for many."""
 
     site: Site
     occurrence: int
@@ -139,11 +122,8 @@ class Structure:
 def map_leaves(value: Any, leaf: Callable[[Any], Any], *, with_subclasses: bool = False) -> Any:
     """Returns `value` with `leaf` applied to all but tuples, lists, dicts and slices; containers are new.
 
-    Args:
-        value: The arguments of a call.
-        leaf: The function.
-        with_subclasses: Whether subclasses are containers, too, as in graphs of fx, and become plain ones. Otherwise
-            they are leaves: a named tuple, say, may accept only values of certain types.
+    Subclasses are leaves, since a named tuple, say, may accept only values of certain types. `with_subclasses` they are
+    containers, as in graphs of fx, and become plain ones.
     """
     kind = type(value)
     if kind is torch.Size:  # holds integers only, and a leaf may become something else
@@ -224,6 +204,11 @@ class Node:
     is_live: bool = True
     is_mutated_later: bool = False
     is_view_filled_later: bool = False
+
+    @staticmethod
+    def named(kind: Kind, name: str, spec: ValueSpec) -> Node:
+        """Returns the node of a value that the model itself has a name for."""
+        return Node(kind=kind, op=name, target=name, spec=spec, base_name=name)
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -320,12 +305,7 @@ class OpNode(Node):
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
 class ElementNode(Node):
-    """A value that the user's code unpacked from the result of an op: `q, k = qkv.split(...)`.
-
-    Attributes:
-        whole: The node of that op.
-        position: The position in its result.
-    """
+    """A value that the user's code unpacked from the result of an op, `whole`: `q, k = qkv.split(...)`."""
 
     kind: Kind = "op"
     whole: OpNode = field()
@@ -333,17 +313,14 @@ class ElementNode(Node):
 
     @property
     def site(self) -> Site | None:
-        """That of the op."""
         return self.whole.site
 
     @property
     def occurrence(self) -> int:
-        """That of the op."""
         return self.whole.occurrence
 
     @property
     def composite(self) -> CompositeCall | None:
-        """That of the op."""
         return self.whole.composite
 
 
@@ -352,8 +329,6 @@ class CallNode(Node):
     """A call of a submodule.
 
     Attributes:
-        frame: The frame of the call.
-        args, kwargs, site: As those of an op.
         call_index: Which call of this submodule in the calling frame it is, from zero.
         call_count: How often the submodule is called in that frame.
     """
@@ -406,14 +381,47 @@ class Conditions:
     same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
 
 
+class Reason(enum.Enum):
+    """A kind of doubt; its value is the text about the module in messages."""
+
+    READS_VALUE = "reads a value into Python ({what}: {line})"
+    COUNTS_PARTS = "reads a value into Python ({what}: the number of parts depends on values)"
+    USES_OBJECT = "uses an object ({what}) that is not one of its inputs"
+    IS_GIVEN_OBJECT = "it is given an object ({what}), whose contents are unknown"
+    HOOKS_ARE_LEFT_OUT = "hooks on a {what} that it calls would not run"
+    HOLDS_UNKNOWN_VALUE = "it uses a value ({what}) that is not computed in it, and not held by its module or its code"
+    SWITCHES_MODES = "switches autocast or inference mode, which a graph does not record"
+    HANDLES_ERROR = "a call of {what!r} raised an error, which was handled"
+    WRITES_PARAMETER = "writes into a parameter ({what})"
+    ROUNDS = (
+        "it holds the steps of {what}, as ExtractionOptions(decompose=...) asks, which equal the function itself only "
+        "within rounding"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """One reason why the graph of a frame may not do what its module does.
+
+    `what` is the name of the operation, class, module or function that it is about; `line` the user's line of source.
+    """
+
+    reason: Reason
+    what: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        return self.reason.value.format(what=self.what, line=self.line)
+
+
+def listed_doubts(doubts: list[Doubt]) -> str:
+    """Returns doubts as one text."""
+    return "; ".join(map(str, doubts))
+
+
 @dataclass(slots=True, eq=False)
 class Capture:
-    """The data of a whole capture.
-
-    Attributes:
-        options: How it was captured.
-        findings: Results of analyses of all frames, by the function that returns them: each is computed once.
-    """
+    """What all frames of a capture share: how it was captured, and the results of analyses by their function."""
 
     options: ExtractionOptions | None = None
     findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
@@ -426,14 +434,11 @@ class Frame:
     Attributes:
         module: The user's module.
         attribute_path: Its attribute path from the module of the calling frame (`h.3`); empty for the root.
-        parent: The calling frame.
         call: The node of this call in the calling frame; `None` for the root.
         parameters: The parameters of `forward`, each with an `input` node, in order.
         nodes: All nodes in order of execution, inputs first, the output last. Inner nodes (`Node.is_inner`) are in
             front of the node of their call.
         output: What `forward` returned, with a `Ref` for each value that has a node.
-        conditions: The state of the module and its inputs when it was called.
-        capture: Facts about the whole capture; all its frames share it.
         opaque_reason: Why this frame has no graph; `None` if it has one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
         doubts: Why its graph may differ from the module on other inputs (it reads a value into Python, ...), or at
@@ -441,7 +446,6 @@ class Frame:
         custom_graph: The graph that a custom extraction function returned.
         is_edited: Whether the user edited the graph of this frame, which then runs in place of the module.
         custom_failure: Why the custom extraction function did not return a graph.
-        names: The nodes by name.
         value_reads: The values that were read into Python, and where.
     """
 

@@ -9,6 +9,4 @@ equality         are two values equal, bit for bit?
 sharding         is the model sharded over several processes?
 keywords         is a keyword input a misspelled option?
 outer_values     what the code of a module reads from outside of it
-
-The reasons why a graph may differ from its module are `Doubt`s: see `graphpatch_notebook.capture`.
 """

@@ -1,10 +1,4 @@
-"""The signature of a call: all its properties except the numbers in its tensors. A graph is valid for equal signatures.
-
-CallSignature     the inputs: structure, plain values, and what code can read from a tensor; the settings of torch
-├── of            the signature of a call
-├── of_frame      the signature of the call that a frame is the record of
-└── differences   how a call differs from it
-"""
+"""The signature of a call: all its properties but the numbers in its tensors. A graph is valid for equal signatures."""
 
 from __future__ import annotations
 
@@ -17,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.values import (
     ABSENT,
@@ -27,6 +20,7 @@ from graphpatch_notebook.values import (
     TensorSpec,
     UnknownSpec,
     ValueSpec,
+    all_leaves,
     children,
     describe,
     dtype_name,
@@ -70,12 +64,7 @@ class Aspect(enum.Enum):
 class Difference:
     """One thing in which a call differs from a signature.
 
-    Attributes:
-        aspect: What differs.
-        was: The value in the signature.
-        now: The value in the call.
-        name: The input; empty where it is a setting of torch.
-        position: The dimension, if it is a size.
+    `name` is the input, and empty for a setting of torch; `position` is the dimension, if it is a size.
     """
 
     aspect: Aspect
@@ -123,14 +112,7 @@ def current_settings() -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """The properties of a tensor in a call besides its class and dtype.
-
-    Attributes:
-        sizes: Its shape.
-        device: Where it is.
-        layout: How it is laid out in memory.
-        requires_grad: Whether it requires gradients; `None` if unknown.
-    """
+    """The properties of a tensor in a call besides its class and dtype; `None` for those that are not known."""
 
     sizes: tuple[Dimension, ...]
     device: torch.device
@@ -146,7 +128,6 @@ class CallSignature:
         inputs: The inputs by name: structure and plain values.
         tensors: The other properties of each tensor in them, in order.
         same: For each tensor which of them, the first, is the same object.
-        settings: The known settings of torch.
         ranges: The smallest and the largest that a symbolic size may be.
         ignored: In what calls may differ: with `Aspect.SIZE` tensors may have any size.
 
@@ -197,7 +178,7 @@ class CallSignature:
     @property
     def objects(self) -> list[str]:
         """The classes of the objects among the inputs; the signature has no other data about them."""
-        leaves = (leaf for name, spec in self.inputs for _, leaf in _leaves(name, spec))
+        leaves = (leaf for _, spec in self.inputs for _, leaf in all_leaves(spec))
         return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
 
     def differences(self, values: Sequence[Any]) -> list[Difference]:
@@ -248,22 +229,10 @@ class CallSignature:
                     found.append(Difference(Aspect.SIZE, was, size, name, position))
 
 
-def inputs_of_call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the value that a call of the module of `frame` passes for each parameter."""
-    return {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
-
-
 def tensor_leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, TensorSpec]]:
     """Yields the tensors in an input, each with its name in messages."""
-    return ((leaf_name, leaf) for leaf_name, leaf in _leaves(name, spec) if isinstance(leaf, TensorSpec))
-
-
-def _leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, ValueSpec]]:
-    if isinstance(spec, ContainerSpec):
-        for text, _, child in spec.children:
-            yield from _leaves(_below(name, text), child)
-    else:
-        yield name, spec
+    leaves = ((dig, leaf) for dig, leaf in all_leaves(spec) if isinstance(leaf, TensorSpec))
+    return ((functools.reduce(_below, dig, name), leaf) for dig, leaf in leaves)
 
 
 def _below(name: str, text: str) -> str:
@@ -299,7 +268,6 @@ def _compare_values(
 
 
 def _is_known_to_fit(spec: ValueSpec, value: Any) -> bool:
-    """Whether a plain value is the same, an object has the same class, or the spec is unknown."""
     if isinstance(spec, ScalarSpec):
         return is_same_plain(spec.value, value)
     return isinstance(spec, UnknownSpec) or (isinstance(spec, ObjectSpec) and type(value).__name__ == spec.type_name)

@@ -37,12 +37,7 @@ class ComparisonOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """How two runs compare.
-
-    Attributes:
-        outcome: The result.
-        detail: Where they differ, which error there was, or why they cannot be compared.
-    """
+    """How two runs compare; `detail` is where they differ, the error, or why they cannot be compared."""
 
     outcome: ComparisonOutcome
     detail: str = ""
@@ -78,14 +73,11 @@ def compared(
 
     Args:
         model: Holds all state that the runs may change.
-        expected: Runs what is right.
+        expected: Runs what is right. Its errors are raised.
         found: Runs what may do the same.
         args: The positional inputs.
         kwargs: The inputs by keyword.
-        within_rounding: Whether the values may differ by rounding.
-
-    Raises:
-        Exception: Any error that `expected` raises.
+        within_rounding: Whether floats may differ by rounding.
     """
     with _lock:
         try:
@@ -107,9 +99,9 @@ def run_and_compare(
     *,
     within_rounding: bool = False,
 ) -> tuple[Any, RunComparison]:
-    """Returns the result of `expected` on the inputs themselves, and its comparison with `found`.
+    """Returns the result of `expected` on the inputs themselves, and its comparison with `found`, as `compared` does.
 
-    The effects of `expected` stay. `found` runs on copies, and its effects are undone. Same arguments as `compared`.
+    The effects of `expected` stay. `found` runs on copies, and its effects are undone.
     """
     with _lock:
         try:

@@ -1,9 +1,9 @@
 """Determines where each dimension of each value comes from: from the inputs, the model, or the values of tensors.
 
-At the first query the captured model runs again at other sizes of its inputs, on the meta device
-(`meta_runs`). Each dimension of a value then has a *profile*: its sizes in all these runs. Two dimensions are the same
-one if their profiles are equal. What never changes is the model's own; what changes follows the inputs (as one of their
-sizes, or a product, a sum, a rounding up of these), or the values of tensors.
+At the first query the captured model runs again at other sizes of its inputs (`meta_runs`). Each dimension of a value
+then has a *profile*: its sizes in all these runs. Two dimensions are the same one if their profiles are equal. What
+never changes is the model's own; what changes follows the inputs (as one of their sizes, or a product, a sum, a
+rounding up of these), or the values of tensors.
 
 If the model cannot run like that (the example had a cache, say), or a value does not occur in these runs, equal sizes
 are taken to be the same dimension: a size that equals a size of an input follows that input.
@@ -20,7 +20,7 @@ import torch
 from graphpatch_notebook.capture import is_sized_by_values
 from graphpatch_notebook.capture.inputs import given_input, passed_on
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
-from graphpatch_notebook.checks.meta_runs import InputShapes, MetaRunError, input_shapes, run_on_meta
+from graphpatch_notebook.checks.meta_runs import MetaRunError, Variation, input_shapes, matched, recorded_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.values import (
@@ -29,6 +29,7 @@ from graphpatch_notebook.values import (
     ScalarSpec,
     TensorSpec,
     ValueSpec,
+    all_leaves,
     describe,
     leaves,
     tensor_specs,
@@ -99,7 +100,7 @@ class Dimensions:
         # A copy of the model runs, but it may draw random numbers, and write into objects outside the model.
         with afterwards(ModuleState(root.module).restore):
             try:
-                self._note_run(run_on_meta(root, self._sizes[0]))
+                self._note_run(recorded_on_meta(root, Variation(self._sizes[0])))
                 self._explore()
             except MetaRunError as error:
                 self.reason = str(error)
@@ -122,10 +123,10 @@ class Dimensions:
                     rejected += group
         self._rejected = rejected
         nodes = [node for frame in self._root.walk() for node in frame.nodes]
-        if any(map(is_sized_by_values, nodes)) and self._run(self._sizes[0], more_entries=5):
+        if any(map(is_sized_by_values, nodes)) and self._run(Variation(self._sizes[0], more_entries=5)):
             self._values_runs.append(len(self._sizes) - 1)
         reads = [read for frame in self._root.walk() for read in frame.value_reads]
-        if any(type(read.value) is int for read in reads) and self._run(self._sizes[0], more=1):
+        if any(type(read.value) is int for read in reads) and self._run(Variation(self._sizes[0], more=1)):
             self._values_runs.append(len(self._sizes) - 1)
 
     def _size(self, place: InputDim) -> int:
@@ -138,7 +139,9 @@ class Dimensions:
         """Runs the model with other sizes at `places`; returns whether it could."""
         size = self._size(places[0])
         # Not one: if only one input has a size of one, it is broadcast, and the results keep their size.
-        if not any(self._run(self._at(places, other)) for other in (2 * size + 3, size + 1, size - 1) if other > 1):
+        if not any(
+            self._run(Variation(self._at(places, other))) for other in (2 * size + 3, size + 1, size - 1) if other > 1
+        ):
             return False
         self.groups.append(places)
         return True
@@ -155,12 +158,13 @@ class Dimensions:
         with _lock, afterwards(ModuleState(self._root.module).restore):
             for places in self.groups:
                 size = self._size(places[0])
-                any(self._run(self._at(places, far)) for far in _FAR if far > 2 * size)
-                self._run(self._at(places, (size + 1) // 2))
+                any(self._run(Variation(self._at(places, far))) for far in _FAR if far > 2 * size)
+                self._run(Variation(self._at(places, (size + 1) // 2)))
             # Images of other sizes, say, may be taken under a flag only (`interpolate_pos_encoding`).
             flags = [node.spec for node in self._root.inputs() if _may_be_flag(node.spec)]
             for place in self._rejected:
-                any(self._run(self._at([place], 2 * self._size(place)), flipped=flag) for flag in flags)
+                shapes = self._at([place], 2 * self._size(place))
+                any(self._run(Variation(shapes, flipped=flag)) for flag in flags)
         return True
 
     def _at(self, places: list[InputDim], size: int) -> list[list[int]]:
@@ -169,15 +173,13 @@ class Dimensions:
             shapes[number][dim] = size
         return shapes
 
-    def _run(
-        self, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
-    ) -> bool:
+    def _run(self, variation: Variation) -> bool:
         try:
-            found = run_on_meta(self._root, shapes, more_entries, more, flipped)
+            found = recorded_on_meta(self._root, variation)
         except MetaRunError:
             return False
         self._note_run(found)
-        self._sizes.append([list(shape) for shape in shapes])
+        self._sizes.append([list(shape) for shape in variation.shapes])
         return True
 
     def _suppose(self) -> None:
@@ -189,7 +191,8 @@ class Dimensions:
         self.groups = list(groups.values())
         self._sizes += [self._at(places, 2 * self._size(places[0]) + 3) for places in self.groups]
 
-    def _note_run(self, found: dict[int, ValueSpec]) -> None:
+    def _note_run(self, record: Frame) -> None:
+        found = matched(self._root, record)
         for frame in self._root.walk():
             for node in frame.nodes:
                 self._note(node.spec, found.get(id(node)))
@@ -275,12 +278,7 @@ class Dimensions:
     ) -> bool:
         """Whether values say what is where along a dimension that was as long as a sequence: it is chosen, or sorted.
 
-        Args:
-            frame: The frame of the node.
-            node: The node.
-            spec: What was recorded of the value.
-            dims: The dimensions that may be meant.
-            sequences: The dimensions of the sequences.
+        `dims` are the dimensions of the value that may be meant, `sequences` those of the sequences.
         """
         lengths = {profile[0] for profile in sequences}
         alike = [self.profiles(spec)[dim] for dim in dims if spec.shape[dim] in lengths]
@@ -372,11 +370,7 @@ def _is_same(one: Profile, other: Profile) -> bool:
 def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: CallInputs | None = None) -> str | None:
     """Returns a message about how `shape` differs from the captured shape, or `None` if that difference is allowed.
 
-    Args:
-        frame: The frame that the value is in.
-        spec: What was recorded of the value.
-        shape: Its shape now.
-        inputs: The arguments of the frame's `forward`, for the value of an op.
+    `inputs` are the arguments of the frame's `forward`, for the value of an op.
     """
     if not isinstance(spec, TensorSpec) or spec.shape == shape:
         return None
@@ -399,12 +393,7 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Call
 def fixed_sizes(frame: Frame, node: Node, spec: ValueSpec) -> tuple[int | None, ...] | None:
     """Returns the sizes of a captured value, with `None` for those that depend on inputs; `None` if not a tensor.
 
-    If a fixed size has changed, `shape_problem` refuses the value.
-
-    Args:
-        frame: The frame that the value is in.
-        node: The node that has the value, or a container with it.
-        spec: What was recorded of the value.
+    If a fixed size has changed, `shape_problem` refuses the value. `node` has the value, or a container with it.
     """
     if not isinstance(spec, TensorSpec):
         return None
@@ -423,17 +412,8 @@ def unpacked_shape(
 ) -> tuple[int, ...] | None:
     """Returns the shape of a value of attention in the captured layout, if the heads are where positions should be.
 
-    With one position, `(batch, key heads, heads of each, ...)` is a view of `(batch, heads, 1, ...)`.
-
-    Args:
-        frame: The frame that the value is in.
-        node: The node that has the value.
-        spec: What was recorded of the value.
-        shape: Its shape now.
-        here: How many of the heads this process holds; `None` for all.
-
-    Returns:
-        The shape; `None` if heads are not packed like this.
+    With one position, `(batch, key heads, heads of each, ...)` is a view of `(batch, heads, 1, ...)`. `None` if heads
+    are not packed like this. `here` is how many of the heads this process holds; `None` for all.
     """
     if not isinstance(spec, TensorSpec) or len(spec.shape) != 4 or len(shape) != 4:
         return None
@@ -460,7 +440,7 @@ def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inp
     """
     nodes = list(frame.inputs())
     given = [describe(given_input(frame.parameters, node.target, *inputs)) for node in nodes]
-    if not any(map(_holds_object, given)):
+    if not any(isinstance(leaf, ObjectSpec) for each in given for _, leaf in all_leaves(each)):
         return None
     sizes = [pair for node, spec in zip(nodes, given, strict=True) for pair in _size_pairs(node.spec, spec)]
     changed = {then for then, now in sizes if then not in {now, 1}}
@@ -469,12 +449,6 @@ def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inp
         if then not in {now, 1} and then not in explained:
             return f"dimension {position} was {then} and is {now}, though no input's size changed from {then}"
     return None
-
-
-def _holds_object(spec: ValueSpec) -> bool:
-    if isinstance(spec, ContainerSpec):
-        return any(_holds_object(child) for _, _, child in spec.children)
-    return isinstance(spec, ObjectSpec)
 
 
 def _size_pairs(then: ValueSpec, now: ValueSpec) -> Iterator[tuple[int, int]]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.values import children, key_text
+from graphpatch_notebook.values import IMMUTABLE, children, is_same_plain, key_text
 
-_EQUAL_BY_VALUE = (
-    bool, int, str, bytes, type(None), type(Ellipsis), range, slice,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 
@@ -32,11 +25,7 @@ def difference(a: Any, b: Any, where: str, *, within_rounding: bool = False) -> 
     strides, device, `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal if their
     attributes are.
 
-    Args:
-        a: One value.
-        b: The other one.
-        where: What the message calls them.
-        within_rounding: Whether floats may differ as described for `ExtractionOptions.decompose`.
+    The message calls them `where`. `within_rounding`, floats may differ as `ExtractionOptions` says of attention.
 
     Raises:
         IncomparableError: Before any difference there are two objects without attributes.
@@ -56,10 +45,8 @@ def _difference(a: Any, b: Any, where: str, within_rounding: bool, above: tuple[
         return _rounded_difference(a, b, where) if is_rounded else _tensor_difference(a, b, where)
     if type(a) is not type(b):
         return f"{where}: {type(a).__name__} is not {type(b).__name__}"
-    if isinstance(a, (float, complex)):
-        return None if _same_number(a, b) else f"{where}: {a!r} is not {b!r}"
-    if type(a) in _EQUAL_BY_VALUE:
-        return None if a == b else f"{where}: {a!r} is not {b!r}"
+    if type(a) in IMMUTABLE or isinstance(a, (float, complex)):
+        return None if is_same_plain(a, b) else f"{where}: {a!r} is not {b!r}"
     inside_a, inside_b = _inside(a), _inside(b)
     if inside_a is None or inside_b is None:
         raise IncomparableError(f"{where}: objects of type {type(a).__name__} cannot be compared")
@@ -81,12 +68,6 @@ def _inside(value: Any) -> list[tuple[Any, Any]] | None:
         return inside
     attributes = getattr(value, "__dict__", None)
     return None if attributes is None else list(attributes.items())
-
-
-def _same_number(a: Any, b: Any) -> bool:
-    if isinstance(a, complex):
-        return _same_number(a.real, b.real) and _same_number(a.imag, b.imag)
-    return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
 
 
 def _rounded_difference(a: Tensor, b: Tensor, where: str) -> str | None:

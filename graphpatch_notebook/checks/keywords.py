@@ -22,11 +22,7 @@ def check_input_names(
 ) -> None:
     """Checks that no keyword input is a misspelled option, which a model with `**kwargs` would accept silently.
 
-    Args:
-        root: The root frame of the graph.
-        names: The names of keyword inputs.
-        function: The function that was called.
-        like: A function whose options are meant, if the one that was called has none.
+    `function` was called; `like` is a function whose options are meant, if it has none.
 
     Raises:
         ExperimentError: A name is similar to that of an option, or it is that of a field of patches, and no module of

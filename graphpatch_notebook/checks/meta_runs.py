@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -57,28 +57,29 @@ class MetaRunError(Exception):
     """The model cannot run without its values, or not at these sizes (caught inside the package)."""
 
 
-def run_on_meta(
-    root: Frame, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
-) -> dict[int, ValueSpec]:
-    """Returns the values of the captured nodes in a run whose inputs have other shapes, by the ids of the nodes.
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """How a run differs from the capture.
 
-    Args:
-        root: The root frame of the capture.
+    Attributes:
         shapes: The shapes of the inputs.
         more_entries: How many more entries than in the capture there are wherever values decide on their number.
         more: By how much whole numbers that are read into Python are larger than in the capture.
         flipped: What the example gave to the one flag that is given the other way round.
+    """
+
+    shapes: InputShapes
+    more_entries: int = 0
+    more: int = 0
+    flipped: ScalarSpec | None = None
+
+
+def recorded_on_meta(root: Frame, variation: Variation) -> Frame:
+    """Returns the record of a run of the captured model.
 
     Raises:
         MetaRunError: The model cannot run like that.
     """
-    return dict(_matched(root, recorded_on_meta(root, shapes, more_entries, more, flipped)))
-
-
-def recorded_on_meta(
-    root: Frame, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
-) -> Frame:
-    """Returns the record of such a run. The arguments and errors are those of `run_on_meta`."""
     if communicates(root):  # a copy shares the hooks that do it, and their state
         raise MetaRunError("the model exchanges tensors with other processes")
     result: list[Frame] = []
@@ -86,7 +87,7 @@ def recorded_on_meta(
 
     def run() -> None:
         try:
-            result.append(_run(root, shapes, more_entries, more, flipped))
+            result.append(_run(root, variation))
         except BaseException as failure:
             failures.append(failure)
 
@@ -99,7 +100,7 @@ def recorded_on_meta(
     return result[0]
 
 
-def _run(root: Frame, shapes: InputShapes, more_entries: int, more: int, flipped: ScalarSpec | None) -> Frame:
+def _run(root: Frame, variation: Variation) -> Frame:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
@@ -107,14 +108,15 @@ def _run(root: Frame, shapes: InputShapes, more_entries: int, more: int, flipped
             if id(frame.module) in copies:  # not a module that the forward itself made
                 copies[id(frame.module)].training = frame.conditions.training
         specs = [leaf for leaf in _input_leaves(root) if isinstance(leaf, TensorSpec)]
-        tensors, numbers = iter(shapes[: len(specs)]), iter(shapes[len(specs) :])
+        tensors, numbers = iter(variation.shapes[: len(specs)]), iter(variation.shapes[len(specs) :])
+        flipped = variation.flipped
         args, kwargs = call_like(
             root,
             lambda _, spec: torch.empty(tuple(next(tensors)), dtype=spec.dtype, device=META),
             lambda spec: next(numbers)[0] if _is_size(spec) else not spec.value if spec is flipped else spec.value,
         )
         with OnMeta(specs[0].device if specs else torch.device("cpu")):
-            return record(_MetaRecorder(model, root, more_entries, more), args, kwargs)
+            return record(_MetaRecorder(model, root, variation), args, kwargs)
 
 
 def input_shapes(root: Frame) -> list[list[int]]:
@@ -190,13 +192,12 @@ def _is_machinery(hook: Callable[..., Any]) -> bool:
 class _MetaRecorder(Recorder):
     """Records a run in which values that are read into Python are those of the capture."""
 
-    def __init__(self, model: Module, captured: Frame, more_entries: int, more: int) -> None:
+    def __init__(self, model: Module, captured: Frame, variation: Variation) -> None:
         options = captured.capture.options or ExtractionOptions()
         super().__init__(model, replace(options, custom_extraction_functions={}, error_on_compilation_failure=False))
         self.count = None
         self._root = captured
-        self._more_entries = more_entries
-        self._more = more
+        self._variation = variation
         self._indices: dict[Any, dict[Any, Any]] = {}
         self._left = 1000 + _MOST_TIMES_AS_MANY_OPS * sum(len(frame.nodes) for frame in captured.walk())
 
@@ -210,10 +211,10 @@ class _MetaRecorder(Recorder):
             read = self._captured(place, _reads_by_key)
             if read is None or read.value is None:
                 raise MetaRunError(f"the model reads a value into Python ({name})")
-            return read.value + self._more if type(read.value) is int else read.value
+            return read.value + self._variation.more if type(read.value) is int else read.value
         node = self._captured(place, nodes_by_key)
         if node is not None and is_sized_by_values(node) and not has_values(args):
-            return result_of_size(func, name, args, kwargs, _count(node) + self._more_entries)
+            return result_of_size(func, name, args, kwargs, _count(node) + self._variation.more_entries)
         return func(*args, **kwargs)
 
     def _captured(self, place: OpPlace, by_key: Callable[[Frame], dict[Any, Any]]) -> Any:
@@ -257,15 +258,15 @@ def _count(node: Node) -> int:
 # -- which node is which -----------------------------------------------------------------------------------------------
 
 
-def _matched(captured: Frame, found: Frame) -> list[tuple[int, ValueSpec]]:
-    """Returns the values that the captured nodes of a frame, and of frames below it, had in another run."""
-    known, result = nodes_by_key(found), []
+def matched(captured: Frame, found: Frame) -> dict[int, ValueSpec]:
+    """Returns the values that captured nodes of a frame, and of frames below it, had in another run, by their ids."""
+    known, result = nodes_by_key(found), {}
     for node in captured.nodes:
         other = known.get(node_key(node))
         if other is not None:
-            result.append((id(node), other.spec))
+            result[id(node)] = other.spec
             if isinstance(node, CallNode) and isinstance(other, CallNode):
-                result += _matched(node.frame, other.frame)
+                result |= matched(node.frame, other.frame)
     return result
 
 

@@ -1,10 +1,4 @@
-"""The state of a model: takes a snapshot of everything that a run may change, compares with it, and restores it.
-
-Walk            finds what modules hold: the containers, tensors and random generators in their attributes
-ModuleState     a snapshot of that: `change`, `change_in` (of one module), `restore`
-Fingerprint     detects changes of a model without keeping its tensors alive
-copied          a copy of inputs: what a run may change besides the model
-"""
+"""The state of a model and of inputs: takes a snapshot of what a run may change, compares with it, and restores it."""
 
 from __future__ import annotations
 
@@ -53,11 +47,8 @@ LARGE = 64 * 2**20
 def copied(value: Any, shared: Iterable[Tensor] = ()) -> Any:
     """Returns a copy of inputs: tensors keep their strides, their aliases, and whether they are leaves.
 
-    Modules and functions are shared, and so is what has no state, such as `object()`: only its identity counts.
-
-    Args:
-        value: The inputs.
-        shared: Tensors among them that are not copied.
+    `shared` tensors are not copied, nor are modules, functions, and what has no state, such as `object()`: only its
+    identity counts.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     _prepare(value, memo, {})
@@ -218,7 +209,6 @@ class Change:
     """One thing that differs from a snapshot. Its text is for messages.
 
     Attributes:
-        kind: What kind of thing it is.
         path: The path of the module that holds it, from the root of the snapshot.
         module_class: The name of the class of that module.
         name: The attribute, and the keys into it after dots; for random numbers, the owner of the generators.
@@ -419,8 +409,7 @@ class ModuleState:
     def restore(self, *, counts_writes: bool = False) -> None:
         """Puts everything back that can be. Call it again where an interrupt came in between.
 
-        Args:
-            counts_writes: Whether autograd is to refuse to go backward through a run that used what is written over.
+        If it `counts_writes`, autograd refuses to go backward through a run that used what is written over.
         """
         self._random.restore()
         with without_torch_functions():
@@ -452,10 +441,8 @@ class ModuleState:
 class Fingerprint:
     """Equal to another fingerprint of the same model if nothing changed in between that torch counts as a write.
 
-    It takes little time and does not keep tensors alive: for caches of results about a model.
-
-    Args:
-        model: The model, or a snapshot that was made of it just now.
+    It takes little time and does not keep tensors alive: for caches of results about a model. It may be made of a
+    snapshot that was made just now.
     """
 
     def __init__(self, model: Module | ModuleState) -> None:

@@ -45,11 +45,7 @@ def outer_values_of_modules(
 ) -> Iterator[tuple[type, OuterValue, Any]]:
     """Yields the data in class attributes of modules, and in globals and closure variables that their functions use.
 
-    Each comes with the first class that reads it, and with its value.
-
-    Args:
-        modules: The modules; one of each class is examined.
-        forward_of: Returns the forward of a module.
+    Each comes with the first class that reads it, and with its value. One module of each class is examined.
     """
     seen: set[type] = {Module}
     for kind, module in {type(module): module for module in modules}.items():

@@ -64,7 +64,7 @@ def is_parallel_machinery(function: Callable[..., Any] | None) -> bool:
     """Whether a hook, or a forward of an instance, is what splits and joins the values of a sharded model."""
     code = getattr(function, "__code__", None)
     named = str(getattr(function, "__module__", "")).startswith(_MACHINERY)
-    return named or (code is not None and call_sites.is_parallel_code(code))
+    return named or (code is not None and call_sites.facts_of(code).is_parallel)
 
 
 def runs_shards(module: Module) -> bool:

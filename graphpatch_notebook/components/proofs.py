@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.custom_graphs import run_custom
-from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import Frame, refs_in
 from graphpatch_notebook.components.attention import Attention, Part, Parts
 from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails
@@ -158,7 +158,7 @@ class _Prover:
         if frame.custom_graph is None:
             result = frame.module(*args, **kwargs)
         else:
-            given = {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
+            given = inputs_of_call(frame, args, kwargs)
             result = run_custom(frame.custom_graph, frame.module, given, lambda _, value: value)
         tensors = list(floats(result))
         places = self._flow.outputs(frame)

@@ -40,7 +40,7 @@ from graphpatch_notebook.execution.steps import GenerationSteps, StepCount
 from graphpatch_notebook.interrupts import Block, afterwards, discards_value
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
 from graphpatch_notebook.torch_compat import (
-    EagerCode,
+    eager_code,
     function_mode_depth,
     is_in_backward,
     runs_hooks,
@@ -405,8 +405,8 @@ def _observed(
     has_compiled_parts: bool,
 ) -> Any:
     __tracebackhide__ = True
-    if has_compiled_parts and not EagerCode.is_possible:
-        raise GraphError(EagerCode.reason)
+    if has_compiled_parts and not eager_code.is_possible:
+        raise GraphError(eager_code.reason)
     restoring = [ThreadState().restore]
     # Written out instead of `afterwards`: this is in each patched call.
     try:
@@ -414,9 +414,8 @@ def _observed(
             observer.set(run)
             # Methods may compile the model themselves, as `generate` does with a static cache.
             if function is not run.root or has_compiled_parts:
-                eager = EagerCode()
-                restoring.append(eager.let_go)
-                eager.hold()
+                restoring.append(partial(eager_code.let_go, run))
+                eager_code.hold(run)
             if len(restoring) > 1 or run.plan.sees_ops:
                 restoring.append(partial(visible_apply.let_go, run))
                 visible_apply.hold(run)

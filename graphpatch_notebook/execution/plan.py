@@ -159,7 +159,7 @@ class PatchedSites:
         chain = tuple(number for outer, at in above for number in (id(outer), at)) if above else ()
         patched = self.by_code.get(id(code))
         if patched is None:
-            patched = self.by_code[id(code)] = PatchedCode(call_sites.offsets_of(code))
+            patched = self.by_code[id(code)] = PatchedCode(call_sites.facts_of(code).offsets)
         by_occurrence = patched.by_offset.setdefault(offset, {}).setdefault(chain, {})
         if occurrence not in by_occurrence:
             by_occurrence[occurrence] = SiteEntries()

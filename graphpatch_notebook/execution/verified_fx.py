@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from graphpatch_notebook.capture.inputs import ExampleInputs
-from graphpatch_notebook.checks.call_signature import inputs_of_call
+from graphpatch_notebook.capture.inputs import ExampleInputs, inputs_of_call
 from graphpatch_notebook.checks.comparison import compared
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution.plan import Entry

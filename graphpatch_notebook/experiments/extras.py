@@ -11,13 +11,7 @@ from graphpatch_notebook.errors import ExperimentError
 def extra(name: str, purpose: str, instead: str = "") -> Any:
     """Imports and returns a module of the optional dependencies `experiments`.
 
-    Args:
-        name: The name of the module.
-        purpose: The feature that needs it, for the message.
-        instead: An alternative, appended to the message.
-
-    Raises:
-        ExperimentError: It is not installed.
+    The message of the `ExperimentError`, if it is not installed, names the feature that needs it, and an alternative.
     """
     try:
         return importlib.import_module(name)

@@ -32,7 +32,14 @@ IGNORED = -100  # label that is ignored, as in transformers
 
 @dataclass(frozen=True)
 class _Metric:
-    """Base class of metrics: names them by their arguments."""
+    """Base class of metrics: names them by their arguments, and keeps tokens and positions as integers."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.name == "position":
+                _keep_position(self)
+            elif each.name in _SHOWN:
+                _keep_tokens(self, each.name)
 
     @property
     def name(self) -> str:
@@ -67,9 +74,6 @@ class LogitDifference(_Metric):
     wrong: Tokens
     position: Position = -1
 
-    def __post_init__(self) -> None:
-        _keep_tokens(self, "correct", "wrong")
-
     def __call__(self, output: Any) -> Tensor:
         """Returns the difference, in logits."""
         logits = _logits_at(output, self.position)
@@ -92,9 +96,6 @@ class Probability(_Metric):
     token: Tokens
     position: Position = -1
 
-    def __post_init__(self) -> None:
-        _keep_tokens(self, "token")
-
     def __call__(self, output: Any) -> Tensor:
         """Returns the probability, between 0 and 1."""
         return _of_tokens(_logits_at(output, self.position).softmax(-1), self.token).mean()
@@ -115,9 +116,6 @@ class LogProbability(_Metric):
 
     token: Tokens
     position: Position = -1
-
-    def __post_init__(self) -> None:
-        _keep_tokens(self, "token")
 
     def __call__(self, output: Any) -> Tensor:
         """Returns the logarithm, in nats, at most 0."""
@@ -222,8 +220,7 @@ class KLDivergence(_Metric):
         return logits.log_softmax(-1)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Logits
+# -- logits ------------------------------------------------------------------------------------------------------------
 
 
 def _logits(output: Any) -> Tensor:
@@ -287,8 +284,7 @@ def _widened(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Tokens
+# -- tokens ------------------------------------------------------------------------------------------------------------
 
 
 def _keep_position(metric: Any) -> None:
@@ -310,20 +306,18 @@ def _keep_position(metric: Any) -> None:
     object.__setattr__(metric, "position", position)
 
 
-def _keep_tokens(metric: Any, *names: str) -> None:
+def _keep_tokens(metric: Any, name: str) -> None:
     """Converts the given tokens to integers, which can be compared and printed, unlike tensors."""
-    _keep_position(metric)
-    for name in names:
-        given = getattr(metric, name)
-        if isinstance(given, str) or (isinstance(given, (list, tuple)) and any(isinstance(t, str) for t in given)):
-            raise ExperimentError(f"{name} is a text, {given!r}; give token ids: tokenizer.encode(...)")
-        try:
-            tokens = torch.as_tensor(given)
-        except (TypeError, ValueError, RuntimeError):
-            tokens = torch.empty(0)
-        if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.ndim > 1 or not tokens.numel():
-            raise ExperimentError(f"{name} must be a token id, or one for each sequence of the batch, not {given!r}")
-        object.__setattr__(metric, name, tokens.item() if tokens.ndim == 0 else tuple(tokens.tolist()))
+    given = getattr(metric, name)
+    if isinstance(given, str) or (isinstance(given, (list, tuple)) and any(isinstance(t, str) for t in given)):
+        raise ExperimentError(f"{name} is a text, {given!r}; give token ids: tokenizer.encode(...)")
+    try:
+        tokens = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        tokens = torch.empty(0)
+    if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.ndim > 1 or not tokens.numel():
+        raise ExperimentError(f"{name} must be a token id, or one for each sequence of the batch, not {given!r}")
+    object.__setattr__(metric, name, tokens.item() if tokens.ndim == 0 else tuple(tokens.tolist()))
 
 
 def _of_tokens(values: Tensor, tokens: Any) -> Tensor:

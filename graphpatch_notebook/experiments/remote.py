@@ -371,14 +371,7 @@ _Answer: TypeAlias = "tuple[bool, list[tuple[str, type[GraphPatchWarning]]], byt
 
 
 class Engines:
-    """Runs tasks in all engines of a cluster at once.
-
-    Args:
-        cluster: A client of ipyparallel, or a view of some of its engines.
-
-    Raises:
-        ExperimentError: It is neither, or has no engines.
-    """
+    """Runs tasks in all engines of a cluster at once: those of a client of ipyparallel, or of a view of some."""
 
     def __init__(self, cluster: Any) -> None:
         client = getattr(cluster, "client", cluster)

@@ -29,7 +29,7 @@ from graphpatch_notebook.capture.custom_graphs import (
     record_name,
     reference_problem,
 )
-from graphpatch_notebook.capture.inputs import value_like
+from graphpatch_notebook.capture.inputs import inputs_of_call, value_like
 from graphpatch_notebook.capture.observers import invoke, original_forward
 from graphpatch_notebook.capture.records import Frame, Node, OpNode
 from graphpatch_notebook.checks.call_signature import (
@@ -37,7 +37,6 @@ from graphpatch_notebook.checks.call_signature import (
     CallSignature,
     Difference,
     current_settings,
-    inputs_of_call,
 )
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared
 from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState

@@ -14,14 +14,14 @@ from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, OpNode
-from graphpatch_notebook.checks.call_signature import inputs_of_call
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
 from graphpatch_notebook.graphs.build import DefaultName
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.running import interpreter
-from graphpatch_notebook.inspection.error_notes import Failure, arguments_at_capture, arguments_text
+from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 
@@ -169,7 +169,7 @@ class _FrameInterpreter(fx.Interpreter):
             value = super().run_node(n)
         except Exception as error:
             if not isinstance(error, (StopIteration, StopAsyncIteration)) and not has_note(error):
-                add_note(error, str(self._failure(n)))
+                add_note(error, self._failure(n))
             raise
         if self._on_node is not None:
             self._show(n, value, self._on_node)
@@ -185,7 +185,7 @@ class _FrameInterpreter(fx.Interpreter):
         elif isinstance(record, CallNode) and record.frame.opaque_reason is not None:
             on_node(format_path((*record.frame.path, record.frame.output_node.name)), value)
 
-    def _failure(self, n: fx.Node) -> Failure:
+    def _failure(self, n: fx.Node) -> str:
         record = n.meta.get(RECORD)
         node = record if isinstance(record, Node) else OpNode(op=n.op, target=n.target, name=n.name)
         what = f"{format_path((*self._frame.path, node.name))!r} ({node.op})"
@@ -193,7 +193,7 @@ class _FrameInterpreter(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         captured = arguments_at_capture(node) if node.args or node.kwargs else ""
         line = str(lines[-1]) if lines else n.format_node() or ""
-        return Failure(what, line, arguments_text(args, kwargs), captured)
+        return failure_note(what, line, arguments_text(args, kwargs), captured)
 
 
 def _bound(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

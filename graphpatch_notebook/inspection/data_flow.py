@@ -6,12 +6,10 @@ the argument that its caller gave, and the value of a call is the output of its 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from graphpatch_notebook.capture.inputs import passed_on
+from graphpatch_notebook.capture.inputs import inputs_of_call, passed_on
 from graphpatch_notebook.capture.records import CallNode, ElementNode, Frame, Node, Ref, at_keys, refs_in
 from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.values import ContainerSpec, Key
@@ -106,7 +104,7 @@ def _uses(other: Node, frame: Frame, node: Node, keys: tuple[Key, ...]) -> Itera
 
 def _inputs_given(call: CallNode, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
     """Returns the inputs of the called frame that receive the value."""
-    bound = bound_arguments(call.frame)
+    bound = inputs_of_call(call.frame, call.args, call.kwargs)
     return [
         Ref(given)
         for given in call.frame.inputs()
@@ -118,17 +116,6 @@ def _is_in(ref: Ref, node: Node, keys: tuple[Key, ...]) -> bool:
     """Whether `ref` refers to the value, to a part of it, or to a container of it."""
     shared = min(len(ref.dig), len(keys))
     return ref.node is node and ref.dig[:shared] == keys[:shared]
-
-
-def bound_arguments(frame: Frame) -> Mapping[str, Any]:
-    """Returns the argument that the caller passed for each parameter of `forward`; empty if that is not known."""
-    if frame.call is None:
-        return {}
-    kinds = [inspect.Parameter(p.name, p.kind) for p in frame.parameters if str(p.name).isidentifier()]
-    try:
-        return inspect.Signature(kinds).bind_partial(*frame.call.args, **frame.call.kwargs).arguments
-    except (TypeError, ValueError):  # a hook changed the argument
-        return {}
 
 
 def _unique(refs: Iterator[Ref]) -> list[Ref]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from graphpatch_notebook.capture.records import Node, Ref, Structure
@@ -12,29 +11,12 @@ from graphpatch_notebook.values import ContainerSpec, ScalarSpec, ValueSpec, des
 _MOST_LISTED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An operation, or another piece of a module's code, that raised an error.
-
-    Attributes:
-        what: The path and the operation.
-        line: The user's line.
-        now: Its arguments.
-        at_capture: The arguments that it had at capture.
-        more: Further facts, a sentence each.
-    """
-
-    what: str
-    line: str = ""
-    now: str = ""
-    at_capture: str = ""
-    more: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        shapes = [f"arguments: {self.now}"] if self.now else []
-        if self.at_capture and self.at_capture != self.now:
-            shapes.append(f"arguments at capture: {self.at_capture}")
-        return "\n  ".join([f"raised by {self.what}", *([self.line] if self.line else []), *shapes, *self.more])
+def failure_note(what: str, line: str = "", now: str = "", at_capture: str = "", more: Iterable[str] = ()) -> str:
+    """Returns the note: path and operation, the user's line, the arguments now and at capture, further sentences."""
+    shapes = [f"arguments: {now}"] if now else []
+    if at_capture and at_capture != now:
+        shapes.append(f"arguments at capture: {at_capture}")
+    return "\n  ".join([f"raised by {what}", *([line] if line else []), *shapes, *more])
 
 
 def arguments_text(args: Iterable[Any], kwargs: dict[str, Any]) -> str:

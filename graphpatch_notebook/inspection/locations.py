@@ -28,7 +28,6 @@ class Location:
     """A graph, a node, or a value inside the container that a node holds.
 
     Attributes:
-        root: The root frame of the capture.
         names: The names that lead to the node.
         dig: The keys, as paths write them, that lead into the node's value.
         frame: The frame that the node is in; the root frame for the root.

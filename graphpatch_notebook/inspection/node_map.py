@@ -178,14 +178,7 @@ def kept_for(nodes: NodeMap, make: Callable[[NodeMap], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class NodeRows:
-    """The paths of a capture that can be patched, and the records behind them: a list each, in order of execution.
-
-    Attributes:
-        paths: The paths.
-        nodes: The nodes that they lead to.
-        frames: The frames that the nodes are in.
-        specs: What was recorded of the values: leaves only.
-    """
+    """The paths of a capture that can be patched, with their nodes, their frames, and the specs of the values."""
 
     # Lists, not one record for each path, which would take longer to make than everything else here.
     paths: list[str] = field(default_factory=list)

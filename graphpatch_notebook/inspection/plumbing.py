@@ -28,9 +28,6 @@ def plumbing(root: Frame) -> Set[int]:
     The tensors that the model is given, parameters, and what the model returns are never plumbing; the call of a module
     is, if everything in it is.
 
-    Args:
-        root: The root frame of the capture.
-
     Example:
         >>> from graphpatch_notebook import PatchableGraph
         >>> class Masked(torch.nn.Module):

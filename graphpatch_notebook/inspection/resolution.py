@@ -35,8 +35,6 @@ class Target:
 
     Attributes:
         path: The path as the package writes it.
-        frame: The frame that the node is in.
-        node: The node.
         dig: The keys that lead from the node's value to the value at the path.
         dig_text: The same keys as the path writes them.
         whole: What was recorded of the value at the path. `ScalarSpec(None)` for an input that the example did not
@@ -86,6 +84,8 @@ class Target:
 class Unresolvable(Exception):  # noqa: N818  # no error that a user sees
     """A node path does not mean a value that can be patched (caught inside the package, which adds the context).
 
+    All functions here that take the text of a path raise it, and so does `resolve` if a path means several values.
+
     Attributes:
         message: What is wrong, and what may be meant.
         is_unknown: Whether the path does not exist at all (not: leads to a graph, a container, a constant).
@@ -98,12 +98,7 @@ class Unresolvable(Exception):  # noqa: N818  # no error that a user sees
 
 
 def resolve(root: Frame, path: str | ParsedPath) -> Target:
-    """Returns the value that `path`, a node path or a component name, refers to in the capture with this root frame.
-
-    Raises:
-        Unresolvable: The path does not lead to a value to patch; the message gives the reason and the nearest paths.
-            Or it means several values.
-    """
+    """Returns the value that `path`, a node path or a component name, refers to in the capture with this root frame."""
     found = resolve_all(root, path)
     if len(found) > 1:
         raise Unresolvable(f"{path!r} means {len(found)} values; give one of them, such as {found[0].text!r}")
@@ -111,11 +106,7 @@ def resolve(root: Frame, path: str | ParsedPath) -> Target:
 
 
 def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
-    """Returns all values that `path` refers to: several for a component name with several layers, heads or experts.
-
-    Raises:
-        Unresolvable: As for `resolve`.
-    """
+    """Returns all values that `path` refers to: several for a component name with several layers, heads or experts."""
     if not isinstance(path, str) or not is_component_name(path):
         if isinstance(path, str) and "]" in path and (answer := answer_to_alias(root, path)) is not None:
             raise Unresolvable(f"{path!r} is not a path; {answer}", is_unknown=True)
@@ -136,11 +127,7 @@ def resolve_all(root: Frame, path: str | ParsedPath) -> list[Target]:
 
 
 def _in_range(target: Target) -> Target:
-    """Returns a component, if the part that its name selects exists in some run.
-
-    Raises:
-        Unresolvable: The part is out of range, or empty.
-    """
+    """Returns a component, if the part that its name selects exists in some run."""
     problem = None
     if target.index and isinstance(target.whole, TensorSpec):
         problem = selection_problem(target.index, target.whole.shape, "")
@@ -179,11 +166,7 @@ def fixed_sizes_of(target: Target) -> list[int | None] | None:
 
 
 def parse(text: str) -> ParsedPath:
-    """Parses `text` as `parse_path` does; `<root>`, as in the tree, is the root graph.
-
-    Raises:
-        Unresolvable: `text` is not a path.
-    """
+    """Parses `text` as `parse_path` does; `<root>`, as in the tree, is the root graph."""
     if text in ("", "<root>"):
         return ParsedPath(())
     try:
@@ -463,7 +446,8 @@ def nearest_paths(root: Frame, path: ParsedPath, count: int = 3) -> list[str]:
     """
     meant = _meant_elsewhere(root, path) if path.names else []
     parts = (*path.names, *path.dig)
-    ranked = sorted(_walk(root, ()), key=lambda item: _likeness(parts, *item), reverse=True)
+    named = ((frame.path, frame) for frame in root.walk())
+    ranked = sorted(named, key=lambda item: _likeness(parts, *item), reverse=True)
     candidates = (leaf for names, frame in ranked[:10] for leaf in _graph_paths(frame, names))
     return list(dict.fromkeys([*meant, *nearest(str(path), list(islice(candidates, 1000)), count)]))[:count]
 
@@ -474,12 +458,6 @@ def _likeness(parts: Sequence[str], names: tuple[str, ...], frame: Frame) -> flo
     )
     has_last = bool(parts) and parts[-1] in frame.names
     return len(set(parts) & set(names)) + leading + has_last - 0.1 * max(0, len(names) - len(parts) + 1)
-
-
-def _walk(frame: Frame, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Frame]]:
-    yield names, frame
-    for call in frame.calls():
-        yield from _walk(call.frame, (*names, call.name))
 
 
 def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:

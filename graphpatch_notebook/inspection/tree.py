@@ -47,7 +47,6 @@ class TreeEntry:
         name: Its name, as a path writes it.
         label: The text behind the name.
         style: The style of the label, for its color.
-        children: The nodes below it.
         is_plumbing: Whether it prepares what the model computes: masks, indices, positions.
         size: How many entries there are from here on down.
         pattern: Equal for entries that look the same but for their own name.
@@ -92,11 +91,8 @@ class Line:
 def frame_entry(frame: Frame, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
     """Returns the entry of a frame with everything that the tree shows of it.
 
-    Args:
-        frame: The frame.
-        name: Its name there.
-        show_all: Also show values that only carry sizes, constants, and inputs that the example did not have.
-        label_of: Returns the label of a value; the default is the label of the tree. With it graphs have no label.
+    With `show_all`, these are also values that only carry sizes, constants, and inputs that the example did not have.
+    `label_of` returns the label of a value; with it, graphs have no label.
     """
     return _FrameEntries(plumbing(frame.root), show_all, label_of).of_frame(frame, name)
 
@@ -171,12 +167,7 @@ def _style_of(spec: ValueSpec) -> Style:
 class Row:
     """What a line shows: an entry, or a run of entries that look like earlier ones.
 
-    Attributes:
-        entry: The entry; of a run, the first.
-        note: The text behind its label; for a run, the whole text.
-        run: The entries that the line shows, if it is a run.
-        rows: The lines directly below.
-        is_folded: Whether lines below are left out.
+    `note` is the text behind the label of the entry; for a run, it is the whole text. `rows` are directly below.
     """
 
     entry: TreeEntry
@@ -189,10 +180,8 @@ class Row:
 def opened(entry: TreeEntry, max_lines: int | None = MAX_LINES, depth: int | None = None) -> Row:
     """Returns the tree of `entry`, cut to a number of lines: each row has the rows below it."""
     top = Row(entry)
-    if depth is None and (max_lines is None or entry.size <= max_lines):
-        _open_wholly(top)
-    else:
-        _open_breadth_first(top, max_lines, depth)
+    is_small = depth is None and (max_lines is None or entry.size <= max_lines)
+    _open_breadth_first(top, None if is_small else max_lines, depth)
     return top
 
 
@@ -217,12 +206,6 @@ def tree_lines(
     if not is_whole and (hidden := entry.size - len(lines) + _stand_in_lines(top)) > 0:
         lines.append(Line("", "", "", "note", _how_to_see_more(top, path, hidden)))
     return lines
-
-
-def _open_wholly(row: Row) -> None:
-    row.rows = [Row(child) for child in row.entry.children]
-    for child in row.rows:
-        _open_wholly(child)
 
 
 def _open_breadth_first(top: Row, max_lines: int | None, depth: int | None) -> None:
@@ -351,28 +334,6 @@ def is_color_terminal() -> bool:
     return is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-_ANSI: dict[Style, str] = {
-    "name": "",
-    "graph": "\x1b[1;36m",
-    "tensor": "\x1b[32m",
-    "container": "\x1b[33m",
-    "number": "\x1b[35m",
-    "object": "\x1b[35m",
-    "note": "\x1b[2m",
-    "line": "\x1b[2m",
-}
-RICH_STYLES: dict[Style, str] = {
-    "name": "",
-    "graph": "bold cyan",
-    "tensor": "green",
-    "container": "yellow",
-    "number": "magenta",
-    "object": "magenta",
-    "note": "dim",
-    "line": "dim",
-}
-
-
 def css_color(color: str) -> str:
     """Returns the CSS declarations of a text color that can be read on a light and on a dark page.
 
@@ -382,16 +343,18 @@ def css_color(color: str) -> str:
     return f"color:{color};color:color-mix(in srgb,{color} 75%,currentColor)"
 
 
-CSS_STYLES: dict[Style, str] = {
-    "name": "",
-    "graph": f"{css_color('#2c7fb8')};font-weight:600",
-    "tensor": css_color("#3a8a4d"),
-    "container": css_color("#a06a1c"),
-    "number": css_color("#a05aa8"),
-    "object": css_color("#a05aa8"),
-    "note": "opacity:.7",
-    "line": "opacity:.5",
+# For terminals, for rich, and for HTML.
+_STYLES: dict[Style, tuple[str, str, str]] = {
+    "name": ("", "", ""),
+    "graph": ("\x1b[1;36m", "bold cyan", f"{css_color('#2c7fb8')};font-weight:600"),
+    "tensor": ("\x1b[32m", "green", css_color("#3a8a4d")),
+    "container": ("\x1b[33m", "yellow", css_color("#a06a1c")),
+    "number": ("\x1b[35m", "magenta", css_color("#a05aa8")),
+    "object": ("\x1b[35m", "magenta", css_color("#a05aa8")),
+    "note": ("\x1b[2m", "dim", "opacity:.7"),
+    "line": ("\x1b[2m", "dim", "opacity:.5"),
 }
+_ANSI, RICH_STYLES, CSS_STYLES = ({style: of[i] for style, of in _STYLES.items()} for i in range(3))
 
 
 def plain(lines: Iterable[Line]) -> str:
@@ -442,11 +405,6 @@ def unused_modules(
     """Yields the submodules that were never called, the outermost of each, with the names that lead to them.
 
     Those inside of a submodule that was called are its own; empty containers are left out.
-
-    Args:
-        module: A module that was called, or one that only holds others.
-        used: The ids of the modules that were called.
-        names: The names that lead to `module`.
 
     Example:
         >>> model = ModuleDict({"used": Module(), "unused": Module(), "layers": ModuleList([Module()])})

@@ -201,12 +201,7 @@ def declares(patch: Patch[Any], name: str) -> bool:
 
 
 class RunStopped(BaseException):  # not an error: the model must not handle it
-    """A patch ended the forward (caught by the call of the `PatchableGraph`).
-
-    Attributes:
-        value: What the call returns.
-        patch: The patch.
-    """
+    """A patch ended the forward, and the call returns `value` (caught by the call of the `PatchableGraph`)."""
 
     def __init__(self, value: Any, patch: Patch[Any]) -> None:
         super().__init__("a patch ended this forward")
@@ -286,7 +281,7 @@ class WritingPatch(_SlicedPatch):
         if index is not None and (problem := index_problem(index, shape)) is not None:
             return problem
         value = getattr(self, "value", 0)
-        if not isinstance(value, (Tensor, bool, int, float, complex)):
+        if not isinstance(value, (Tensor, *NUMBERS)):
             return f"value must be a tensor or a number, not {type(value).__name__}; use value=torch.as_tensor(...)"
         return super().problem(shape)
 
@@ -552,7 +547,7 @@ class SkipPatch(Patch[Any]):
         if self.positions is not None:
             return "a call is skipped as a whole, not at some positions; use ReplacePatch(..., positions=...)"
         value: Any = self.value
-        if not isinstance(value, (Tensor, bool, int, float, complex, type(None))):
+        if value is not None and not isinstance(value, (Tensor, *NUMBERS)):
             return f"value must be a tensor or a number, not {type(value).__name__}"
         return super().problem(shape)
 
@@ -617,7 +612,7 @@ class FromPatch(_SlicedPatch):
         elif isinstance(read, Tensor):  # the model uses the source, and `transform` may write into it
             read = read.clone()
         new = read if self.transform is None else self.transform(read)
-        if not isinstance(new, (Tensor, bool, int, float, complex)):
+        if not isinstance(new, (Tensor, *NUMBERS)):
             raise PatchValueError(
                 f"transform must return a tensor or a number, but returned one of type {type(new).__name__}"
             )
@@ -737,14 +732,7 @@ def _as_number(value: Tensor | Scalar) -> Any:
 
 
 def problem_of_value(patch: Patch[Any], where: str, value: Any, error: Exception) -> str:
-    """Returns why a built-in patch cannot be applied to a tensor.
-
-    Args:
-        patch: The patch.
-        where: The path of the value, and the operation.
-        value: The tensor.
-        error: What the patch raised.
-    """
+    """Returns why a built-in patch, which raised `error`, cannot be applied to a tensor at this path."""
     who = f"{type(patch).__name__} on {where}"
     index, new = getattr(patch, "slice", None), getattr(patch, "value", None)
     part, there = value, f"the value here, of shape {tuple(value.shape)}"

@@ -96,13 +96,9 @@ def _between(numbers: Sequence[int], start: int, stop: int) -> list[int]:
 
 
 def selection(given: Any, what: str, *, allow_empty: bool = False, allow_negative: bool = False) -> Selection:
-    """Returns the selection for the field `what` of a patch.
+    """Returns the selection for the field `what` of a patch, from what the user wrote.
 
-    Args:
-        given: What the user wrote.
-        what: The name of the field.
-        allow_empty: Whether it may select nothing.
-        allow_negative: Whether numbers may count from the end, which must then be known.
+    With `allow_negative`, numbers may count from the end, which must then be known.
 
     Raises:
         ValueError: `given` is not a selection, or is empty without `allow_empty`.

@@ -101,10 +101,7 @@ def index_text(index: TensorIndex) -> str:
 def composed(outer: tuple[Any, ...], inner: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
     """Returns one index for `tensor[outer][inner]`; both are made of integers and slices.
 
-    Args:
-        outer: The index of the part.
-        inner: The index into the part; may have one `...`.
-        shape: The shape of the tensor. Only sizes of dimensions that both indices cut are read.
+    `inner` may have one `...`. Of the shape of the tensor, only sizes of dimensions that both indices cut are read.
 
     Example:
         >>> composed((slice(None), slice(64, 128)), (0, slice(-8, None)), (2, 768))

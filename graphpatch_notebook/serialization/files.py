@@ -5,22 +5,18 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from torch import Tensor
 
 from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.serialization.codecs.reading import JsonValue, parsed
 from graphpatch_notebook.whole_files import whole_file
 
 
 def checked_target(file: Any, function: str) -> Path | IO[bytes]:
-    """Returns the file to write, as a path if it is given by name.
-
-    Args:
-        file: The name of a file, or an open binary file.
-        function: The name of the public function, for messages.
+    """Returns the file to write, as a path if it is given by name. `function` is the public one, for messages.
 
     Raises:
         FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
@@ -40,15 +36,16 @@ def checked_target(file: Any, function: str) -> Path | IO[bytes]:
     return path
 
 
-def write_file(file: Path | IO[bytes], tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors and metadata."""
+def write_document(file: Path | IO[bytes], key: str, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Writes a JSON document, under this key, and its tensors."""
     from safetensors.torch import save, save_file
 
+    metadata = {"format": "pt", key: json.dumps(content, allow_nan=False, separators=(",", ":"))}
     if not isinstance(file, Path):
-        file.write(save(tensors, {"format": "pt", **metadata}))
+        file.write(save(tensors, metadata))
         return
     with whole_file(file) as written:
-        save_file(tensors, written, metadata={"format": "pt", **metadata})
+        save_file(tensors, written, metadata=metadata)
 
 
 def name_of(file: Path | IO[bytes]) -> str:
@@ -56,16 +53,15 @@ def name_of(file: Path | IO[bytes]) -> str:
     return file.name if isinstance(file, Path) else f"the {type(file).__name__}"
 
 
-def read_file(file: Any, writer: str, function: str) -> tuple[str, dict[str, str], dict[str, Tensor]]:
-    """Returns the name of a file for messages, its metadata and its tensors; nothing in it is run.
+def read_document(
+    file: Any, key: str, writer: str, function: str, otherwise: str
+) -> tuple[str, JsonValue, dict[str, Tensor]]:
+    """Returns the name of a file for messages, its document and its tensors; nothing in it is run.
 
-    Args:
-        file: The name of a file, or an open binary file.
-        writer: The call that writes such files, for messages.
-        function: The name of the public function, for messages.
+    `writer` is the call that writes such files, `function` the public function that reads them, and `otherwise` what
+    the message says of a file without such a document.
 
     Raises:
-        SerializationError: It is not a safetensors file.
         FileNotFoundError, IsADirectoryError: The file does not exist, or is a folder.
         TypeError: `file` is neither the name of a file nor an open binary file.
     """
@@ -78,9 +74,7 @@ def read_file(file: Any, writer: str, function: str) -> tuple[str, dict[str, str
         )
     name = name_of(source)
     try:
-        if isinstance(source, Path):
-            return name, *_contents(source, writer)
-        return name, *_contents_of_bytes(source.read())
+        found = _contents(source, writer) if isinstance(source, Path) else _contents_of_bytes(source.read())
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         if isinstance(error, (FileNotFoundError, IsADirectoryError)):
             raise
@@ -88,6 +82,10 @@ def read_file(file: Any, writer: str, function: str) -> tuple[str, dict[str, str
             f"{name} is not a file that {writer} wrote, or it is damaged: {error}; files of torch.save and "
             "pickles are never read, as these run code"
         ) from error
+    metadata, tensors = found
+    if key not in metadata:
+        raise SerializationError(f"{name} {otherwise}")
+    return name, parsed(metadata[key], name), tensors
 
 
 def _contents(file: Path, writer: str) -> tuple[dict[str, str], dict[str, Tensor]]:

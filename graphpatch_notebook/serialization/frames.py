@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 from torch.nn import Module
 
+from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.records import (
     CallNode,
     Conditions,
@@ -34,7 +34,7 @@ from graphpatch_notebook.serialization.codecs.values import (
     encoded,
     encoded_key,
 )
-from graphpatch_notebook.serialization.graphs import decoded_graph, is_identifier
+from graphpatch_notebook.serialization.graphs import GraphReader, is_identifier
 from graphpatch_notebook.serialization.modules import LoadedModule, StoredForward
 from graphpatch_notebook.values import (
     ContainerSpec,
@@ -53,18 +53,6 @@ _IN_PLACE = "is_in_place"
 _BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")
 _EMPTY = inspect.Parameter.empty
 _LONGEST_LINE = 500
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredLine(SourceLine):
-    """A line of the user's code, with its text, as its file may not exist here."""
-
-    stored_text: str = ""
-
-    @property
-    def text(self) -> str:
-        """The line itself, without its indentation."""
-        return self.stored_text
 
 
 class LineTable:
@@ -93,11 +81,7 @@ def boundary(frame: Frame) -> list[Node]:
 
 
 def encoded_parameters(parameters: Iterable[InputParameter]) -> list[list[Any]]:
-    """Returns the JSON of the parameters of `forward`.
-
-    Raises:
-        UnstorableError: One of the defaults is an object.
-    """
+    """Returns the JSON of the parameters of `forward`."""
     result = []
     for parameter in parameters:
         default = [] if parameter.default is _EMPTY else [_default(parameter)]
@@ -116,14 +100,7 @@ def _default(parameter: InputParameter) -> Any:
 def encoded_nodes(
     nodes: Sequence[Node], frames: dict[int, int], lines: LineTable, unpatchable: Sequence[Node] = ()
 ) -> list[dict[str, Any]]:
-    """Returns the JSON of records.
-
-    Args:
-        nodes: The records.
-        frames: The numbers of frames, by id.
-        lines: The table for the lines of code.
-        unpatchable: Records whose values a patch could not change alone.
-    """
+    """Returns the JSON of records; a patch could not change the values of those in `unpatchable` alone."""
     return [_encoded_node(node, frames, lines, is_live=node.is_live and node not in unpatchable) for node in nodes]
 
 
@@ -152,7 +129,7 @@ def decoded_lines(item: JsonValue) -> list[SourceLine]:
     found: list[SourceLine] = []
     for entry in item.items():
         file, line, function, text = entry.items(4)
-        found.append(StoredLine(file.text(), line.whole(), function.text(), text.text()))
+        found.append(SourceLine(file.text(), line.whole(), function.text(), text.text()))
     return found
 
 
@@ -166,7 +143,7 @@ def decoded_parameters(item: JsonValue) -> list[InputParameter]:
         kind = inspect._ParameterKind(parts[1].whole(0, 4))
         result.append(InputParameter(parts[0].text(), kind, decoded(parts[2]) if len(parts) == 3 else _EMPTY))
     try:
-        inspect.Signature([inspect.Parameter(p.name, p.kind, default=p.default) for p in result])
+        signature_with(result)
     except ValueError as error:
         raise item.error(f"no function has such parameters: {error}") from None
     return result
@@ -243,11 +220,7 @@ def _calls(entry: JsonValue, fields: dict[str, JsonValue]) -> tuple[int, int]:
 
 
 def check_nodes(frame: Frame, item: JsonValue) -> None:
-    """Checks the records of a frame: its inputs come first, its output last.
-
-    Raises:
-        SerializationError: They do not.
-    """
+    """Checks the records of a frame: its inputs come first, its output last."""
     kinds = [node.kind for node in frame.nodes]
     inputs = [node for node in frame.nodes if node.kind == "input"]
     names = {parameter.name for parameter in frame.parameters}
@@ -275,17 +248,7 @@ _FIELDS = ("module", "attribute_path", "training", "unstored", "parameters", "no
 
 
 class FrameReader:
-    """Reads the frames of a file.
-
-    Args:
-        item: The frames: callers before those that they call.
-        modules: The modules, by number.
-        lines: The lines of code that records refer to.
-        allowed: What graphs may call.
-
-    Attributes:
-        frames: The frames; the first is the root.
-    """
+    """Reads the frames of a file: callers before those that they call, so that the first is the root."""
 
     def __init__(
         self, item: JsonValue, modules: Sequence[Module], lines: Sequence[SourceLine], allowed: Allowed
@@ -294,8 +257,6 @@ class FrameReader:
         self._lines = lines
         items = item.items()
         entries = [entry.fields(*_FIELDS, optional=("graph", "own_graph")) for entry in items]
-        if not entries:
-            raise item.error("a frame is missing")
         self._callers: dict[int, tuple[Frame, CallNode, int]] = {}
         self.frames = [self._frame(fields) for fields in entries]
         for number, fields in enumerate(entries):
@@ -310,7 +271,7 @@ class FrameReader:
             if frame.opaque_reason is None:
                 if "graph" not in fields:
                     raise entry.error("there should be a graph, or why there is none")
-                frame.custom_graph = decoded_graph(fields["graph"].items(), frame, allowed)
+                frame.custom_graph = GraphReader(frame, allowed).read(fields["graph"].items())
                 # All loaded graphs are custom ones. These were edited or custom before they were saved, too.
                 frame.is_edited = "own_graph" in fields and fields["own_graph"].flag()
             if isinstance(frame.module, LoadedModule):
@@ -369,11 +330,7 @@ def encoded_spec(spec: ValueSpec) -> list[Any]:
 
 
 def decoded_spec(item: JsonValue, depth: int = 0) -> ValueSpec:
-    """Returns the description in `item`.
-
-    Raises:
-        SerializationError: There is none.
-    """
+    """Returns the description in `item`."""
     if depth > _DEEPEST:
         raise item.error("it is nested too deeply")
     parts = item.items()

@@ -8,14 +8,15 @@ from __future__ import annotations
 import inspect
 import keyword
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, fx
 
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node
-from graphpatch_notebook.graphs.build import BuiltGraph, ForwardCodeGen
+from graphpatch_notebook.graphs import GraphModule, own_graphs
+from graphpatch_notebook.graphs.build import BuiltGraph, ForwardCodeGen, build
 from graphpatch_notebook.serialization.codecs.names import (
     Allowed,
     check_attribute,
@@ -39,40 +40,45 @@ from graphpatch_notebook.values import TensorSpec
 _OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 
 
-class OwnPaths:
-    """Builds the graph of a frame over the attribute paths that its records have."""
+class Builds:
+    """The graphs of frames as written to a file: with the attribute paths of their modules.
 
-    def of_call(self, node: Node) -> str:
-        """Returns the attribute path of the submodule."""
-        return str(node.target)
+    Args:
+        root: The hierarchy of graph modules; some may be edited.
+    """
 
-    def of_attribute(self, path: str) -> str:
-        """Returns the attribute path of the tensor."""
-        return path
-
-
-class Built(Protocol):
-    """Where the graphs to write come from."""
+    def __init__(self, root: GraphModule) -> None:
+        self._edited = {id(m.frame): m for m in own_graphs(root) if m.frame.is_edited and m.frame.custom_graph is None}
 
     def built(self, frame: Frame) -> BuiltGraph:
         """Returns the graph of `frame`."""
+        edited = self._edited.get(id(frame))
+        return build(frame, self) if edited is None else edited.built()
+
+    def of_call(self, node: Node) -> str:
+        """Returns the attribute path of a submodule that is called."""
+        return str(node.target)
+
+    def of_attribute(self, path: str) -> str:
+        """Returns the attribute path of a tensor."""
+        return path
 
     def original_path(self, frame: Frame, target: str) -> str:
         """Returns the attribute path that `target` refers to in the graph of `frame`."""
+        edited = self._edited.get(id(frame))
+        return target if edited is None else edited.original_path(target)
 
     def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
-        """Returns the tensor that the graph module of `frame` has as `target`, and that its module does not have."""
+        """Returns the tensor that the user set as attribute `target` of the graph module of `frame` itself."""
+        edited = self._edited.get(id(frame))
+        return None if edited is None else own_tensor_attribute(edited, target)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def encoded_graph(frame: Frame, builds: Built, modules: ModuleTable) -> list[dict[str, Any]]:
-    """Returns the JSON of the graph of `frame`.
-
-    Raises:
-        UnstorableError: It cannot be written; the message gives the reason.
-    """
+def encoded_graph(frame: Frame, builds: Builds, modules: ModuleTable) -> list[dict[str, Any]]:
+    """Returns the JSON of the graph of `frame`."""
     built = builds.built(frame)
     numbers: dict[fx.Node, int] = {}
     records = {id(node): number for number, node in enumerate(frame.graph_nodes)}
@@ -109,7 +115,7 @@ def _check_of(fx_node: fx.Node, number: int, expected: Any) -> dict[str, Any]:
 
 
 def _encoded_target(
-    fx_node: fx.Node, frame: Frame, built: BuiltGraph, builds: Built, modules: ModuleTable
+    fx_node: fx.Node, frame: Frame, built: BuiltGraph, builds: Builds, modules: ModuleTable
 ) -> dict[str, Any]:
     target: Any = fx_node.target
     if fx_node.op == "call_function":
@@ -142,16 +148,9 @@ def _encoded_target(
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def decoded_graph(items: Sequence[JsonValue], frame: Frame, allowed: Allowed) -> fx.Graph:
-    """Returns the graph of `frame`, whose records are known.
+class GraphReader:
+    """Reads the graph of a frame whose records are known."""
 
-    Raises:
-        SerializationError: It is missing or malformed.
-    """
-    return _GraphReader(frame, allowed).read(items)
-
-
-class _GraphReader:
     def __init__(self, frame: Frame, allowed: Allowed) -> None:
         self.frame = frame
         self.allowed = allowed
@@ -161,6 +160,7 @@ class _GraphReader:
         self.recorded: set[int] = set()
 
     def read(self, items: Sequence[JsonValue]) -> fx.Graph:
+        """Returns the graph."""
         parameters = iter(self.frame.parameters)
         for number, item in enumerate(items):
             fields = item.fields(

@@ -20,14 +20,16 @@ from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.names import Allowed
-from graphpatch_notebook.serialization.codecs.reading import JsonValue, parsed
-from graphpatch_notebook.serialization.codecs.tensors import StoredTensor, made_tensors
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
+from graphpatch_notebook.serialization.codecs.tensors import made_tensors
 from graphpatch_notebook.serialization.codecs.values import decoded
-from graphpatch_notebook.serialization.document import SCHEMA
-from graphpatch_notebook.serialization.files import read_file
+from graphpatch_notebook.serialization.files import read_document
 from graphpatch_notebook.serialization.forms import Guard, decoded_form
 from graphpatch_notebook.serialization.frames import FrameReader, decoded_lines
 from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleReader
+
+SCHEMA = 1
+"""The version of the layout of documents. Increased whenever an older reader would misread a newer document."""
 
 METADATA_KEY = "graphpatch_notebook"
 """The key of the document in the metadata of a safetensors file."""
@@ -37,14 +39,7 @@ _FIELDS = ("schema", "written_by", "torch", "options", "form", "frames", "module
 
 @dataclass(frozen=True)
 class Loaded:
-    """The contents of a file.
-
-    Attributes:
-        module: The root module.
-        root: The root frame.
-        options: How the graph was captured.
-        unstored: Why the file has no graph of some frames, by path.
-    """
+    """The contents of a file; `unstored` says why it has no graph of some frames, by path."""
 
     module: Module
     root: Frame
@@ -57,31 +52,21 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
     if model is not None and not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     allowed = Allowed(allow)
-    name, metadata, contents = read_file(file, "pg.save(file)", "load")
-    if METADATA_KEY not in metadata:
-        raise SerializationError(f"{name} holds tensors, but no graph; pg.save(file) writes files with both")
+    otherwise = "holds tensors, but no graph; pg.save(file) writes files with both"
+    name, content, contents = read_document(file, METADATA_KEY, "pg.save(file)", "load", otherwise)
     try:
-        content = parsed(metadata[METADATA_KEY], name)
         fields = _checked_fields(content)
-        entries = [StoredTensor.read(item) for item in fields["tensors"].items()]
         originals = None if model is None else originals_of(fields, model)
-        tensors = made_tensors(entries, contents)
-        return _assembled(content, tensors, originals, allowed, name)
+        tensors = made_tensors(fields["tensors"], contents)
+        return _assembled(fields, tensors, originals, allowed, name)
     except RecursionError:
         raise SerializationError(f"{name}: it is nested too deeply") from None
 
 
 def assembled(content: dict[str, Any], tensors: Sequence[Tensor], originals: Mapping[int, Module]) -> Loaded:
     """Returns the result of loading a document in the process that made it, with the modules of the model."""
-    return _assembled(JsonValue(content, "the graph"), tensors, originals, _AllNames(), "the graph", is_guarded=False)
-
-
-class _AllNames(Allowed):
-    """Allows all names, for a document that was made in this process."""
-
-    def covers(self, name: str) -> bool:
-        """Returns true."""
-        return True
+    fields = _checked_fields(JsonValue(content, "the graph"))
+    return _assembled(fields, tensors, originals, Allowed(None), "the graph", is_guarded=False)
 
 
 def guard_of(module: Module) -> Guard | None:
@@ -93,16 +78,12 @@ def guard_of(module: Module) -> Guard | None:
 
 
 def _checked_fields(content: JsonValue) -> dict[str, JsonValue]:
-    if type(content.value) is dict and type(content.value.get("schema")) is int and content.value["schema"] != SCHEMA:
-        schema, version = content.value["schema"], str(content.value.get("written_by"))[:40]
-        which = f"{version} or newer" if schema > SCHEMA else f"{version}"
-        raise content.error(
-            f"it is of schema {schema}, and this version reads schema {SCHEMA}: graphpatch-notebook {which} reads it"
-        )
+    content.check_schema(SCHEMA)
     fields = content.fields(*_FIELDS)
-    fields["schema"].whole(SCHEMA, SCHEMA)
     fields["written_by"].text()
     fields["torch"].text()
+    if not fields["frames"].items():
+        raise fields["frames"].error("a frame is missing")
     return fields
 
 
@@ -110,7 +91,7 @@ def _checked_fields(content: JsonValue) -> dict[str, JsonValue]:
 
 
 def _assembled(
-    content: JsonValue,
+    fields: dict[str, JsonValue],
     tensors: Sequence[Tensor],
     originals: Mapping[int, Module] | None,
     allowed: Allowed,
@@ -118,10 +99,7 @@ def _assembled(
     *,
     is_guarded: bool = True,
 ) -> Loaded:
-    fields = _checked_fields(content)
     frames = fields["frames"].items()
-    if not frames:
-        raise fields["frames"].error("a frame is missing")
     live = {module for module, is_stored in map(_module_of, frames) if not is_stored}
     root = _module_of(frames[0])[0]
     if originals is not None and is_guarded:
@@ -181,11 +159,7 @@ def decoded_options(item: JsonValue) -> ExtractionOptions:
 def check_weights(
     fields: Mapping[str, JsonValue], originals: Mapping[int, Module], tensors: Sequence[Tensor], live: set[int]
 ) -> None:
-    """Checks that a model has the weights and modes of the file.
-
-    Raises:
-        SerializationError: It does not.
-    """
+    """Checks that a model has the weights and modes of the file."""
     for number, item in enumerate(fields["modules"].items()):
         module = originals.get(number)
         if module is None:
@@ -222,11 +196,7 @@ def _where(module: Module, fields: Mapping[str, JsonValue], originals: Mapping[i
 
 
 def originals_of(fields: Mapping[str, JsonValue], model: Module) -> dict[int, Module]:
-    """Returns the modules of `model` by the numbers that they have in the file.
-
-    Raises:
-        SerializationError: It is not the model that the file is of.
-    """
+    """Returns the modules of `model` by the numbers that they have in the file."""
     modules = fields["modules"].items()
     frames = fields["frames"].items()
     found: dict[int, Module] = {}
@@ -253,7 +223,6 @@ def originals_of(fields: Mapping[str, JsonValue], model: Module) -> dict[int, Mo
             if index.whole(0, number - 1) not in found:
                 pair(index, inner, f"{path}.{name.text()}".lstrip("."))
 
-    if not frames or "module" not in frames[0].entries():
-        raise fields["frames"].error("a frame is missing")
+    _module_of(frames[0])  # which checks it
     pair(frames[0].entries()["module"], model, "")
     return found

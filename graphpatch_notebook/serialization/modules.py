@@ -6,7 +6,6 @@ A loaded module has what the module of the model held, not its code. `ModuleTabl
 
 from __future__ import annotations
 
-import inspect
 import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
 from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
@@ -34,20 +34,12 @@ ALIAS = "_graphpatch_"
 
 
 class StoredForward:
-    """`forward` of a module without its code, as graphs run in its place. It has the signature of the original.
-
-    Args:
-        class_name: The class of the module.
-        parameters: The parameters of its `forward`.
-        reason: Why it cannot run, and what to do.
-    """
+    """`forward` of a module without its code, as graphs run in its place. It has the signature of the original."""
 
     def __init__(self, class_name: str, parameters: Sequence[InputParameter], reason: str) -> None:
         self._class_name = class_name
         self._reason = reason
-        self.__signature__ = inspect.Signature(
-            [inspect.Parameter(p.name, p.kind, default=p.default) for p in parameters]
-        )
+        self.__signature__ = signature_with(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises an error, since there is no code to run."""
@@ -99,13 +91,7 @@ class LoadedRoot(LoadedModule):
     _stored_edits: bool
 
     def set_guard(self, guard: Guard, model: Module | None, *, has_edits: bool) -> None:
-        """Makes `guard` check all calls.
-
-        Args:
-            guard: Checks whether the graph is valid for a call.
-            model: The model, if it is given.
-            has_edits: Whether some graphs are not records of the model, so that the model cannot run in their place.
-        """
+        """Makes `guard` check all calls. With edits, the model cannot run in place of the graphs."""
         state = self.__dict__
         state["_stored_guard"] = guard
         state["_stored_model"] = model
@@ -116,10 +102,11 @@ class LoadedRoot(LoadedModule):
         """Runs the graph, or the model in its place."""
         if self in _checked.get() or "_stored_guard" not in self.__dict__:  # it may call itself
             return super().__call__(*args, **kwargs)
-        model, has_edits = self._stored_model, self._stored_edits or is_edited_run()
+        model, run = self._stored_model, observer.get()
+        has_edits = self._stored_edits or getattr(run, "has_edited_graphs", False)
         problem = self._stored_guard.problem(args, kwargs, _advice(model, has_edits))
         if problem is not None:
-            if model is None or has_edits or is_patched_run():
+            if model is None or has_edits or getattr(run, "is_patched", False):
                 raise StoredFormError(f"the loaded graph does not hold for this call: {problem}")
             return model(*args, **kwargs)
         with holding(_checked, (*_checked.get(), self)):
@@ -155,16 +142,6 @@ class Refusal:
             raise StoredFormError(f"the loaded graph does not hold for this call: {problem}")
 
 
-def is_patched_run() -> bool:
-    """Whether patches are active in the current run."""
-    return getattr(observer.get(), "is_patched", False)
-
-
-def is_edited_run() -> bool:
-    """Whether an edited graph takes part in the current run."""
-    return getattr(observer.get(), "has_edited_graphs", False)
-
-
 def tensor_at(module: Module, path: str) -> Any:
     """Returns the parameter or buffer at an attribute path, even if names on it are not identifiers; or `None`."""
     parents, _, last = path.rpartition(".")
@@ -176,15 +153,10 @@ def tensor_at(module: Module, path: str) -> Any:
 
 
 @cache
-def loaded_class(name: str, is_root: bool) -> type[LoadedModule]:
+def _loaded_class(name: str, is_root: bool) -> type[LoadedModule]:
     """Returns the class of loaded modules with the name of the original class."""
     base = LoadedRoot if is_root else LoadedModule
     return type(name, (base,), {"__doc__": base.__doc__, "__module__": __name__})
-
-
-def new_module(name: str, is_container: bool, is_root: bool) -> Module:
-    """Returns an empty module for one of the class `name`."""
-    return CONTAINERS[name]() if is_container and not is_root else loaded_class(name, is_root)()
 
 
 _OWN_NAMES = frozenset({*dir(Module), *vars(LoadedModule()), "tensor_paths", *LoadedRoot.__annotations__})
@@ -210,13 +182,7 @@ def own_tensor_attribute(module: Module, name: str) -> Tensor | None:
 class ModuleTable:
     """The modules to write, each with a number: children before their parents.
 
-    Args:
-        root: The model.
-        called: The modules that the model calls, in its registries or elsewhere.
-        tensors: Where their tensors are written.
-
-    Attributes:
-        modules: The modules, by number.
+    These are the modules in the registries of the model, and those that it calls, which may be elsewhere.
     """
 
     def __init__(self, root: Module, called: Iterator[Module], tensors: TensorTable) -> None:
@@ -252,11 +218,7 @@ class ModuleTable:
         return known or _noted(held, "module", self.number(callee))
 
     def reach_tensor(self, module: Module, path: str) -> str:
-        """Returns the attribute path by which a graph of `module` reads the tensor that the model has at `path`.
-
-        Raises:
-            UnstorableError: The tensor does not exist, or cannot be written.
-        """
+        """Returns the attribute path by which a graph of `module` reads the tensor that the model has at `path`."""
         path = module.tensor_paths.get(path, path) if isinstance(module, LoadedModule) else path
         parents, _, name = path.rpartition(".")
         holder = module_at(module, parents)
@@ -279,11 +241,7 @@ class ModuleTable:
         return path
 
     def hold(self, module: Module, tensor: Tensor) -> str:
-        """Returns the name by which a graph of `module` reads a tensor that no module holds.
-
-        Raises:
-            UnstorableError: It cannot be written.
-        """
+        """Returns the name by which a graph of `module` reads a tensor that no module holds."""
         held = self._extras_of(module, "attributes")
         number = self._tensor(module, f"constant_{len(held)}", tensor)
         known = next((name for name, other in held.items() if other == number and name.startswith(ALIAS)), None)
@@ -356,15 +314,8 @@ _FIELDS = (
 class ModuleReader:
     """Reads the table of modules.
 
-    Args:
-        item: The table.
-        tensors: The tensors of the file.
-        originals: Modules of the model by number, whose parameters and buffers are shared.
-        live: The numbers of modules that have no graph in the file and run themselves.
-        root: The number of the root.
-
-    Attributes:
-        modules: The modules, by number.
+    Parameters and buffers are shared with `originals`, the modules of the model by number. Those that are `live` have
+    no graph in the file and run themselves.
     """
 
     def __init__(
@@ -396,7 +347,8 @@ class ModuleReader:
         is_container = fields["is_container"].flag()
         if not name.isidentifier() or name.startswith("__") or (is_container and name not in CONTAINERS):
             raise fields["class"].error(f"{name[:60]!r} is not the name of a class")
-        module = new_module(name, is_container, is_root=number == self._root)
+        is_root = number == self._root
+        module = CONTAINERS[name]() if is_container and not is_root else _loaded_class(name, is_root)()
         module.training = fields["training"].flag()
         module._modules.update(children)
         self._fill(module, fields, original)

@@ -11,7 +11,6 @@ The values of fields are written as other plain values are, a tensor as its numb
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
@@ -22,10 +21,10 @@ from graphpatch_notebook._version import __version__
 from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.patches import kinds, splices
 from graphpatch_notebook.patches.kinds import Patch
-from graphpatch_notebook.serialization.codecs.reading import JsonValue, parsed
-from graphpatch_notebook.serialization.codecs.tensors import StoredTensor, TensorTable, made_tensors
+from graphpatch_notebook.serialization.codecs.reading import JsonValue
+from graphpatch_notebook.serialization.codecs.tensors import TensorTable, made_tensors
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
-from graphpatch_notebook.serialization.files import checked_target, read_file, write_file
+from graphpatch_notebook.serialization.files import checked_target, read_document, write_document
 
 _KEY = "graphpatch_notebook_patches"
 _SCHEMA = 1
@@ -80,8 +79,7 @@ position_dim=None, value=tensor([1., 1.]), slice=None)}
     if problems:
         raise SerializationError("these patches cannot be saved:" + "".join(f"\n  {problem}" for problem in problems))
     content = {"schema": _SCHEMA, "written_by": __version__, "patches": entries, "tensors": tensors.encoded()}
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    write_file(where, tensors.contents(), {_KEY: text})
+    write_document(where, _KEY, content, tensors.contents())
 
 
 def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[Any] | list[Patch[Any]]]:
@@ -105,15 +103,12 @@ def load_patches(file: str | os.PathLike[str] | IO[bytes]) -> dict[str, Patch[An
         >>> load_patches(file)["output"].slice
         (Ellipsis, 0)
     """
-    name, metadata, contents = read_file(file, _WRITER, "load_patches")
-    if _KEY not in metadata:
-        raise SerializationError(f"{name} does not hold patches; {_WRITER} writes files that do")
+    otherwise = f"does not hold patches; {_WRITER} writes files that do"
+    name, content, contents = read_document(file, _KEY, _WRITER, "load_patches", otherwise)
     try:
-        content = parsed(metadata[_KEY], name)
+        content.check_schema(_SCHEMA)
         fields = content.fields("schema", "written_by", "patches", "tensors")
-        fields["schema"].whole(_SCHEMA, _SCHEMA)
-        entries = [StoredTensor.read(item) for item in fields["tensors"].items()]
-        tensors = made_tensors(entries, contents)
+        tensors = made_tensors(fields["tensors"], contents)
         found: dict[str, Patch[Any] | list[Patch[Any]]] = {}
         for item in fields["patches"].items():
             parts = item.fields("path", "kind", "fields")

@@ -1,16 +1,21 @@
 """`save`: checks the graphs of a model against it, and writes those that hold to one file.
 
 Only the specs of the example inputs are kept, so the graphs are compared with the model on random inputs with these
-specs, at the example's sizes, with gradients on and off. The records prove the other sizes (`sizes`); the comparison is
+specs, at the example's sizes, with gradients on and off. The records prove the other sizes (`forms`); the comparison is
 needed, too, because a value may come from a source that is not recorded.
+
+The document is everything that is written except the numbers in tensors:
+
+{"schema": 1, "written_by": "0.1.0", "torch": "2.13.0", "options": {..}, "form": {..},
+ "frames": [..], "modules": [..], "tensors": [..], "lines": [..]}
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -19,32 +24,27 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture import Reason, listed_doubts
+from graphpatch_notebook._version import __version__
+from graphpatch_notebook.capture import Reason, chosen_decompositions, listed_doubts
 from graphpatch_notebook.capture.inputs import UnknownInputError, call_like
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import compared, first_line
 from graphpatch_notebook.checks.model_state import copied
-from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
+from graphpatch_notebook.errors import GraphError, SerializationError, UnstoredFrameWarning
 from graphpatch_notebook.graphs import GraphModule
 from graphpatch_notebook.graphs.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.serialization.codecs.tensors import TensorTable
 from graphpatch_notebook.serialization.codecs.value_reads import has_only_reads
-from graphpatch_notebook.serialization.codecs.values import UnstorableError
-from graphpatch_notebook.serialization.document import (
-    Builds,
-    Document,
-    Reasons,
-    document,
-    is_own_graph,
-    note_unstorable,
-    with_form,
-)
-from graphpatch_notebook.serialization.files import checked_target, name_of, write_file
-from graphpatch_notebook.serialization.forms import Form, given_values
-from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of
-from graphpatch_notebook.serialization.sizes import find_sizes
+from graphpatch_notebook.serialization.codecs.values import UnstorableError, encoded
+from graphpatch_notebook.serialization.files import checked_target, name_of, write_document
+from graphpatch_notebook.serialization.forms import Form, encoded_form, find_sizes, given_values
+from graphpatch_notebook.serialization.frames import LineTable, boundary, encoded_nodes, encoded_parameters
+from graphpatch_notebook.serialization.graphs import Builds, encoded_graph
+from graphpatch_notebook.serialization.loading import METADATA_KEY, SCHEMA, assembled, guard_of
+from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleTable
 from graphpatch_notebook.values import ObjectSpec, TensorSpec
 
 
@@ -53,8 +53,6 @@ class GraphToSave:
     """The graph to save.
 
     Attributes:
-        graph_module: Its hierarchy of graph modules.
-        options: How it was captured.
         call: Runs it as a user does, without patches.
         runnable: Returns a callable that runs a model with the graphs of a root frame.
     """
@@ -69,11 +67,6 @@ class GraphToSave:
         """The root frame."""
         return self.graph_module.frame
 
-    @property
-    def builds(self) -> Builds:
-        """The source of the graphs of its frames."""
-        return Builds(self.graph_module)
-
 
 def save(
     source: GraphToSave,
@@ -85,12 +78,11 @@ def save(
     _check_calls(check)
     calls: list[ModelCall] = [(tuple(args), dict(kwargs)) for args, kwargs in check]
     reasons = Reasons(source.root)
-    note_unstorable(source.root, source.builds, reasons)
+    _note_unstorable(source, reasons)
     _settle(source, reasons)
     found = _checked(source, reasons, calls)
     _warn(where, source.root, reasons, found.content["options"]["dropped"])
-    text = json.dumps(found.content, allow_nan=False, separators=(",", ":"))
-    write_file(where, found.tensors.contents(), {METADATA_KEY: text})
+    write_document(where, METADATA_KEY, found.content, found.tensors.contents())
 
 
 def _check_calls(check: Sequence[Any]) -> None:
@@ -108,13 +100,13 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) 
     root = source.root
     known = guard_of(root.module)
     if known is not None:  # it was loaded, without a model to compare it with
-        return with_form(document(root, source.builds, source.options, reasons), known.form)
+        return _with_form(_document(source, reasons), known.form)
     if reasons.of(root) is not None:
-        return document(root, source.builds, source.options, reasons)
-    first, maker = _first_call(source, check)
+        return _document(source, reasons)
+    first, bounds = _first_call(source, check)
     _verify(source, reasons, first)
     _settle(source, reasons)
-    found = document(root, source.builds, source.options, reasons)
+    found = _document(source, reasons)
     if reasons.of(root) is not None:
         return found
     form = Form.of_example(root)
@@ -125,19 +117,19 @@ def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[ModelCall]) 
             reasons.add(frame, listed_doubts(frame.doubts))
         _settle(source, reasons)
         if reasons.of(root) is None:
-            found = document(root, source.builds, source.options, reasons)
+            found = _document(source, reasons)
             trial = _Trial(source, found)
             problem = trial.find_modes(form, first)
     if problem is not None:
         reasons.add(root, f"compared with the model on inputs like the example's: {problem}")
         _settle(source, reasons)
-        return document(root, source.builds, source.options, reasons)
+        return _document(source, reasons)
     if form.same == list(range(len(form.same))):
         find_sizes(root, form)
-    if maker is not None:
-        trial.find_layout(form, maker)
+    if bounds is not None:
+        trial.find_layout(form, _made_call(root, bounds, is_strided=True))
     trial.check(form, check)
-    return with_form(found, form)
+    return _with_form(found, form)
 
 
 def _verify(source: GraphToSave, reasons: Reasons, call: ModelCall) -> None:
@@ -164,16 +156,17 @@ def _refused(source: GraphToSave, call: ModelCall, with_gradients: bool) -> dict
     }
 
 
-def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelCall, Maker | None]:
-    """Returns the first call to check the graphs with, and an object that makes similar calls."""
-    model = source.root.module
-    problem = ""
-    found: tuple[ModelCall, Maker] | None = None
-    for maker in makers(source.root):
+def _first_call(source: GraphToSave, check: Sequence[ModelCall]) -> tuple[ModelCall, IntegerBounds | None]:
+    """Returns the first call to check the graphs with, and the bounds to make similar calls with."""
+    model, problem = source.root.module, ""
+    found: tuple[ModelCall, IntegerBounds] | None = None
+    devices = {spec.device.type for node in source.root.inputs() if isinstance(spec := node.spec, TensorSpec)}
+    # A wrong index is fatal on other devices than the CPU.
+    for bounds in _BOUNDS if devices <= {"cpu"} else _BOUNDS[2:]:
         try:
-            call = maker.call()
-            difference_of(model, source.call, source.call, call)
-            found = call, maker
+            call = _made_call(source.root, bounds)
+            _difference_of(model, source.call, source.call, call)
+            found = call, bounds
             break
         except UnstorableError as error:
             problem = str(error)
@@ -203,7 +196,7 @@ class _Trial:
 
     def compare(self, call: ModelCall) -> str | None:
         """Returns how graph and model differ, if they do."""
-        return difference_of(self._model, self._call, self._graph, call)
+        return _difference_of(self._model, self._call, self._graph, call)
 
     def find_modes(self, form: Form, call: ModelCall) -> str | None:
         """Stores the memory layouts and gradient modes that the graph is valid for in `form`, or returns a problem."""
@@ -217,17 +210,13 @@ class _Trial:
             problem = problem or outcome
         return None if form.grad_modes else problem
 
-    def find_layout(self, form: Form, maker: Maker) -> None:
+    def find_layout(self, form: Form, strided: ModelCall) -> None:
         """Notes in the form whether inputs need to be contiguous: what code does with strides is not recorded."""
         with torch.set_grad_enabled(form.grad_modes[-1]):
-            form.is_contiguous = self._outcome(maker.call(is_strided=True)) is not None
+            form.is_contiguous = self._outcome(strided) is not None
 
     def check(self, form: Form, check: Sequence[ModelCall]) -> None:
-        """Compares graph and model on the user's calls, and widens the form to their sizes.
-
-        Raises:
-            SerializationError: They differ, or the call differs from the example in more than sizes.
-        """
+        """Compares graph and model on the user's calls, and widens the form to their sizes."""
         for number, (args, kwargs) in enumerate(check):
             call = tuple(args), kwargs
             with torch.set_grad_enabled(form.grad_modes[-1]):
@@ -265,11 +254,7 @@ def _shapes(form: Form, call: ModelCall) -> list[list[int]]:
 
 
 def _settle(source: GraphToSave, reasons: Reasons) -> None:
-    """Settles the reasons, and checks that no edited or custom graph is left out: the module's code would run instead.
-
-    Raises:
-        SerializationError: One of these is not stored.
-    """
+    """Settles the reasons, and refuses to leave out edited and custom graphs: the module's code would run instead."""
     reasons.settle()
     for frame in source.root.walk():
         reason = reasons.of(frame)
@@ -294,7 +279,7 @@ def _warn(file: Path | IO[bytes], root: Frame, reasons: Reasons, dropped: dict[s
     message = ""
     if parts:
         message = (
-            f"{_frames(len(reasons.by_path()))} not stored in {name_of(file)}; to call these, load it with the model "
+            f"{_frames(len(reasons))} not stored in {name_of(file)}; to call these, load it with the model "
             f"(PatchableGraph.load(file, model=model)):{''.join(shown)}"
         )
     if any(_uses_cache(frame) for frame in root.walk() if reasons.of(frame) is not None):
@@ -324,89 +309,51 @@ def _frames(count: int) -> str:
 
 ModelCall: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
-BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
-"""Bounds for the integers of made-up inputs. The first ones that the model accepts are used."""
+IntegerBounds: TypeAlias = "tuple[int, int]"
+"""The smallest integer of made-up inputs, and the one after the largest."""
+
+_BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
+"""The first ones that the model accepts are used."""
 
 
 class ModelRaisesError(Exception):
-    """The model itself cannot run on inputs that were made up (caught inside the package)."""
+    """The model itself cannot run on inputs that were made up (caught in this file)."""
 
 
-# -- inputs ------------------------------------------------------------------------------------------------------------
+def _made_call(frame: Frame, bounds: IntegerBounds, *, is_strided: bool = False) -> ModelCall:
+    """Returns a call like the example's, optionally with tensors that are not contiguous."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(name: str, spec: TensorSpec) -> Tensor:
+        made = _made_tensor(name, spec, bounds, generator)
+        # The same values, with the first dimension innermost in memory.
+        return made.transpose(0, -1).contiguous().transpose(0, -1) if is_strided and made.dim() > 1 else made
+
+    try:
+        return call_like(frame, tensor)
+    except UnknownInputError as error:
+        raise UnstorableError(str(error)) from error
 
 
-@dataclass(frozen=True)
-class Maker:
-    """Makes inputs similar to the example inputs.
-
-    Attributes:
-        frame: The root frame.
-        bounds: The smallest integer, and the one after the largest.
-    """
-
-    frame: Frame
-    bounds: tuple[int, int]
-
-    def call(self, is_strided: bool = False) -> ModelCall:
-        """Returns a call, optionally with tensors that are not contiguous.
-
-        Raises:
-            UnstorableError: One of the inputs cannot be made up.
-        """
-        generator = torch.Generator().manual_seed(0)
-
-        def tensor(name: str, spec: TensorSpec) -> Tensor:
-            made = self._tensor(name, spec, generator)
-            return _strided(made) if is_strided else made
-
-        try:
-            return call_like(self.frame, tensor)
-        except UnknownInputError as error:
-            raise UnstorableError(str(error)) from error
-
-    def _tensor(self, name: str, spec: TensorSpec, generator: torch.Generator) -> Tensor:
-        if spec.type_name != "Tensor":
-            raise UnstorableError(f"its input {name!r} is a {spec.type_name}, for which no values can be generated")
-        shape = tuple(spec.shape)
-        if spec.dtype.is_floating_point or spec.dtype.is_complex:
-            wide = torch.complex64 if spec.dtype.is_complex else torch.float32
-            return torch.randn(shape, generator=generator, dtype=wide).to(spec.device, spec.dtype)
-        is_mask = spec.dtype is torch.bool or "mask" in name
-        made = torch.randint(*((0, 2) if is_mask else self.bounds), shape, generator=generator)
-        if is_mask and made.dim() and made.numel():
-            made[..., 0] = 1  # a row that is masked completely gives NaN
-        return made.to(spec.device, spec.dtype)
-
-
-def _strided(tensor: Tensor) -> Tensor:
-    """Returns the same values, with the first dimension innermost in memory."""
-    if tensor.dim() < 2:
-        return tensor
-    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-def makers(frame: Frame) -> Iterator[Maker]:
-    """Yields makers of inputs, of higher integers first. On other devices than the CPU a wrong index is fatal."""
-    devices = {spec.device.type for node in frame.inputs() if isinstance(spec := node.spec, TensorSpec)}
-    for bounds in BOUNDS if devices <= {"cpu"} else BOUNDS[2:]:
-        yield Maker(frame, bounds)
+def _made_tensor(name: str, spec: TensorSpec, bounds: IntegerBounds, generator: torch.Generator) -> Tensor:
+    if spec.type_name != "Tensor":
+        raise UnstorableError(f"its input {name!r} is a {spec.type_name}, for which no values can be generated")
+    shape = tuple(spec.shape)
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        wide = torch.complex64 if spec.dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, dtype=wide).to(spec.device, spec.dtype)
+    is_mask = spec.dtype is torch.bool or "mask" in name
+    made = torch.randint(*((0, 2) if is_mask else bounds), shape, generator=generator)
+    if is_mask and made.dim() and made.numel():
+        made[..., 0] = 1  # a row that is masked completely gives NaN
+    return made.to(spec.device, spec.dtype)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: ModelCall) -> str | None:
-    """Runs a model and its graph on copies of the same inputs, and returns how they differ, if they do.
-
-    Args:
-        model: The module with the state that both may change. It is restored, and so is the random state.
-        run: Runs the model.
-        graph: Runs the graph.
-        call: The inputs.
-
-    Raises:
-        ModelRaisesError: The model raises.
-    """
+def _difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: ModelCall) -> str | None:
+    """Runs a model and its graph on copies of the same inputs, and returns how they differ, if they do."""
 
     def expected(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -416,3 +363,183 @@ def difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., A
 
     comparison = compared(model, expected, graph, *call)
     return None if comparison.is_equal else str(comparison)
+
+
+# -- the document ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Document:
+    """The written form of a graph: the JSON, and the tensors and modules that it refers to by number."""
+
+    content: dict[str, Any]
+    tensors: TensorTable
+    modules: list[Module]
+
+
+class Reasons:
+    """Why frames are not stored."""
+
+    def __init__(self, root: Frame) -> None:
+        self._root = root
+        self._found: dict[int, str] = {}
+
+    def add(self, frame: Frame, reason: str) -> None:
+        """Notes that `frame`, and with it all below, is not stored; the first reason counts."""
+        for inner in frame.walk():
+            if inner is frame:
+                self._found.setdefault(id(inner), reason)
+            else:
+                self._found.setdefault(id(inner), f"it is inside {_where(frame)}, which is not stored")
+
+    def of(self, frame: Frame) -> str | None:
+        """Returns why `frame` is not stored; `None` if it is."""
+        return self._found.get(id(frame))
+
+    def of_outermost(self, frame: Frame) -> str | None:
+        """Returns why the outermost frame around `frame`, or `frame` itself, is not stored."""
+        while frame.parent is not None and self.of(frame.parent) is not None:
+            frame = frame.parent
+        return self.of(frame)
+
+    def settle(self) -> None:
+        """Stores a module with all of its frames or with none, as one module of the file runs them all."""
+        before = -1
+        while before != len(self._found):
+            before = len(self._found)
+            without = {id(frame.module): frame for frame in self._root.walk() if self.of(frame) is not None}
+            for frame in self._root.walk():
+                if (other := without.get(id(frame.module))) is not None and self.of(frame) is None:
+                    self.add(frame, f"it is the module of {_where(other)}, which is not stored")
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def topmost(self) -> Iterator[tuple[str, str]]:
+        """Yields paths and reasons of the frames that are not stored although those that call them are."""
+        for frame in self._root.walk():
+            reason = self.of(frame)
+            if reason is not None and (frame.parent is None or self.of(frame.parent) is None):
+                yield _where(frame), reason
+
+
+def _where(frame: Frame) -> str:
+    return repr(format_path(frame.path)) if frame.parent is not None else "the root"
+
+
+def _note_unstorable(source: GraphToSave, reasons: Reasons) -> None:
+    """Finds the frames that have no graph, or one that may differ from the module, or one that cannot be written."""
+    frames, builds = list(source.root.walk()), Builds(source.graph_module)
+    modules = ModuleTable(source.root.module, (frame.module for frame in frames), TensorTable())
+    for frame in frames:
+        if reasons.of(frame) is None and (reason := _problem(frame, builds, modules)) is not None:
+            reasons.add(frame, reason)
+
+
+def is_own_graph(frame: Frame, root: Frame) -> bool:
+    """Whether the graph of `frame` *is* its module, rather than a record of it, here and before it was loaded."""
+    # All loaded graphs are custom ones; those that were edited or custom before they were saved count as edited.
+    return frame.is_edited or (frame.has_own_graph and not isinstance(root.module, LoadedRoot))
+
+
+def _problem(frame: Frame, builds: Builds, modules: ModuleTable) -> str | None:
+    if frame.opaque_reason is not None:
+        return frame.opaque_reason
+    if frame.doubts and not has_only_reads(frame) and not frame.has_own_graph:
+        return listed_doubts(frame.doubts)
+    try:
+        encoded_parameters(frame.parameters)
+        encoded_graph(frame, builds, modules)
+    except (GraphError, UnstorableError) as error:
+        return str(error)
+    return None
+
+
+def _document(source: GraphToSave, reasons: Reasons) -> Document:
+    """Returns the document of a graph, without the form of its calls."""
+    frames, builds = list(source.root.walk()), Builds(source.graph_module)
+    numbers = {id(frame): number for number, frame in enumerate(frames)}
+    tensors, lines = TensorTable(), LineTable()
+    modules = ModuleTable(source.root.module, (frame.module for frame in frames), tensors)
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "written_by": __version__,
+        "torch": str(torch.__version__),
+        "options": encoded_options(source.options),
+        "form": None,
+        "frames": [_encoded_frame(frame, builds, numbers, modules, lines, reasons.of(frame)) for frame in frames],
+    }
+    for frame, entry in zip(frames, content["frames"], strict=True):
+        if is_own_graph(frame, source.root) and reasons.of(frame) is None:
+            entry["own_graph"] = True
+    content["modules"] = modules.encoded()
+    content["tensors"] = tensors.encoded()
+    content["lines"] = lines.entries
+    return Document(content, tensors, modules.modules)
+
+
+def _encoded_frame(
+    frame: Frame, builds: Builds, numbers: dict[int, int], modules: ModuleTable, lines: LineTable, reason: str | None
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "module": modules.number(frame.module),
+        "attribute_path": frame.attribute_path,
+        "training": frame.conditions.training,
+        "unstored": reason,
+    }
+    if reason is None:
+        entry["parameters"] = encoded_parameters(frame.parameters)
+        entry["nodes"] = encoded_nodes(frame.graph_nodes, numbers, lines, _indistinct_inputs(frame))
+        entry["graph"] = encoded_graph(frame, builds, modules)
+        return entry
+    try:
+        entry["parameters"] = encoded_parameters(frame.parameters)
+    except UnstorableError:  # the model's own module has them
+        entry["parameters"] = []
+    nodes = [n for n in boundary(frame) if n.kind != "input" or entry["parameters"]]
+    entry["nodes"] = encoded_nodes(nodes, numbers, lines)
+    return entry
+
+
+def _indistinct_inputs(frame: Frame) -> list[Node]:
+    """Returns the inputs of `frame` that were the same tensor as another input, which its graph cannot distinguish.
+
+    `attention(x, x, x)`: the graph reads one of the three names, no matter which one the code reads. Without patches
+    that is right for all calls of this form; a patch on one of them would change too much or nothing.
+    """
+    if frame.custom_graph is not None:  # which is not a record
+        return []
+    names = {name for pair in frame.conditions.same_inputs for name, _ in pair}
+    return [node for node in frame.inputs() if node.target in names]
+
+
+def _with_form(found: Document, form: Form) -> Document:
+    """Returns the document with the form of the calls that its graphs are valid for."""
+    return Document({**found.content, "form": encoded_form(form)}, found.tensors, found.modules)
+
+
+def encoded_options(options: ExtractionOptions) -> dict[str, Any]:
+    """Returns the JSON of options, with names in place of functions and classes."""
+    kept: dict[str, Any] = {}
+    dropped: dict[str, str] = {}
+    for option in dataclasses.fields(options):
+        value = getattr(options, option.name)
+        if option.name == "decompose" and value is not None:
+            value = tuple(decomposition.name for decomposition in chosen_decompositions(value).values())
+        try:
+            kept[option.name] = {"set": sorted(map(str, value))} if _is_text_set(value) else encoded(value)
+        except UnstorableError:
+            dropped[option.name] = _named(value)
+    return {"kept": kept, "dropped": {name: text for name, text in dropped.items() if text}}
+
+
+def _is_text_set(value: Any) -> bool:
+    return isinstance(value, (set, frozenset)) and all(isinstance(item, str) for item in value)
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_named(key)}: {_named(item)}" for key, item in value.items())
+    if isinstance(value, (set, frozenset, list, tuple)):
+        return ", ".join(sorted(map(_named, value)))
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"

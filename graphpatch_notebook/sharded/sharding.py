@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Capture, Frame, Node
-from graphpatch_notebook.checks.meta_runs import MetaRunError, input_shapes, node_key, nodes_by_key, recorded_on_meta
+from graphpatch_notebook.checks.meta_runs import (
+    MetaRunError,
+    Variation,
+    input_shapes,
+    node_key,
+    nodes_by_key,
+    recorded_on_meta,
+)
 from graphpatch_notebook.checks.sharding import (
     distributed_tensors,
     holds_some_experts,
@@ -58,7 +65,7 @@ def with_whole_records(local: Frame) -> Frame:
         return local
     sharding = Sharding(local.module)
     try:
-        root = recorded_on_meta(local, input_shapes(local))
+        root = recorded_on_meta(local, Variation(input_shapes(local)))
     except MetaRunError as error:
         root, sharding.reason = local, f"no copy of the model can run in one process ({error})"
     else:

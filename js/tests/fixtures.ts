@@ -8,12 +8,14 @@ import {
   KINDS,
   type Kind,
   type PatchKind,
+  type PatchState,
+  type RequestName,
   type Requests,
   type Spec,
   type Traits,
 } from "../src/kernel/protocol";
 import { Skeleton } from "../src/tree/skeleton";
-import type { Kernel, Model, Notices, View } from "../src/view";
+import type { Answer, Kernel, Model, Notices, View } from "../src/view";
 import { Selection } from "../src/views/selection";
 import { SharedFilter } from "../src/views/shared_filter";
 import patchKinds from "./fixtures/patch_kinds.json";
@@ -237,25 +239,40 @@ export function traits(changes: Partial<Traits> = {}): Traits {
 
 /** Columns as the kernel sends them. */
 export async function deflated(columns: Columns | Component[]): Promise<DataView> {
-  const stream = new Blob([JSON.stringify(columns)]).stream().pipeThrough(new CompressionStream("deflate"));
+  return deflatedParts([JSON.stringify(columns)]);
+}
+
+/** Numbers as the kernel sends them. */
+export async function deflatedParts(parts: BlobPart[]): Promise<DataView> {
+  const stream = new Blob(parts).stream().pipeThrough(new CompressionStream("deflate"));
   return new DataView(await new Response(stream).arrayBuffer());
 }
 
-/** A kernel that answers with `answers[request](payload)`, and keeps what it was asked. */
+type Script = { [N in RequestName]?: (payload: Requests[N]["payload"]) => Answer<N> | Promise<Answer<N>> };
+
+/** Answers with `script[request](payload)`, and keeps the requests. */
 export class FakeKernel implements Kernel {
   readonly state = "idle" as const;
-  readonly asked: [name: string, payload: unknown][] = [];
-  answers: { [N in keyof Requests]?: (payload: Requests[N]["payload"]) => Requests[N]["result"] } = {};
+  readonly asked: [name: RequestName, payload: unknown][] = [];
+  script: Script = {};
 
-  async ask<N extends keyof Requests>(request: N, payload: Requests[N]["payload"]) {
+  async ask<N extends RequestName>(request: N, payload: Requests[N]["payload"]): Promise<Answer<N>> {
     this.asked.push([request, payload]);
-    const answer = this.answers[request];
-    if (!answer) throw new Error(`no answer to ${request}`);
-    return { result: answer(payload), buffers: [] };
+    const answer = this.script[request];
+    if (answer === undefined) throw new Error(`no answer to ${request}`);
+    return answer(payload);
   }
 
   onState(): () => void {
     return () => undefined;
+  }
+
+  count(request: RequestName): number {
+    return this.asked.filter(([name]) => name === request).length;
+  }
+
+  last<N extends RequestName>(request: N): Requests[N]["payload"] {
+    return this.asked.filter(([name]) => name === request).at(-1)?.[1] as Requests[N]["payload"];
   }
 }
 
@@ -286,6 +303,12 @@ export class FakeView implements View {
     this.undos.push(() => this.root.remove());
   }
 
+  row(path: string): number {
+    const row = this.skeleton.find(path);
+    if (row === null) throw new Error(`no row ${path}`);
+    return row;
+  }
+
   onRemove(undo: () => void): void {
     this.undos.push(undo);
   }
@@ -309,4 +332,27 @@ export class FakeView implements View {
   editPatch(target: { row: number } | { number: number }, anchor: Element): void {
     this.calls.push(["editPatch", target, anchor]);
   }
+}
+
+export function patch(number: number, more: Partial<PatchState> = {}): PatchState {
+  return {
+    number,
+    path: "transformer.h_0.output",
+    kind: "zero",
+    slice: null,
+    value: null,
+    name: null,
+    steps: null,
+    positions: null,
+    position_dim: null,
+    any_shape: false,
+    allow_empty: false,
+    is_enabled: true,
+    untrusted: null,
+    row: 10,
+    shape: [1, 8, 64],
+    sliced: [1, 8, 64],
+    warning: null,
+    ...more,
+  };
 }

@@ -1,4 +1,4 @@
-/** What tests of runs and activations share: a kernel whose answers one scripts, statuses, plots with known values. */
+/** What tests of runs and activations share: statuses, and plots with known values. */
 
 import type { JobReply } from "../src/kernel/polling";
 import type {
@@ -6,56 +6,10 @@ import type {
   ActivationView,
   Heatmap,
   Histogram,
-  PatchState,
-  RequestName,
-  Requests,
   RunReport,
   RunStatus,
   Statistics,
 } from "../src/kernel/protocol";
-import type { Kernel } from "../src/view";
-import { FakeModel, FakeView, traits } from "./fixtures";
-
-interface Answer<N extends RequestName> {
-  result: Requests[N]["result"];
-  buffers: DataView[];
-}
-type Script = { [N in RequestName]?: (payload: Requests[N]["payload"]) => Answer<N> | Promise<Answer<N>> };
-
-/** Answers by `script`, one after the other; keeps what it was asked. */
-export class ScriptedKernel implements Kernel {
-  readonly state = "idle" as const;
-  readonly asked: [name: RequestName, payload: unknown][] = [];
-  script: Script = {};
-
-  async ask<N extends RequestName>(request: N, payload: Requests[N]["payload"]): Promise<Answer<N>> {
-    this.asked.push([request, payload]);
-    const answer = this.script[request];
-    if (answer === undefined) throw new Error(`no answer to ${request}`);
-    return answer(payload);
-  }
-
-  onState(): () => void {
-    return () => undefined;
-  }
-
-  count(request: RequestName): number {
-    return this.asked.filter(([name]) => name === request).length;
-  }
-
-  last<N extends RequestName>(request: N): Requests[N]["payload"] {
-    return this.asked.filter(([name]) => name === request).at(-1)?.[1] as Requests[N]["payload"];
-  }
-}
-
-export class JobView extends FakeView {
-  override readonly kernel: ScriptedKernel & FakeView["kernel"];
-
-  constructor(changes: Parameters<typeof traits>[0] = {}) {
-    super(new FakeModel(traits(changes)));
-    this.kernel = new ScriptedKernel() as JobView["kernel"];
-  }
-}
 
 /** Little-endian float32 that start at an odd address, as a buffer beside a message may. */
 export function float32(values: readonly number[], offset = 1): DataView {
@@ -77,23 +31,6 @@ export const HISTOGRAM: Histogram = { type: "histogram", counts: [1, 0, 6, 3], e
 export function statistics(changes: Partial<Statistics> = {}): Statistics {
   const place = { shape: [1, 4, 8, 8], dtype: "float32", device: "cpu", count: 256 };
   return { ...place, mean: 0.125, std: 0.25, min: 0, max: 1, nan: 0, infinite: 0, ...changes };
-}
-
-export function patch(number: number, changes: Partial<PatchState> = {}): PatchState {
-  const typed = { path: "h_0.attn.output", kind: "zero" as const, slice: null, value: null, name: null };
-  const when = { steps: null, positions: null, position_dim: null, any_shape: false, allow_empty: false };
-  return {
-    ...typed,
-    ...when,
-    number,
-    is_enabled: true,
-    untrusted: null,
-    row: 12,
-    shape: [1, 8, 64],
-    sliced: null,
-    warning: null,
-    ...changes,
-  };
 }
 
 const JOB = { seconds: 0.25, fraction: null, error: null };

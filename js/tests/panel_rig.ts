@@ -23,8 +23,7 @@ export class Rig {
   }
 
   row(path: string): number {
-    for (let row = 0; row < this.view.skeleton.length; row++) if (this.view.skeleton.path(row) === path) return row;
-    throw new Error(`no row ${path}`);
+    return this.view.row(path);
   }
 
   asked<N extends RequestName>(request: N): Sent<N>[] {
@@ -61,29 +60,6 @@ export class Rig {
 /** Until everything that was waiting for an answer has gone on. */
 export async function settled(): Promise<void> {
   for (let turn = 0; turn < 10; turn++) await Promise.resolve();
-}
-
-export function patch(number: number, more: Partial<PatchState> = {}): PatchState {
-  return {
-    number,
-    path: "transformer.h_0.output",
-    kind: "zero",
-    slice: null,
-    value: null,
-    name: null,
-    steps: null,
-    positions: null,
-    position_dim: null,
-    any_shape: false,
-    allow_empty: false,
-    is_enabled: true,
-    untrusted: null,
-    row: 10,
-    shape: [1, 8, 64],
-    sliced: [1, 8, 64],
-    warning: null,
-    ...more,
-  };
 }
 
 /** What a screen reader calls an element: its label, or its text. */

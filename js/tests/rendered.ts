@@ -35,9 +35,3 @@ export function linkedTraits<V extends string>(view: V, group = "one") {
   const { session, front_end } = traits();
   return { front_end, session, group, selection: [], about: { view, name: "pg", model_id: "abc", version: "0" } };
 }
-
-/** Numbers as the kernel sends them. */
-export async function packedNumbers(parts: BlobPart[]): Promise<DataView> {
-  const stream = new Blob(parts).stream().pipeThrough(new CompressionStream("deflate"));
-  return new DataView(await new Response(stream).arrayBuffer());
-}

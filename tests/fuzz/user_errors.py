@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from graphpatch_notebook.capture import observers
 from graphpatch_notebook.execution import context
 from graphpatch_notebook.execution.live import module_hooks
-from graphpatch_notebook.torch_compat import EagerCode, function_mode_depth
+from graphpatch_notebook.torch_compat import eager_code, function_mode_depth
 
 
 class OwnError(Exception):
@@ -160,7 +160,7 @@ def process_state() -> dict[str, Any]:
         "swaps": dict(observers._swaps),
         "hooks": dict(module_hooks._hooks),
         "contexts": list(context._entered),
-        "eager code": list(EagerCode._holders),
+        "eager code": list(eager_code._holders),
         "apply": torch.autograd.Function.__dict__["apply"],
         "module": dict(vars(nn.Module)),
         "tensor": dict(vars(Tensor)),

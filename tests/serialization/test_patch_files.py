@@ -117,7 +117,7 @@ def document(patches: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (("schema",), 2, "whole number from 1 to 1"),
+        (("schema",), 2, "it is of schema 2, and this version reads schema 1"),
         (("patches", 0, "kind"), "CustomPatch", "custom_op' is missing"),
         (("patches", 0, "kind"), "Bomb", "one of "),
         (("patches", 0, "fields", "value"), {"tensor": 7}, "whole number from 0 to 0"),

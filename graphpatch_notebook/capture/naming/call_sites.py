@@ -41,8 +41,17 @@ INVOKE = invoke.__code__
 """The code at which a frame begins."""
 
 
-class _Code:
-    """Facts about a code object. Keeps the code object alive, so that its `id` stays unique."""
+class CodeFacts:
+    """Facts about a code object. Keeps the code object alive, so that its `id` stays unique.
+
+    Attributes:
+        is_users: Whether it counts as a step of a call site: neither torch's inner code nor of this package.
+        is_parallel: Whether transformers puts it around the forwards of modules that it shards over processes. It is
+            not a step of call sites: an op has the same call site as in the model of a single process.
+        is_offloading: Whether it moves weights and inputs around a module's own forward: accelerate, FSDP, shards.
+        is_collecting: Whether transformers (before 5.2) puts it around the forwards of layers, to collect outputs.
+        offsets: The offsets of instructions by `lasti` that were looked up so far: always the same dictionary.
+    """
 
     __slots__ = (
         "code", "is_collecting", "is_hook_of_offloading", "is_offloading", "is_parallel", "is_users", "offsets",
@@ -71,37 +80,20 @@ class _Code:
 
 
 # By id: hashing a code object hashes its whole content.
-_codes: dict[int, _Code] = {}
+_codes: dict[int, CodeFacts] = {}
 
 
-def _known(code: CodeType) -> _Code:
+def facts_of(code: CodeType) -> CodeFacts:
+    """Returns the facts about `code`: the same object each time."""
     known = _codes.get(id(code))
     if known is None:
-        known = _codes[id(code)] = _Code(code)
+        known = _codes[id(code)] = CodeFacts(code)
     return known
 
 
 def count_as_users(code: CodeType) -> None:
     """Makes `code` count as the user's, wherever it is: call sites go through it, names are read off it."""
-    _known(code).is_users = True
-
-
-def is_users(code: CodeType) -> bool:
-    """Whether this is code that counts as a step of a call site: neither torch's inner code nor of this package."""
-    return _known(code).is_users
-
-
-def offset_of(code: CodeType, lasti: int) -> int:
-    """Returns the offset of the instruction of `code` at `lasti`."""
-    return _known(code).offset(lasti)
-
-
-def offsets_of(code: CodeType) -> dict[int, int]:
-    """Returns the offsets of instructions of `code` by `lasti`: those that were looked up so far.
-
-    The same dictionary each time, which `offset_of` and `offset_in` fill.
-    """
-    return _known(code).offsets
+    facts_of(code).is_users = True
 
 
 def is_own(code: CodeType) -> bool:
@@ -118,7 +110,7 @@ def leaf_frame(frame: FrameType | None) -> FrameType | None:
     last = None
     while frame is not None:
         code = frame.f_code
-        known = _codes.get(id(code)) or _known(code)
+        known = _codes.get(id(code)) or facts_of(code)
         if known.is_users:
             return frame
         if code is INVOKE:
@@ -127,36 +119,18 @@ def leaf_frame(frame: FrameType | None) -> FrameType | None:
     return None
 
 
-def is_offloading_code(code: CodeType) -> bool:
-    """Whether this is code that moves weights and inputs around a module's own forward: accelerate, FSDP, shards."""
-    return _known(code).is_offloading
-
-
-def is_parallel_code(code: CodeType) -> bool:
-    """Whether this is what transformers puts around the forwards of modules that it shards over processes.
-
-    It is not a step of call sites: an op has the same call site as in the model of a single process.
-    """
-    return _known(code).is_parallel
-
-
-def is_collecting_code(code: CodeType) -> bool:
-    """Whether this is what transformers (before 5.2) puts around the forwards of layers, to collect their outputs."""
-    return _known(code).is_collecting
-
-
 def is_offloading(frame: FrameType | None) -> bool:
     """Whether a torch call made from `frame` only moves weights and inputs, in code of accelerate or FSDP.
 
     It does if one of its hooks called it: a weight may be loaded, or quantized, by code of others.
     """
     leaf = leaf_frame(frame)
-    if leaf is None or _known(leaf.f_code).is_offloading:
+    if leaf is None or facts_of(leaf.f_code).is_offloading:
         return leaf is not None
     above = leaf.f_back
     while above is not None and above.f_code is not INVOKE:
         code = above.f_code
-        if (_codes.get(id(code)) or _known(code)).is_hook_of_offloading:
+        if (_codes.get(id(code)) or facts_of(code)).is_hook_of_offloading:
             return True
         above = above.f_back
     return False
@@ -165,14 +139,14 @@ def is_offloading(frame: FrameType | None) -> bool:
 def caller_of_hidden(frame: FrameType) -> FrameType | None:
     """Returns the caller of a frame that does not run the user's code; `None` if the frame does, or has no caller."""
     code = frame.f_code
-    if code is INVOKE or (_codes.get(id(code)) or _known(code)).is_users:
+    if code is INVOKE or (_codes.get(id(code)) or facts_of(code)).is_users:
         return None
     return frame.f_back
 
 
 def offset_in(frame: FrameType) -> int:
     """Returns the offset of the instruction that `frame` is at."""
-    return _known(frame.f_code).offset(frame.f_lasti)
+    return facts_of(frame.f_code).offset(frame.f_lasti)
 
 
 class SiteTable:
@@ -186,19 +160,13 @@ class SiteTable:
         key, steps = chain(frame)
         if key is None:
             return None
-        found = self._sites.get(key)
-        if found is None:
-            found = self._sites[key] = Site(tuple(reversed(steps)))
-        return found
+        return self._sites.get(key) or self._sites.setdefault(key, Site(tuple(reversed(steps))))
 
     def site_inside(self, outer: Site, steps: tuple[tuple[CodeType, int], ...]) -> Site:
         """Returns the site of a call inside the call at `outer`: `steps` are its call sites from there inward."""
         steps = (*outer.steps, *steps)
         key = tuple(number for code, offset in reversed(steps) for number in (id(code), offset))
-        found = self._sites.get(key)
-        if found is None:
-            found = self._sites[key] = Site(steps)
-        return found
+        return self._sites.get(key) or self._sites.setdefault(key, Site(steps))
 
 
 def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[CodeType, int]]]:
@@ -215,7 +183,7 @@ def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[C
                 key += (id(last.f_code), offset)
                 steps.append((last.f_code, offset))
             return tuple(key), steps
-        known = _codes.get(id(code)) or _known(code)
+        known = _codes.get(id(code)) or facts_of(code)
         if known.is_users:
             offset = known.offset(frame.f_lasti)
             key += (id(code), offset)
@@ -232,7 +200,7 @@ def may_repeat(site: Site) -> bool:
 
 def _counts_as_forward(frame: FrameType) -> bool:
     """Whether what `invoke` called is a step of call sites although it is not the user's: a forward of torch's own."""
-    known = _known(frame.f_code)
+    known = facts_of(frame.f_code)
     return not known.is_users and not known.is_parallel
 
 
@@ -249,7 +217,7 @@ def chain_above(leaf: FrameType) -> tuple[int, ...]:
             if last is not leaf and _counts_as_forward(last):
                 key += (id(last.f_code), offset_in(last))
             break
-        known = _codes.get(id(code)) or _known(code)
+        known = _codes.get(id(code)) or facts_of(code)
         if known.is_users:
             key += (id(code), known.offset(at.f_lasti))
         last, at = at, at.f_back
@@ -263,7 +231,7 @@ def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
     """
     while frame is not None and frame.f_code is not INVOKE:
         code = frame.f_code
-        if _known(code).is_users:
+        if facts_of(code).is_users:
             return assigned_variable(code, frame.f_lasti)
         if not is_own(code) and code.co_name not in _DISPATCHERS and code.co_name != function_name:
             return None

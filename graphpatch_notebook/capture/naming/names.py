@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.paths import call_name, numbered
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
+from graphpatch_notebook.values import tensor_specs
 
 _RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "output": 3, "constant": 4, "op": 4}
 SIZE_PREFIX = "size_"
@@ -43,13 +43,7 @@ def _base(node: Node) -> str:
         return f"{base}_{node.call_index}" if node.call_count > 1 else base
     if node.kind in ("parameter", "buffer", "attribute"):
         return base.replace(".", "_")
-    return f"{SIZE_PREFIX}{base}" if node.is_size and _carries_sizes(node.spec) else base
-
-
-def _carries_sizes(spec: ValueSpec) -> bool:
-    if isinstance(spec, ContainerSpec):
-        return all(_carries_sizes(child) for _, _, child in spec.children)
-    return not isinstance(spec, TensorSpec)
+    return f"{SIZE_PREFIX}{base}" if node.is_size and not tensor_specs(node.spec) else base
 
 
 def _number_calls(frame: Frame) -> None:

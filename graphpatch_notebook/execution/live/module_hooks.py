@@ -97,7 +97,8 @@ def is_called_by_module_call() -> bool:
         code = frame.f_code
         if code.co_filename == _MODULE_FILE:
             return code.co_name in _MODULE_CALLERS
-        if not (call_sites.is_own(code) or call_sites.is_offloading_code(code) or call_sites.is_collecting_code(code)):
+        facts = call_sites.facts_of(code)
+        if not (call_sites.is_own(code) or facts.is_offloading or facts.is_collecting):
             return False
         frame = frame.f_back
     return False

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -26,7 +26,7 @@ from graphpatch_notebook.execution.live.frames import FrameRun
 from graphpatch_notebook.execution.live.operations import LiveMode
 from graphpatch_notebook.graphs import GraphModule
 from graphpatch_notebook.graphs.generated_code import name_assigned_at
-from graphpatch_notebook.inspection.error_notes import Failure, arguments_at_capture, arguments_text
+from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import code_of_apply, is_module_call
 
@@ -122,10 +122,10 @@ def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: 
         failure = _failure_in(error.__traceback__, frames, module)
         more = f", and {len(patched) - _MOST_PATCHED} more" if len(patched) > _MOST_PATCHED else ""
         before = f"patched before: {', '.join(patched[:_MOST_PATCHED])}{more}"
-        add_note(error, str(replace(failure, more=(*failure.more, *([before] if patched else [])))))
+        add_note(error, f"{failure}\n  {before}" if patched else failure)
 
 
-def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module: Module) -> Failure:
+def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module: Module) -> str:
     way = _TracebackPath(list(frames), module)
     for python_frame, lasti in _entries(traceback):
         if python_frame.f_code is _OPENED:  # the steps of an opened call are nodes themselves
@@ -136,7 +136,7 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
     line = str(_line(way)) if way.steps else ""
     now = arguments_text(*way.call) if way.call is not None else ""
     if not candidates:
-        return Failure(_frame_text(way), line, now, more=_locals_text(way))
+        return failure_note(_frame_text(way), line, now, more=_locals_text(way))
     node = candidates[0][1]
     if not line and node.site is not None:  # a graph ran in place of the user's code
         line = str(node.site.source_lines()[-1])
@@ -144,7 +144,7 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
     more = f" or {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
     what = f"{' or '.join(names[:_MOST_NAMES])}{more} ({node.op})"
     at_capture = "" if way.opened is None and _is_last_step(node) else arguments_at_capture(node)
-    return Failure(what, line, now, at_capture, () if now else _locals_text(way))
+    return failure_note(what, line, now, at_capture, () if now else _locals_text(way))
 
 
 def _is_last_step(node: Node) -> bool:
@@ -183,11 +183,11 @@ def _follow(way: _TracebackPath, python_frame: FrameType, lasti: int) -> None:
         if owner is way.module and not way.steps:  # where the way begins
             return
         way.enter(owner)  # type: ignore[arg-type]  # the `self` of `Module.__call__`
-    elif call_sites.is_users(code):
+    elif call_sites.facts_of(code).is_users:
         is_direct = code.co_name == "forward" and isinstance(owner, Module) and owner is not way.module
         if is_direct and any(n.frame.module is owner for f in way.frames for n in f.calls()):
             way.enter(owner)  # type: ignore[arg-type]  # is a module, as just asked
-        way.steps.append((code, call_sites.offset_of(code, lasti)))
+        way.steps.append((code, call_sites.facts_of(code).offset(lasti)))
         way.leaf = python_frame
 
 

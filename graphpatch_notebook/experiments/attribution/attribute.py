@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -184,16 +183,20 @@ def attribute(
     members = {place.path: place for place in selected.places.values() if place.dim is not None}
     if heads is not None:
         if members:
-            raise ExperimentError(f"heads= splits values, but {selected.names[0]!r} is one of these parts; drop heads=")
+            raise ExperimentError(
+                f"heads= splits values, but {next(iter(selected.places))!r} is one of these parts; drop heads="
+            )
         kept = _with_heads(pg, wanted, paths, heads, position_dim, kept)
     for path, place in members.items():
         kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
     nodes = wanted if one_sided else selected.nodes
     limit = checked_bytes(max_bytes)
-    with _watched(pg, nodes, of_all) as watched:
-        runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, limit, method, routing, one_sided)
-        found = runs.run()
+    idle = [] if of_all is None else of_all.idle
+    watched = idle.pop() if idle else WatchedRuns(pg, nodes)
+    runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, limit, method, routing, one_sided)
+    found = runs.run()
+    idle.append(watched)
     found.problems |= selected.skipped
     result = _data_array(xarray, selected.places, found, axis, heads, metric)
     result.attrs |= {"method": method, "routing": routing, **({"steps": steps} if method == "integrated" else {})}
@@ -204,7 +207,7 @@ def attribute(
     _warn_of_infinite(result)
     if axis is not None:
         weights = {node.path for node in wanted if node.is_state}
-        _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights})
+        _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights}, axis.cached)
     return result
 
 
@@ -214,22 +217,13 @@ class _AllNodes:
     Attributes:
         selected: The nodes.
         same_values: The name that represents all names of one value, for each of these.
-        idle: Watched runs of all nodes that no attribution uses now.
+        idle: Watched runs of all nodes that no attribution uses now, to be used again.
     """
 
     def __init__(self, nodes: NodeMap) -> None:
         self.selected: Selected = selected_nodes(nodes, None)
         self.same_values = same_values(nodes, [node for node in self.selected.nodes if node.is_wanted])
         self.idle: list[WatchedRuns] = []
-
-
-@contextmanager
-def _watched(pg: PatchableGraph, nodes: Sequence[ScoredNode], of_all: _AllNodes | None) -> Iterator[WatchedRuns]:
-    """Watches the runs of `pg`; what was made for all nodes is used again, by one attribution at a time."""
-    watched = of_all.idle.pop() if of_all is not None and of_all.idle else WatchedRuns(pg, nodes)
-    yield watched
-    if of_all is not None:
-        of_all.idle.append(watched)
 
 
 def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> Series[float]:
@@ -287,9 +281,8 @@ def _with_heads(
         raise ExperimentError("heads= needs values with separate heads: paths=['h_0.attn.c_proj.x', ...]")
     given = (node.spec.shape for node in pg.nodes.root.inputs() if isinstance(node.spec, TensorSpec))
     rows = next((shape[0] for shape in given if shape), None)
-    shapes = {node.path: tuple(node.spec.shape) for node in nodes}
-    places = head_layout(pg, shapes, count, rows, position_dim)
-    return {path: replace(kept.get(path, KeptDims()), heads=dim, count=count) for path, dim in places.dims.items()}
+    dims = head_layout(pg, {node.path: tuple(node.spec.shape) for node in nodes}, count, rows, position_dim).dims
+    return {path: replace(kept.get(path, KeptDims()), heads=dim, count=count) for path, dim in dims.items()}
 
 
 def _data_array(
@@ -300,12 +293,12 @@ def _data_array(
     heads: int | None,
     metric: Callable[[Any], Any],
 ) -> DataArray:
-    coords: dict[str, Any] = {"path": list(places)}
+    coords: list[tuple[str, tuple[Any, ...]]] = [("path", tuple(places))]
     if heads is not None:
-        coords["head"] = list(range(heads))
+        coords.append(("head", tuple(range(heads))))
     if axis is not None:
-        coords["position"] = axis.positions
-    data = np.full([len(values) for values in coords.values()], math.nan)
+        coords.append(("position", tuple(axis.positions)))
+    data = np.full([len(values) for _, values in coords], math.nan)
     split = {place.path for place in places.values() if place.dim is not None}
     for number, place in enumerate(places.values()):
         path = place.path
@@ -331,9 +324,9 @@ def _data_array(
         "remarks": found.remarks,
         "fallbacks": found.fallbacks,
     }
-    data, labels, components = with_component_dims(data, [(name, tuple(values)) for name, values in coords.items()])
-    coords = {name: list(values) for name, values in labels}
-    result: DataArray = xarray.DataArray(data, coords, list(coords), name="score", attrs=attrs)
+    data, coords, components = with_component_dims(data, coords)
+    labels = {name: list(values) for name, values in coords}
+    result: DataArray = xarray.DataArray(data, labels, list(labels), name="score", attrs=attrs)
     keep_components(result, components)
     return result
 
@@ -372,14 +365,19 @@ def _warn_of_losses(
     warn_of_loss(what, loss, result.attrs["fallbacks"], is_half=is_half)
 
 
-def _warn_of_no_positions(problems: Mapping[str, str]) -> None:
-    if problems:
-        warn(
-            f"{len(problems)} values have no scores by position (NaN). The most common reasons (see the attribute "
-            "'skipped' for all):\n  " + "\n  ".join(by_problem(problems)[:3]),
-            ExperimentWarning,
-            stacklevel=level_of_caller(),
+def _warn_of_no_positions(problems: Mapping[str, str], cached: set[int]) -> None:
+    if cached:
+        message = (
+            f"the given key/value cache has positions {min(cached)} to {max(cached)}, which the runs do not compute: "
+            "the scores there are NaN"
         )
+        warn(message, ExperimentWarning, level_of_caller())
+    if problems:
+        message = (
+            f"{len(problems)} values have no scores by position (NaN). The most common reasons (see the attribute "
+            "'skipped' for all):\n  " + "\n  ".join(by_problem(problems)[:3])
+        )
+        warn(message, ExperimentWarning, level_of_caller())
 
 
 def _warn_of_infinite(result: DataArray) -> None:

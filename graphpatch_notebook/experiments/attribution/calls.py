@@ -119,6 +119,11 @@ class Rule:
     is_exact: bool = True
     refusal: Callable[[PairedCall], bool] | None = None
 
+    def fits(self, call: PairedCall) -> bool:
+        """Whether it can be used for a call."""
+        is_refused = not call.inputs or not all(map(has_memory, call.inputs))
+        return not is_refused and (self.refusal is None or not self.refusal(call))
+
 
 @cache
 def family_name(function: Callable[..., Any]) -> str:
@@ -173,11 +178,7 @@ class HeldTensors:
         self.size = 0
 
     def hold(self, tensor: Tensor) -> Held:
-        """Returns a tensor as it is now.
-
-        Raises:
-            ExperimentError: It is a `DTensor`.
-        """
+        """Returns a tensor as it is now."""
         if is_distributed(tensor):
             raise ExperimentError(
                 'the model computes with DTensors, which derivative rules cannot follow: use method="gradient", or a '

@@ -24,12 +24,6 @@ class Choices:
 
     With frozen routing, the corrupted run takes the numbers of the clean run, and its own values at these numbers. With
     free routing, nothing is done.
-
-    Args:
-        routing: `"free"` or `"frozen"`.
-
-    Raises:
-        ExperimentError: The routing does not exist.
     """
 
     def __init__(self, routing: Routing) -> None:

@@ -169,32 +169,17 @@ def _by_channel(x: Tensor, *given: Tensor | None) -> list[Any]:
 # -- the largest of several --------------------------------------------------------------------------------------------
 
 
-def amax(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return _folded(x, dim, keepdim, torch.maximum)
-
-
-def amin(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return _folded(x, dim, keepdim, torch.minimum)
-
-
-def largest(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
-    """`torch.max` in its three forms."""
-    return _max_or_min(x, dim, keepdim, torch.maximum)
-
-
-def smallest(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
-    """`torch.min` in its three forms."""
-    return _max_or_min(x, dim, keepdim, torch.minimum)
-
-
-def _max_or_min(x: Tensor, dim: Any, keepdim: bool, choose: Callable[[Tensor, Tensor], Tensor]) -> Any:
+def _max_or_min(
+    x: Tensor, dim: Any = None, keepdim: bool = False, *, choose: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """`torch.max` and `torch.min` in their three forms."""
     if isinstance(dim, Tensor):
         return choose(x, dim)
-    found = _folded(x, () if dim is None else dim, keepdim, choose)
+    found = _folded(x, () if dim is None else dim, keepdim, choose=choose)
     return found if dim is None else (found, None)
 
 
-def _folded(x: Tensor, dim: Any, keepdim: bool, choose: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _folded(x: Tensor, dim: Any = (), keepdim: bool = False, *, choose: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Returns the result of a choice among the entries along dimensions, made pair by pair."""
     dims = [dim] if isinstance(dim, int) else list(dim) or list(range(x.dim()))
     for each in dims:
@@ -202,16 +187,17 @@ def _folded(x: Tensor, dim: Any, keepdim: bool, choose: Callable[[Tensor, Tensor
             middle = size // 2
             chosen = choose(x.narrow(each, 0, middle), x.narrow(each, middle, middle))
             x = chosen if size % 2 == 0 else torch.cat([chosen, x.narrow(each, size - 1, 1)], each)
-    return (
-        x if keepdim else x.reshape([size for at, size in enumerate(x.shape) if at not in {d % x.dim() for d in dims}])
-    )
+    return x if keepdim else x.squeeze(tuple(dims))
+
+
+largest, smallest = partial(_max_or_min, choose=torch.maximum), partial(_max_or_min, choose=torch.minimum)
+amax, amin = partial(_folded, choose=torch.maximum), partial(_folded, choose=torch.minimum)
 
 
 def max_pool(call: PairedCall, *inputs: Tensor) -> Any:
     """The rule of `max_pool1d` to `max_pool3d`: by their steps, without dilation and `ceil_mode`."""
-    has_gaps = call.argument(4, "dilation", 1) not in (1, (1,), (1, 1), (1, 1, 1)) or call.argument(
-        5, "ceil_mode", False
-    )
+    is_dilated = call.argument(4, "dilation", 1) not in (1, (1,), (1, 1), (1, 1, 1))
+    has_gaps = is_dilated or call.argument(5, "ceil_mode", False)
     return path_average(call, *inputs) if has_gaps else by_steps(_max_pool)(call, *inputs)
 
 
@@ -225,7 +211,7 @@ def _max_pool(x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0,
     first = x.dim() - count
     for at, (size, step) in enumerate(zip(sizes, steps, strict=True)):
         x = x.unfold(first + at, size, step)
-    return _folded(x, tuple(range(-count, 0)), False, torch.maximum)
+    return amax(x, tuple(range(-count, 0)))
 
 
 # -- others ------------------------------------------------------------------------------------------------------------

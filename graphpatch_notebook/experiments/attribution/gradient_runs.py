@@ -7,8 +7,8 @@ The nodes are scored in groups that fit into memory. For each group:
 3. Integrated gradients take further runs, which are interpolated between the two at the roots.
 4. The metric of each run is differentiated once, for all values of the group (`scores_of`).
 
-One-sided scores take two runs for each value instead, on the corrupted inputs: in one, the value is the clean one
-(`Restored`), in the other, it has a gradient (`Cut`).
+One-sided scores take two runs for each value instead, on the corrupted inputs: in the first, the value is the clean one
+(`Restored`). Where the value is computed, the two runs begin to differ.
 
 Two terms:
 
@@ -19,6 +19,7 @@ Two terms:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,11 +50,7 @@ from graphpatch_notebook.warning_places import collected_warnings
 
 
 class WatchedRuns:
-    """Runs a model and passes the values of nodes to a listener.
-
-    Args:
-        pg: The graph.
-        nodes: The nodes; parameters among them are left out.
+    """Runs a model and passes the values of nodes, other than parameters, to a listener.
 
     Attributes:
         captured: The captured model.
@@ -143,72 +140,56 @@ class NodeGroup:
     left: set[str]
 
 
+@dataclass
 class AttributionRuns:
     """Runs the model as often as an attribution needs it, and computes the scores.
 
-    Args:
-        pg: The graph.
-        watched: Runs of it that pass on the values of `nodes`.
-        metric: Maps the output to a single number.
-        clean: The clean inputs.
-        corrupted: The corrupted ones.
+    Attributes:
+        watched: Runs of the graph that pass on the values of `nodes`.
         nodes: All nodes that hold floating-point tensors, in order of execution.
         kept: The dimensions of positions and heads, for paths that have them.
         fractions: The points between the corrupted run (0) and the clean run (1) at which gradients are taken.
         max_bytes: The memory limit for recorded values and their gradients.
-        method: The derivative rules of both runs.
-        routing: Whether the corrupted runs make the choices of the clean run.
         is_one_sided: Whether each value is compared with the corrupted run in which it alone is restored.
     """
 
-    def __init__(
-        self,
-        pg: PatchableGraph,
-        watched: WatchedRuns,
-        metric: Callable[[Any], Any],
-        clean: Inputs,
-        corrupted: Inputs,
-        nodes: Sequence[ScoredNode],
-        kept: Mapping[str, KeptDims],
-        fractions: Sequence[float],
-        max_bytes: int,
-        method: Method,
-        routing: Routing,
-        is_one_sided: bool = False,
-    ) -> None:
-        self._pg = pg
-        self._watched = watched
-        self._metric = metric
-        self._clean = clean
-        self._corrupted = corrupted
-        self._nodes = [node for node in nodes if not node.is_parameter]
-        self._kept = kept
-        self._fractions = fractions
-        self._max_bytes = max_bytes
-        self._method = method
-        self._choices = Choices(routing)
-        self._is_one_sided = is_one_sided
+    pg: PatchableGraph
+    watched: WatchedRuns
+    metric: Callable[[Any], Any]
+    clean: Inputs
+    corrupted: Inputs
+    nodes: Sequence[ScoredNode]
+    kept: Mapping[str, KeptDims]
+    fractions: Sequence[float]
+    max_bytes: int
+    method: Method
+    routing: Routing
+    is_one_sided: bool = False
+
+    def __post_init__(self) -> None:
+        self._choices = Choices(self.routing)
         self._has_run = False
         self._roots = Roots()
+        self._only: str | None = None  # the path that is scored against the run in which it alone is restored
         self._copied: set[str] = set()
         self._found = AttributionResults()
-        self._found.scores = {node.path: np.zeros(()) for node in nodes if node.is_parameter}
+        self._found.scores = {node.path: np.zeros(()) for node in self.nodes if node.is_parameter}
 
     def run(self) -> AttributionResults:
         """Returns the scores. The model and the random state are restored."""
-        with collected_warnings() as messages, torch.inference_mode(False), self._watched.context:
-            state = ModuleState(captured(self._pg).module)
+        with collected_warnings() as messages, torch.inference_mode(False), self.watched.context:
+            state = ModuleState(captured(self.pg).module)
             with afterwards(state.restore):
-                (self._run_one_by_one if self._is_one_sided else self._run_all)(state)
-        self._watched.listener = _pass_on
+                (self._run_one_by_one if self.is_one_sided else self._run_all)(state)
+        self.watched.listener = _pass_on
         self._found.roots = list(dict.fromkeys(path for path, _ in self._roots.clean))
         # Paths that were not computed are in `problems`.
         self._found.remarks = [message for message in messages if "never fired" not in message]
         return self._found
 
     def _run_all(self, state: ModuleState) -> None:
-        wanted = {node.path for node in self._nodes if node.is_compared}
-        if list(self._fractions) != [0.0]:
+        wanted = {node.path for node in self.nodes if node.is_compared and not node.is_parameter}
+        if list(self.fractions) != [0.0]:
             wanted = self._scored_on_the_way(wanted, state)
         while wanted:
             wanted = self._scored(wanted, state)
@@ -240,14 +221,18 @@ class AttributionRuns:
 
     def _compared(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> NodeGroup:
         """Runs the model on the clean and on the corrupted inputs, and compares the values."""
-        clean = CleanValues(wanted, self._copied, self._max_bytes)
-        rules = rules_of(self._method)
+        clean = CleanValues(wanted, self._copied, self.max_bytes)
+        rules = rules_of(self.method)
         with torch.no_grad(), rules.recording():
-            output = self._output(clean, self._clean, state)
+            if self._only is None:
+                output = self._output(clean, self.clean, state)
+            else:
+                restored = Restored(clean, self._only, [*self._roots.clean.values()])
+                output = self._output(restored, self.corrupted, state)
             with noted_metric(output):
-                self._found.clean = float(metric_number(self._metric(output)))
+                self._found.clean = float(metric_number(self.metric(output)))
         if rules.recorded_bytes:
-            clean.shrink(max(self._max_bytes - rules.recorded_bytes, self._max_bytes // 2))
+            clean.shrink(max(self.max_bytes - rules.recorded_bytes, self.max_bytes // 2))
         differences = Differences(clean, is_careful)
         run = GradientRun(differences, self._roots)
         metric = self._gradient_run(run, state, rules)
@@ -271,17 +256,17 @@ class AttributionRuns:
         problems = dict(differences.problems)
         totals: dict[str, Scores] = {}
         first, compared.first = compared.first, None
-        for fraction in self._fractions:
+        for fraction in self.fractions:
             if first is None or fraction:
                 first = None
                 run = GradientRun(differences, self._roots, fraction, is_first=False)
-                metric = self._gradient_run(run, state, rules_of(self._method))
+                metric = self._gradient_run(run, state, rules_of(self.method))
             else:
                 run, metric = first
-            scores = scores_of(metric, run, differences, self._kept, problems)
+            scores = scores_of(metric, run, differences, self.kept, problems)
             totals |= {path: totals[path] + score if path in totals else score for path, score in scores.items()}
         self._found.problems |= problems
-        count = len(self._fractions)
+        count = len(self.fractions)
         self._found.scores |= {
             path: score if count == 1 else score / count for path, score in totals.items() if path not in problems
         }
@@ -289,50 +274,40 @@ class AttributionRuns:
     # -- one value -----------------------------------------------------------------------------------------------------
 
     def _run_one_by_one(self, state: ModuleState) -> None:
-        wanted = {node.path for node in self._nodes if node.is_wanted}
+        wanted = {node.path for node in self.nodes if node.is_wanted and not node.is_parameter}
+        metric = math.nan
         while wanted:
-            clean = CleanValues(wanted, self._copied, self._max_bytes)
+            clean = CleanValues(wanted, self._copied, self.max_bytes)
             with torch.no_grad():
-                self._found.clean = float(metric_number(self._metric(self._output(clean, self._clean, state))))
+                metric = float(metric_number(self.metric(self._output(clean, self.clean, state))))
             self._found.problems |= clean.problems
             rewritten = {
                 path for path, values in clean.by_path.items() if not all(value.is_current for value in values)
             }
             self._copied |= rewritten
             for path in wanted - clean.left - rewritten - set(clean.problems):
-                problem = self._score_alone(path, [value.tensor for value in clean.by_path.get(path, ())], state)
-                if problem is not None:
-                    self._found.problems[path] = problem
+                self._score_alone(path, [value.tensor for value in clean.by_path.get(path, ())], state)
             wanted = clean.left | rewritten
+        self._found.clean = metric
 
-    def _score_alone(self, path: str, clean: list[Tensor], state: ModuleState) -> str | None:
-        """Scores one value, or returns why that is not possible."""
-        rules = rules_of(self._method)
-        restored, cut = Restored(path, clean), Cut(path)
-        with torch.no_grad(), rules.recording():
-            after = float(metric_number(self._metric(self._output(restored, self._corrupted, state))))
-        with torch.enable_grad(), rules.applied():
-            metric = metric_number(self._metric(self._output(cut, self._corrupted, state)))
-        cut.is_over = True
-        self._found.fallbacks |= rules.fallbacks
-        self._found.corrupted = float(metric.detach())
-        problem = cut.problem or restored.problem or _uneven(len(clean), len(cut.values))
-        if problem is not None:
-            return problem
-        if not metric.requires_grad:
-            return _UNREACHED
-        gradients = torch.autograd.grad(metric, cut.values, allow_unused=True)
-        kept = self._kept.get(path)
-        scores = [
-            _reduced(_difference(mine, value.detach()), gradient, kept, is_careful=True).double().cpu().numpy()
-            for mine, value, gradient in zip(clean, cut.values, gradients, strict=True)
-            if gradient is not None  # type: ignore[redundant-expr]  # `allow_unused`
-        ]
-        if not scores:
-            return _UNREACHED
-        self._found.scores[path] = np.sum(np.broadcast_arrays(*scores), axis=0)
-        self._found.changes[path] = after - self._found.corrupted
-        return None
+    def _score_alone(self, path: str, clean: Sequence[Tensor], state: ModuleState) -> None:
+        """Scores one value: the corrupted run in which it alone is restored takes the place of the clean run."""
+        self._roots, self._only = Roots(), path
+        self._roots.clean = {(path, number): value for number, value in enumerate(clean)}
+        compared = self._compared({path}, state, is_careful=True)
+        if compared.left:  # the model writes into the value
+            compared = self._compared({path}, state, is_careful=True)
+        if compared.first is not None:
+            run, metric = compared.first
+            problem = _uneven(len(clean), run.counts.get(path, -1) + 1)
+            if problem is None and not metric.requires_grad:
+                problem = _UNREACHED
+            if problem is not None:
+                compared.differences.problems.setdefault(path, problem)
+        self._score(compared, state)
+        if path in self._found.scores:
+            self._found.changes[path] = self._found.clean - self._found.corrupted
+        self._roots, self._only = Roots(), None
 
     # -- one run -------------------------------------------------------------------------------------------------------
 
@@ -340,16 +315,18 @@ class AttributionRuns:
         if self._has_run:
             state.restore()  # all runs have the same random numbers and buffers
         self._has_run = True
-        fresh = inputs.fresh()
-        self._watched.listener = listener
-        with self._choices.recorded() if inputs is self._clean else self._choices.held():
-            return self._pg(*fresh.args, **fresh.kwargs)
+        only = self._only
+        self.watched.listener = (
+            listener if only is None else lambda node, value: listener(node, value) if node.path == only else value
+        )
+        with self._choices.recorded() if inputs is self.clean else self._choices.held():
+            return inputs.run(self.pg)
 
     def _gradient_run(self, run: GradientRun, state: ModuleState, rules: DerivativeRules) -> Tensor:
         with torch.enable_grad(), rules.applied():
-            metric = metric_number(self._metric(self._output(run, self._corrupted, state)))
+            metric = metric_number(self.metric(self._output(run, self.corrupted, state)))
         run.finish()
-        if run.edges and not metric.requires_grad:
+        if run.edges and not metric.requires_grad and self._only is None:
             raise no_gradient()
         return metric
 
@@ -383,11 +360,7 @@ def no_gradient() -> ExperimentError:
 
 
 def metric_number(value: Any) -> Tensor:
-    """Returns the result of a metric as a tensor without dimensions.
-
-    Raises:
-        ExperimentError: It is not a single number that has a gradient.
-    """
+    """Returns the result of a metric as a tensor without dimensions."""
     if value is None:
         raise ExperimentError("the metric returned None: is a return statement missing?")
     if not isinstance(value, Tensor):
@@ -425,12 +398,10 @@ class CleanValue:
 
 
 class CleanValues:
-    """The listener of the clean run: keeps values, in order of execution, up to a memory limit.
+    """The listener of the clean run: keeps the values of wanted paths, in order of execution, up to a memory limit.
 
-    Args:
-        wanted: The paths whose values are kept.
-        copied: The paths whose values are copied, since the model writes into them later.
-        max_bytes: The memory limit for the values and their gradients. One value is always kept.
+    The limit is for values and their gradients; one value is always kept. Values at the paths `copied` are copied: the
+    model writes into them later.
 
     Attributes:
         by_path: The values, one for each time that the path was computed.
@@ -505,9 +476,6 @@ def _cost(value: Tensor) -> int:
     return value.numel() * max(value.element_size(), 4) * 2
 
 
-Occurrence: TypeAlias = "tuple[str, int]"
-"""A path, and the number of its earlier values in the same run."""
-
 _NO_GRADIENT = (
     "it differs between the runs, but only through operations without a gradient (integers, comparisons, .detach(), "
     "torch.no_grad)"
@@ -526,7 +494,7 @@ class Roots:
     """
 
     def __init__(self) -> None:
-        self.clean: dict[Occurrence, Tensor] = {}
+        self.clean: dict[tuple[str, int], Tensor] = {}
         self.tracked: set[int] = set()
         self.untracked: set[int] = set()
         self.flow = ValueFlow()
@@ -566,18 +534,15 @@ class Differences:
         self._known: dict[tuple[int, Any], int] = {}
 
     def add(self, clean: CleanValue, value: Tensor, origin: Any) -> int:
-        """Returns the index of the difference; equal for all names of the same two tensors.
+        """Returns the index of the difference of two values.
 
-        Args:
-            clean: The value of the clean run.
-            value: The value of the corrupted run.
-            origin: An object that all names of the value share.
+        It is the same for all names of these two: `origin` is an object that all names of the corrupted value share.
         """
         key = (id(clean), origin)
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = len(self.tensors)
-            self.tensors.append(self._difference(clean.tensor.detach(), value.detach()))
+            self.tensors.append(_difference(clean.tensor.detach(), value.detach(), self.is_careful))
         return number
 
     def release(self) -> None:
@@ -585,77 +550,41 @@ class Differences:
         self.clean.release()
         self._known.clear()
 
-    def _difference(self, clean: Tensor, value: Tensor) -> Tensor:
-        difference = _difference(clean, value)
-        # Masked scores are infinite in both runs, which does not count as a difference.
-        return torch.where(clean == value, 0, difference) if self.is_careful else difference
 
-
-def _difference(clean: Tensor, value: Tensor) -> Tensor:
-    return clean.float() - value.float() if clean.element_size() < 4 else clean - value
+def _difference(clean: Tensor, value: Tensor, is_careful: bool) -> Tensor:
+    difference = clean.float() - value.float() if clean.element_size() < 4 else clean - value
+    # Masked scores are infinite in both runs, which does not count as a difference.
+    return torch.where(clean == value, 0, difference) if is_careful else difference
 
 
 class Restored:
-    """The listener of a run on the corrupted inputs in which one value is replaced by its clean value.
+    """The listener of a run on the corrupted inputs in which one value is its clean value, if it can be.
 
-    Attributes:
-        problem: Why it cannot be.
+    It passes all values on to the listener that keeps them.
     """
 
-    def __init__(self, path: str, clean: Sequence[Tensor]) -> None:
-        self._path = path
+    def __init__(self, kept: CleanValues, path: str, clean: Sequence[Tensor]) -> None:
+        self._kept, self._path = kept, path
         self._left = list(clean)
-        self.problem: str | None = None
 
     def __call__(self, node: ScoredNode, value: Any) -> Any:
-        if node.path != self._path or not self._left:
-            return value
-        clean = self._left.pop(0)
-        if not node.can_be_cut:
-            self.problem = "it cannot be replaced: it is the state of a module, or a view that the model fills later"
-        elif not isinstance(value, Tensor) or (value.shape, value.dtype, value.device) != (
-            clean.shape,
-            clean.dtype,
-            clean.device,
-        ):
-            self.problem = node.problem(value) or _unlike(clean, value)
-        return value if self.problem else clean.clone()
-
-
-class Cut:
-    """The listener of a run on the corrupted inputs in which one value has a gradient.
-
-    Attributes:
-        values: The value, as often as it is computed.
-        problem: Why it has no gradient.
-        is_over: Whether the run is over: values after that are recomputed in backward.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.values: list[Tensor] = []
-        self.problem: str | None = None
-        self.is_over = False
-
-    def __call__(self, node: ScoredNode, value: Any) -> Any:
-        if node.path != self._path or self.is_over:
-            return value
-        self.problem = self.problem or node.problem(value)
-        if self.problem is not None:
-            return value
-        self.values.append(_writable_copy(value.detach()))
-        # The model may write into its argument, but the gradient belongs to the value before.
-        return self.values[-1].clone() if torch.is_grad_enabled() else value
+        if node.path == self._path and self._left:
+            clean = self._left.pop(0)
+            if not node.can_be_cut:
+                problem = "it cannot be replaced: it is the state of a module, or a view that the model fills later"
+                self._kept.problems[node.path] = problem
+            elif not isinstance(value, Tensor) or not _are_alike(clean, value):
+                self._kept.problems[node.path] = node.problem(value) or _unlike(clean, value)
+            else:
+                value = clean.clone()
+        return self._kept(node, value)
 
 
 class GradientRun:
     """The listener of one run with gradients.
 
-    Args:
-        differences: Filled in if `is_first`, otherwise only read.
-        roots: The values at which the runs begin to differ; extended if `is_first`.
-        fraction: The interpolation at the roots: 0 for the corrupted value, 1 for the clean value.
-        is_first: Whether the values of this run are compared with the clean values.
+    In the first run of a pair, its values are compared with the clean ones, which fills in `differences`, and extends
+    `roots`; the others only read these. At the roots, `fraction` is 0 for the corrupted value, and 1 for the clean one.
 
     Attributes:
         counts: How often each path was computed, minus one.
@@ -698,6 +627,9 @@ class GradientRun:
         problem = self._problem(node, occurrence, value)
         if problem is not None:
             self._differences.problems.setdefault(path, problem)
+            return value
+        if is_root and not torch.is_grad_enabled():
+            self._differences.problems[path] = _NO_GRADIENT
             return value
         if is_root:
             value, edge = self._cut(node, value, self._roots.clean[path, occurrence])
@@ -781,7 +713,7 @@ class GradientRun:
         if occurrence >= len(clean) or not isinstance(value, Tensor):
             return node.problem(value)
         mine = clean[occurrence].tensor  # checked in the clean run
-        if mine.shape == value.shape and mine.dtype == value.dtype and mine.device == value.device:
+        if _are_alike(mine, value):
             return None
         return node.problem(value) or _unlike(mine, value)
 
@@ -866,6 +798,10 @@ def _writable_copy(value: Tensor) -> Tensor:
     return value.requires_grad_().clone()
 
 
+def _are_alike(mine: Tensor, value: Tensor) -> bool:
+    return mine.shape == value.shape and mine.dtype == value.dtype and mine.device == value.device
+
+
 def _unlike(mine: Tensor, value: Tensor) -> str:
     if mine.shape != value.shape:
         return f"of shape {tuple(mine.shape)} in the clean run, of shape {tuple(value.shape)} in the corrupted run"
@@ -893,7 +829,10 @@ class KeptDims:
     def summed(self, product: Tensor) -> Tensor:
         """Returns the sum of a tensor over all other dimensions."""
         if self.row is not None and self.position is not None:
-            product = self._at_columns(product, self.row, self.position)
+            by_row = product.movedim((self.row, self.position), (0, 1))
+            rows = torch.arange(len(by_row), device=product.device)[:, None]
+            columns = torch.tensor(self.columns, device=product.device).T
+            product = by_row[rows, columns].movedim((0, 1), (self.row, self.position))
         kept = [] if self.position is None else [self.position]
         if self.heads is not None:
             product = product.unflatten(self.heads, (self.count, -1))
@@ -902,15 +841,8 @@ class KeptDims:
         sums = product.sum(others) if others else product
         return sums.T if kept != sorted(kept) else sums
 
-    def _at_columns(self, product: Tensor, row: int, position: int) -> Tensor:
-        """Returns a tensor with the selected columns instead of the positions."""
-        by_row = product.movedim((row, position), (0, 1))
-        rows = torch.arange(len(by_row), device=product.device)
-        columns = torch.tensor(self.columns, device=product.device)
-        return torch.stack([by_row[rows, column] for column in columns], 1).movedim((0, 1), (row, position))
 
-
-Part = tuple[int, KeptDims | None]
+_Part: TypeAlias = "tuple[int, KeptDims | None]"
 """The index of a slot, and the dimensions that are kept."""
 
 _UNREACHED = (
@@ -944,13 +876,13 @@ def scores_of(
 
 
 def _by_part(
-    metric: Tensor, run: GradientRun, differences: Differences, parts: Iterable[Part]
-) -> dict[Part, Scores | None]:
+    metric: Tensor, run: GradientRun, differences: Differences, parts: Iterable[_Part]
+) -> dict[_Part, Scores | None]:
     """Returns the score of each part; `None` for values that differ between the runs, but have no gradient."""
     if not run.edges:
         return {}
     gradients = gradients_of(metric, run.edges)
-    tensors: dict[Part, Tensor | None] = {}
+    tensors: dict[_Part, Tensor | None] = {}
     known: dict[Any, Tensor] = {}  # several names of one tensor often share one gradient
     for slot, kept in parts:
         number, gradient = run.slots[slot], gradients[slot]
@@ -966,11 +898,7 @@ def _by_part(
 
 
 def gradients_of(metric: Tensor, values: Sequence[Tensor] | Sequence[GradientEdge]) -> list[Tensor | None]:
-    """Returns the gradient of the metric at each value; `None` where the metric does not depend on it.
-
-    Raises:
-        ExperimentError: It cannot be computed.
-    """
+    """Returns the gradient of the metric at each value; `None` where the metric does not depend on it."""
     try:
         return list(torch.autograd.grad(metric, values, allow_unused=True))
     except RuntimeError as error:
@@ -989,18 +917,17 @@ def _reduced(difference: Tensor, gradient: Tensor, kept: KeptDims | None, is_car
     return product.sum() if kept is None else kept.summed(product)
 
 
-def _as_arrays(tensors: Mapping[Part, Tensor | None]) -> dict[Part, Scores | None]:
+def _as_arrays(tensors: Mapping[_Part, Tensor | None]) -> dict[_Part, Scores | None]:
     """Returns all tensors as arrays, with one transfer for each device."""
-    arrays: dict[Part, Scores | None] = dict.fromkeys(tensors)
-    by_device: dict[torch.device, list[Part]] = {}
+    arrays: dict[_Part, Scores | None] = dict.fromkeys(tensors)
+    by_device: dict[torch.device, list[tuple[_Part, Tensor]]] = {}
     for part, tensor in tensors.items():
         if tensor is not None:
-            by_device.setdefault(tensor.device, []).append(part)
-    for parts in by_device.values():
-        present = [tensor for part in parts if (tensor := tensors[part]) is not None]
-        flat = torch.cat([tensor.reshape(-1) for tensor in present]).to("cpu").double().numpy()
+            by_device.setdefault(tensor.device, []).append((part, tensor))
+    for present in by_device.values():
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in present]).to("cpu").double().numpy()
         end = 0
-        for part, tensor in zip(parts, present, strict=True):
+        for part, tensor in present:
             start, end = end, end + tensor.numel()
             arrays[part] = flat[start:end].reshape(tuple(tensor.shape))
     return arrays
@@ -1052,13 +979,10 @@ class ValueFlow:
 
     def made_of(self, node: ScoredNode) -> list[Node]:
         """Returns the nodes that a value is computed from directly; for a module call, the output node of that call."""
-        direct = (inner for inner, _ in _made_of(node.node, node.frame))
-        return [_returned(inner) for inner in direct]
-
-
-def _returned(node: Node) -> Node:
-    """Returns the output node of the called module, if the node is a module call; otherwise the node."""
-    return node.frame.output_node if isinstance(node, CallNode) and node.frame.nodes else node
+        return [
+            inner.frame.output_node if isinstance(inner, CallNode) and inner.frame.nodes else inner
+            for inner, _ in _made_of(node.node, node.frame)
+        ]
 
 
 def _made_of(node: Node, frame: Frame) -> Iterator[tuple[Node, Frame]]:

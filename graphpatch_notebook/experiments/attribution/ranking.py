@@ -21,12 +21,7 @@ _CLOSE = 1e-5  # float32 sums in different orders
 
 @dataclass
 class Rank:
-    """A score in the ranking.
-
-    Attributes:
-        number: The index of the score.
-        others: The indices of scores of the same value under other names.
-    """
+    """The index of a score in the ranking, and the indices of scores of the same value under other names."""
 
     number: int
     others: list[int] = field(default_factory=list)
@@ -40,10 +35,8 @@ def ranked(
     Scores that differ by rounding only keep their order, so that ranks do not depend on the machine. Names of one value
     with different scores (a residual stream, and the input of a norm) have ranks of their own.
 
-    Args:
-        scores: The scores.
-        labels: The label of each score: a path, then others such as a position.
-        names: For the names of one value, the name that represents them all.
+    The label of a score is a path, then others such as a position. `names` has the name that represents all names of a
+    value, for each of these.
 
     Example:
         >>> labels = [("a.output",), ("b.input",), ("b.output",)]

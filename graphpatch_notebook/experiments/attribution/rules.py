@@ -115,10 +115,7 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "batch_norm": composites.batch_norm,
     "instance_norm": composites.instance_norm,
     "normalize": composites.normalize,
-    "norm": composites.norm,
-    "vector_norm": composites.norm,
-    "linalg_vector_norm": composites.norm,
-    "linalg_norm": composites.norm,
+    **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm", "linalg_norm"), composites.norm),
     "std": composites.std,
     "cosine_similarity": composites.cosine_similarity,
     "glu": composites.glu,
@@ -182,11 +179,8 @@ def register_rule(function: Callable[..., Any], surrogate: Surrogate, *, is_exac
 def warn_of_loss(what: str, loss: float, fallbacks: Mapping[str, str], *, is_half: bool) -> None:
     """Warns if scores of the secant do not have the expected sum, and names possible causes.
 
-    Args:
-        what: Which scores, and what they should sum to.
-        loss: The difference, relative to what they should sum to.
-        fallbacks: Why a function does not explain the whole change of its result, by its name.
-        is_half: Whether the model computes in half precision, where rounding takes more.
+    `what` says which scores, and what they should sum to; `loss` is the difference, relative to that. Models in half
+    precision lose more to rounding.
     """
     if not loss > (5e-2 if is_half else 1e-3):
         return
@@ -212,7 +206,7 @@ class DerivativeRules:
     attention that patches open.
 
     Attributes:
-        method: The name of the method that has rules of its own.
+        method: The name of the method; empty for the gradients of torch.
         fallbacks: Why a function does not explain the whole change of its result, by its name.
         recorded_bytes: How much memory the records of the clean run take.
     """
@@ -233,18 +227,6 @@ class DerivativeRules:
         """Returns a context manager for the run with gradients on the corrupted inputs, and its metric."""
         return nullcontext()
 
-    def another(self) -> DerivativeRules:
-        """Returns the same rules for another pair of runs."""
-        return type(self)()
-
-    def rule_for(self, function: Callable[..., Any]) -> Rule | None:
-        """Returns the rule for a function; `None` for one whose own derivative is used."""
-        raise NotImplementedError
-
-    def clean_counterpart(self, call: PairedCall) -> _Recorded:
-        """Returns the record of the same call in the clean run, and notes which inputs differ."""
-        raise NotImplementedError
-
     def before(self, args: Sequence[Any]) -> None:
         """Names what computed the arguments of a call of the run with gradients, if torch did not dispatch it."""
         for value in args:
@@ -253,14 +235,7 @@ class DerivativeRules:
                 kind = type(node).__name__.removesuffix("Backward")
                 self.fallbacks.setdefault(kind, "it is not a function that torch dispatches, and keeps its derivative")
 
-    def after(
-        self,
-        function: Callable[..., Any],  # others look at it
-        args: Sequence[Any],
-        result: Any,
-        *,
-        has_rule: bool,
-    ) -> None:
+    def after(self, function: Callable[..., Any], args: Sequence[Any], result: Any, *, has_rule: bool) -> None:
         """Is given the result of each call of the run with gradients."""
         self._seen.update(value.grad_fn for value in (*_parts(result), *args) if isinstance(value, Tensor))
 
@@ -269,20 +244,24 @@ class DerivativeRules:
 
 
 class SecantRules(DerivativeRules):
-    """Rules that take each derivative from two runs."""
+    """Rules that take each derivative from two runs.
+
+    Attributes:
+        tape: The calls of the clean run that have rules.
+    """
 
     method: ClassVar[str] = "secant"
 
     def __init__(self) -> None:
         super().__init__()
-        self._tape: list[_Recorded] = []
+        self.tape: list[_Recorded] = []
         self._at = 0
         self._decisions: list[Tensor] = []
         self._decided = 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        self._tape, self._decisions = [], []
+        self.tape, self._decisions = [], []
         with _Recording(self) as mode:
             yield
         self.recorded_bytes = mode.size
@@ -295,20 +274,18 @@ class SecantRules(DerivativeRules):
                 yield
         finally:
             self._seen.clear()
-        if self._at != len(self._tape):
-            raise ExperimentError(self._parted(self._tape[self._at], None))
-        self._tape, self._decisions = [], []
+        if self._at != len(self.tape):
+            raise ExperimentError(self._parted(self.tape[self._at], None))
+        self.tape, self._decisions = [], []
 
     def rule_for(self, function: Callable[..., Any]) -> Rule | None:
+        """Returns the rule for a function; `None` for one whose own derivative is used."""
         found = _SECANT.get(function)
         return _SECANT.get(family_name(function)) if found is None else found
 
-    def record(self, record: _Recorded) -> None:
-        """Records a call of the clean run."""
-        self._tape.append(record)
-
     def clean_counterpart(self, call: PairedCall) -> _Recorded:
-        recorded = self._tape[self._at] if self._at < len(self._tape) else None
+        """Returns the record of the same call in the clean run, and notes which inputs differ."""
+        recorded = self.tape[self._at] if self._at < len(self.tape) else None
         mine = _Recorded(family_name(call.function), [Held(x) for x in call.inputs])
         if recorded is None or (recorded.name, recorded.shapes) != (mine.name, mine.shapes):
             raise ExperimentError(self._parted(recorded, mine))
@@ -455,7 +432,7 @@ class _Mode(TorchFunctionMode):
                     return decomposition.steps(is_fused=False)(*args, **kwargs)
         rule = self._rules.rule_for(func)
         call = None if rule is None else PairedCall(func, args, kwargs, self._rules)
-        if rule is not None and call is not None and _fits(rule, call):
+        if rule is not None and call is not None and rule.fits(call):
             if not rule.is_multilinear or sum(not self._is_weight(x) for x in call.inputs) > 1:
                 return self._with_rule(rule, call, args, kwargs)
         else:
@@ -475,15 +452,6 @@ class _Mode(TorchFunctionMode):
         raise NotImplementedError
 
 
-def _fits(rule: Rule, call: PairedCall) -> bool:
-    """Whether a rule can be used for a call."""
-    return (
-        bool(call.inputs)
-        and all(map(has_memory, call.inputs))
-        and not (rule.refusal is not None and rule.refusal(call))
-    )
-
-
 class _Recording(_Mode):
     """Records the inputs of each call that has a rule."""
 
@@ -500,7 +468,7 @@ class _Recording(_Mode):
     def _with_rule(self, rule: Rule, call: PairedCall, args: Any, kwargs: Any) -> Any:
         func = call.function
         record = _Recorded(family_name(func), [self._writes.hold(x) for x in call.inputs])
-        self._rules.record(record)
+        self._rules.tape.append(record)
         self._writes.before(func, args, kwargs)
         result = self._plain(func, args, kwargs, has_rule=True)
         if rule.keeps_result and isinstance(result, Tensor):
@@ -552,11 +520,9 @@ class _Applied(_Mode):
 
 def _is_in_checkpoint() -> bool:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _CHECKPOINT_FILE:
-            return True
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT_FILE:
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -564,11 +530,7 @@ _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 @dataclass
 class _ReplacedCall:
-    """A call whose derivative is replaced.
-
-    Attributes:
-        kind: The type of its result, if it is not a tensor.
-    """
+    """A call whose derivative is replaced. `kind` is the type of its result, if that is not a tensor."""
 
     call: PairedCall
     rule: Rule
@@ -658,23 +620,16 @@ def rules_of(method: Method) -> DerivativeRules:
 
 
 def check_method(method: Any, known: Sequence[str] = METHODS) -> None:
-    """Checks the name of a method.
-
-    Raises:
-        ExperimentError: The method does not exist.
-    """
+    """Checks the name of a method."""
     if method not in known:
         renamed = '; "attribution" is called "gradient" now' if method == "attribution" else ""
         raise ExperimentError(f"method must be one of {', '.join(map(repr, known))}, not {method!r}{renamed}")
 
 
 def midpoints(steps: int) -> list[float]:
-    """Returns the points between two runs, from 0 to 1, at which integrated gradients are taken.
+    """Returns the midpoints of equal parts of the way between two runs, from 0 to 1.
 
-    They are the midpoints of equal parts: the error falls with the square of their number.
-
-    Raises:
-        ExperimentError: `steps` is not a positive integer.
+    The error of integrated gradients falls with the square of their number.
     """
     if type(steps) is not int or steps < 1:
         raise ExperimentError(f"steps must be a positive integer, not {steps!r}")

@@ -44,7 +44,7 @@ from graphpatch_notebook.inspection.resolution import Target, Unresolvable, reso
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.patches.selections import selection
 from graphpatch_notebook.sharded import sharding_of
-from graphpatch_notebook.values import TensorSpec, ValueSpec, leaves
+from graphpatch_notebook.values import TensorSpec, leaves
 
 Scores = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -137,13 +137,11 @@ class Selected:
     """The nodes of an attribution.
 
     Attributes:
-        names: The names of the values in the result, in order: paths, and names of components.
-        places: Where the value of each name is.
+        places: Where the value of each name in the result is: of paths, and of names of components.
         nodes: All nodes that hold floating-point tensors, in order of execution.
         skipped: Why a path cannot have a score.
     """
 
-    names: list[str]
     places: dict[str, ScoredPlace]
     nodes: list[ScoredNode]
     skipped: dict[str, str]
@@ -165,7 +163,8 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
     skipped: dict[str, str] = {}
     sharding = sharding_of(nodes.root)
     refused = {} if sharding is None else sharding.refusals(nodes)
-    for path, node, frame, spec in _rows(nodes.root, with_sizes=wanted is not None):
+    rows = NodeRows.of(nodes.root, with_sizes=wanted is not None)
+    for path, node, frame, spec in zip(rows.paths, rows.nodes, rows.frames, rows.specs, strict=True):
         is_hidden = node.is_size or node.is_inner  # to watch an inner node would open the fused call
         is_wanted = path in of_interest if wanted is not None else not is_hidden
         if not is_wanted and is_hidden:
@@ -179,7 +178,7 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
             skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"not a tensor, but {spec}"
     if wanted is None:
         places = {node.path: ScoredPlace(node.path) for node in found if node.is_wanted}
-    return Selected(list(places), places, found, skipped)
+    return Selected(places, found, skipped)
 
 
 def has_storage(value: Tensor) -> bool:
@@ -223,11 +222,6 @@ def _place_of(target: Target) -> ScoredPlace:
     return ScoredPlace(target.path, dim, number % count, count)
 
 
-def _rows(root: Frame, *, with_sizes: bool) -> Iterator[tuple[str, Node, Frame, ValueSpec]]:
-    rows = NodeRows.of(root, with_sizes=with_sizes)
-    return zip(rows.paths, rows.nodes, rows.frames, rows.specs, strict=True)
-
-
 def _not_floating(dtype: torch.dtype) -> str:
     return f"of dtype {str(dtype).removeprefix('torch.')}: scores are of floating-point values"
 
@@ -251,31 +245,19 @@ def _is_computed_float(node: Node) -> bool:
     return any(isinstance(leaf, TensorSpec) and leaf.dtype.is_floating_point for _, leaf in leaves(node.spec))
 
 
-@dataclass(frozen=True)
-class _SequenceDim:
-    """The sequence dimension of a value, and whether the sequence belongs to an encoder."""
-
-    dim: int
-    is_encoder: bool = False
+_ALL = selection(slice(None), "positions")
 
 
 class PositionAxis:
-    """The positions of a run, and where they are in each value.
+    """The chosen positions of a run, and where they are in the values of nodes.
 
-    Args:
-        root: The root frame of the capture.
-        nodes: The nodes that get scores.
-        inputs: The inputs of the run.
-        positions: The positions to score, as for `causal_trace`.
-        position_dim: The sequence dimension, if it is ambiguous: one number for all nodes, or a dict by path. For
-            models that do not take tokens, also that of their first input.
+    `position_dim` is the sequence dimension, as for `attribute`. For models that do not take tokens, it is also that of
+    their first input.
 
     Attributes:
         dims: The sequence dimension of each path.
-        problems: Why the positions of a path are unknown.
-
-    Raises:
-        ExperimentError: The sequence of the model is unknown, or a position is out of range.
+        problems: Why the positions of a path are unknown, or not computed.
+        cached: The positions that some values lack, since they are in a given key/value cache.
     """
 
     def __init__(
@@ -292,7 +274,8 @@ class PositionAxis:
         if positions is not None and positions is not True and rows is None:
             whole_numbers(positions)  # check this first
         self.problems: dict[str, str] = {}
-        self._places: dict[str, _SequenceDim] = {}
+        self.cached: set[int] = set()
+        self._places: dict[str, Restriction] = {}
         self._by_tokens = bool(token_inputs(root))
         for node in nodes:
             place = self._place_or_problem(node)
@@ -336,23 +319,34 @@ class PositionAxis:
 
     def row(self, path: str, scores: Scores) -> Scores:
         """Returns the scores of a path at `positions`, or NaN; adds to `problems`."""
-        row = np.full(len(self.positions), np.nan)
-        if self._columns and path in self._places:
-            return scores if scores.ndim else np.zeros(len(row))
-        if scores.ndim == 0:  # equal in both runs
-            size = self._size(path)
-            scores = np.zeros(0 if size is None else size)
-        first = self._first(path, len(scores))
-        if first is None:
+        row, place, step = np.full(len(self.positions), np.nan), self._places.get(path), self._step
+        if place is None:
             return row
-        for index, position in enumerate(self.positions):
-            if first <= position < first + len(scores):
-                row[index] = scores[position - first]
+        if self._columns:
+            return scores if scores.ndim else np.zeros(len(row))
+        if place.is_encoder:
+            lengths = {step.encoder_length: 0}
+        else:
+            lengths = {(step.past or 0) + (step.length or 0): 0, step.length: step.past or 0}
+        if scores.ndim == 0:  # equal in both runs
+            scores = np.zeros((step.encoder_length if place.is_encoder else step.length) or 0)
+        if len(scores) not in lengths:
+            self.problems[path] = f"the positions of its {len(scores)} entries are unknown"
+            return row
+        first = lengths[len(scores)]
+        cached = {position for position in self.positions if position < first}
+        if len(cached) == len(self.positions):
+            self.problems[path] = "these positions are in the given key/value cache, and not computed in the runs"
+            return row
+        self.cached |= cached
+        there = np.asarray(self.positions) - first
+        is_there = (there >= 0) & (there < len(scores))
+        row[is_there] = scores[there[is_there]]
         return row
 
     # -- dimensions ----------------------------------------------------------------------------------------------------
 
-    def _place_or_problem(self, node: ScoredNode) -> _SequenceDim | None:
+    def _place_or_problem(self, node: ScoredNode) -> Restriction | None:
         try:
             return self._place(node)
         except ExperimentError:
@@ -362,7 +356,7 @@ class PositionAxis:
             self.problems[node.path] = re.sub("; (drop|choose|use) .*", "", str(problem))
             return None
 
-    def _place(self, node: ScoredNode) -> _SequenceDim:
+    def _place(self, node: ScoredNode) -> Restriction:
         target = Target(node.path, node.frame, node.node, (), (), node.spec)
         given = self._given.get(node.path) if isinstance(self._given, Mapping) else self._given
         if not self._by_tokens:
@@ -374,9 +368,9 @@ class PositionAxis:
                 raise
             found = restriction_of(self._root, target, ProbePatch(positions=slice(None), position_dim=given))
         assert found is not None
-        return _SequenceDim(found.dim, found.is_encoder)
+        return found
 
-    def _place_without_tokens(self, node: ScoredNode, given: int | None) -> _SequenceDim:
+    def _place_without_tokens(self, node: ScoredNode, given: int | None) -> Restriction:
         shape = tuple(node.spec.shape)
         _, sequence = self._sequence_input()
         if node.is_state:
@@ -385,11 +379,11 @@ class PositionAxis:
         along = sequence_dims(find(self._root).axes_at(node.path)) if len(dims) > 1 else []
         dims = [dim for dim in dims if dim in along] or dims
         if given is not None and -len(shape) <= given < len(shape) and given % len(shape) in dims:
-            return _SequenceDim(given % len(shape))
+            dims = [given % len(shape)]
         if len(dims) != 1:
             which = "several dimensions" if dims else "no dimension"
             raise ValueError(f"{which} of its shape {shape} can be the example's sequence of {sequence[0]} positions")
-        return _SequenceDim(dims[0])
+        return Restriction(None, _ALL, dims[0])
 
     def _sequence_input(self) -> tuple[str, Profile]:
         """Returns the input that has the dimension `position_dim`, and a description of that dimension."""
@@ -416,7 +410,7 @@ class PositionAxis:
         asking = Entry(
             Target("", self._root, self._root.output_node, (), (), self._root.output_node.spec),
             (ProbePatch(),),
-            Restriction(None, selection(slice(None), "positions")),
+            Restriction(None, _ALL),
         )
         steps = GenerationSteps(self._root, [asking], StepCount(), True)
         steps.begin(inputs.args, inputs.kwargs)
@@ -435,23 +429,3 @@ class PositionAxis:
         if not longest:
             raise ExperimentError("the sequence has no positions: give inputs with at least one token")
         return counted_positions(given, longest, f"the sequence has {longest} positions")
-
-    def _size(self, path: str) -> int | None:
-        place = self._places.get(path)
-        if place is None:
-            return None
-        return self._step.encoder_length if place.is_encoder else self._step.length
-
-    def _first(self, path: str, size: int) -> int | None:
-        """Returns the position of the first entry of a value."""
-        place, step = self._places.get(path), self._step
-        if place is None:
-            return None
-        if place.is_encoder:
-            lengths = {step.encoder_length: 0}
-        else:
-            lengths = {(step.past or 0) + (step.length or 0): 0, step.length: step.past or 0}
-        if size not in lengths:
-            self.problems[path] = f"the positions of its {size} entries are unknown"
-            return None
-        return lengths[size]

@@ -60,9 +60,8 @@ def quotient(call: PairedCall, *inputs: Tensor) -> Tensor:
 def _slope(call: PairedCall, number: int, inputs: list[Tensor]) -> Tensor:
     """Returns the slope of an elementwise function between the two runs, as one input changes."""
 
-    def function(value: Tensor) -> Tensor:
-        result: Tensor = call(*inputs[:number], value, *inputs[number + 1 :])
-        return result
+    def function(value: Tensor) -> Any:
+        return call(*inputs[:number], value, *inputs[number + 1 :])
 
     corrupted, clean = call.corrupted[number].expand_as(inputs[number]), call.clean[number].expand_as(inputs[number])
     middle = _between(corrupted, clean, 0.5).contiguous().requires_grad_()
@@ -94,33 +93,30 @@ def softmax(call: PairedCall, scores: Tensor) -> Tensor:
     whatever the scores are. The quotients of exp and of the division conserve too, but with large scores they are
     unrelated to the derivative.
     """
-    dim = call.argument(1, "dim")
-    weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
+    weights, dim = _mean_pattern(call)
     scores = _finite(scores)
     return weights * (scores - _weighted(scores, weights, dim))
 
 
 def log_softmax(call: PairedCall, scores: Tensor) -> Tensor:
     """The scores, less their mean under the logarithmic mean of the two patterns."""
-    dim = call.argument(1, "dim")
-    weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
-    return _finite(scores) - _weighted(_finite(scores), weights, dim)
+    return _finite(scores) - _weighted(_finite(scores), *_mean_pattern(call))
 
 
 def logsumexp(call: PairedCall, scores: Tensor) -> Tensor:
     """The mean of the scores under the logarithmic mean of the two patterns."""
-    dim = call.argument(1, "dim")
-    weights = _mean_pattern(call.clean[0], call.corrupted[0], dim)
+    weights, dim = _mean_pattern(call)
     result = _weighted(_finite(scores), weights, dim)
     return result if call.argument(2, "keepdim", False) else result.squeeze(dim)
 
 
-def _mean_pattern(clean: Tensor, corrupted: Tensor, dim: Any) -> Tensor:
-    """Returns `(p - q) / (log p - log q)` of the patterns of two tensors of scores."""
-    logs = [scores - scores.logsumexp(dim, keepdim=True) for scores in (clean, corrupted)]
+def _mean_pattern(call: PairedCall) -> tuple[Tensor, Any]:
+    """Returns `(p - q) / (log p - log q)` of the patterns of the two runs, and their dimension."""
+    dim = call.argument(1, "dim")
+    logs = [scores - scores.logsumexp(dim, keepdim=True) for scores in (call.clean[0], call.corrupted[0])]
     apart = (logs[0] - logs[1]).abs()
     ratio = torch.where(apart == 0, 1, -torch.expm1(-apart) / torch.where(apart == 0, 1, apart))
-    return (torch.maximum(*logs).exp() * ratio).nan_to_num(0.0)  # masked in both runs
+    return (torch.maximum(*logs).exp() * ratio).nan_to_num(0.0), dim  # masked in both runs
 
 
 def _weighted(scores: Tensor, weights: Tensor, dim: Any) -> Tensor:
@@ -136,7 +132,7 @@ def by_steps(steps: Callable[..., Any]) -> Surrogate:
     """Returns the rule that decomposes a function: `steps` has its signature, and each step has its own rule."""
 
     def surrogate(call: PairedCall, *inputs: Tensor) -> Any:
-        rules = call.rules.another()
+        rules = type(call.rules)()
         with torch.no_grad(), rules.recording():
             call.take(steps, *call.clean)
         inputs = tuple(x if differs else x.detach() for x, differs in zip(inputs, call.differs, strict=True))

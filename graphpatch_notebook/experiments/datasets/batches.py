@@ -32,15 +32,7 @@ Dataset: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
 
 
 def batches_of(dataset: Dataset, batch_size: int | None) -> Iterator[Inputs]:
-    """Yields the batches of a dataset.
-
-    Args:
-        dataset: An iterable of batches: each a tensor, a tuple of arguments or a dict of keyword arguments. Or the
-            inputs of all examples in that form, which are cut into batches.
-        batch_size: How many examples a batch has, if the inputs of all examples are given.
-
-    Raises:
-        ExperimentError: `batch_size` is missing, or the dataset has batches already.
+    """Yields the batches of a dataset: those of an iterable, or parts of the inputs of all examples.
 
     Example:
         >>> [tuple(batch.args[0].shape) for batch in batches_of(torch.zeros(5, 3), 2)]
@@ -112,11 +104,6 @@ class ExampleRows:
 
 class RowReader:
     """Splits values of a model into rows, one for each position of each example. It can be pickled.
-
-    Args:
-        pg: The graph.
-        patterns: A path, a pattern, or several.
-        positions: The positions that are wanted; `None` for all.
 
     Attributes:
         by_path: By path, the dimensions of the recorded value that hold the batch and the positions; the latter is
@@ -194,11 +181,7 @@ class RowReader:
         return ExampleRows(example + first, position, ids, kept)
 
     def of_value(self, path: str, value: Tensor, rows: ExampleRows) -> Tensor:
-        """Returns the rows of a value, of shape (rows, ...): copies on the CPU.
-
-        Raises:
-            ExperimentError: The value has another number of examples or positions than the inputs.
-        """
+        """Returns the rows of a value, of shape (rows, ...): copies on the CPU."""
         row_dim, position_dim = self.by_path[path]
         value = value.detach().movedim(row_dim, 0)
         if position_dim is None:
@@ -232,14 +215,7 @@ def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None, bool]:
 def read_batch(
     reader: RowReader, dtype: torch.dtype | None, pg: PatchableGraph, numbered: tuple[int, Inputs]
 ) -> tuple[ExampleRows, dict[str, Tensor]]:
-    """Runs the model on a batch, given with the number of its first example.
-
-    Returns:
-        The rows of the batch, and by path the rows of each value.
-
-    Raises:
-        ExperimentError: A value was not computed.
-    """
+    """Returns the rows of a batch, given with the number of its first example, and by path those of each value."""
     first, batch = numbered
     rows, fresh = reader.rows(batch, first), batch.fresh()
     with torch.no_grad():

@@ -249,19 +249,13 @@ class _AllSums:
         dims = ("path", "position") if self._positions is not None else ("path",)
         coords: dict[str, Any] = {"path": paths} | ({"position": positions} if self._positions is not None else {})
 
-        def column(name: str, of: list[str], *, is_shuffled: bool = False) -> Any:
-            values = np.array(
-                [[self._score((name, path, position), penalty, is_shuffled) for position in positions] for path in of]
-            )
-            return values if self._positions is not None else values[:, 0]
-
-        found: dict[str, tuple[tuple[str, ...], Any]] = {"r2": (dims, column("r2", paths))}
-        if "shuffled_labels" in baselines:
-            found["shuffled_labels"] = dims, column("r2", paths, is_shuffled=True)
-        if "random_weights" in baselines:
-            found["random_weights"] = dims, column("random_weights", paths)
-        if "bag_of_tokens" in baselines:
-            found["bag_of_tokens"] = dims[1:], column("bag_of_tokens", [""])[0]
+        found: dict[str, tuple[tuple[str, ...], Any]] = {}
+        for name in ("r2", *(each for each in _BASELINES if each in baselines)):
+            of, is_shuffled = [""] if name == "bag_of_tokens" else paths, name == "shuffled_labels"
+            model = "r2" if is_shuffled else name
+            scores = [[self._score((model, path, at), penalty, is_shuffled) for at in positions] for path in of]
+            values = np.array(scores) if self._positions is not None else np.array(scores)[:, 0]
+            found[name] = (dims[1:], values[0]) if name == "bag_of_tokens" else (dims, values)
         held_out = int(self._labels.is_held_out.sum())
         return xarray.Dataset(found, coords, {"held_out": held_out, "fitted": len(self._labels.numbers) - held_out})  # type: ignore[no-any-return]
 
@@ -301,11 +295,7 @@ class _BagOfTokens:
         self._table = torch.zeros(0, _BAG)
 
     def features(self, tokens: Tensor | None, rows: ExampleRows) -> Tensor:
-        """Returns the features, of shape (rows, features).
-
-        Raises:
-            ExperimentError: The model does not take tokens.
-        """
+        """Returns the features, of shape (rows, features)."""
         if tokens is None or tokens.ndim != 2 or tokens.is_floating_point():
             raise ExperimentError("the model does not take tokens: leave out the baseline 'bag_of_tokens'")
         tokens = tokens.cpu()

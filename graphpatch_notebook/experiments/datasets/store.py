@@ -180,11 +180,7 @@ class _Writer:
         self._bytes = self._examples = 0
 
     def skipped(self, batches: Iterator[Inputs]) -> Iterator[Inputs]:
-        """Yields the batches after those that are stored.
-
-        Raises:
-            ExperimentError: The first ones are not those that are stored.
-        """
+        """Yields the batches after those that are stored."""
         for notes in self._stored:
             for stored in json.loads(notes["digests"]):
                 batch = next(batches, None)

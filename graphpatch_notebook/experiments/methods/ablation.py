@@ -20,15 +20,8 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_metric,
     several_paths,
 )
-from graphpatch_notebook.experiments.methods.heads import HeadLayout, head_layout, shapes_of
-from graphpatch_notebook.experiments.methods.positions import (
-    PositionCells,
-    PositionDim,
-    Positions,
-    RowPositions,
-    position_cells,
-    position_dims,
-)
+from graphpatch_notebook.experiments.methods.heads import ValueParts
+from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, RowPositions, position_dims
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
@@ -123,26 +116,17 @@ def ablate(
     run = record(pg, given, names)
     run.warn_if_random(pg)
     values = run.values
-    dims = {} if positions is None and mean_over == "batch" else position_dims(pg, names, position_dim)
-    axes: dict[str, Any] = {"path": names}
-    places: HeadLayout | None = None
-    cells: PositionCells | None = None
-    if heads is not None:
-        places = head_layout(pg, shapes_of(values), heads, given.rows, position_dim)
-        axes["head"] = range(heads)
-    if positions is not None:
-        cells = position_cells(pg, positions, values, dims)
-        axes["position"] = cells.labels
+    parts = ValueParts(pg, values, given.rows, heads, positions, position_dim)
     instead: dict[str, Tensor] = {}
     if method != "zero":
-        fills = _Fills(given, inputs_of(reference), dims if mean_over != "batch" else {}, seed)
+        pooled = position_dims(pg, names, position_dim) if mean_over != "batch" else {}
+        fills = _Fills(given, inputs_of(reference), pooled, seed)
         others = record(pg, fills.reference, names).values
         fill = fills.mean if method == "mean" else fills.resampled
         instead = {name: fill(name, values[name], others[name]) for name in names}
-    ablation = _Ablation(list(axes), values, instead, cells, places)
     result = run_sweep(
-        pg, axes, ablation, given, metric=metric, batch=batch, progress=progress, checkpoint=checkpoint,
-        checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
+        pg, parts.axes, _Ablation(parts, values, instead), given, metric=metric, batch=batch, progress=progress,
+        checkpoint=checkpoint, checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
     )  # fmt: skip
     result.attrs["method"] = method
     return result
@@ -153,50 +137,34 @@ class _Ablation:
     """Makes the patch map of a cell: a callable from its labels.
 
     Attributes:
-        axes: The names of the axes, in the order of the labels.
+        parts: The parts that are ablated.
         values: The original values, by path.
         instead: The values that replace them, of the same shape except that the first dimension may be 1; empty for
             zeros.
-        positions: The positions, if these are ablated separately.
-        heads: The layout of heads, if these are ablated separately.
     """
 
-    axes: list[str]
+    parts: ValueParts
     values: Mapping[str, Tensor]
     instead: Mapping[str, Tensor]
-    positions: PositionCells | None
-    heads: HeadLayout | None
 
     def __call__(self, *labels: Any) -> PatchMap:
-        cell = dict(zip(self.axes, labels, strict=True))
+        cell = dict(zip(self.parts.axes, labels, strict=True))
         path = cell["path"]
-        index: list[Any] = [slice(None)] * self.values[path].ndim
-        if self.positions is not None:
-            self.positions.place(index, path, cell["position"])
-        if self.heads is not None:
-            index[self.heads.dims[path]] = self.heads.part(path, cell["head"])
-        where = None if len(cell) == 1 else tuple(index)
+        index = self.parts.index(path, cell)
+        where = None if len(cell) == 1 else index
         if path not in self.instead:
             return {path: ZeroPatch(slice=where)}
-        # A copy, since pickling a view would send its whole storage to another process.
         value = self.instead[path]
-        if self.positions is not None and self.positions.columns:
+        if self.parts.has_rows:
             value = value.expand_as(self.values[path])  # a mean has one row for all
-        value = value[tuple(index)].clone()
-        return {path: ReplacePatch(value=value, slice=where)}
+        # A copy, since pickling a view would send its whole storage to another process.
+        return {path: ReplacePatch(value=value[index].clone(), slice=where)}
 
 
 class _Fills:
     """The replacements of values, computed from the values on the reference inputs.
 
-    Args:
-        inputs: The inputs of the ablated runs.
-        reference: The reference inputs.
-        pooled_dims: The sequence dimension by path, if means are also over positions.
-        seed: The seed for drawing rows; `None` for all rows in order.
-
-    Raises:
-        ExperimentError: The batch size is unknown.
+    `pooled_dims` has the sequence dimension by path, if means are also over positions. With a seed, rows are drawn.
     """
 
     def __init__(self, inputs: Inputs, reference: Inputs, pooled_dims: Mapping[str, int], seed: int | None) -> None:

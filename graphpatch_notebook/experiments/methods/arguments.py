@@ -26,20 +26,13 @@ from graphpatch_notebook.values import TensorSpec, readable_children
 
 
 def check_graph(pg: Any) -> None:
-    """Checks that an experiment is given a `PatchableGraph`.
-
-    Raises:
-        TypeError: It is something else, such as a model.
-    """
+    """Raises a `TypeError` if an experiment is given something else than a `PatchableGraph`, such as a model."""
     if not isinstance(pg, PatchableGraph):
         raise TypeError(f"give a PatchableGraph, not a {_kind(pg)}: PatchableGraph(model, *example_inputs)")
 
 
 def check_metric(metric: Any) -> None:
-    """Checks that a metric can be called with an output.
-
-    Raises:
-        ExperimentError: It is a class instead of an instance, or is not callable.
+    """Checks that a metric can be called with an output, and is not a class.
 
     Example:
         >>> check_metric(max)
@@ -57,14 +50,9 @@ def check_metric(metric: Any) -> None:
 def check_input_names(pg: PatchableGraph, names: Iterable[str], function: Callable[..., Any]) -> None:
     """Checks that no keyword input is a misspelled option, which a model with `**kwargs` would accept silently.
 
-    Args:
-        pg: The graph.
-        names: The names of keyword inputs.
-        function: The experiment that was called.
-
     Raises:
-        ExperimentError: A name is similar to that of an option, and no module of the model has a parameter of that
-            name.
+        ExperimentError: A name is similar to that of an option of `function`, the experiment that was called, and no
+            module of the model has a parameter of that name.
     """
     if "backward" not in option_names(function):
         _check_no_gradients(names, function)
@@ -72,11 +60,7 @@ def check_input_names(pg: PatchableGraph, names: Iterable[str], function: Callab
 
 
 def check_inputs(pg: PatchableGraph, inputs: Inputs) -> None:
-    """Checks that inputs are tensors where the example inputs were tensors.
-
-    Raises:
-        ExperimentError: An input is a list of numbers or a NumPy array.
-    """
+    """Raises an `ExperimentError` if an input is a list of numbers, or an array, where a tensor was captured."""
     root = pg.nodes.root
     for node in root.inputs():
         value = given_input(root.parameters, node.target, inputs.args, inputs.kwargs)
@@ -96,11 +80,7 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 
 def check_no_inputs(**options: Any) -> None:
-    """Checks that no option is a tensor, which is likely an input of the model.
-
-    Raises:
-        ExperimentError: An option is a tensor.
-    """
+    """Raises an `ExperimentError` if an option is a tensor, which is likely an input of the model."""
     for name, value in options.items():
         if isinstance(value, Tensor):
             raise ExperimentError(
@@ -110,12 +90,7 @@ def check_no_inputs(**options: Any) -> None:
 
 
 def check_options(given: Mapping[str, Any], function: Callable[..., Any], others: Callable[..., Any]) -> None:
-    """Checks the names of options that a function passes on.
-
-    Args:
-        given: The options to pass on.
-        function: The function that was called.
-        others: The function that receives them.
+    """Checks the names of the options that a function passes on to another one.
 
     Raises:
         TypeError: An option does not exist. The message names a similar one.
@@ -207,11 +182,7 @@ def _meant(pg: PatchableGraph, text: str) -> list[str]:
 
 
 def check_same_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
-    """Checks that values of the clean and the corrupted run have the same shapes.
-
-    Raises:
-        ExperimentError: They do not. The message has path and shapes.
-    """
+    """Raises an `ExperimentError` if values of the clean and the corrupted run differ in shape."""
     for path, value in clean.items():
         if path in corrupted and value.shape != corrupted[path].shape:
             raise ExperimentError(
@@ -221,11 +192,7 @@ def check_same_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tenso
 
 
 def check_same_input_shapes(pg: PatchableGraph, clean: Inputs, corrupted: Inputs) -> None:
-    """Checks that the tensors in the clean and the corrupted inputs have the same shapes.
-
-    Raises:
-        ExperimentError: They do not. The message has the name of the input, and the shapes.
-    """
+    """Raises an `ExperimentError` if the tensors in the clean and the corrupted inputs differ in shape."""
     check_same_shapes(*(_input_tensors(pg.nodes.root, inputs) for inputs in (clean, corrupted)))
 
 
@@ -246,11 +213,7 @@ def _input_tensors(root: Frame, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def checked_bytes(max_bytes: Any) -> int:
-    """Returns a limit for memory as an integer.
-
-    Raises:
-        ExperimentError: It is not a positive number.
-    """
+    """Returns a limit for memory as an integer; raises an `ExperimentError` if it is not a positive number."""
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, (int, float)) or not max_bytes > 0:
         raise ExperimentError(f"max_bytes must be a number of bytes, such as 2**30, not {max_bytes!r}")
     return int(min(max_bytes, 2**62))

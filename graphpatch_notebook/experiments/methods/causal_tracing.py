@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
-from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.engine.inputs import inputs_of
 from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
     check_graph,
@@ -22,17 +22,15 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_same_shapes,
     several_paths,
 )
-from graphpatch_notebook.experiments.methods.heads import HeadLayout, head_layout, shapes_of
+from graphpatch_notebook.experiments.methods.heads import ValueParts
 from graphpatch_notebook.experiments.methods.positions import (
-    PositionCells,
     PositionDim,
     Positions,
     RowPositions,
-    at_position,
     position_cells,
     position_dims,
 )
-from graphpatch_notebook.experiments.methods.reference_runs import Array, MetricRange, record
+from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
@@ -85,12 +83,7 @@ class Noise:
             raise ExperimentError(f"samples must be a positive integer, not {self.samples!r}")
 
     def patches(self, clean: Tensor, index: tuple[Any, ...]) -> list[AddPatch]:
-        """Returns a patch for each sample.
-
-        Args:
-            clean: The clean value at `path`.
-            index: The part to which noise is added.
-        """
+        """Returns a patch for each sample, which adds noise to the part of the clean value at `index`."""
         if not clean.is_floating_point():
             raise ExperimentError(
                 f"noise can be added to floating point numbers, but {str(self.path)!r} has {clean.dtype}"
@@ -171,84 +164,65 @@ def causal_trace(
     check_options(options, causal_trace, run_sweep)
     if isinstance(corrupted, type):
         raise ExperimentError(f"corrupted is the class {corrupted.__name__}; give {corrupted.__name__}(path, ...)")
+    if type(window) is not int or window < 1:
+        raise ExperimentError(f"window must be a positive number of paths, not {window!r}")
     names = several_paths(pg, paths)
     inputs = inputs_of(clean)
     noise = corrupted if isinstance(corrupted, Noise) else None
     run = record(pg, inputs, names if noise is None else [*names, str(noise.path)], metric)
     run.warn_if_random(pg)
-    axes: dict[str, Any] = {} if noise is None else {"sample": range(noise.samples)}
-    axes["path"] = names
-    restoring = _Restoring(axes, {name: run.values[name] for name in names}, window)
-    if heads is not None:
-        restoring.heads = head_layout(pg, shapes_of(restoring.values), heads, inputs.rows, position_dim)
-        axes["head"] = range(heads)
-    if positions is not False:
-        dims = position_dims(pg, names, position_dim)
-        restoring.positions = position_cells(pg, positions, restoring.values, dims)
-        axes["position"] = restoring.positions.labels
+    values = {name: run.values[name] for name in names}
+    chosen = None if positions is False else True if positions is None else positions
+    parts = ValueParts(pg, values, inputs.rows, heads, chosen, position_dim)
+    axes, corruptions = parts.axes, []
     if noise is None:
         inputs = inputs_of(corrupted)
         other = record(pg, inputs, names, metric)
-        check_same_shapes(restoring.values, other.values)
+        check_same_shapes(values, other.values)
         reference = other.measurement.values
     else:
-        restoring.corruptions = _corruptions(pg, noise, run.values, position_dim)
-        reference = restoring.corrupted(pg, inputs, metric)
+        corruptions = _corruptions(pg, noise, run.values, position_dim)
+        samples = {"sample": range(noise.samples)}
+        noisy = run_sweep(pg, samples, corruptions.__getitem__, inputs, metric=metric, progress=False)
+        reference, axes = np.asarray(_mean_of_samples(noisy).values), samples | axes
+    restoring = _Restoring(list(axes), values, window, parts, corruptions)
     comparison = MetricRange(run.measurement.values, reference, normalize)
     return comparison.result_of(
         lambda: run_sweep(pg, axes, restoring, inputs, metric=metric, **options), _mean_of_samples
     )
 
 
+@dataclass(frozen=True)
 class _Restoring:
     """Makes the patch map of a cell: a callable from its labels.
 
-    Args:
-        axes: The axes of the sweep; may be extended later.
+    Attributes:
+        axes: The names of the axes, in the order of the labels.
         values: The clean values, by path.
         window: The number of adjacent paths that are restored at once.
-
-    Attributes:
-        positions: The positions, if these are restored separately.
-        heads: The layout of heads, if these are restored separately.
+        parts: The parts of values that are restored.
         corruptions: The patches that add noise, for each sample.
     """
 
-    def __init__(self, axes: Mapping[str, Any], values: Mapping[str, Tensor], window: int) -> None:
-        if type(window) is not int or window < 1:
-            raise ExperimentError(f"window must be a positive number of paths, not {window!r}")
-        self._axes = axes
-        self.values = values
-        self.positions: PositionCells | None = None
-        self.heads: HeadLayout | None = None
-        self.corruptions: list[dict[str, AddPatch]] = []
-        names = list(values)
-        self._windows = {
-            name: names[max(0, at - window // 2) : at - window // 2 + window] for at, name in enumerate(names)
-        }
+    axes: list[str]
+    values: Mapping[str, Tensor]
+    window: int
+    parts: ValueParts
+    corruptions: Sequence[Mapping[str, AddPatch]]
 
     def __call__(self, *labels: Any) -> PatchMap:
-        cell = dict(zip(self._axes, labels, strict=True))
+        cell = dict(zip(self.axes, labels, strict=True))
         patches: dict[str, list[Patch[Any]]] = {}
         if self.corruptions:
             patches = {where: [patch] for where, patch in self.corruptions[cell["sample"]].items()}
-        for name in self._windows[cell["path"]]:
-            index: list[Any] = [slice(None)] * self.values[name].ndim
-            if self.positions is not None:
-                self.positions.place(index, name, cell["position"])
-            if self.heads is not None:
-                index[self.heads.dims[name]] = self.heads.part(name, cell["head"])
-            where = tuple(index)
+        names = list(self.values)
+        first = names.index(cell["path"]) - self.window // 2
+        for name in names[max(0, first) : first + self.window]:
+            where = self.parts.index(name, cell)
             # A copy, since pickling a view would send its whole storage to another process.
             patch = ReplacePatch(value=self.values[name][where].clone(), slice=where)
             patches[name] = [*patches.get(name, ()), patch]
         return patches
-
-    def corrupted(self, pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Array:
-        """Returns the metric with nothing restored, as the mean over the samples."""
-        samples = {"sample": range(len(self.corruptions))}
-        noisy = run_sweep(pg, samples, self.corruptions.__getitem__, inputs, metric=metric, progress=False)
-        return np.asarray(_mean_of_samples(noisy).values)
 
 
 def _corruptions(
@@ -257,11 +231,8 @@ def _corruptions(
     path = str(noise.path)
     dims = position_dims(pg, [path], position_dim)
     cells = position_cells(pg, noise.positions, {path: values[path]}, dims)
-    index = list(at_position(dims[path], cells.labels))
-    if cells.columns:
-        index = [slice(None)] * values[path].ndim
-        index[dims[path]] = torch.tensor(cells.columns)
-        index[cells.row_dims[path]] = torch.arange(len(cells.columns[0]))
+    index: list[Any] = [slice(None)] * values[path].ndim
+    cells.place(index, path, cells.labels)
     return [{path: patch} for patch in noise.patches(values[path], tuple(index))]
 
 

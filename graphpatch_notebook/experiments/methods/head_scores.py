@@ -121,11 +121,7 @@ def _repeated_tokens(weights: Weights, length: int, rows: int, seed: int) -> Ten
 
 
 def _embedded(pg: PatchableGraph, prefix: str) -> str | None:
-    """Returns the path of the tokens, `(batch, position)`, whose embeddings a stack begins with; `None` if unknown.
-
-    Raises:
-        ExperimentError: The model has several stacks, and this one does not begin with such tokens.
-    """
+    """Returns the path of the tokens, `(batch, position)`, whose embeddings a stack begins with; `None` if unknown."""
     components = pg.components
     flow = components.evidence.trails.flow
     tables = [

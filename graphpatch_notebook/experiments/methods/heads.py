@@ -21,7 +21,14 @@ from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Nod
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.methods.arguments import targets
-from graphpatch_notebook.experiments.methods.positions import PositionDim, position_dims
+from graphpatch_notebook.experiments.methods.positions import (
+    PositionCells,
+    PositionDim,
+    Positions,
+    RowPositions,
+    position_cells,
+    position_dims,
+)
 from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
 from graphpatch_notebook.inspection.resolution import Target, axes_of, is_patchable
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -36,21 +43,11 @@ _CONVOLUTIONS = ("conv1d", "conv2d")
 _SUMS = ("add", "iadd", "add_", "sub", "isub", "sub_", "rsub")
 
 
-@dataclass(frozen=True)
-class Mixing:
-    """The projection that mixed the heads.
+def mixing_of(target: Target) -> str | None:
+    """Returns what to give in place of a value in which the heads of an attention are mixed.
 
-    Attributes:
-        where: The path of the input of the projection, in which heads are separate; `None` if it cannot be patched.
-        repair: How to separate the heads if the path does not exist.
+    `None` if they are not, or it is unknown.
     """
-
-    where: str | None
-    repair: str = ""
-
-
-def mixing_of(target: Target) -> Mixing | None:
-    """Returns what mixed the heads of an attention in a value, or `None` if nothing did or it is unknown."""
     waiting, seen = deque([SourceValue(target.node, target.frame, target.dig)]), set[Any]()
     while waiting:
         value = waiting.popleft()  # breadth first: the attention of this layer before those of earlier layers
@@ -60,13 +57,14 @@ def mixing_of(target: Target) -> Mixing | None:
         made = value.node.whole
         if made.op == _WITH_PROJECTION:
             if value.node.position in (None, 0):  # the other is the pattern
-                return Mixing(None, f"open it: ExtractionOptions(decompose=[{_WITH_PROJECTION!r}])")
+                return f"open it: ExtractionOptions(decompose=[{_WITH_PROJECTION!r}])"
             continue
         projected = _projected(value)
         if projected is not None:
             product = _product_behind(projected)
             if product is not None and _width(projected.node) > _width(product):
-                return Mixing(_input_of_projection(projected))
+                separate = _input_of_projection(projected)
+                return "give the input of that projection" if separate is None else f"give {separate!r}"
         elif not _multiplies(value):
             waiting += sources_of(value)
     return None
@@ -165,7 +163,7 @@ def _product_behind(value: SourceValue) -> Node | None:
 
 
 def _input_of_projection(projected: SourceValue) -> str | None:
-    """Returns the path of the input of a projection: that of its module, if it has one of its own."""
+    """Returns the path of the input of a projection, or of its module; `None` if it cannot be patched."""
     value, given = projected, projected
     while value.node.kind == "op" and len(sources := list(sources_of(value))) == 1:
         value = sources[0]
@@ -191,15 +189,8 @@ Shape: TypeAlias = "tuple[int, ...]"
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The positions of heads in values.
+    """Where heads are in values, by path: their dimension, and how many entries of it belong to one head."""
 
-    Attributes:
-        count: The number of heads.
-        dims: The dimension of the heads, by path.
-        sizes: The number of entries in that dimension for one head, by path.
-    """
-
-    count: int
     dims: Mapping[str, int]
     sizes: Mapping[str, int]
 
@@ -207,15 +198,6 @@ class HeadLayout:
         """Returns the entries of a head in dimension `dims[path]`."""
         size = self.sizes[path]
         return slice(size * head, size * (head + 1))
-
-    def index(self, path: str, head: int) -> tuple[Any, ...]:
-        """Returns the index of a head in the value at a path."""
-        return (*(slice(None),) * self.dims[path], self.part(path, head))
-
-
-def shapes_of(values: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Returns the shapes of values."""
-    return {path: tuple(value.shape) for path, value in values.items()}
 
 
 _HEADED = {"head", "query", "key"}
@@ -231,25 +213,16 @@ def head_layout(
     have a dimension of their own: in a value with at least four dimensions, one of size `count` that is not the first,
     the last or the sequence dimension.
 
-    Args:
-        pg: The graph.
-        shapes: The shapes of the values, by path.
-        count: The number of heads given by the user.
-        rows: The batch size, if known.
-        position_dim: The sequence dimension given by the user.
-
-    Raises:
-        ExperimentError: A value cannot be split into this number of heads; or, according to the graph, its heads are
-            mixed.
+    The shapes of values are given by path; `rows` is the batch size, if known.
     """
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ExperimentError(f"heads must be the number of heads, a positive integer, not {count!r}")
     count = int(count)
     dims = {}
     places = targets(pg, shapes)
+    axes = {path: axes_of(pg.nodes.root, target) for path, target in places.items()}
     for path, shape in shapes.items():
-        axes = axes_of(pg.nodes.root, places[path])
-        known = [axes[dim : dim + 1] for dim in places[path].kept_dims]
+        known = [axes[path][dim : dim + 1] for dim in places[path].kept_dims]
         if ("head",) in known and shape[known.index(("head",))] == count:
             dims[path] = known.index(("head",))
             continue
@@ -257,10 +230,10 @@ def head_layout(
         _check_rows(path, shape, count, rows)
     _check_counts(pg, places, shapes, count)
     _check_heads_are_separate(places)
-    for path, target in places.items():
-        if count > 1 and (axes := axes_of(pg.nodes.root, target)) and not _HEADED.intersection(axes):
-            raise ExperimentError(f"{path!r} is not a value of attention: it has no heads ({', '.join(axes)})")
-    return HeadLayout(count, dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
+    for path, names in axes.items():
+        if count > 1 and names and not _HEADED.intersection(names):
+            raise ExperimentError(f"{path!r} is not a value of attention: it has no heads ({', '.join(names)})")
+    return HeadLayout(dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
 
 
 def _dim(path: str, shape: Shape, count: int, sequence: int | None) -> int:
@@ -324,14 +297,52 @@ def _heads_around(pg: PatchableGraph, target: Target, shape: Shape) -> dict[int,
 
 def _check_heads_are_separate(places: Mapping[str, Target]) -> None:
     """Rejects values in which heads are mixed."""
-    problems = []
-    for path, target in places.items():
-        mixing = mixing_of(target)
-        if mixing is not None:
-            repair = f"give {mixing.where!r}" if mixing.where else mixing.repair or "give the input of that projection"
-            problems.append(f"{path!r}: {repair}")
-    if problems:
+    repairs = {path: mixing_of(target) for path, target in places.items()}
+    if problems := [f"{path!r}: {repair}" for path, repair in repairs.items() if repair is not None]:
         raise ExperimentError(
             "heads= needs values with separate heads; after the output projection of an attention, each number depends "
             "on all heads:\n  " + "\n  ".join(problems)
         )
+
+
+class ValueParts:
+    """The parts of values that the cells of a sweep are about: a head of a value, a position, both, or all of it.
+
+    Without a number of heads, all heads are one part; without positions, all positions are.
+    `rows` is the batch size, if known.
+
+    Attributes:
+        axes: The axes of the sweep: `path`, and `head` and `position` for parts of values.
+        has_rows: Whether each row of the batch has positions of its own.
+    """
+
+    def __init__(
+        self,
+        pg: PatchableGraph,
+        values: Mapping[str, Tensor],
+        rows: int | None,
+        heads: int | None,
+        positions: Positions | RowPositions,
+        position_dim: PositionDim,
+    ) -> None:
+        self._values = values
+        self._heads: HeadLayout | None = None
+        self._positions: PositionCells | None = None
+        self.axes: dict[str, Any] = {"path": list(values)}
+        if heads is not None:
+            shapes = {path: tuple(value.shape) for path, value in values.items()}
+            self._heads = head_layout(pg, shapes, heads, rows, position_dim)
+            self.axes["head"] = range(heads)
+        if positions is not None:
+            self._positions = position_cells(pg, positions, values, position_dims(pg, list(values), position_dim))
+            self.axes["position"] = self._positions.labels
+        self.has_rows = self._positions is not None and bool(self._positions.columns)
+
+    def index(self, path: str, cell: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Returns the index of the part of a value that a cell is about, from the labels of the cell."""
+        index: list[Any] = [slice(None)] * self._values[path].ndim
+        if self._positions is not None:
+            self._positions.place(index, path, cell["position"])
+        if self._heads is not None:
+            index[self._heads.dims[path]] = self._heads.part(path, cell["head"])
+        return tuple(index)

@@ -38,11 +38,7 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 0.03, tor
 
 
 def component(pg: PatchableGraph, name: str) -> Component:
-    """Returns a component.
-
-    Raises:
-        ExperimentError: The model does not have it, with the reason.
-    """
+    """Returns a component."""
     found = pg.components.get(name)
     if found is None:
         why = pg.components.why_missing(name)
@@ -51,11 +47,7 @@ def component(pg: PatchableGraph, name: str) -> Component:
 
 
 def layer_count(pg: PatchableGraph, stack: str) -> int:
-    """Returns the number of layers of a stack.
-
-    Raises:
-        ExperimentError: The stack of layers does not exist, or there are several and none was given.
-    """
+    """Returns the number of layers of a stack."""
     layers = pg.components.layers
     if stack in layers:
         return layers[stack]
@@ -143,7 +135,7 @@ def logit_lens(
     def patches(label: Any) -> dict[str, Patch[Any]]:
         return {last.path: ReplacePatch(values[names[labels.index(label)]])}
 
-    metric = _Logits(keys_of_logits(pg, logits), _checked_tokens(target, logits))
+    metric = _Logits(keys_of_logits(pg, logits), checked_tokens(target, logits))
     result = run_sweep(pg, {axis: labels}, patches, given, metric=metric, batch=None, progress=False)
     dims = [axis for axis in logits.axes if axis != "vocab"]
     if target is None or isinstance(target, (list, tuple)):
@@ -169,7 +161,8 @@ def keys_of_logits(pg: PatchableGraph, logits: Component) -> tuple[Key, ...]:
     return target.dig
 
 
-def _checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:
+def checked_tokens(target: Tokens | None, logits: Component) -> Tokens | None:
+    """Checks that tokens are in the vocabulary."""
     size = logits.shape[logits.axes.index("vocab")]
     if target is None:
         return None
@@ -285,17 +278,13 @@ def direct_logit_attribution(
     extra("xarray", "a dataset of contributions")
     has_gradients = torch.is_grad_enabled()
     for tokens in (target, minus):
-        _checked_tokens(tokens, component(pg, "@logits"))
+        checked_tokens(tokens, component(pg, "@logits"))
+        if tokens is not None and not isinstance(tokens, Tensor) and type(tokens) is not int:
+            raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
     parts = _Parts(pg, stack, by)
     with torch.inference_mode(False), torch.set_grad_enabled(has_gradients):
         values = record(pg, Inputs(inputs, input_kwargs), parts.names).values
-        return _Attribution(pg, parts, values, _one_token(target), _one_token(minus), position).dataset()
-
-
-def _one_token(tokens: Any) -> Any:
-    if tokens is not None and not isinstance(tokens, Tensor) and type(tokens) is not int:
-        raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
-    return tokens
+        return _Attribution(pg, parts, values, target, minus, position).dataset()
 
 
 class _Parts:
@@ -314,22 +303,18 @@ class _Parts:
         for name in pg.components:
             if (found := pattern.fullmatch(name)) is not None:
                 self.writes[found[2], int(found[1])] = name
-        inner = {"head": ("attn", "attn.z"), "neuron": ("mlp", "mlp.post")}.get(by)
+        divided, part = {"head": ("attn", "attn.z"), "neuron": ("mlp", "mlp.post")}.get(by, ("", ""))
         self.inner: dict[tuple[str, int], str] = {}
         self.mixtures: dict[tuple[str, int], _Mixture] = {}
-        if inner is not None:
-            for kind, layer in self.writes:
-                name = f"{self.start}layers[{layer}].{inner[1]}"
-                if kind != inner[0]:
-                    continue
-                if (
-                    by == "neuron"
-                    and name not in pg.components
-                    and f"{self.start}layers[{layer}].router" in pg.components
-                ):
-                    name = self.writes[kind, layer]
-                    self.mixtures[kind, layer] = _Mixture.of(pg, f"{self.start}layers[{layer}].", name)
-                self.inner[kind, layer] = component(pg, name).name
+        for (kind, layer), written in self.writes.items():
+            if kind != divided:
+                continue
+            start = f"{self.start}layers[{layer}]."
+            name = start + part
+            if by == "neuron" and name not in pg.components and f"{start}router" in pg.components:
+                name = written
+                self.mixtures[kind, layer] = _Mixture.of(pg, start, name)
+            self.inner[kind, layer] = component(pg, name).name
         self.norms = {place: norm for place in self.inner if (norm := _norm_before(pg, self.writes[place])) is not None}
 
     @property
@@ -380,6 +365,7 @@ class _Attribution:
         self._pg, self._parts = pg, parts
         self._recorded = values
         self._dtype = values[parts.end].dtype
+        self._tolerance = _TOLERANCE.get(self._dtype, 1e-3)
         self._end = values[parts.end].double()
         self._values = {name: self._with_batch(name, value.double()) for name, value in values.items()}
         axes = pg.components[parts.end].axes
@@ -411,10 +397,6 @@ class _Attribution:
         found = self._pg.components.get(name)
         is_merged = found is not None and found.axes[0] == "token" and self._end.ndim == 3
         return value.unflatten(0, self._end.shape[:2]) if is_merged else value
-
-    @property
-    def _tolerance(self) -> float:
-        return _TOLERANCE.get(self._dtype, 1e-3)
 
     def _chosen(self, position: Any) -> Tensor:
         rows, length = self._end.shape[:2]
@@ -463,9 +445,9 @@ class _Attribution:
         logits = self._values[self._parts.unembedding]
         logits = of_rows(logits.reshape(len(numbers), -1, logits.shape[-1]), numbers)
         expected = torch.einsum("bpd,bd->bp", normed, self._direction(tokens))
+        at_position = self._at(expected)
         if logits.shape[1] == 1 and expected.shape[1] > 1:  # computed for one position only
-            expected = self._at(expected)[:, None]
-            found = logits[:, 0]
+            expected, found = at_position[:, None], logits[:, 0]
         else:
             found = self._at(logits)
         bias = logits - expected
@@ -477,7 +459,7 @@ class _Attribution:
                     f"{self._positions.tolist()[0]}: there is something else in between, so the logit is not a sum of "
                     "contributions; or it reads another position (position=0 is that of a class token)"
                 )
-        return found, found - self._at(torch.einsum("bpd,bd->bp", normed, self._direction(tokens)))
+        return found, found - at_position
 
     def dataset(self) -> Dataset:
         """Returns the contributions."""
@@ -489,7 +471,14 @@ class _Attribution:
         found["bias"] = (["batch"], self._constant)
         arrays = {name: DataArray(values.cpu().numpy(), dims=dims) for name, (dims, values) in found.items()}
         attrs = {"logit": self._logit.tolist(), "position": self._positions.tolist()}
-        self._warn_if_changed_later()
+        # The operations after the unembedding may be a cap or a scale: the sum is that before these.
+        if self._pg.weights[self._parts.stack].changes_logits:
+            logits, linear = (resolve(captured(self._pg).root, name) for name in ("@logits", self._parts.unembedding))
+            warn_each_time(
+                f"the model changes its logits after the unembedding ({logits.path!r} is not {linear.path!r}): the "
+                "contributions add up to the logit before that",
+                ExperimentWarning,
+            )
         return Dataset(arrays, {"layer": list(range(self._parts.count))}, attrs)
 
     def _share(self, name: str) -> Tensor:
@@ -565,17 +554,6 @@ class _Attribution:
             )
         return shares.detach()
 
-    def _warn_if_changed_later(self) -> None:
-        root = captured(self._pg).root
-        logits, linear = (resolve(root, name) for name in ("@logits", self._parts.unembedding))
-        # The operations after the unembedding may be a cap or a scale: the sum is that before these.
-        if self._pg.weights[self._parts.stack].changes_logits:
-            warn_each_time(
-                f"the model changes its logits after the unembedding ({logits.path!r} is not {linear.path!r}): the "
-                "contributions add up to the logit before that",
-                ExperimentWarning,
-            )
-
 
 @dataclass(frozen=True)
 class _LinearNorm:
@@ -584,7 +562,6 @@ class _LinearNorm:
     Attributes:
         path: The path of the module.
         weight: The weight, up to a factor; `None` if there is no norm.
-        bias: The bias.
         subtracts_mean: Whether the mean over channels is subtracted.
     """
 
@@ -631,7 +608,6 @@ class _Mixture:
         name: The name of what it writes.
         target: Its output.
         inputs: The paths of its inputs, by name.
-        count: How many experts there are.
         experts: By the address of a parameter, the expert that it belongs to; `None` if it holds those of all.
     """
 

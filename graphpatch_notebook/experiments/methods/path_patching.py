@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import Node
-from graphpatch_notebook.components import find
+from graphpatch_notebook.capture.records import HELD_KINDS, Node
+from graphpatch_notebook.components import Components, find
 from graphpatch_notebook.components.flow import Flow
+from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, UnknownPathError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
@@ -26,7 +27,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     targets,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
-from graphpatch_notebook.experiments.methods.heads import head_layout, shapes_of
+from graphpatch_notebook.experiments.methods.heads import head_layout
 from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.experiments.results.arrays import component_grid
@@ -34,6 +35,7 @@ from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, ReplacePatch
+from graphpatch_notebook.patches.slices import index_text
 from graphpatch_notebook.values import TensorSpec, readable_children
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -143,7 +145,8 @@ def path_patch(
     check_same_shapes(run.values, other.values)
     comparison = MetricRange(run.measurement.values, other.measurement.values, normalize)
     edges.record(inputs, run.values, other.values)
-    edges.warn_of_unreached()
+    for text in edges.unreached:
+        warn_each_time(text, ExperimentWarning)
     grid = component_grid(list(senders))
     of_sender = ["sender"] if grid is None else list(grid.axes)
     single = [] if isinstance(sender, list) or len(senders) > 1 else of_sender
@@ -166,37 +169,19 @@ def path_patch(
     return comparison.result_of(lambda: run_sweep(pg, axes, patches, inputs, metric=metric, **options), formed)
 
 
-@dataclass(frozen=True)
-class _RunValues:
-    """The values of a run.
-
-    Attributes:
-        values: Some values, by path.
-        has_output: Whether `output` was requested.
-        output: The output of the model.
-    """
-
-    values: Mapping[str, Tensor]
-    has_output: bool = False
-    output: Any = None
+_Reached: TypeAlias = "tuple[Mapping[str, Tensor], Any]"
+"""Some values of a run by path, and the output of the model."""
 
 
 class _Edges:
-    """The edges between senders and receivers: a callable from the labels of both to the patches for these edges.
+    """The edges between senders and receivers, by label: a callable from the labels to the patches for these edges.
 
-    Args:
-        pg: The graph.
-        senders: The senders, by label.
-        receivers: The receivers, by label.
-        components: The paths that are held, except those that the sender is a part of.
+    The values at the paths `components` are held, except those that the sender is a part of.
 
     Attributes:
         held: The paths of the components, in the package's spelling.
         sending: The paths of the senders.
         receiving: The paths of the receivers.
-
-    Raises:
-        ExperimentError: There are no edges: all receivers run before all senders.
     """
 
     def __init__(
@@ -234,12 +219,11 @@ class _Edges:
     def record(self, inputs: Inputs, clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
         """Records the values of receivers that the clean value of each sender reaches directly.
 
-        Args:
-            inputs: The corrupted inputs.
-            clean: The clean values of the senders, by path.
-            corrupted: The corrupted values of senders, components and receivers, by path.
+        `inputs` are the corrupted ones; the clean values of senders, and the corrupted ones of all ends and components,
+        are given by path.
         """
-        without = self._reach(inputs, {}, [""]).output if "" in {end.path for end in self._receivers.values()} else None
+        has_output = not all(end.path for end in self._receivers.values())
+        before = corrupted, self._reach(inputs, {}, [])[1] if has_output else None
         for start, sender in self._senders.items():
             patches: dict[str, list[Patch[Any]]] = {
                 target.path: [ReplacePatch(value=corrupted[target.path])]
@@ -249,26 +233,20 @@ class _Edges:
             value = sender.part(clean[sender.path])
             patches[sender.path] = [sender.replaced(value)]
             self._through[start] = patches
-            ends = {end: receiver for end, receiver in self._receivers.items() if (start, end) in self._pairs}
+            ends = [receiver for end, receiver in self._receivers.items() if (start, end) in self._pairs]
             if not ends:
                 continue
-            paths = [end.path for end in ends.values()]
+            paths = [end.path for end in ends if end.path]
             run = self._reach(inputs, patches, paths)
-            self._received |= {
-                (start, end): receiver.part(run.values[receiver.path])
-                for end, receiver in ends.items()
-                if receiver.path
-            }
-            before, own = _RunValues(corrupted, run.has_output, without), sender.part(corrupted[sender.path])
-            if _is_same(value, own) or _differs_at(ends.values(), run, before):
+            self._received |= {(start, end.label): end.part(run[0][end.path]) for end in ends if end.path}
+            own = sender.part(corrupted[sender.path])
+            if _is_same(value, own) or _differs_at(ends, run, before):
                 continue
             why, component = _LOST, None
-            if not any(
-                _differs_at(
-                    ends.values(), self._reach(inputs, patches | {sender.path: [larger]}, paths), before, is_larger=True
-                )
-                for larger in _larger_changes(sender, own, value)
-            ):
+            factors = _LARGER if value.is_floating_point() else ()
+            larger = ({sender.path: [sender.replaced(own + (value - own) * factor)]} for factor in factors)
+            runs = (self._reach(inputs, patches | change, paths) for change in larger)
+            if not any(_differs_at(ends, run, before, is_larger=True) for run in runs):
                 component = self._blocking_component(inputs, patches, corrupted)
                 why = "" if component is None else _BLOCKED
             self._unreached.setdefault(why, []).append((start, component))
@@ -291,25 +269,18 @@ class _Edges:
     ) -> str | None:
         """Returns the first held component that a sender reaches, if any."""
         held = [path for path in self.held if path in patches]
-        values = self._reach(inputs, patches, held).values
+        values, _ = self._reach(inputs, patches, held)
         order = {path: number for number, path in enumerate(self._pg.nodes)}
         reached = [path for path in held if not _is_same(values[path], corrupted[path])]
         return min(reached, key=order.__getitem__, default=None)
 
-    def _reach(self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], paths: Iterable[str]) -> _RunValues:
-        """Returns the values at `paths` in a run under `patches`; for components, before they are held."""
+    def _reach(self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], paths: Iterable[str]) -> _Reached:
+        """Returns the values at `paths` in a run under `patches`: those of components before they are held."""
         probes = {path: ProbePatch() for path in paths}
-        has_output = probes.pop("", None) is not None
-        if not probes and not has_output:
-            return _RunValues({})
-        patch_map: dict[str | NodePath, list[Patch[Any]]] = {path: list(listed) for path, listed in patches.items()}
-        for path, probe in probes.items():
-            patch_map[path] = [probe, *patches.get(path, ())]
-        fresh = inputs.fresh()
+        patch_map: PatchMap = {**patches, **{path: [probe, *patches.get(path, ())] for path, probe in probes.items()}}
         with torch.no_grad(), self._pg.patch(patch_map, strict=True):
-            output = self._pg(*fresh.args, **fresh.kwargs)
-        values = {path: probe.activation.detach() for path, probe in probes.items()}
-        return _RunValues(values, has_output, output if has_output else None)
+            output = inputs.run(self._pg)
+        return {path: probe.activation.detach() for path, probe in probes.items()}, output
 
     def __call__(self, start: str, *ends: str) -> PatchMap:
         patches: dict[str, list[Patch[Any]]] = {}
@@ -331,14 +302,11 @@ class _Edges:
                 f"in {missing} of {count} pairs, the receiver does not run after the sender, and the metric is the "
                 "corrupted one"
             )
-        return [*found, *self._unreached_texts()]
+        return [*found, *self.unreached]
 
-    def warn_of_unreached(self) -> None:
-        """Warns of senders that do not reach any receiver."""
-        for text in self._unreached_texts():
-            warn_each_time(text, ExperimentWarning)
-
-    def _unreached_texts(self) -> list[str]:
+    @property
+    def unreached(self) -> list[str]:
+        """Warnings of senders that do not reach any receiver."""
         texts = []
         for why, found in self._unreached.items():
             start, component = found[0]
@@ -359,20 +327,14 @@ _LOST = (
 _LARGER = tuple(2.0**power for power in (10, 20, 30, 40, 60, 80, 100, 120))
 
 
-def _larger_changes(sender: EdgeEnd, own: Tensor, value: Tensor) -> Iterator[Patch[Any]]:
-    """Yields patches that change a sender in the direction of its clean value, but by more."""
-    if value.is_floating_point():
-        yield from (sender.replaced(own + (value - own) * factor) for factor in _LARGER)
-
-
-def _differs_at(ends: Iterable[EdgeEnd], run: _RunValues, before: _RunValues, *, is_larger: bool = False) -> bool:
+def _differs_at(ends: Collection[EdgeEnd], run: _Reached, before: _Reached, *, is_larger: bool = False) -> bool:
     """Whether two runs differ at any of the given ends.
 
     In a run with a larger change, values that are not finite do not count, since they also spread through masks.
     """
-    if run.has_output and not _is_same(run.output, before.output, but_overflow=is_larger):
-        return True
-    pairs = ((end.part(run.values[end.path]), end.part(before.values[end.path])) for end in ends if end.path)
+    pairs = [(end.part(run[0][end.path]), end.part(before[0][end.path])) for end in ends if end.path]
+    if len(pairs) < len(ends):
+        pairs.append((run[1], before[1]))
     return any(not _is_same(value, other, but_overflow=is_larger) for value, other in pairs)
 
 
@@ -393,40 +355,34 @@ def _insides(pg: PatchableGraph) -> tuple[Flow, dict[str, frozenset[Node]]]:
     found = find(pg.nodes.root)
     flow = found.evidence.trails.flow
     insides = {}
-    for _, layers in found.evidence.stacks:
-        for layer in layers:
-            for named in layer.writes:
-                norm = named.write.norm
-                begin = -1 if norm is None else flow.order[norm.returned.value.node]
-                path = found[f"{layer.name}{named.kind}_out"].path
-                nodes = [node for node in named.write.inside if flow.order[node] > begin]
-                insides[path] = frozenset(step for node in nodes for step in (node, *node.inner))
+    for name, write in _writes(found):
+        begin = -1 if write.norm is None else flow.order[write.norm.returned.value.node]
+        nodes = [node for node in write.inside if flow.order[node] > begin]
+        insides[found[f"{name}_out"].path] = frozenset(step for node in nodes for step in (node, *node.inner))
     return flow, insides
+
+
+def _writes(found: Components) -> Iterator[tuple[str, Write]]:
+    """Yields what layers add to the stream, with names such as `layers[1].mlp`."""
+    for _, layers in found.evidence.stacks:
+        yield from ((f"{layer.name}{named.kind}", named.write) for layer in layers for named in layer.writes)
 
 
 def _read_by(pg: PatchableGraph, name: str) -> str | None:
     """Returns the receiver for a whole component, such as `layers[1].mlp`; `None` for other names."""
     found = find(pg.nodes.root)
-    flow = found.evidence.trails.flow
-    for _, layers in found.evidence.stacks:
-        for layer in layers:
-            for named in layer.writes:
-                if f"{layer.name}{named.kind}" != name.replace("[*]", "[0]"):
-                    continue
-                norm = named.write.norm
-                # In a parallel or post-norm block, others read what the norm returns, too.
-                if norm is not None and set(flow.users[norm.returned.value.node]) <= named.write.inside:
-                    return f"{norm.returned.path!r}, which it reads"
-                return "the path of what it reads, the input of its module"
-    return None
+    write = next((each for whole, each in _writes(found) if whole == name.replace("[*]", "[0]")), None)
+    if write is None:
+        return None
+    # In a parallel or post-norm block, others read what the norm returns, too.
+    users = found.evidence.trails.flow.users
+    if write.norm is not None and set(users[write.norm.returned.value.node]) <= write.inside:
+        return f"{write.norm.returned.path!r}, which it reads"
+    return "the path of what it reads, the input of its module"
 
 
 Endpoint: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"
 """A sender or receiver: a path, or a path and an index into its value (one head, one position)."""
-
-OUTPUT = "output"
-
-_WITHOUT_ROWS = ("parameter", "buffer", "attribute")
 
 
 @dataclass(frozen=True)
@@ -450,7 +406,7 @@ class EdgeEnd:
     @property
     def label(self) -> str:
         if self.index is None or self.name:
-            return self.name or self.path or OUTPUT
+            return self.name or self.path or "output"
         return f"{self.path}[{index_text(self.index)}]"
 
     def part(self, value: Tensor) -> Tensor:
@@ -489,9 +445,11 @@ def head_ends(
     indexed = next((end for end in senders.values() if end.index is not None), None)
     if indexed is not None:
         raise ExperimentError(f"heads= splits senders, but {indexed.label!r} has an index; give one of the two")
-    layout = head_layout(pg, shapes_of(values), heads, inputs.rows)
+    layout = head_layout(pg, {path: tuple(value.shape) for path, value in values.items()}, heads, inputs.rows)
     return {
-        (start, head): replace(end, index=(*layout.index(end.path, head), ...), name="")
+        (start, head): replace(
+            end, index=(*(slice(None),) * layout.dims[end.path], layout.part(end.path, head), ...), name=""
+        )
         for start, end in senders.items()
         for head in range(heads)
     }
@@ -529,7 +487,7 @@ def _ends(pg: PatchableGraph, item: Any, what: str) -> list[EdgeEnd]:
 def _check_rows(end: EdgeEnd) -> None:
     """Rejects integers in the first dimension of an index, which select rows of the batch instead of heads."""
     target, index = end.target, end.index
-    if target is None or target.node.kind in _WITHOUT_ROWS:
+    if target is None or target.node.kind in HELD_KINDS:
         return
     first = index[0] if isinstance(index, tuple) and index else index
     shape = tuple(getattr(target.spec, "shape", ()))
@@ -550,30 +508,11 @@ def _check_rows(end: EdgeEnd) -> None:
     )
 
 
-def index_text(index: Any) -> str:
-    """Returns an index as it is written between brackets.
-
-    Example:
-        >>> index_text((..., 3, slice(0, 64)))
-        '..., 3, 0:64'
-    """
-    if isinstance(index, tuple):
-        return ", ".join(map(index_text, index))
-    if isinstance(index, slice):
-        parts = ["" if part is None else str(part) for part in (index.start, index.stop, index.step)]
-        return ":".join(parts if parts[2] else parts[:2])
-    return "..." if index is Ellipsis else str(index)
-
-
 _HOW_TO_GIVE = "give the values to hold, through which all other edges go: components=['h_0.attn.output', ...]"
 
 
 def default_components(pg: PatchableGraph) -> list[str]:
-    """Returns the paths of what the layers add to the residual stream, in order of execution: see `pg.components`.
-
-    Raises:
-        ExperimentError: They cannot be found: the model has no layers with a residual stream, or some are unlike it.
-    """
+    """Returns the paths of what the layers add to the residual stream, in order of execution: see `pg.components`."""
     found = find(pg.nodes.root)
     unknown = {name: reason for name, reason in found.missing.items() if name.endswith("]")}
     paths = {component.path for name, component in found.items() if name.endswith("_out")}

@@ -33,11 +33,7 @@ PositionDim: TypeAlias = "int | Mapping[str, int] | None"
 def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: PositionDim) -> dict[str, int]:
     """Returns the sequence dimension of the value at each path.
 
-    Args:
-        pg: The graph.
-        paths: The paths.
-        position_dim: The dimension given by the user, for all paths or in a dict by path. Required for models that do
-            not take tokens.
+    `position_dim` is that of all paths, or by path; it is required for models that do not take tokens.
 
     Raises:
         ExperimentError: A sequence dimension is unknown. The message has each reason once, with its paths.
@@ -65,13 +61,11 @@ def by_problem(problems: Mapping[str, str]) -> list[str]:
     paths: dict[str, list[str]] = {}
     for path, problem in problems.items():
         paths.setdefault(problem, []).append(path)
-    return [f"{_listed(paths[problem])}: {problem}" for problem in sorted(paths, key=lambda each: -len(paths[each]))]
-
-
-def _listed(paths: Sequence[str]) -> str:
-    """Returns up to three paths as text."""
-    few = ", ".join(map(repr, paths[:3]))
-    return few if len(paths) <= 3 else f"{few} and {len(paths) - 3} others"
+    lines = []
+    for problem, found in sorted(paths.items(), key=lambda item: -len(item[1])):
+        others = f" and {len(found) - 3} others" if len(found) > 3 else ""
+        lines.append(f"{', '.join(map(repr, found[:3]))}{others}: {problem}")
+    return lines
 
 
 def _dim(root: Frame, target: Target, given: int | None) -> int | str:
@@ -103,39 +97,10 @@ def _takes_tokens(root: Frame) -> bool:
     return any(isinstance(spec, TensorSpec) and len(spec.shape) >= 2 for spec in tokens)
 
 
-def chosen_positions(
-    given: Positions | RowPositions, values: Mapping[str, Tensor], dims: Mapping[str, int]
-) -> list[int]:
-    """Returns the given positions, counted from the start of the sequence.
-
-    Args:
-        given: A number or several; negative numbers count from the end. `True` or `None` for all.
-        values: The values at the paths.
-        dims: The sequence dimension of each path.
-
-    Raises:
-        ExperimentError: A position is out of range, or the values have sequences of different lengths.
-    """
-    lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
-    first, length = next(iter(lengths.items()))
-    for path, other in lengths.items():
-        if other != length:
-            raise ExperimentError(
-                f"{path!r} has {other} positions, but {first!r} has {length}; give paths of one sequence at a time"
-            )
-    return counted_positions(given, length, f"{first!r} has {length} positions, shape {tuple(values[first].shape)}")
-
-
 def counted_positions(given: Positions | RowPositions, length: int, whose: str) -> list[int]:
-    """Returns the given positions, counted from the start of the sequence, in the given order.
+    """Returns the given positions in the given order, counted from the start of a sequence of some length.
 
-    Args:
-        given: A number or several, or a slice; negative numbers count from the end. `True` or `None` for all.
-        length: The length of the sequence.
-        whose: What has that length, for the message.
-
-    Raises:
-        ExperimentError: A position is out of range or repeated, or there are no positions.
+    `True` and `None` are all positions. `whose` says what has that length, for the message.
 
     Example:
         >>> counted_positions([2, -1], 7, ""), counted_positions(slice(-2, None), 7, "")
@@ -190,72 +155,47 @@ class PositionCells:
     columns: Sequence[Sequence[int]] = ()
     row_dims: Mapping[str, int] = field(default_factory=dict)
 
-    def place(self, index: list[Any], path: str, label: int) -> None:
-        """Makes an index of the value at `path`, a list with an item for each dimension, one of a position."""
+    def place(self, index: list[Any], path: str, label: int | list[int]) -> None:
+        """Makes an index of the value at `path`, a list with an item for each dimension, one of positions."""
         if not self.columns:
             index[self.dims[path]] = label
             return
-        index[self.dims[path]] = torch.tensor(self.columns[label])
-        index[self.row_dims[path]] = torch.arange(len(self.columns[label]))
+        index[self.dims[path]] = torch.tensor(self.columns)[label]
+        index[self.row_dims[path]] = torch.arange(len(self.columns[0]))
 
 
 def position_cells(
     pg: PatchableGraph, given: Positions | RowPositions, values: Mapping[str, Tensor], dims: Mapping[str, int]
 ) -> PositionCells:
-    """Returns the given positions, of all rows of the batch or of each.
+    """Returns the given positions, of all rows of the batch or of each; `True` and `None` are all positions.
 
-    Args:
-        pg: The graph.
-        given: A number or several, or as many for each row of the batch; negative numbers count from the end. `True` or
-            `None` for all.
-        values: The values at the paths.
-        dims: The sequence dimension of each path.
-
-    Raises:
-        ExperimentError: A position is out of range, or positions of rows do not fit the values.
+    The values, and their sequence dimensions, are given by path.
     """
+    lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
+    first, length = next(iter(lengths.items()))
+    for path, other in lengths.items():
+        if other != length:
+            raise ExperimentError(
+                f"{path!r} has {other} positions, but {first!r} has {length}; give paths of one sequence at a time"
+            )
+    whose = f"{first!r} has {length} positions, shape {tuple(values[first].shape)}"
     if not are_of_rows(given):
-        return PositionCells(chosen_positions(given, values, dims), dims)
-    columns, row_dims = _columns_of_rows(pg, given, values, dims)
-    return PositionCells(list(range(len(columns))), dims, columns, row_dims)
-
-
-def _columns_of_rows(
-    pg: PatchableGraph, given: Any, values: Mapping[str, Tensor], dims: Mapping[str, int]
-) -> tuple[list[list[int]], dict[str, int]]:
-    """Returns, for each column, the position in each row, counted from the start; and the batch dimension by path.
-
-    Args:
-        pg: The graph.
-        given: As many positions for each row of the batch; negative numbers count from the end.
-        values: The values at the paths.
-        dims: The sequence dimension of each path.
-
-    Raises:
-        ExperimentError: The rows differ in length, a position is out of range, or the batch has another number of rows.
-    """
+        return PositionCells(counted_positions(given, length, whose), dims)
     rows = rows_of(given)
     found = {path: row_dim(pg.nodes.root, target, dims[path]) for path, target in targets(pg, list(dims)).items()}
     if problems := {path: dim for path, dim in found.items() if isinstance(dim, str)}:
         raise ExperimentError("\n  ".join(["positions of each row cannot be used here:", *by_problem(problems)]))
     batch_dims = {path: dim for path, dim in found.items() if isinstance(dim, int)}
-    counted = []
     for path, dim in batch_dims.items():
         shape = tuple(values[path].shape)
         if shape[dim] != len(rows):
             raise ExperimentError(f"positions has {len(rows)} rows, but {path!r} has {shape[dim]}, shape {shape}")
-        length = shape[dims[path]]
-        counted = [counted_positions(row, length, f"{path!r} has {length} positions, shape {shape}") for row in rows]
-    chosen_positions(None, values, dims)  # all paths have sequences of one length
-    return [list(column) for column in zip(*counted, strict=True)], batch_dims
+    columns = list(zip(*(counted_positions(row, length, whose) for row in rows), strict=True))
+    return PositionCells(list(range(len(columns))), dims, columns, batch_dims)
 
 
 def rows_of(given: Any) -> list[list[int]]:
-    """Returns the positions of each row of the batch, as Python integers.
-
-    Raises:
-        ExperimentError: They are not integers, or not as many in each row.
-    """
+    """Returns the positions of each row of the batch, as Python integers."""
     rows = [row for row in map(whole_numbers, given) if not isinstance(row, slice)]
     if len(rows) < len(given) or len({len(row) for row in rows}) > 1:
         raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
@@ -284,11 +224,7 @@ def counts_from_end(given: Positions | RowPositions) -> bool:
 
 
 def whole_numbers(given: Any) -> list[int] | slice:
-    """Returns positions as Python integers; a slice is returned unchanged.
-
-    Raises:
-        ExperimentError: They are not integers, or there are none.
-    """
+    """Returns positions as Python integers; a slice is returned unchanged."""
     if isinstance(given, slice):
         parts = (given.start, given.stop, given.step)
         if any(part is not None and type(part) is not int for part in parts) or given.step == 0:
@@ -304,8 +240,3 @@ def whole_numbers(given: Any) -> list[int] | slice:
     except TypeError:
         pass
     raise ExperimentError(f"positions must be integers, or True for all, not {given!r}")
-
-
-def at_position(dim: int, position: Any) -> tuple[Any, ...]:
-    """Returns the index of a position, or of a list of positions, along dimension `dim`."""
-    return (*(slice(None),) * dim, position)

@@ -30,6 +30,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
 )
 from graphpatch_notebook.experiments.methods.lens import (
     arranged,
+    checked_tokens,
     component,
     keys_of_logits,
     layer_count,
@@ -58,7 +59,7 @@ class Readout:
     Attributes:
         tokens: The most probable tokens, the first first, of shape (position, top).
         probabilities: Their probabilities.
-        target: The probability of the target token of each position, of shape (position,).
+        target: The probability of the target token, of shape (position,).
         rank: How many tokens are more probable than the target.
     """
 
@@ -96,29 +97,8 @@ class ReadStates:
 class Readouts:
     """Reads the states of a model on some inputs, without and with patches.
 
-    Args:
-        pg: The graph.
-        inputs: The inputs of the model.
-        target: The token whose probability is read: one for all positions, or one for each; `None` for the most
-            probable next token of each position in the model's output.
-        top: How many probable tokens are read.
-        row: The row of the batch.
-        stack: The stack of layers, if the model has several.
-
-    Raises:
-        ExperimentError: The layers or logits of the model are not known, or an argument does not fit.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
-        >>> ids = torch.arange(6)[None]
-        >>> readouts = Readouts(PatchableGraph(model, ids), Inputs((ids,)), target=3)
-        >>> read = readouts.read("residual")
-        >>> read.names
-        ['layers[0].resid_pre', 'layers[0].resid_post', 'layers[1].resid_post']
-        >>> final = model(ids).logits[0].softmax(-1)
-        >>> bool(np.allclose(read.readouts[-1].target, final[:, 3].detach()))
-        True
+    The target is the token whose probability is read: one for all positions, or one for each; `None` for the most
+    probable next token of each position in the model's output. `top` is how many probable tokens are read.
     """
 
     def __init__(
@@ -153,7 +133,7 @@ class Readouts:
         if inputs.rows is not None and not 0 <= row < inputs.rows:
             raise ExperimentError(f"row {row} is not one of the {inputs.rows} rows of the batch")
         self._metric = partial(_logits_of_row, keys_of_logits(pg, logits), logits.axes, row)
-        self._top, self._wanted = top, target
+        self._top, self._wanted = top, checked_tokens(target, logits)
         self.row, self.rows = row, inputs.rows or 1
         self._forget()
 
@@ -167,21 +147,19 @@ class Readouts:
             raise ExperimentError(
                 f"the model returned logits for {len(logits)} positions only: give inputs for which it returns all"
             )
-        self.target = _checked_target(self._wanted, logits)
+        self.target = _target_of(self._wanted, logits)
         self._read_logits = _ReadLogits(self._metric, tuple(self.target), min(self._top, logits.shape[-1]))
 
     def _fingerprint(self) -> tuple[Any, ...]:
         return Fingerprint(ModuleState(captured(self._pg).module, is_look=True)), captured(self._pg).edits
 
     def names(self, stream: str) -> tuple[list[str], list[int | None]]:
-        """Returns the components of a stream, and the layer that computes each of them; `None` for the embeddings.
-
-        Raises:
-            ExperimentError: The stream does not exist, or the model does not have it.
-        """
+        """Returns the components of a stream, and the layer that computes each of them; `None` for the embeddings."""
         layers = range(self._count)
         if stream == "residual":
-            return [self._state_after(layer) for layer in range(-1, self._count)], [None, *layers]
+            after = [f"{self._start}layers[{layer}].resid_post" for layer in (-1, *layers)]
+            states = zip(after, stream_states(self._start, self._count), strict=True)
+            return [one if one in self._pg.components else other for one, other in states], [None, *layers]
         if stream not in _PARTS:
             raise ExperimentError(f"stream must be one of {', '.join(map(repr, STREAMS))}, not {stream!r}")
         names = {layer: f"{self._start}layers[{layer}].{_PARTS[stream]}" for layer in layers}
@@ -189,11 +167,6 @@ class Readouts:
             component(self._pg, names[0])  # raises an error with the reason
         found = {layer: name for layer, name in names.items() if name in self._pg.components}
         return list(found.values()), list(found)
-
-    def _state_after(self, layer: int) -> str:
-        """Returns the state of the stream after a layer; after the embeddings for -1."""
-        after = f"{self._start}layers[{layer}].resid_post"
-        return after if after in self._pg.components else stream_states(self._start, self._count)[layer + 1]
 
     def has(self, stream: str) -> bool:
         """Whether the model has a stream: some layers may lack it."""
@@ -204,10 +177,6 @@ class Readouts:
         """Returns what the states of a stream say, without or with patches.
 
         States that equal those without patches are not read again. Patches after the last layer act on each readout.
-
-        Args:
-            stream: One of `STREAMS`.
-            patches: The patches, each in a list.
 
         Raises:
             ExperimentError: A state has another shape than the residual stream, or its logits cannot be computed.
@@ -326,13 +295,7 @@ class Readouts:
 
 
 class RemoteReadouts(Readouts):
-    """Reads the states of a model in other processes, which keep the run without patches; the states stay there.
-
-    Args:
-        pg: The graph, a `RemoteGraph`.
-        inputs: The inputs of the model.
-        **options: Keyword arguments of `Readouts`.
-    """
+    """Reads the states of a model in other processes, which keep the run without patches; the states stay there."""
 
     def __init__(self, pg: PatchableGraph, inputs: Inputs, **options: Any) -> None:
         self._key, self._options = uuid.uuid4().hex, options
@@ -394,25 +357,18 @@ class _ReadLogits:
 
 
 def _reader_of(pg: PatchableGraph, start: str) -> str | None:
-    """Returns the stack that reads another one by cross attention; `None` if there is none.
-
-    Args:
-        pg: The graph.
-        start: The beginning of the names of the other stack.
-    """
+    """Returns the stack that reads that at `start` by cross attention; `None` if there is none."""
     crossing = {name.partition("layers[")[0] for name in pg.components if ".cross_attn." in name}
     return next((one.removesuffix(".") for one in sorted(crossing) if start not in crossing), None)
 
 
-def _checked_target(target: int | Sequence[int] | None, logits: Any) -> list[int]:
+def _target_of(target: Any, logits: Any) -> list[int]:
     """Returns the target of each position."""
-    positions, size = logits.shape
     if target is None:
         return [int(token) for token in logits.argmax(-1)]
-    tokens = [target] * positions if isinstance(target, int) else [int(token) for token in target]
-    if len(tokens) != positions:
-        raise ExperimentError(f"give one target token, or one for each of the {positions} positions, not {len(tokens)}")
-    wrong = next((token for token in tokens if not 0 <= token < size), None)
-    if wrong is not None:
-        raise ExperimentError(f"token {wrong} is not one of the {size} tokens of the vocabulary")
+    tokens = [target] * len(logits) if isinstance(target, int) else [int(token) for token in target]
+    if len(tokens) != len(logits):
+        raise ExperimentError(
+            f"give one target token, or one for each of the {len(logits)} positions, not {len(tokens)}"
+        )
     return tokens

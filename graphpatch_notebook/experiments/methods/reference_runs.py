@@ -16,7 +16,6 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.engine.side_effects import draws_from_python
 from graphpatch_notebook.experiments.methods.arguments import check_inputs
-from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, StopPatch
 from graphpatch_notebook.warning_places import warn_each_time
@@ -31,7 +30,7 @@ class ReferenceRun:
 
     Attributes:
         values: The values at some paths: the model's tensors, detached.
-        measurement: The metric of the run.
+        measurement: The metric.
         drawn: The random generators that the model used.
     """
 
@@ -59,20 +58,15 @@ def record(
 ) -> ReferenceRun:
     """Runs the model once without gradients, and returns the values at `paths` and the metric.
 
-    Args:
-        pg: The graph.
-        inputs: The inputs of the model.
-        paths: The paths.
-        metric: Maps the output to numbers.
-        until: The path at which the run ends, then without an output; `None` for a whole run.
+    With `until`, the run ends at that path, and has no output.
 
     Raises:
         ExperimentError: A value is not a tensor.
         PatchNotFiredError: A path was not reached.
     """
     check_inputs(pg, inputs)
-    probes: dict[str | NodePath, ProbePatch] = {path: ProbePatch() for path in paths}
-    patches: dict[str | NodePath, list[Patch[Any]]] = {path: [probe] for path, probe in probes.items()}
+    probes = {path: ProbePatch() for path in paths}
+    patches: dict[Any, list[Patch[Any]]] = {path: [probe] for path, probe in probes.items()}
     if until is not None:
         patches.setdefault(until, []).append(StopPatch())
     with torch.no_grad(), pg.patch(patches, strict=True):
@@ -97,16 +91,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 @dataclass(frozen=True)
 class MetricRange:
-    """The metric on the clean and on the corrupted inputs, between which results are scaled.
-
-    Args:
-        clean: The metric on the clean inputs.
-        corrupted: The metric on the corrupted inputs.
-        normalize: Whether results are scaled such that `corrupted` is 0 and `clean` is 1.
-
-    Raises:
-        ExperimentError: The two metrics are equal or not finite, and `normalize` is set.
-    """
+    """The metrics on the clean and on the corrupted inputs; with `normalize`, results are 1 and 0 there."""
 
     clean: Array
     corrupted: Array
@@ -124,9 +109,8 @@ class MetricRange:
     def result_of(self, run: Callable[[], DataArray], form: Callable[[DataArray], DataArray]) -> DataArray:
         """Returns the result of a sweep, scaled, with the metrics of the two runs in its `attrs`.
 
-        Args:
-            run: Runs the sweep. If it is interrupted, the partial result is finished in the same way.
-            form: Removes dimensions that are not part of the result, and keeps the `attrs`.
+        `form` removes dimensions that are not part of the result, and keeps the `attrs`. If the sweep is interrupted,
+        the partial result is finished in the same way.
         """
         try:
             swept = run()

@@ -121,11 +121,7 @@ def _worthwhile(request: SweepRequest, count: int) -> SweepRequest:
 
 
 def _check_probes(cells: Sequence[Cell]) -> None:
-    """Checks that no patch keeps values of several cells: in another order, and elsewhere, they would be of any cell.
-
-    Raises:
-        ExperimentError: One does.
-    """
+    """Checks that no patch keeps values of several cells: in another order, they would be of any of these."""
     keeping: dict[int, Cell] = {}
     for cell in cells:
         for path, given in cell.patches.items():

@@ -31,8 +31,8 @@ class Scale:
     Attributes:
         name: The name of the numbers.
         center: The number without color; `None` if colors go from the minimum to the maximum.
-        limits: The numbers of the first and the last color.         missing: Why some cells have no number; `None` if
-            all have one.
+        limits: The numbers of the first and the last color.
+        missing: Why some cells have no number; `None` if all have one.
     """
 
     name: str
@@ -46,10 +46,9 @@ class Side:
     """The rows or the columns of a grid.
 
     Attributes:
-        name: The name of the dimension.
+        name: The name of the dimension; `title` is what is shown.
         values: Its coordinates: node paths, numbers, texts.
         labels: The label of each row or column.
-        title: The title of the dimension.
         is_tokens: Whether the labels are texts of tokens, which may contain any character.
     """
 
@@ -66,9 +65,6 @@ class Grid:
 
     Attributes:
         values: Of shape (rows, columns), float64; NaN for numbers that are not finite.
-        rows: The rows.
-        columns: The columns.
-        scale: The color scale.
     """
 
     values: FloatArray
@@ -111,17 +107,10 @@ def grid_of(
     rows: str | None = None,
     instead: str = "",
 ) -> Grid:
-    """Returns a result as a grid.
+    """Returns a result with two dimensions as a grid.
 
-    Args:
-        result: A `DataArray` with two dimensions.
-        options: How its numbers are shown.
-        tokens: The texts of the tokens: one for each position of the result, or those of the whole sequence.
-        rows: The vertical dimension; by default, the first.
-        instead: A function for other results, for the message.
-
-    Raises:
-        ExperimentError: The result or an option is not valid.
+    The texts of the tokens are one for each position of the result, or those of the whole sequence. `rows` is the
+    vertical dimension; by default, the first. `instead` is a function for other results, for the message.
     """
     array = checked(result, 2, instead)
     if rows is not None:
@@ -134,11 +123,7 @@ def grid_of(
 def facets_of(
     array: DataArray, options: DisplayOptions, facet: str, tokens: Sequence[str] | None
 ) -> tuple[list[Grid], Side]:
-    """Returns a grid of heads for each coordinate of a third dimension, with one color scale, and that dimension.
-
-    Raises:
-        ExperimentError: The dimension does not exist; or as for `grid_of`.
-    """
+    """Returns a grid of heads for each coordinate of a third dimension, with one color scale, and that dimension."""
     dimension(array, facet, "facet")
     if facet == "head":
         raise ExperimentError("facet='head' leaves no heads for the columns; give another dimension")
@@ -149,11 +134,7 @@ def facets_of(
 
 
 def is_upward(grid: Grid, origin: str | None) -> bool:
-    """Whether the first row is the lowest: by default, for layers, and not for tokens.
-
-    Raises:
-        ExperimentError: `origin` is neither `"lower"` nor `"upper"`.
-    """
+    """Whether the first row is the lowest: by default, for layers, and not for tokens."""
     if origin is None:
         return not grid.rows.is_tokens and grid.rows.name not in _POSITIONS
     if origin in ("lower", "upper"):
@@ -211,19 +192,14 @@ def _missing_words(array: DataArray, values: Any) -> str | None:
 
 
 def sides_of(array: DataArray, tokens: Sequence[str] | None, options: DisplayOptions) -> list[Side]:
-    """Returns the rows and columns.
-
-    Raises:
-        ExperimentError: The tokens do not fit any dimension.
-    """
+    """Returns the rows and columns; raises an `ExperimentError` if the tokens do not fit any dimension."""
     place, texts = _token_texts(array, tokens) if tokens is not None else (None, None)
     return [_side(array, str(name), texts if name == place else None, options) for name in array.dims]
 
 
 def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, options: DisplayOptions) -> Side:
     title = options.label(name, name)
-    raw = array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
-    values = tuple(map(_plain, raw))
+    values = tuple(value.item() if isinstance(value, np.generic) else value for value in _coordinates(array, name))
     if tokens is not None:
         return Side(name, values, tokens, title, is_tokens=True)
     if all(isinstance(value, str) for value in values):
@@ -233,15 +209,12 @@ def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, options: 
             common += IN_FULL if found.has_whole else ""
             return Side(name, values, found.labels, title if title != name else f"{name}{common}")
         return Side(name, values, values, title, is_tokens=name in _POSITIONS)
-    return Side(name, values, tuple(_number_text(value) for value in values), title)
+    texts = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in values)
+    return Side(name, values, tuple(texts), title)
 
 
-def _number_text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+def _coordinates(array: DataArray, name: str) -> list[Any]:
+    return array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
 
 
 def _token_texts(array: DataArray, tokens: Any) -> tuple[str, tuple[str, ...]]:
@@ -253,7 +226,7 @@ def _token_texts(array: DataArray, tokens: Any) -> tuple[str, tuple[str, ...]]:
     known = [str(name) for name in array.dims if name in _POSITIONS]
     fitting = [str(name) for name in array.dims if len(texts) == array.sizes[name]]
     name = (known or fitting[::-1] or [str(array.dims[-1])])[0]
-    positions = array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
+    positions = _coordinates(array, name)
     if all(type(place) is int and -len(texts) <= place < len(texts) for place in positions):
         return name, tuple(texts[place] for place in positions)  # texts of the whole sequence
     if len(texts) == len(positions):
@@ -268,12 +241,7 @@ _ZERO_CENTERED = ("gradient", "integrated", "relp", "secant", "attribution")
 
 @dataclass(frozen=True)
 class Center:
-    """The number without color.
-
-    Attributes:
-        value: The number.
-        name: The name of the number; empty for zero.
-    """
+    """The number without color, and its name; without a name for zero."""
 
     value: float
     name: str = ""
@@ -284,11 +252,7 @@ class Center:
 
 
 def center_of(array: DataArray, center: float | str | None) -> Center | None:
-    """Returns the number without color.
-
-    Raises:
-        ExperimentError: `center` is neither a finite number, `None`, nor `"auto"`.
-    """
+    """Returns the number without color: `center`, or the one of the result for `"auto"`."""
     if center is None:
         return None
     if isinstance(center, str):
@@ -312,11 +276,7 @@ def _found_center(array: DataArray) -> Center | None:
 
 
 def base_of(array: DataArray, relative_to: str | float) -> Center:
-    """Returns the number to subtract.
-
-    Raises:
-        ExperimentError: `relative_to` is not the name of an attribute that is a number.
-    """
+    """Returns the number to subtract, which may be an attribute of the result."""
     if not isinstance(relative_to, str):
         return Center(float(relative_to))
     if array.attrs.get("method") in _ZERO_CENTERED:
@@ -365,16 +325,7 @@ def _number(value: Any) -> float | None:
 
 
 def checked(result: Any, dimensions: int, instead: str) -> DataArray:
-    """Returns the result, if it has this number of dimensions and real numbers.
-
-    Args:
-        result: The argument of a plot.
-        dimensions: The required number of dimensions.
-        instead: A function for other results, appended to the message; may be empty.
-
-    Raises:
-        ExperimentError: It is something else. The message has a repair.
-    """
+    """Returns the result, if it has this number of dimensions and real numbers."""
     extra("xarray", "a plot")
     from xarray import DataArray, Dataset
 
@@ -399,22 +350,15 @@ def _dimension_message(result: DataArray, dimensions: int, instead: str) -> str:
     if result.dims == ("path",):
         return f"{message}; plot_scores(result) draws one number for each path"
     if result.ndim < dimensions:
-        example = "result.expand_dims('path')" if result.ndim == 0 else f"result.expand_dims('{_new_name(result)}')"
-        return f"{message}: {example}{instead}"
+        new = next(name for name in ("path", "position", "head") if name not in result.dims)
+        return f"{message}: result.expand_dims({new!r}){instead}"
     sizes = sorted(result.sizes.items(), key=lambda item: item[1])[: result.ndim - dimensions]
     names = [str(name) for name, _ in sizes]
-    first = result.coords[names[0]].values[0] if names[0] in result.coords else 0
     reduced = names[0] if len(names) == 1 else names
-    pick = (
-        f"result.sel({names[0]}={getattr(first, 'item', lambda: first)()!r})"
-        if names[0] in result.coords
-        else f"result.isel({names[0]}=0)"
-    )
+    pick = f"result.isel({names[0]}=0)"
+    if names[0] in result.coords:
+        pick = f"result.sel({names[0]}={_coordinates(result, names[0])[0]!r})"
     return f"{message}: select one with {pick}, or use result.mean({reduced!r}){instead}"
-
-
-def _new_name(result: DataArray) -> str:
-    return next(name for name in ("path", "position", "head") if name not in result.dims)
 
 
 def dimensions_text(result: DataArray) -> str:
@@ -423,11 +367,7 @@ def dimensions_text(result: DataArray) -> str:
 
 
 def dimension(array: DataArray, name: str, argument: str) -> str:
-    """Returns the name, if it is a dimension.
-
-    Raises:
-        ExperimentError: It is not a dimension.
-    """
+    """Returns the name of a dimension; raises an `ExperimentError` if the result does not have it."""
     if name not in array.dims:
         raise ExperimentError(f"{argument}={name!r} is not a dimension of the result: {dimensions_text(array)}")
     return name

@@ -28,8 +28,7 @@ class PathLabels:
 
     Attributes:
         labels: One for each path; with the prefix `WHOLE` if it is a full path among shortened ones.
-        common: What all (or nearly all) paths have in common, with `*` for the rest; `None` if they have nothing in
-            common.
+        common: What (nearly) all paths have in common, with `*` for the rest; `None` for nothing.
     """
 
     labels: tuple[str, ...]
@@ -113,23 +112,15 @@ _LONGEST, _BEFORE = 32, 7
 _LONGEST_TOKEN = 18
 
 
-def any_glyph(_: str) -> bool:
-    """Returns true: browsers find a font for each character."""
-    return True
-
-
-def shown_labels(side: Side, has_glyph: Callable[[str], bool] = any_glyph) -> list[str]:
+def shown_labels(side: Side, has_glyph: Callable[[str], bool] | None = None) -> list[str]:
     """Returns the labels of rows or columns, shortened; different labels stay different."""
     return tick_texts(side.labels, has_glyph, is_token=side.is_tokens)
 
 
-def tick_texts(texts: Sequence[str], has_glyph: Callable[[str], bool], *, is_token: bool) -> list[str]:
+def tick_texts(texts: Sequence[str], has_glyph: Callable[[str], bool] | None = None, *, is_token: bool) -> list[str]:
     """Returns texts as labels: long ones are shortened, and numbered if two would be equal.
 
-    Args:
-        texts: The texts.
-        has_glyph: Whether the font has a character.
-        is_token: Whether spaces matter.
+    In tokens, spaces matter. `has_glyph` says whether the font has a character; browsers find one for each.
     """
     seen = [tick_text(text, has_glyph, is_token=is_token) for text in texts]
     short: dict[str, str] = {}
@@ -148,7 +139,7 @@ def _cut(text: str, *, is_token: bool) -> str:
     return f"{text[: _LONGEST_TOKEN - 1]}…" if is_token else f"{text[:_BEFORE]}…{text[_BEFORE + 1 - _LONGEST :]}"
 
 
-def tick_text(text: str, has_glyph: Callable[[str], bool] = any_glyph, *, is_token: bool) -> str:
+def tick_text(text: str, has_glyph: Callable[[str], bool] | None = None, *, is_token: bool) -> str:
     r"""Returns a text with invisible characters, and those that the font does not have, replaced by their code.
 
     Example:
@@ -162,12 +153,12 @@ def tick_text(text: str, has_glyph: Callable[[str], bool] = any_glyph, *, is_tok
     return "".join(_seen(character, has_glyph, is_token=is_token) for character in text)
 
 
-def _seen(character: str, has_glyph: Callable[[str], bool], *, is_token: bool) -> str:
+def _seen(character: str, has_glyph: Callable[[str], bool] | None, *, is_token: bool) -> str:
     if character == " " and not is_token:
         return " "
     named = _NAMED.get(character, character)
     is_invisible = named == character and unicodedata.category(character)[0] in "CZ"
-    if not is_invisible and has_glyph(named):
+    if not is_invisible and (has_glyph is None or has_glyph(named)):
         return named
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
@@ -178,8 +169,4 @@ def glyphs_of_font() -> Callable[[str], bool]:
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     fonts = [get_font(findfont(FontProperties(family=[family]))) for family in FontProperties().get_family()]
-
-    def has_glyph(character: str) -> bool:
-        return any(font.get_char_index(ord(character)) for font in fonts)
-
-    return has_glyph
+    return lambda character: any(font.get_char_index(ord(character)) for font in fonts)

@@ -478,7 +478,8 @@ def _for_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workspace,
 def _axes_for(sides: Sequence[Side], ax: Axes | None) -> tuple[Axes, tuple[float, float]]:
     """Returns the given or new axes, and their width and height in inches."""
     if ax is not None:
-        return ax, size_of(ax)
+        box, dpi = ax.get_window_extent(), ax.figure.dpi
+        return ax, (box.width / dpi, box.height / dpi)
     table, size = new_axes(sides)
     return table[0, 0], size
 
@@ -528,12 +529,7 @@ _SMALL: Any = {"fontsize": "small", **_PLAIN}
 def new_axes(sides: Sequence[Side], shape: tuple[int, int] = (1, 1)) -> tuple[Any, tuple[float, float]]:
     """Returns an array of axes in a new figure, and the approximate width and height of each in inches.
 
-    Args:
-        sides: The rows, and the columns if any, which determine the size.
-        shape: The number of rows and columns of axes.
-
-    Raises:
-        ExperimentError: matplotlib is not installed.
+    The size depends on the rows and the columns, if any. `shape` is the number of rows and columns of axes.
     """
     pyplot = extra("matplotlib.pyplot", "a plot")
     rows, columns = sides if len(sides) > 1 else (sides[0], None)
@@ -544,21 +540,10 @@ def new_axes(sides: Sequence[Side], shape: tuple[int, int] = (1, 1)) -> tuple[An
     return pyplot.subplots(*shape, figsize=size, layout="constrained", squeeze=False)[1], (wide, tall)
 
 
-def size_of(ax: Axes) -> tuple[float, float]:
-    """Returns the current width and height of axes in inches."""
-    box, dpi = ax.get_window_extent(), ax.figure.dpi
-    return box.width / dpi, box.height / dpi
-
-
 def draw_grid(ax: Axes, grid: Grid, size: tuple[float, float], colormap: Any, *, is_upward: bool) -> Any:
     """Draws cells and labels, and returns the colored mesh. Cells without a number show the hatched background.
 
-    Args:
-        ax: The axes.
-        grid: The grid.
-        size: The width and height of the axes in inches.
-        colormap: The colormap; `None` for the default.
-        is_upward: Whether the first row is the lowest.
+    The size of the axes is in inches. If `is_upward`, the first row is the lowest.
     """
     rows, columns = grid.values.shape
     cells = ax.pcolormesh(
@@ -583,14 +568,9 @@ def draw_grid(ax: Axes, grid: Grid, size: tuple[float, float], colormap: Any, *,
 
 
 def draw_bars(ax: Axes, values: Any, side: Side, size: tuple[float, float], names: tuple[str, str]) -> None:
-    """Draws bars, the first on top.
+    """Draws labeled bars, the first on top.
 
-    Args:
-        ax: The axes.
-        values: The length of each bar.
-        side: The labels of the bars.
-        size: The width and height of the axes in inches.
-        names: The titles of the numbers and of the bars.
+    The size of the axes is in inches; `names` are those of the numbers and of the bars.
     """
     ax.barh(np.arange(len(values)), values, color=np.where(values < 0, _NEGATIVE, _POSITIVE).tolist())
     ax.axvline(0.0, color=ax.spines["bottom"].get_edgecolor(), linewidth=0.8)

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def metric_dims(baseline: Measurement, axes: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the dimensions that the metric adds to the result.
-
-    Raises:
-        ExperimentError: An axis has the same name.
-    """
+    """Returns the names of the dimensions that the metric adds to the result."""
     dims = ["metric"] if baseline.names is not None else [f"metric_{n}" for n in range(baseline.values.ndim)]
     if taken := [name for name in dims if name in axes]:
         raise ExperimentError(
@@ -111,9 +107,7 @@ _COMPONENTS = "components"
 def keep_components(result: DataArray, components: Sequence[str]) -> None:
     """Writes which components a result is of into its coordinate `layer`: parts and means of the result keep that.
 
-    Args:
-        result: A result with the dimensions that `with_component_dims` returned.
-        components: What that returned: names with `*` in place of numbers.
+    `components` are those that `with_component_dims` returned with its dimensions.
     """
     if components and "layer" in result.coords:
         result.coords["layer"].attrs[_COMPONENTS] = list(components)
@@ -122,12 +116,8 @@ def keep_components(result: DataArray, components: Sequence[str]) -> None:
 def component_of(result: DataArray, label: Any = None) -> str | None:
     """Returns the component that a result is of, with `*` in place of numbers: `layers[*].attn.heads[*].z`.
 
-    Args:
-        result: A result, or a part of it.
-        label: The label along the dimension `component`; `None` if it has none.
-
-    Returns:
-        The name; `None` if it is not known, or if there are several.
+    `label` is that along the dimension `component`, if there is one. Returns `None` if the component is not known, or
+    if there are several.
     """
     known = result.coords["layer"].attrs.get(_COMPONENTS, ()) if "layer" in result.coords else ()
     found = [name for name in known if label is None or _common(parse_name(name)) == label]

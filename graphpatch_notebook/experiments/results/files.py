@@ -141,8 +141,7 @@ def _check_format(document: Any) -> None:
         raise ExperimentError(f"it has format version {document['version']!r}, but this package reads {_VERSION}")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Parquet
+# -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
 def _parquet(result: DataArray, document: dict[str, Any]) -> bytes:
@@ -196,14 +195,7 @@ KINDS = "biufUO"  # dtype kinds that can be written: booleans, numbers, texts, a
 
 
 def encoded(value: Any, where: str) -> Any:
-    """Returns a value as JSON.
-
-    Args:
-        value: `None`, a number, a text, an array of these, or a list, tuple or dict of such values.
-        where: The name of the value in messages.
-
-    Raises:
-        ExperimentError: The value is something else.
+    """Returns a value as JSON: `None`, a number, a text, an array of these, or a list, tuple or dict of such values.
 
     Example:
         >>> encoded({"a": (1, float("nan"))}, "attrs")
@@ -253,11 +245,7 @@ def decoded(data: Any) -> Any:
 
 
 def encoded_array(array: np.ndarray[Any, Any], where: str) -> dict[str, Any]:
-    """Returns an array as JSON.
-
-    Raises:
-        ExperimentError: The items are neither numbers nor texts.
-    """
+    """Returns an array as JSON; raises an `ExperimentError` if the items are neither numbers nor texts."""
     if array.dtype.kind not in KINDS or array.dtype == np.longdouble:  # Python's floats are less precise
         raise ExperimentError(f"{where} has dtype {array.dtype}, which cannot be written; convert it with .astype(str)")
     items = [encoded(item, where) for item in array.ravel().tolist()]

@@ -18,9 +18,9 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import registered_modules
+from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import Frame, Node, Ref, at_keys
 from graphpatch_notebook.errors import ExportError
-from graphpatch_notebook.inspection.data_flow import bound_arguments
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.export.source_code import WIDTH, SourceCode, block, bracketed, text_literal
 from graphpatch_notebook.notebook.export.source_parts import (
@@ -354,10 +354,10 @@ def _nearest_boundary(target: Target, root: Frame) -> str:
     for path in outputs:
         if _is_value_of(target.node, at_keys(frame.output, resolve(root, path).dig)):
             return path
-    for called in (call.frame for call in frame.calls()):
-        for name, given in bound_arguments(called).items():
+    for call in frame.calls():
+        for name, given in inputs_of_call(call.frame, call.args, call.kwargs).items():
             if _is_value_of(target.node, given):
-                return format_path((*called.path, name))
+                return format_path((*call.frame.path, name))
     return next(iter(outputs), format_path((*frame.path, "output")))
 
 
@@ -369,11 +369,11 @@ def _merged_head(target: Target) -> str | None:
     if not isinstance(number, int) or not isinstance(whole, TensorSpec) or axes[-1] != "channel" or len(axes) != 4:
         return None
     width = whole.shape[-1]
-    for called in (call.frame for call in target.frame.calls()):
-        for name, given in bound_arguments(called).items():
+    for call in target.frame.calls():
+        for name, given in inputs_of_call(call.frame, call.args, call.kwargs).items():
             if isinstance(given, Ref) and not given.dig and _merges(given.node, target.node, dim):
                 number %= whole.shape[dim]
-                return f"{format_path((*called.path, name))}[..., {number * width}:{(number + 1) * width}]"
+                return f"{format_path((*call.frame.path, name))}[..., {number * width}:{(number + 1) * width}]"
     return None
 
 

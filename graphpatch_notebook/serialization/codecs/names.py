@@ -30,22 +30,23 @@ class Allowed:
     """The names that the caller of `load` allows, and those that are missing.
 
     Args:
-        names: Dotted names: of a function or class, or of a package or module with everything in it.
+        names: Dotted names: of a function or class, or of a package or module with everything in it; `None` for all.
 
     Example:
         >>> Allowed(["mylib"]).covers("mylib.ops.foo"), Allowed(["mylib.ops.foo"]).covers("mylib.ops.foobar")
         (True, False)
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    def __init__(self, names: Iterable[str] | None = ()) -> None:
         if isinstance(names, str):
             raise TypeError(f"allow takes a list of names: allow=[{names!r}]")
-        self._names = {str(name).replace("::", ".") for name in names}
+        self._names = None if names is None else {str(name).replace("::", ".") for name in names}
         self.missing: dict[str, None] = {}
 
     def covers(self, name: str) -> bool:
         """Whether `name`, or a module that it is in, is allowed."""
-        return any(name == allowed or name.startswith(f"{allowed}.") for allowed in self._names)
+        names = self._names
+        return names is None or any(name == allowed or name.startswith(f"{allowed}.") for allowed in names)
 
     def require(self, name: str) -> bool:
         """Whether `name` is allowed; notes it for `check` if not."""
@@ -55,11 +56,7 @@ class Allowed:
         return False
 
     def check(self, file: str) -> None:
-        """Refuses the file if it has asked for anything that is not allowed.
-
-        Raises:
-            SerializationError: It has; the message lists all names to allow.
-        """
+        """Refuses the file if it has asked for anything that is not allowed."""
         if self.missing:
             names = sorted(self.missing)
             raise SerializationError(
@@ -69,11 +66,7 @@ class Allowed:
 
 
 def name_of_object(value: Any) -> str:
-    """Returns the name `module:qualified.name` under which `value` can be imported.
-
-    Raises:
-        UnstorableError: There is none.
-    """
+    """Returns the name `module:qualified.name` under which `value` can be imported."""
     module, name = str(getattr(value, "__module__", "") or ""), str(getattr(value, "__qualname__", "") or "")
     if not module or not _are_plain([*module.split("."), *name.split(".")]):
         raise UnstorableError(f"it uses {name or repr(value)[:60]}, which cannot be imported by a name")
@@ -94,11 +87,7 @@ def dotted(text: str) -> str:
 
 
 def imported(text: str, where: str) -> Any:
-    """Imports the object that `text` (of `name_of_object`) names; only for names that are allowed.
-
-    Raises:
-        SerializationError: The name does not exist here.
-    """
+    """Imports the object that `text` (of `name_of_object`) names; only for names that are allowed."""
     module, _, name = text.partition(":")
     try:
         if module not in sys.modules:
@@ -122,11 +111,10 @@ def _are_plain(parts: list[str]) -> bool:
     return all(part.isidentifier() and (not part.startswith("__") or part == "__main__") for part in parts)
 
 
-# Where transformers defines the outputs of its models; what is in these files runs when it is imported, as for any
-# transformers model that is used at all.
 # -- classes -----------------------------------------------------------------------------------------------------------
 
-
+# Where transformers defines the outputs of its models; what is in these files runs when it is imported, as for any
+# transformers model that is used at all.
 _TRANSFORMERS = re.compile(r"transformers\.(modeling_outputs|models\.[a-z0-9_]+\.modeling_[a-z0-9_]+):\w+")
 _KINDS = {"tuple": tuple, "list": list, "mapping": collections.UserDict, "object": object}
 
@@ -149,11 +137,7 @@ def _names_of_known() -> dict[type, str]:
 
 
 def name_of_class(cls: type) -> str:
-    """Returns the name of a class of containers that a graph makes.
-
-    Raises:
-        UnstorableError: There is none.
-    """
+    """Returns the name of a class of containers that a graph makes."""
     name = _names_of_known().get(cls)
     if name is None and not _is_container(cls):
         raise UnstorableError(f"it makes a {cls.__name__}, which is not a kind of container that can be written")
@@ -161,11 +145,7 @@ def name_of_class(cls: type) -> str:
 
 
 def class_of(item: JsonValue, allowed: Allowed) -> type | None:
-    """Returns the class of containers of that name; `None` where it is not allowed, which `allowed` notes.
-
-    Raises:
-        SerializationError: It has the wrong kind, or does not exist here.
-    """
+    """Returns the class of containers of that name; `None` where it is not allowed, which `allowed` notes."""
     name = item.text()
     if name in _known():
         return _known()[name]
@@ -323,11 +303,7 @@ def _readable() -> frozenset[str]:
 
 
 def encoded_function(function: Any) -> Any:
-    """Returns the JSON of a function that a graph calls.
-
-    Raises:
-        UnstorableError: It cannot be imported by a name.
-    """
+    """Returns the JSON of a function that a graph calls."""
     if isinstance(function, NamedFunction):
         function = function.function
     if isinstance(function, Container):
@@ -353,26 +329,14 @@ def _encoded_other(function: Any) -> Any:
 
 
 def check_method(name: str) -> str:
-    """Returns the name of a method of tensors that graphs may call.
-
-    Raises:
-        UnstorableError: It is not such a name.
-    """
+    """Returns the name of a method of tensors that graphs may call."""
     if name not in _methods():
         raise UnstorableError(f"it calls the method {name[:60]!r}, which files may not call")
     return name
 
 
 def check_attribute(function: Any, args: tuple[Any, ...]) -> None:
-    """Checks that a call does not read or write attributes that are more than values: methods, private ones.
-
-    Args:
-        function: What the graph calls.
-        args: With these arguments; the second is the name of the attribute.
-
-    Raises:
-        UnstorableError: It is such a call.
-    """
+    """Checks that a call with these arguments does not read or write attributes that are more than values."""
     if function not in (getattr, setattr, take):
         return
     name = args[1] if len(args) > 1 else None
@@ -394,11 +358,7 @@ def _may_access(name: str, is_write: bool) -> bool:
 
 
 def decoded_function(item: JsonValue, allowed: Allowed) -> Function:
-    """Returns the function of a JSON item; a forbidden function is noted in `allowed`, and must not be called.
-
-    Raises:
-        SerializationError: It has the wrong kind, or does not exist here.
-    """
+    """Returns the function of a JSON item; a forbidden function is noted in `allowed`, and must not be called."""
     if type(item.value) is str:
         function = functions().get(item.text())
         if function is None:

@@ -87,6 +87,19 @@ class JsonValue:
                 raise self.error(f"the field {name[:_SHOWN]!r} is unknown")
         return {name: JsonValue(value, f"{self.where}.{name}") for name, value in self.value.items()}
 
+    def check_schema(self, known: int) -> None:
+        """Makes sure that an object has this version of its layout in the field `schema`, and who wrote it."""
+        fields = self.entries()
+        schema = fields["schema"].value if "schema" in fields else None
+        if type(schema) is int and schema != known:
+            version = str(self.value.get("written_by"))[:_SHOWN]
+            raise self.error(
+                f"it is of schema {schema}, and this version reads schema {known}: graphpatch-notebook {version}"
+                f"{' or newer' if schema > known else ''} reads it"
+            )
+        if "schema" in fields:
+            fields["schema"].whole(known, known)
+
     def entries(self) -> dict[str, JsonValue]:
         """Returns the fields of an object with any names."""
         if type(self.value) is not dict:
@@ -95,11 +108,7 @@ class JsonValue:
 
 
 def parsed(text: str, where: str) -> JsonValue:
-    """Returns the JSON document in `text`.
-
-    Raises:
-        SerializationError: It is not strict JSON: a name is given twice, say, or a number is NaN.
-    """
+    """Returns the JSON document in `text`."""
     try:
         return JsonValue(json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number), where)
     except RecursionError:

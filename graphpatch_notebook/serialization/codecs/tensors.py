@@ -35,11 +35,7 @@ _LARGEST = 2**48
 
 
 def check_storable(tensor: Tensor) -> None:
-    """Checks that a tensor is a plain view of a storage.
-
-    Raises:
-        UnstorableError: It is not; the message gives the reason.
-    """
+    """Checks that a tensor is a plain view of a storage."""
     if is_lazy(tensor):
         raise UnstorableError("it holds a parameter that has no shape yet; run the model once")
     if type(tensor) not in (Tensor, Parameter):
@@ -56,13 +52,7 @@ def check_storable(tensor: Tensor) -> None:
 
 @dataclass
 class _Storage:
-    """The written part of one storage.
-
-    Attributes:
-        name: Its name in the file.
-        members: The tensors in it.
-        start: The first byte that any of them uses; `stop` the one after the last.
-    """
+    """The written part of one storage: from the first byte that any of its tensors uses to the one after the last."""
 
     name: str
     members: list[Tensor] = field(default_factory=list)
@@ -104,11 +94,7 @@ class TensorTable:
         self._names: set[str] = set()
 
     def add(self, tensor: Tensor, name: str) -> int:
-        """Returns the number of `tensor`; `name` becomes the name of its storage if the storage is new.
-
-        Raises:
-            UnstorableError: It cannot be written.
-        """
+        """Returns the number of `tensor`; `name` becomes the name of its storage if the storage is new."""
         known = self._numbers.get(id(tensor))
         if known is not None:
             return known
@@ -183,11 +169,7 @@ class StoredTensor:
 
     @classmethod
     def read(cls, item: JsonValue) -> StoredTensor:
-        """Returns the entry in `item`.
-
-        Raises:
-            SerializationError: It is not an entry.
-        """
+        """Returns the entry in `item`."""
         fields = item.fields(
             "storage", "dtype", "shape", "stride", "offset", "device", "parameter", "requires_grad"
         )  # fmt: skip
@@ -213,11 +195,7 @@ class StoredTensor:
         return (self.offset + last + 1) * self.dtype.itemsize
 
     def of(self, storage: Tensor) -> Tensor:
-        """Returns the tensor as a view of `storage`, which has the bytes.
-
-        Raises:
-            SerializationError: It is not inside the storage.
-        """
+        """Returns the tensor as a view of `storage`, which has the bytes."""
         if self.bytes_needed > storage.numel():
             raise self.item.error(f"it reaches beyond the end of the storage {self.storage[:60]!r}")
         result = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -228,16 +206,9 @@ class StoredTensor:
         return result.requires_grad_(self.requires_grad)
 
 
-def made_tensors(entries: list[StoredTensor], contents: dict[str, Tensor]) -> list[Tensor]:
-    """Returns the tensors of a file with new storages, each on its original device.
-
-    Args:
-        entries: The table.
-        contents: The contents of the file, by name.
-
-    Raises:
-        SerializationError: The table does not fit the contents, or a device is not there.
-    """
+def made_tensors(table: JsonValue, contents: dict[str, Tensor]) -> list[Tensor]:
+    """Returns the tensors of a file with new storages, each on its original device."""
+    entries = [StoredTensor.read(item) for item in table.items()]
     used = {entry.storage for entry in entries}
     if used != contents.keys():
         name = min(used ^ contents.keys())

@@ -41,12 +41,7 @@ def read_value(node: Any) -> ScalarSpec | None:
 
 
 def unchanged(value: Any, expected: Any) -> None:
-    """Raises an error if a value differs from the example's, as the model might do something else. For stored graphs.
-
-    Args:
-        value: The value; or the parts of a tensor, whose number is compared.
-        expected: The value when the graph was captured.
-    """
+    """Raises an error if a value, or the number of parts of a tensor, differs from the example's. For stored graphs."""
     if isinstance(value, (tuple, list)):
         value = len(value)
     is_same = type(value) is type(expected) and (value == expected or repr(value) == repr(expected))

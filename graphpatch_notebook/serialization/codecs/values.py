@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.values import dict_key, dtype_name, plain_dict_key
 
@@ -28,15 +27,7 @@ class UnstorableError(Exception):
 
 
 def encoded(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
-    """Returns the JSON of `value`.
-
-    Args:
-        value: Plain values, in tuples, lists, dicts and slices.
-        leaf: Returns the JSON of other values.
-
-    Raises:
-        UnstorableError: It cannot be written.
-    """
+    """Returns the JSON of `value`: plain values, in tuples, lists, dicts and slices; `leaf` writes all others."""
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -88,16 +79,7 @@ def _encoded_container(value: Any, leaf: Callable[[Any], Any] | None) -> Any:
 
 
 def decoded(item: JsonValue, leaves: Mapping[str, Callable[[JsonValue], Any]] | None = None, depth: int = 0) -> Any:
-    """Returns the value of a JSON item.
-
-    Args:
-        item: What `encoded` made.
-        leaves: What returns the value of other kinds than those of plain values, by kind.
-        depth: How many containers it is in.
-
-    Raises:
-        SerializationError: The item is not a result of `encoded`.
-    """
+    """Returns the value of a JSON item; `leaves` read other kinds than those of plain values, by kind."""
     if depth > _DEEPEST:
         raise item.error("it is nested too deeply")
     value = item.value
@@ -210,15 +192,3 @@ def decoded_key(item: JsonValue) -> Any:
     if type(key) is not str and not (type(key) is int and key >= 0):
         raise item.error("there should be a name or a position")
     return key
-
-
-__all__ = [
-    "SerializationError",
-    "UnstorableError",
-    "decoded",
-    "decoded_device",
-    "decoded_key",
-    "dtype_of",
-    "encoded",
-    "encoded_key",
-]

@@ -1,9 +1,9 @@
-import axe from "axe-core";
 import { expect, test, vi } from "vitest";
 import type { AttentionTraits, Item } from "../../src/kernel/protocol";
 import { itemOf } from "../../src/views/selection";
-import { FakeModel } from "../fixtures";
-import { linkedTraits, packedNumbers, rendered, setTheme } from "../rendered";
+import { accessibilityViolations } from "../accessibility";
+import { deflatedParts, FakeModel } from "../fixtures";
+import { linkedTraits, rendered, setTheme } from "../rendered";
 
 const [LAYERS, HEADS, SIZE] = [2, 2, 4];
 const TOKENS = ["The", " cat", " sat", " down"];
@@ -31,7 +31,7 @@ async function packed(runs: number): Promise<DataView> {
       );
     }
   }
-  return packedNumbers(parts as BlobPart[]);
+  return deflatedParts(parts as BlobPart[]);
 }
 
 async function traits(runs: number, group = "one"): Promise<AttentionTraits> {
@@ -103,7 +103,7 @@ test("hovering previews a head, a click selects it, Shift overlays", async () =>
   expect(text(".gp-selected-text")).toBe("layers[1].attn.heads[1].z, layers[0].attn.heads[1].z");
 });
 
-test("the number of a layer selects its heads, which are overlaid, or averaged; without a token, keys have what they receive", async () => {
+test("a layer's number selects all its heads, overlaid or averaged; with no token selected, keys show the attention they receive", async () => {
   const { el, model, query, text } = await shown();
   const mean = query<HTMLInputElement>(".gp-check:nth-child(4) input");
   expect(query(".gp-check:nth-child(4)").hidden).toBe(true);
@@ -116,7 +116,7 @@ test("the number of a layer selects its heads, which are overlaid, or averaged; 
   expect(received).toBe("received, mean over the queries: ␣sat (2) 0.38, The (0) 0.25, ␣cat (1) 0.25");
 });
 
-test("a token shows what it looks at and what looks at it", async () => {
+test("pointing at a token shows what it attends to and what attends to it", async () => {
   const { click, el, model, query } = await shown();
   click(1, 1);
   const titles = () => [...el.querySelectorAll(".gp-strip-title")].map((title) => title.textContent);
@@ -129,7 +129,7 @@ test("a token shows what it looks at and what looks at it", async () => {
   expect(titles()[0]).toBe("␣down (3) looks at: ␣sat (2) 1");
 });
 
-test("Shift adds a token to those that are pinned, and takes it out", async () => {
+test("Shift adds a token to the pinned ones, or removes it", async () => {
   const { click, model, query } = await shown();
   click(1, 1);
   const choose = (at: number, shiftKey: boolean) =>
@@ -152,7 +152,7 @@ test("Shift adds a token to those that are pinned, and takes it out", async () =
 async function shownCross() {
   const { attention } = await traits(1);
   const weights = Uint8Array.of(0, 255, 0, 0, 0, 0, 0, 255);
-  const cells = await packedNumbers([new Uint8Array(Float32Array.of(1).buffer), weights] as BlobPart[]);
+  const cells = await deflatedParts([new Uint8Array(Float32Array.of(1).buffer), weights] as BlobPart[]);
   const [first] = attention.layers;
   if (first === undefined) throw new Error("no layer");
   const sizes = { full: [2, SIZE] as [number, number], shape: [2, SIZE] as [number, number], queries: 1, keys: 0 };
@@ -162,7 +162,7 @@ async function shownCross() {
   return shown(1, { attention: found, cells });
 }
 
-test("a key of cross attention is a token of the other sequence: it is no query, and is patched as a key", async () => {
+test("a key of cross attention belongs to the other sequence: it is not a query, and is patched as a key", async () => {
   const { el, model, query, text } = await shownCross();
   const titles = () => [...el.querySelectorAll(".gp-strip-title")].map((title) => title.textContent);
   const key = query(".gp-token[data-at='3']");
@@ -185,13 +185,13 @@ test("a key of cross attention is a token of the other sequence: it is no query,
   expect(marked).toEqual([query(".gp-layer-labels span")]);
 });
 
-test("a mean over the batch has the products that were sent as its value-weighted patterns", async () => {
+test("for a mean over the batch, the value-weighted patterns are the products that the kernel sent", async () => {
   const { attention } = await traits(1);
   const [first] = attention.layers;
   if (first === undefined) throw new Error("no layer");
   const [patterns, products] = [255, 51].map((most) => Uint8Array.from({ length: SIZE * SIZE }, () => most));
   const scales = [1, 2].map((scale) => new Uint8Array(Float32Array.of(scale).buffer));
-  const cells = await packedNumbers([...scales, products, patterns] as BlobPart[]);
+  const cells = await deflatedParts([...scales, products, patterns] as BlobPart[]);
   const layers = [{ ...first, heads: 1, value_heads: 1 }];
   const { button, query, text } = await shown(1, {
     attention: { ...attention, layers, is_mean: true, rows: 2 },
@@ -202,7 +202,7 @@ test("a mean over the batch has the products that were sent as its value-weighte
   expect(text(".gp-strip-title")).toContain("(0) 0.4");
 });
 
-test("a click on a weight selects it, with the lengths of values as its weight in that mode", async () => {
+test("a click on a weight selects it, and reads it out as value-weighted in that mode", async () => {
   const { button, click, model, query, text } = await shown();
   click(1, 1);
   button("Value-weighted").click();
@@ -217,7 +217,7 @@ test("a click on a weight selects it, with the lengths of values as its weight i
   expect(text(".gp-strip-title")).toBe("␣down (3) looks at: ␣sat (2) 3");
 });
 
-test("with patches, both runs are side by side, and their difference", async () => {
+test("with patches, both runs and their difference can be chosen", async () => {
   const { button, click, el, text } = await shown(2);
   expect([...el.querySelectorAll(".gp-run-title")].map((title) => title.textContent)).toEqual(["Clean", "Patched"]);
   click(1, 1);
@@ -229,14 +229,14 @@ test("with patches, both runs are side by side, and their difference", async () 
   expect(text(".gp-large-head .gp-range")).toBe("-11");
 });
 
-test("with patches, both runs are beside each other where there is room", async () => {
+test("with patches, both runs are shown side by side if there is room", async () => {
   const { el } = await shown(2);
   const [clean, patched] = [...el.querySelectorAll(".gp-large-head")].map((one) => one.getBoundingClientRect());
   expect(patched?.top).toBe(clean?.top);
   expect(patched?.left).toBeGreaterThanOrEqual(clean?.right ?? Number.NaN);
 });
 
-test("heads that are overlaid begin at the background, also after the theme changes", async () => {
+test("overlaid heads blend from the background color, also after the theme changes", async () => {
   setTheme(true);
   const { click, el } = await shown();
   click(1, 1);
@@ -250,7 +250,7 @@ test("heads that are overlaid begin at the background, also after the theme chan
   await vi.waitFor(() => expect(corner()).toEqual([24, 26, 30]));
 });
 
-test("keys that are typed do not reach the notebook around the view", async () => {
+test("key presses do not reach the notebook", async () => {
   const { button, click, el, field, query } = await shown();
   click(1, 1);
   button("Steer …").click();
@@ -262,7 +262,7 @@ test("keys that are typed do not reach the notebook around the view", async () =
   expect(reached).toEqual(["Tab"]); // of the heads; a text field has its own
 });
 
-test("actions are edits of the patches; other patches make the kernel run again", async () => {
+test("actions edit the patches; changed patches make the kernel run again", async () => {
   const { button, click, model, query } = await shown();
   expect(button("Zero").disabled).toBe(true);
   click(0, 1);
@@ -284,7 +284,7 @@ test("actions are edits of the patches; other patches make the kernel run again"
   await vi.waitFor(() => expect(model.sent.at(-1)).toMatchObject({ request: "attend" }));
 });
 
-test("without a kernel, heads can be chosen, and patches and rows say why not", async () => {
+test("without a kernel, heads can be chosen; patches and batch rows say why they cannot", async () => {
   const { attention } = await traits(1);
   const { session } = linkedTraits("attention");
   const chosen = { ...session, can_undo: true };
@@ -305,7 +305,7 @@ test("without a kernel, heads can be chosen, and patches and rows say why not", 
   expect(button("Copy path").disabled).toBe(false);
 });
 
-test("views of a group share the selection in the page, without a kernel", async () => {
+test("views of a group share the selection without a kernel", async () => {
   const one = await shown();
   const other = await shown();
   one.click(1, 1);
@@ -330,12 +330,11 @@ test("the keyboard reaches heads and tokens", async () => {
   expect(model.get("selection").at(-1)?.position).toBe(2);
 });
 
-test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => {
+test.each(["true", "false"])("no accessibility violations; light: %s", async (isLight) => {
   setTheme(isLight === "true");
   const { click, el, query } = await shown(2);
   click(1, 1);
   click(0, 0, true);
   query(".gp-token[data-at='3']").click();
-  const found = await axe.run(el, { rules: { region: { enabled: false } } });
-  expect(found.violations.map(({ id, nodes }) => [id, nodes[0]?.html])).toEqual([]);
+  expect(await accessibilityViolations(el, { rules: { region: { enabled: false } } })).toEqual([]);
 });

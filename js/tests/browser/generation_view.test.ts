@@ -1,10 +1,10 @@
-import axe from "axe-core";
 import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import type { Generation, GenerationTraits } from "../../src/kernel/protocol";
 import { itemOf } from "../../src/views/selection";
-import { FakeModel } from "../fixtures";
-import { linkedTraits, packedNumbers, rendered } from "../rendered";
+import { accessibilityViolations } from "../accessibility";
+import { deflatedParts, FakeModel } from "../fixtures";
+import { linkedTraits, rendered } from "../rendered";
 
 const TOP = 2;
 const HOSTILE = "<img src=x onerror=window.wasRun=1>";
@@ -39,14 +39,14 @@ async function shown(changes: Partial<Generation> = {}, ...more: ArrayBuffer[]) 
   const model = new FakeModel<GenerationTraits>({
     ...linkedTraits("generation"),
     generation: generation(changes),
-    numbers: await packedNumbers([...line(), ...more]),
+    numbers: await deflatedParts([...line(), ...more]),
   });
   const { el, remove } = await rendered(model);
   const sent = (request: string) => model.sent.filter((one) => (one as { request: string }).request === request);
   return { model, el, remove, sent, tokens: [...el.querySelectorAll<HTMLButtonElement>(".gp-generated")] };
 }
 
-test("tokens have the color and the words of their score, and branch at a click", async () => {
+test("tokens show their score as color and text, and a click branches", async () => {
   const { el, tokens, sent } = await shown();
   expect(tokens.map((token) => token.getAttribute("aria-label"))).toEqual([
     "step 0: ␣sat, log-probability (nats) -0.5",
@@ -65,7 +65,7 @@ test("tokens have the color and the words of their score, and branch at a click"
   expect("wasRun" in window).toBe(false);
 });
 
-test("selected tokens are positions, also those that are selected elsewhere, and a patch is for their steps", async () => {
+test("selected tokens are positions, also if selected in another view; a patch applies to their steps", async () => {
   const { model, el, tokens, sent } = await shown();
   (tokens[0] as HTMLButtonElement).focus();
   await userEvent.keyboard("{ArrowRight}{Enter}");
@@ -83,11 +83,10 @@ test("selected tokens are positions, also those that are selected elsewhere, and
   const kind = el.querySelector("form select") as HTMLSelectElement;
   await userEvent.selectOptions(kind, "steer");
   expect(el.querySelector<HTMLInputElement>("[aria-label='Value, as Python']")?.hidden).toBe(false);
-  const { violations } = await axe.run(el, { resultTypes: ["violations"] });
-  expect(violations).toEqual([]);
+  expect(await accessibilityViolations(el)).toEqual([]);
 });
 
-test("the value to patch follows the selection until another one is typed", async () => {
+test("the path to patch follows the selection until the user types one", async () => {
   const { model, el } = await shown();
   const path = el.querySelector("[aria-label='Value to patch']") as HTMLInputElement;
   for (const name of ["layers[1].mlp_out", "layers[0].attn.heads[1].z"]) {
@@ -101,7 +100,7 @@ test("the value to patch follows the selection until another one is typed", asyn
   expect(path.value).toBe("layers[0].mlp_out");
 });
 
-test("branches stand below, and are removed; given scores are those of the first line", async () => {
+test("branches are listed below and can be removed; given scores belong to the first line", async () => {
   const branch = { name: "Branch at step 1", steps: 3, branch: 0, start: 1 };
   const given = new Float32Array([-1, 0, 3]).buffer;
   const lines = [...generation().lines, branch];
@@ -120,7 +119,7 @@ test("branches stand below, and are removed; given scores are those of the first
   expect(sent("generation")).toMatchObject([{ payload: { remove: 0, step: null } }]);
 });
 
-test("without a kernel, tokens are read, and nothing can be branched; nothing is left of a view", async () => {
+test("without a kernel, tokens can be read but not branched; a removed view leaves nothing behind", async () => {
   const { model, el, remove, tokens } = await shown();
   model.trigger("comm:close");
   await userEvent.click(tokens[1] as HTMLButtonElement);

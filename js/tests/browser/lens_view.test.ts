@@ -1,10 +1,11 @@
-import axe from "axe-core";
 import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import type { Lens, LensTraits } from "../../src/kernel/protocol";
 import { itemOf } from "../../src/views/selection";
-import { FakeModel } from "../fixtures";
-import { linkedTraits, packedNumbers, rendered } from "../rendered";
+import { accessibilityViolations } from "../accessibility";
+import { cellCenter } from "../canvas";
+import { deflatedParts, FakeModel } from "../fixtures";
+import { linkedTraits, rendered } from "../rendered";
 
 const [ROWS, COLUMNS, TOP] = [3, 4, 2];
 const HOSTILE = "<img src=x onerror=window.wasRun=1>";
@@ -44,7 +45,7 @@ function run(probability: (row: number, column: number) => number): ArrayBuffer[
 }
 
 async function shown(changes: Partial<Lens> = {}, ...more: ArrayBuffer[][]) {
-  const cells = await packedNumbers([...run((row, column) => (row + column) / 10), ...more.flat()]);
+  const cells = await deflatedParts([...run((row, column) => (row + column) / 10), ...more.flat()]);
   const model = new FakeModel<LensTraits>({
     ...linkedTraits("lens"),
     lens: lens(changes),
@@ -55,12 +56,7 @@ async function shown(changes: Partial<Lens> = {}, ...more: ArrayBuffer[][]) {
   return { model, el, remove, text: () => el.textContent ?? "", canvases: () => [...el.querySelectorAll("canvas")] };
 }
 
-function at(canvas: HTMLCanvasElement, row: number, column: number) {
-  const { width, height } = canvas.getBoundingClientRect();
-  return { position: { x: ((column + 0.5) * width) / COLUMNS, y: ((row + 0.5) * height) / ROWS } };
-}
-
-test("of a batch, the row is named; a layer of another stack is not one of the lens", async () => {
+test("the row of a batch is named; a layer of another stack does not select a row of the lens", async () => {
   const rows = [0, 1].map((layer) => ({ name: `decoder.layers[${layer}].resid_post`, layer, label: `${layer}` }));
   const lens = { row: 1, rows: 3, streams: [{ name: "residual", rows: [rows[0], ...rows] as typeof rows }] };
   const { el, model } = await shown(lens);
@@ -71,10 +67,10 @@ test("of a batch, the row is named; a layer of another stack is not one of the l
   expect(el.querySelectorAll(".gp-heatmap-mark").length).toBe(1);
 });
 
-test("a cell shows its tokens when it is pointed at, and a click selects its component and position", async () => {
+test("pointing at a cell shows its tokens; a click selects its component and position", async () => {
   const { model, el, text, canvases } = await shown();
   const [canvas] = canvases() as [HTMLCanvasElement];
-  await userEvent.hover(canvas, at(canvas, 0, 3));
+  await userEvent.hover(canvas, cellCenter(canvas, [0, 3], [ROWS, COLUMNS]));
   expect(text()).toContain(`layer 1, position 3 (${HOSTILE.replaceAll(" ", "␣")})`);
   expect(el.querySelector(".gp-readout")?.textContent).toContain("50%");
   const rows = [...el.querySelectorAll(".gp-lens-list tr")].map((row) => row.textContent);
@@ -84,7 +80,7 @@ test("a cell shows its tokens when it is pointed at, and a click selects its com
     "␣a50%",
     "␣b(target,rank18)50%",
   ]);
-  await userEvent.click(canvas, at(canvas, 1, 2));
+  await userEvent.click(canvas, cellCenter(canvas, [1, 2], [ROWS, COLUMNS]));
   expect(model.get("selection")).toEqual([itemOf("layers[0].resid_post", { layer: 0, position: 2 })]);
   canvas.focus();
   await userEvent.keyboard("{ArrowDown}{ArrowDown}{Shift>}{Enter}{/Shift}");
@@ -94,7 +90,7 @@ test("a cell shows its tokens when it is pointed at, and a click selects its com
   expect("wasRun" in window).toBe(false);
 });
 
-test("what is selected elsewhere is marked: a whole row for a head, a column for a position", async () => {
+test("a selection in another view is marked: a whole row for a head, a column for a position", async () => {
   const { model, el } = await shown();
   const size = () => {
     const mark = el.querySelector(".gp-heatmap-mark")?.getBoundingClientRect();
@@ -109,27 +105,26 @@ test("what is selected elsewhere is marked: a whole row for a head, a column for
   expect(el.querySelectorAll(".gp-heatmap-mark")).toHaveLength(0);
 });
 
-test("with patches, the runs and their difference are shown; axe finds nothing", async () => {
+test("with patches, both runs and their difference are shown, without accessibility violations", async () => {
   const { el, text, canvases } = await shown(
     { runs: 2, remarks: ["a patch had no effect"] },
     run(() => 0.25),
   );
   expect(canvases()).toHaveLength(3);
   const [, , difference] = canvases() as [HTMLCanvasElement, HTMLCanvasElement, HTMLCanvasElement];
-  await userEvent.hover(difference, at(difference, 2, 1));
+  await userEvent.hover(difference, cellCenter(difference, [2, 1], [ROWS, COLUMNS]));
   expect(el.querySelectorAll(".gp-readout")[2]?.textContent).toMatch(/: 10\.0% → 25%$/);
   expect(text()).toContain("a patch had no effect");
   const color = el.querySelectorAll("select")[1] as HTMLSelectElement;
   await userEvent.selectOptions(color, "rank");
   const [first] = canvases() as [HTMLCanvasElement];
-  await userEvent.hover(first, at(first, 0, 0));
+  await userEvent.hover(first, cellCenter(first, [0, 0], [ROWS, COLUMNS]));
   expect(el.querySelector(".gp-readout")?.textContent).toContain("rank 18");
   expect(el.querySelector(".gp-legend")?.textContent).toContain("rank 18");
-  const { violations } = await axe.run(el, { resultTypes: ["violations"] });
-  expect(violations).toEqual([]);
+  expect(await accessibilityViolations(el)).toEqual([]);
 });
 
-test("a change of the patches asks for other numbers, and another stream is asked for", async () => {
+test("changing the patches or the stream requests new numbers", async () => {
   const { model, el, text } = await shown();
   const asked = () => model.sent.filter((sent) => (sent as { request: string }).request === "lens");
   model.set("session", { ...model.get("session"), version: 1 });
@@ -143,22 +138,22 @@ test("a change of the patches asks for other numbers, and another stream is aske
   await userEvent.selectOptions(stream, "mlp");
   expect(asked().at(-1)).toMatchObject({ payload: { stream: "mlp" } });
   const streams = [...lens().streams, { name: "mlp", rows: lens().streams[0]?.rows ?? [] }];
-  const cells = await packedNumbers([...run(() => 0.1), ...run(() => 0.75)]);
+  const cells = await deflatedParts([...run(() => 0.1), ...run(() => 0.75)]);
   model.set("lens", lens({ streams, version: 1 }));
   model.set("cells", cells);
   await vi.waitFor(() => expect(model.get("stream")).toBe("mlp"));
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
-  await userEvent.hover(canvas, at(canvas, 0, 0));
+  await userEvent.hover(canvas, cellCenter(canvas, [0, 0], [ROWS, COLUMNS]));
   expect(el.querySelector(".gp-readout")?.textContent).toContain("75%");
 });
 
-test("without a kernel, what was sent is browsed, and what was not cannot be chosen", async () => {
+test("without a kernel, the sent numbers can be browsed and the others cannot be chosen", async () => {
   const { model, el, remove, text } = await shown();
   model.trigger("comm:close");
   const [first, other] = [...el.querySelectorAll("option")];
   expect([first?.disabled, other?.disabled]).toEqual([false, true]);
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
-  await userEvent.click(canvas, at(canvas, 1, 1));
+  await userEvent.click(canvas, cellCenter(canvas, [1, 1], [ROWS, COLUMNS]));
   expect(text()).toContain("layers[0].resid_post[:, 1]");
   remove();
   expect(model.listening).toBe(0);

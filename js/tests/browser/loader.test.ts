@@ -1,10 +1,9 @@
 import { expect, test } from "vitest";
 import loader from "../../src/loader";
-import { FakeModel, traits } from "../fixtures";
+import { deflatedParts, FakeModel, traits } from "../fixtures";
 
-async function packed(parts: { css: string; js: string }): Promise<DataView> {
-  const stream = new Blob([JSON.stringify(parts)]).stream().pipeThrough(new CompressionStream("deflate"));
-  return new DataView(await new Response(stream).arrayBuffer());
+function packed(parts: { css: string; js: string }): Promise<DataView> {
+  return deflatedParts([JSON.stringify(parts)]);
 }
 
 function host(): HTMLElement {
@@ -13,13 +12,13 @@ function host(): HTMLElement {
   return el;
 }
 
-test("nothing is shown if the front end was not saved with the widget", async () => {
+test("shows nothing if the front end was not saved with the widget", async () => {
   const el = host();
   await loader.render({ model: new FakeModel(traits({ front_end: new DataView(new ArrayBuffer(0)) })), el });
   expect(el.childElementCount).toBe(0);
 });
 
-test("the front end is unpacked and shown with its style; nothing of it is left afterwards", async () => {
+test("unpacks and shows the front end with its style; leaves nothing behind afterwards", async () => {
   const el = host();
   const js = `export default { async render({ model, el }) {
     const p = document.createElement("p"); p.className = "unpacked"; p.textContent = model.get("query"); el.append(p);
@@ -37,7 +36,7 @@ test("the front end is unpacked and shown with its style; nothing of it is left 
   expect(el.childElementCount).toBe(0);
 });
 
-test("widgets with the same front end load it once; another one is loaded beside it", async () => {
+test("widgets with the same front end load it once; a different one is loaded separately", async () => {
   const load = async (front_end: DataView) => {
     const el = host();
     await loader.render({ model: new FakeModel(traits({ front_end })), el });

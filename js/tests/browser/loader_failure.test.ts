@@ -2,7 +2,7 @@ import { expect, test } from "vitest";
 import loader from "../../src/loader";
 import { FakeModel, traits } from "../fixtures";
 
-test("a front end that cannot be unpacked says so, and what to do", async () => {
+test("a front end that cannot be unpacked shows an error and what to do", async () => {
   const el = document.createElement("div");
   const model = new FakeModel(traits({ front_end: new DataView(new ArrayBuffer(5)) }));
   loader.initialize({ model });

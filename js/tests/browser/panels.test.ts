@@ -1,4 +1,3 @@
-import axe from "axe-core";
 import { afterEach, beforeEach, describe, expect, it } from "vitest";
 import { page, userEvent } from "vitest/browser";
 import { NodePopup } from "../../src/details/popup";
@@ -7,8 +6,10 @@ import { makeNotices } from "../../src/page/notices";
 import { PatchEditor } from "../../src/patches/editor";
 import { PatchList } from "../../src/patches/patch_list";
 import type { Part } from "../../src/view";
+import { accessibilityViolations } from "../accessibility";
 import "../../src/style.css";
-import { HOSTILE, named, patch, Rig, settled } from "../panel_rig";
+import { patch } from "../fixtures";
+import { HOSTILE, named, Rig, settled } from "../panel_rig";
 
 const PATH = "transformer.h_0.attn.attn_weights";
 const FINE: Checked = { shape: [1, 4, 8, 8], sliced: [1, 4, 8, 8], warning: null, name: null };
@@ -73,7 +74,7 @@ function inViewport(dialog: Element): boolean {
 }
 
 describe("a dialog", () => {
-  it("is below its anchor, in the top layer, whatever clips the output", async () => {
+  it("is below its anchor in the top layer, not clipped by the output", async () => {
     rig.view.root.style.cssText = "overflow: hidden; height: 60px; contain: layout paint; transform: translateX(0)";
     await showPopup();
     expect(popup.element.matches(":popover-open")).toBe(true);
@@ -95,13 +96,13 @@ describe("a dialog", () => {
     expect(box(popup.element).height).toBeGreaterThan(180);
   });
 
-  it("is above its anchor where there is more room", async () => {
+  it("is above its anchor if there is more room", async () => {
     anchor.style.cssText += ";margin-top: 520px";
     await showPopup();
     expect(box(popup.element).bottom).toBeLessThanOrEqual(box(anchor).top);
   });
 
-  it("goes along when something scrolls, and stays in a window that gets smaller", async () => {
+  it("moves with its anchor on scrolling, and stays inside a shrinking window", async () => {
     anchor.style.cssText += ";margin-top: 100px";
     tree.style.height = "2000px";
     await showPopup();
@@ -115,7 +116,7 @@ describe("a dialog", () => {
     window.scrollTo(0, 0);
   });
 
-  it("is a panel below the tree where there are no popovers", async () => {
+  it("is a panel below the tree if the browser has no popovers", async () => {
     const known = HTMLElement.prototype.showPopover;
     Object.assign(HTMLElement.prototype, { showPopover: undefined });
     const inline = new NodePopup(rig.view);
@@ -132,7 +133,7 @@ describe("a dialog", () => {
 });
 
 describe("the keyboard's focus", () => {
-  it("goes into the popup, and at Escape back to the tree", async () => {
+  it("moves into the popup; Escape returns it to the tree", async () => {
     tree.focus();
     await showPopup();
     expect(popup.element.contains(focused())).toBe(true);
@@ -143,7 +144,7 @@ describe("the keyboard's focus", () => {
     expect(focused()).toBe(tree);
   });
 
-  it("goes from the popup to the editor, and back to the tree", async () => {
+  it("moves from the popup to the editor, and back to the tree", async () => {
     tree.focus();
     await showPopup();
     await userEvent.click(named(popup.element, "Patch"));
@@ -153,7 +154,7 @@ describe("the keyboard's focus", () => {
     expect(focused()).toBe(tree);
   });
 
-  it("goes from the list to the editor, and back to the list", async () => {
+  it("moves from the list to the editor, and back to the list", async () => {
     rig.session([patch(3)]);
     const edit = named(list.element, "Edit #3 zero transformer.h_0.output");
     await userEvent.click(edit);
@@ -162,7 +163,7 @@ describe("the keyboard's focus", () => {
     expect(focused()).toBe(edit);
   });
 
-  it("stays in the editor at a click elsewhere: what was typed is not lost", async () => {
+  it("stays in the editor on a click elsewhere: nothing typed is lost", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     await userEvent.fill(named(editor.element, "Slice"), "0");
     await userEvent.click(document.body, { position: { x: 790, y: 590 } });
@@ -171,7 +172,7 @@ describe("the keyboard's focus", () => {
   });
 });
 
-it("a patch is chosen by typing alone", async () => {
+it("a patch can be made with the keyboard alone", async () => {
   tree.focus();
   editor.open({ row: rig.row(PATH) }, anchor);
   await userEvent.keyboard("a");
@@ -193,7 +194,7 @@ it("a patch is chosen by typing alone", async () => {
   expect(focused()).toBe(tree);
 });
 
-it("long paths break no layout", async () => {
+it("long paths do not break the layout", async () => {
   const path = `transformer.${"a_very_long_name_of_a_module.".repeat(12)}output`;
   rig.session([
     patch(1, {
@@ -214,7 +215,7 @@ it("long paths break no layout", async () => {
   expect(editor.element.scrollWidth).toBeLessThanOrEqual(editor.element.clientWidth);
 });
 
-describe.each(["light", "dark"])("axe finds nothing: %s", (theme) => {
+describe.each(["light", "dark"])("no accessibility violations: %s", (theme) => {
   beforeEach(() => {
     rig.view.root.dataset.gpTheme = theme;
     document.body.style.background = theme === "light" ? "#fff" : "#111";
@@ -228,10 +229,8 @@ describe.each(["light", "dark"])("axe finds nothing: %s", (theme) => {
   });
 
   async function clean(): Promise<void> {
-    const { violations } = await axe.run(rig.view.root, { rules: { "aria-required-children": { enabled: false } } });
-    expect(
-      violations.map(({ id, nodes }) => [id, nodes.map(({ html, failureSummary }) => [html, failureSummary])]),
-    ).toEqual([]);
+    const rules = { "aria-required-children": { enabled: false } };
+    expect(await accessibilityViolations(rig.view.root, { rules })).toEqual([]);
   }
 
   it("the list, errors and a lost kernel", async () => {
@@ -247,7 +246,7 @@ describe.each(["light", "dark"])("axe finds nothing: %s", (theme) => {
     await clean();
   });
 
-  it("the editor, with all its fields and errors", async () => {
+  it("the editor with all its fields and errors", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     await rig.answer("check", { ...FINE, warning: "beyond" });
     await clean();
@@ -269,7 +268,7 @@ describe.each(["light", "dark"])("axe finds nothing: %s", (theme) => {
   });
 });
 
-it("nothing of the user's text ever becomes an element", async () => {
+it("the user's text never becomes an element", async () => {
   rig.session([patch(1, { path: HOSTILE, value: HOSTILE, warning: HOSTILE })]);
   rig.view.notices.error(HOSTILE);
   popup.show(rig.row(PATH), anchor);

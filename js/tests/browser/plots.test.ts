@@ -1,4 +1,3 @@
-import axe from "axe-core";
 import { afterEach, describe, expect, it } from "vitest";
 import { userEvent } from "vitest/browser";
 import { ActivationSection } from "../../src/details/activation_view";
@@ -6,24 +5,18 @@ import type { Plot } from "../../src/kernel/protocol";
 import { color, MISSING } from "../../src/plots/matrix";
 import { makePlot } from "../../src/plots/plots";
 import { RunPanel } from "../../src/runs/run_panel";
+import { accessibilityViolations } from "../accessibility";
+import { cellColor } from "../canvas";
 import "../../src/style.css";
-import {
-  activation,
-  activationStatus,
-  float32,
-  HISTOGRAM,
-  heatmap,
-  JobView,
-  report,
-  statistics,
-} from "../job_fixtures";
+import { FakeView } from "../fixtures";
+import { activation, activationStatus, float32, HISTOGRAM, heatmap, report, statistics } from "../job_fixtures";
 
 const HOSTILE = `<img src=x onerror="window.hacked = 1">`;
 const TOKENS = ["When", " Mary", " and", "\n"];
-const views: JobView[] = [];
+const views: FakeView[] = [];
 
-function open(): JobView {
-  const view = new JobView();
+function open(): FakeView {
+  const view = new FakeView();
   views.push(view);
   return view;
 }
@@ -37,32 +30,25 @@ function plot(shown: Plot, values: number[] = [], options: Partial<Parameters<ty
 const canvasOf = (figure: HTMLElement) => figure.querySelector("canvas") as HTMLCanvasElement;
 const readout = (figure: HTMLElement) => figure.querySelector(".gp-readout")?.textContent;
 
-/** The color in the middle of a cell. */
-function pixel(canvas: HTMLCanvasElement, row: number, column: number, rows: number, columns: number): number[] {
-  const x = Math.floor(((column + 0.5) / columns) * canvas.width);
-  const y = Math.floor(((row + 0.5) / rows) * canvas.height);
-  return [...(canvas.getContext("2d")?.getImageData(x, y, 1, 1).data.slice(0, 3) ?? [])];
-}
-
 afterEach(() => {
   for (const view of views.splice(0)) view.remove();
 });
 
 describe("a heatmap", () => {
-  it("has the colors of its values, cell by cell", () => {
+  it("colors each cell by its value", () => {
     const canvas = canvasOf(plot(heatmap(2, 3), [0, 0.5, 1, 0.25, 0.75, 1]));
     [0, 0.5, 1, 0.25, 0.75, 1].forEach((value, index) => {
-      expect(pixel(canvas, Math.floor(index / 3), index % 3, 2, 3)).toEqual(color(value, "sequential"));
+      expect(cellColor(canvas, [Math.floor(index / 3), index % 3], [2, 3])).toEqual(color(value, "sequential"));
     });
   });
 
-  it("is symmetric about zero where both signs occur", () => {
+  it("is symmetric about zero if both signs occur", () => {
     const canvas = canvasOf(plot(heatmap(1, 4), [-1, 0, 1, 2]));
     const expected = [0.25, 0.5, 0.75, 1].map((value) => color(value, "diverging"));
-    expect([0, 1, 2, 3].map((column) => pixel(canvas, 0, column, 1, 4))).toEqual(expected);
+    expect([0, 1, 2, 3].map((column) => cellColor(canvas, [0, column], [1, 4]))).toEqual(expected);
   });
 
-  it("hatches NaN and infinities, in colors that no value has", () => {
+  it("hatches NaN and infinities in colors no value has", () => {
     const figure = plot(heatmap(1, 4), [Number.NaN, 0, 1, Number.NEGATIVE_INFINITY]);
     const canvas = canvasOf(figure);
     const data = canvas.getContext("2d")?.getImageData(0, 0, canvas.width / 4, canvas.height).data ?? [];
@@ -75,10 +61,10 @@ describe("a heatmap", () => {
     );
     expect(numbers.filter((rgb) => seen.has(rgb))).toEqual([]);
     expect(figure.textContent).toContain("2 values hatched");
-    expect(pixel(canvas, 0, 2, 1, 4)).toEqual(color(1, "sequential"));
+    expect(cellColor(canvas, [0, 2], [1, 4])).toEqual(color(1, "sequential"));
   });
 
-  it("of attention is square, and of whole device pixels", () => {
+  it("has square cells of whole device pixels for attention", () => {
     const values = Array.from({ length: 100 }, (_, index) => (index % 10 > index / 10 ? 0 : 0.1));
     const canvas = canvasOf(plot(heatmap(10, 10), values));
     const { width, height } = canvas.getBoundingClientRect();
@@ -87,13 +73,13 @@ describe("a heatmap", () => {
     expect(canvas.width % 10).toBe(0);
   });
 
-  it("draws 256 x 256 values no wider than a popup", () => {
+  it("draws 256 x 256 values within a popup's width", () => {
     const values = Array.from({ length: 65536 }, (_, index) => Math.sin(index));
     const canvas = canvasOf(plot(heatmap(256, 256), values));
     expect(canvas.getBoundingClientRect().width).toBeLessThanOrEqual(320);
   });
 
-  it("says in words what it is, and how it was reduced", () => {
+  it("describes what it shows and how it was reduced", () => {
     const reduced = "each cell is the mean of 2 x 1 values";
     const figure = plot(heatmap(2, 2, { full: [4, 2], reduced }), [1, 2, 3, Number.NaN]);
     const canvas = canvasOf(figure);
@@ -105,7 +91,7 @@ describe("a heatmap", () => {
     expect(figure.querySelector(".gp-note")?.textContent).toBe("Each cell is the mean of 2 x 1 values.");
   });
 
-  it("reads values out to the keyboard, with the tokens", async () => {
+  it("reads out values and tokens for the keyboard", async () => {
     const values = Array.from({ length: 16 }, (_, index) => index / 8);
     const figure = plot(heatmap(4, 4), values, { rowTokens: TOKENS, columnTokens: TOKENS });
     canvasOf(figure).focus();
@@ -127,7 +113,7 @@ describe("a heatmap", () => {
     expect(readout(figure)).toBe("[0, 3, :, :] 4 × 4");
   });
 
-  it("keeps arrow keys to itself, and lets the others pass", async () => {
+  it("handles arrow keys and lets other keys through", async () => {
     const figure = plot(heatmap(2, 2), [1, 2, 3, 4]);
     const heard: string[] = [];
     figure.parentElement?.addEventListener("keydown", (event) => heard.push(event.key));
@@ -136,7 +122,7 @@ describe("a heatmap", () => {
     expect(heard).toEqual(["Escape", "x"]);
   });
 
-  it("reads values out under the mouse", async () => {
+  it("reads out the value under the mouse", async () => {
     const figure = plot(heatmap(2, 2, { full: [6, 2], reduced: "Each row is the mean of 3." }), [1, 2, 3, 4]);
     const canvas = canvasOf(figure);
     const { width, height } = canvas.getBoundingClientRect();
@@ -146,31 +132,31 @@ describe("a heatmap", () => {
     expect(readout(figure)).toBe("[0, 3, :, :] 6 × 2");
   });
 
-  it("names the rows that its last, smaller block stands for", async () => {
+  it("names the rows of its last, smaller block", async () => {
     const figure = plot(heatmap(3, 1, { full: [8, 1], reduced: "each cell is the mean of 3 x 1 values" }), [1, 2, 3]);
     canvasOf(figure).focus();
     await userEvent.keyboard("{Home}{PageDown}");
     expect(readout(figure)).toBe("rows 6 to 7, column 0: 3 (several values)");
   });
 
-  it("shows outliers beyond its scale, and all of it on request", async () => {
+  it("clips outliers, and shows the full range on request", async () => {
     const values = Array.from({ length: 100 }, (_, index) => Math.sin(index));
     values[0] = 1000;
     const figure = plot(heatmap(10, 10), values);
     const canvas = canvasOf(figure);
-    const typical = pixel(canvas, 1, 1, 10, 10);
+    const typical = cellColor(canvas, [1, 1], [10, 10]);
     expect(figure.querySelector(".gp-legend")?.textContent).toBe("≤ -1.00≥ 1.002 values beyond the scale");
     const toggle = figure.querySelector("button") as HTMLButtonElement;
     toggle.focus();
     await userEvent.keyboard("{Enter}");
     expect(figure.querySelector(".gp-legend")?.textContent).toBe("-1,0001,000Outliers included");
-    expect(pixel(canvas, 1, 1, 10, 10)).not.toEqual(typical);
+    expect(cellColor(canvas, [1, 1], [10, 10])).not.toEqual(typical);
     expect(document.activeElement).toBe(figure.querySelector("button"));
   });
 });
 
 describe("a histogram", () => {
-  it("has a bar for each bin, as high as its count", () => {
+  it("has a bar for each bin, with the height of its count", () => {
     const figure = plot(HISTOGRAM);
     const heights = [...figure.querySelectorAll(".gp-bar")].map((bar) => bar.getBoundingClientRect().height);
     expect(heights[0]).toBeGreaterThan(1);
@@ -179,7 +165,7 @@ describe("a histogram", () => {
     expect(figure.querySelector(".gp-histogram-ends")?.textContent).toBe("-22");
   });
 
-  it("reads bins out to the keyboard", async () => {
+  it("reads out bins for the keyboard", async () => {
     const figure = plot(HISTOGRAM);
     (figure.querySelector("svg") as SVGElement).focus();
     expect(readout(figure)).toBe("10 values, at most 6 in a bin");
@@ -189,7 +175,7 @@ describe("a histogram", () => {
     expect(readout(figure)).toBe("1 to 2: 3 values");
   });
 
-  it("of equal values, or of none, is drawn all the same", () => {
+  it("is drawn also for equal values or none", () => {
     const same = plot({ ...HISTOGRAM, counts: [5], edges: [3, 3] });
     expect(same.querySelector(".gp-bar")?.getBoundingClientRect().width).toBeGreaterThan(100);
     expect(same.innerHTML).not.toContain("NaN");
@@ -202,7 +188,7 @@ it("says why there is no plot", () => {
 });
 
 /** A view with a run that shows everything there is, and an activation. */
-async function full(): Promise<JobView> {
+async function full(): Promise<FakeView> {
   const view = open();
   const probe = {
     number: 1,
@@ -255,12 +241,7 @@ async function full(): Promise<JobView> {
   return view;
 }
 
-async function violations(view: JobView): Promise<unknown[]> {
-  const found = await axe.run(view.root);
-  return found.violations.map(({ id, nodes }) => [id, nodes.map((node) => node.html)]);
-}
-
-it("shows the numbers of the output beside a long path, which wraps", async () => {
+it("shows the output's numbers beside a long path that wraps", async () => {
   const view = open();
   view.root.style.width = "640px";
   const path = `output|${"a_long_name_of_a_key.".repeat(60)}hidden_states`;
@@ -282,30 +263,30 @@ it("shows the numbers of the output beside a long path, which wraps", async () =
   }
 });
 
-it("shows hostile texts as texts", async () => {
+it("shows markup in texts as text", async () => {
   const view = await full();
   expect(view.root.querySelector("img")).toBeNull();
   expect(view.root.textContent).toContain(HOSTILE);
   expect("hacked" in window).toBe(false);
 });
 
-it.each(["light", "dark"])("has no violations of accessibility (%s)", async (theme) => {
+it.each(["light", "dark"])("has no accessibility violations (%s)", async (theme) => {
   const view = await full();
   view.root.dataset.gpTheme = theme;
   for (const details of view.root.querySelectorAll("details")) details.open = true;
-  expect(await violations(view)).toEqual([]);
+  expect(await accessibilityViolations(view.root)).toEqual([]);
   // The old result is paler then.
   view.kernel.script.run = () => Promise.reject(new Error("The kernel has stopped."));
   view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
   await expect.poll(() => view.root.querySelector(".gp-run .gp-message")?.textContent).toContain("stopped");
-  expect(await violations(view)).toEqual([]);
+  expect(await accessibilityViolations(view.root)).toEqual([]);
 });
 
-it("has no violations of accessibility when a first run fails", async () => {
+it("has no accessibility violations when a first run fails", async () => {
   const view = open();
   view.kernel.script = { run: () => Promise.reject(new Error("The kernel has stopped.")) };
   view.root.append(new RunPanel(view).element);
   view.root.querySelector("button")?.click();
   await expect.poll(() => view.root.querySelector("[role=alert]:not([hidden])")?.textContent).toBeTruthy();
-  expect(await violations(view)).toEqual([]);
+  expect(await accessibilityViolations(view.root)).toEqual([]);
 });

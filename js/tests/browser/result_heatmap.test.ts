@@ -1,16 +1,18 @@
-import axe from "axe-core";
 import { expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import widget from "../../src/index";
 import type { HeatmapTraits, Item, LinkedTraits, ResultHeatmap } from "../../src/kernel/protocol";
 import { color } from "../../src/plots/matrix";
 import { itemOf } from "../../src/views/selection";
+import { accessibilityViolations } from "../accessibility";
+import { cellCenter, cellColor } from "../canvas";
 import { FakeModel } from "../fixtures";
 import { float32 } from "../job_fixtures";
 import { linkedTraits, rendered, setTheme, undos } from "../rendered";
 
 const ROWS = 3;
 const COLUMNS = 4;
+const SIZE = [ROWS, COLUMNS] as const;
 const VALUES = Array.from({ length: ROWS * COLUMNS }, (_, index) => index / 4 - 1);
 const HOSTILE = "<img src=x onerror=window.wasRun=1>";
 
@@ -52,31 +54,21 @@ async function shown(changes: Partial<ResultHeatmap> = {}, values = VALUES, cell
   return { model, el, remove, query, canvas: query<HTMLCanvasElement>("canvas") };
 }
 
-function centre(canvas: HTMLCanvasElement, row: number, column: number, rows = ROWS, columns = COLUMNS) {
-  const { width, height } = canvas.getBoundingClientRect();
-  return { position: { x: ((column + 0.5) * width) / columns, y: ((row + 0.5) * height) / rows } };
-}
-
-/** The color at a quarter of a cell, where no mark is. */
-function pixel(canvas: HTMLCanvasElement, row: number, column: number): number[] {
-  const x = Math.floor(((column + 0.5) / COLUMNS) * canvas.width);
-  const y = Math.floor(((row + 0.5) / ROWS) * canvas.height);
-  return [...(canvas.getContext("2d")?.getImageData(x, y, 1, 1).data.slice(0, 3) ?? [])];
-}
-
 function alpha(canvas: HTMLCanvasElement, row: number, column: number): number {
   const [x, y] = [((column + 0.25) / COLUMNS) * canvas.width, ((row + 0.25) / ROWS) * canvas.height];
   return canvas.getContext("2d")?.getImageData(Math.floor(x), Math.floor(y), 1, 1).data[3] ?? -1;
 }
 
-test("cells have the colors of the scale that the kernel gave, not of one over the values", async () => {
+test("cells use the kernel's color scale, not the range of the values", async () => {
   const { canvas } = await shown();
   VALUES.forEach((value, index) => {
-    expect(pixel(canvas, Math.floor(index / COLUMNS), index % COLUMNS)).toEqual(color((value + 2) / 4, "diverging"));
+    expect(cellColor(canvas, [Math.floor(index / COLUMNS), index % COLUMNS], SIZE)).toEqual(
+      color((value + 2) / 4, "diverging"),
+    );
   });
 });
 
-test("axes have titles and labels, the legend says what has no color", async () => {
+test("axes have titles and labels; the legend explains cells without a color", async () => {
   const { el, query } = await shown();
   expect(query("h3").textContent).toBe("Restored");
   expect(query(".gp-heatmap-row-title").textContent).toBe("path: transformer.*.mlp.output");
@@ -89,7 +81,7 @@ test("axes have titles and labels, the legend says what has no color", async () 
   expect("wasRun" in window).toBe(false);
 });
 
-test("titles and labels stand beside the cells", async () => {
+test("titles and labels are beside the cells", async () => {
   const { query, canvas } = await shown();
   const cells = canvas.getBoundingClientRect();
   const rows = query(".gp-heatmap-rows").getBoundingClientRect();
@@ -99,12 +91,12 @@ test("titles and labels stand beside the cells", async () => {
   expect(query(".gp-heatmap-columns").getBoundingClientRect().top).toBeGreaterThanOrEqual(cells.bottom);
 });
 
-test("values beyond the limits are said to be there", async () => {
+test("the legend mentions values beyond the limits", async () => {
   const { query } = await shown({ low: -1, high: 1, center: null });
   expect(query(".gp-legend").textContent).toContain("score-1≥ 1");
 });
 
-test("a float32 that is rounded beyond a limit is not beyond it", async () => {
+test("a float32 rounded past a limit does not count as beyond it", async () => {
   const { query } = await shown(
     { low: -0.1, high: 0.1 },
     Array.from({ length: 12 }, (_, at) => (at % 2 ? 0.1 : -0.1)),
@@ -112,17 +104,17 @@ test("a float32 that is rounded beyond a limit is not beyond it", async () => {
   expect(query(".gp-legend").textContent).toContain("-0.10.1");
 });
 
-test("a cell under the mouse is read out, with its full path and its token", async () => {
+test("the cell under the mouse is read out with its full path and token", async () => {
   const { query, canvas } = await shown();
-  await userEvent.hover(canvas, centre(canvas, 1, 1));
+  await userEvent.hover(canvas, cellCenter(canvas, [1, 1], SIZE));
   expect(query(".gp-readout").textContent).toBe("path transformer.h_1.mlp.output, position 1 (␣cat): 0.25");
   await userEvent.unhover(canvas);
   expect(query(".gp-readout").textContent).toContain("3 × 4");
 });
 
-test("a click selects a cell, another one gives it up; the kernel hears of both", async () => {
+test("a click selects a cell, a second one deselects it; both reach the kernel", async () => {
   const { model, query, canvas } = await shown();
-  await userEvent.click(canvas, centre(canvas, 2, 0));
+  await userEvent.click(canvas, cellCenter(canvas, [2, 0], SIZE));
   expect([model.traits.cell, model.saved]).toEqual([[2, 0], 1]);
   expect(query(".gp-result > .gp-note").textContent).toBe(
     "Selected: path transformer.h_0.mlp.output, position 0 (The): 1",
@@ -130,13 +122,13 @@ test("a click selects a cell, another one gives it up; the kernel hears of both"
   const mark = query(".gp-heatmap-mark").getBoundingClientRect();
   expect(mark.left).toBeCloseTo(canvas.getBoundingClientRect().left, 0);
   expect(mark.bottom).toBeCloseTo(canvas.getBoundingClientRect().bottom, 0);
-  await userEvent.click(canvas, centre(canvas, 2, 0));
+  await userEvent.click(canvas, cellCenter(canvas, [2, 0], SIZE));
   expect([model.traits.cell, model.saved]).toEqual([null, 2]);
   expect(query(".gp-heatmap-mark")).toBeNull();
   expect(query(".gp-result > .gp-note").hidden).toBe(true);
 });
 
-test("the keyboard reads and selects", async () => {
+test("the keyboard reads out and selects cells", async () => {
   const { model, query, canvas } = await shown();
   canvas.focus();
   await userEvent.keyboard("{Enter}");
@@ -148,7 +140,7 @@ test("the keyboard reads and selects", async () => {
   expect(query(".gp-result > .gp-note").getAttribute("aria-live")).toBe("polite");
 });
 
-test("what the kernel selects is shown, in all views", async () => {
+test("a selection made by the kernel is shown in all views", async () => {
   const { model, query } = await shown({}, VALUES, [0, 3]);
   expect(query(".gp-result > .gp-note").textContent).toContain("transformer.h_2.mlp.output, position 3");
   model.set("cell", [0, 0]);
@@ -167,7 +159,7 @@ async function square(count: number, changes: Partial<ResultHeatmap> = {}) {
   return shown({ rows: side("path", count), columns: side("position", count), full: [count, count], ...changes }, many);
 }
 
-test("cells are made larger and smaller, labels and mark with them; the button keeps the focus", async () => {
+test("zooming resizes cells, labels and mark; the button keeps the focus", async () => {
   const rows = 80;
   const { el, model, query, canvas } = await square(rows);
   model.set("cell", [40, 40]);
@@ -192,7 +184,7 @@ test("cells are made larger and smaller, labels and mark with them; the button k
 
 const frame = () => new Promise(requestAnimationFrame);
 
-test("in a corner of an enlarged heatmap no label is seen that has scrolled under others", async () => {
+test("no label shows through in the corner of an enlarged, scrolled heatmap", async () => {
   const { query } = await square(80);
   for (let step = 0; step < 30; step++) query("[aria-label='Larger cells']").click();
   const scroller = query(".gp-heatmap-frame");
@@ -222,7 +214,7 @@ test("in a corner of an enlarged heatmap no label is seen that has scrolled unde
   }
 });
 
-test("arrows and words lead to the cells that are out of sight", async () => {
+test("arrows and words point to cells out of view", async () => {
   const { el, query, canvas } = await square(80);
   const sides = () =>
     [...el.querySelectorAll<HTMLElement>(".gp-heatmap-edge:not([hidden])")].map((edge) => edge.dataset.side);
@@ -248,7 +240,7 @@ test("arrows and words lead to the cells that are out of sight", async () => {
   canvas.focus();
 });
 
-test("what was in the middle stays there when cells get larger, and what is selected in sight", async () => {
+test("zooming keeps the center in place and the selected cell in view", async () => {
   const { model, query, canvas } = await square(80);
   const middle = () => {
     const [cells, box] = [canvas.getBoundingClientRect(), query(".gp-heatmap-frame").getBoundingClientRect()];
@@ -265,7 +257,7 @@ test("what was in the middle stays there when cells get larger, and what is sele
   expect(mark?.bottom).toBeLessThanOrEqual(query(".gp-heatmap-columns").getBoundingClientRect().top + 1);
 });
 
-test("labels of columns stand upright where they fit, close below the cells", async () => {
+test("column labels are horizontal if they fit, close below the cells", async () => {
   const { query, canvas } = await shown({ rows: side("a_dimension_with_a_very_long_name", ROWS) });
   const labels = query(".gp-heatmap-columns");
   expect(labels.hasAttribute("data-level")).toBe(false); // one is too long
@@ -286,7 +278,7 @@ test("labels of columns stand upright where they fit, close below the cells", as
   for (const one of level.querySelectorAll("span")) expect(one.scrollWidth).toBeLessThanOrEqual(one.clientWidth);
 });
 
-test("labels have tooltips with what they are short for", async () => {
+test("shortened labels have the full text as tooltip", async () => {
   const { el } = await shown();
   const titles = (axis: string) =>
     [...el.querySelectorAll<HTMLElement>(`.gp-heatmap-${axis} span`)].map((one) => one.title);
@@ -294,12 +286,12 @@ test("labels have tooltips with what they are short for", async () => {
   expect(titles("columns")[3]).toBe(`position 3 (${HOSTILE} to its end)`);
 });
 
-test("a heatmap that cannot get larger has no buttons for it", async () => {
+test("a heatmap that cannot be enlarged has no zoom buttons", async () => {
   const { query } = await shown();
   expect(query(".gp-zoom").hidden).toBe(true);
 });
 
-test("the keyboard's cell is kept in sight of a frame that scrolls", async () => {
+test("the cell with the keyboard focus is scrolled into view", async () => {
   const { query, canvas } = await square(120);
   for (let step = 0; step < 30; step++) query("[aria-label='Larger cells']").click();
   const frame = query(".gp-heatmap-frame").getBoundingClientRect();
@@ -319,7 +311,7 @@ test("the keyboard's cell is kept in sight of a frame that scrolls", async () =>
   isSeen();
 });
 
-test("where nothing hears of a click, it is said", async () => {
+test("without a kernel, a click says that nothing receives it", async () => {
   const { model, query, canvas } = await shown();
   const warning = query(".gp-result > [role=status]");
   expect(warning.hidden).toBe(true);
@@ -329,32 +321,29 @@ test("where nothing hears of a click, it is said", async () => {
   model.save_changes = () => {
     throw "Syncing error: no comm channel defined"; // as ipywidgets does
   };
-  await userEvent.click(canvas, centre(canvas, 0, 0));
+  await userEvent.click(canvas, cellCenter(canvas, [0, 0], SIZE));
   expect(warning.textContent).toContain("The kernel has stopped");
   expect(query(".gp-result > .gp-note").textContent).toContain("Selected: path transformer.h_2");
 });
 
-test("cells without a number are hatched, and it is said why", async () => {
+test("cells without a number are hatched, with a reason", async () => {
   const values = VALUES.map((value, index) => (index === 5 ? Number.NaN : value));
   const { query } = await shown({ missing: "failed" }, values);
   expect(query("figure .gp-note").textContent).toBe("1 value hatched: failed.");
 });
 
-test.each(["true", "false"])("axe finds nothing, also when cells are enlarged; light: %s", async (isLight) => {
+test.each(["true", "false"])("no accessibility violations, also with enlarged cells; light: %s", async (isLight) => {
   setTheme(isLight === "true");
   const views = [await shown({}, VALUES, [1, 1]), await square(60)];
   for (let step = 0; step < 4; step++) views[1]?.query("[aria-label='Larger cells']").click();
   await frame();
   expect(views[1]?.el.querySelectorAll(".gp-heatmap-edge:not([hidden])").length).toBe(4);
   for (const { el } of views) {
-    const { violations } = await axe.run(el);
-    expect(violations.map(({ id, nodes }) => [id, nodes.map((node) => `${node.html} ${node.failureSummary}`)])).toEqual(
-      [],
-    );
+    expect(await accessibilityViolations(el)).toEqual([]);
   }
 });
 
-test("nothing is left when the view is taken away, and the static table is seen again", async () => {
+test("a removed view leaves nothing behind and shows the static table again", async () => {
   const table = document.createElement("div");
   table.className = "gp-static gp-static-abc";
   table.textContent = "table";
@@ -368,7 +357,7 @@ test("nothing is left when the view is taken away, and the static table is seen 
   model.set("cell", [0, 0]);
 });
 
-test("values that do not fit are said to be so", async () => {
+test("values of the wrong size show an error", async () => {
   vi.spyOn(console, "error").mockImplementation(() => undefined);
   const { el } = await shown({}, [1, 2]);
   expect(el.querySelector("[role=alert]")?.textContent).toContain("8 bytes for a heatmap of 3 x 4");
@@ -390,21 +379,21 @@ function selectElsewhere(...items: Item[]) {
   document.dispatchEvent(new CustomEvent("graphpatch:selection", { detail: { group, items } }));
 }
 
-test("a cell of a component of each layer has its name, and is patched", async () => {
+test("the cell of a component in each layer is named after it, and can be patched", async () => {
   const rows = [2, 1, 0].map((layer) => itemOf(null, { layer }));
   const { model } = await linkedTo({ rows, all: itemOf("encoder.layers[*].resid_post") });
   const { el } = await rendered(model);
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
   const zero = [...el.querySelectorAll("button")].find(({ textContent }) => textContent === "Zero");
   expect(zero?.disabled).toBe(true);
-  await userEvent.click(canvas, centre(canvas, 1, 2));
+  await userEvent.click(canvas, cellCenter(canvas, [1, 2], SIZE));
   const item = itemOf("encoder.layers[1].resid_post", { position: 2 });
   expect(model.get("selection")).toEqual([item]);
   expect(el.querySelector(".gp-selected-text")?.textContent).toBe("encoder.layers[1].resid_post[:, 2]");
   await userEvent.click(zero as HTMLElement);
   for (const isLight of [true, false]) {
     setTheme(isLight);
-    await vi.waitFor(async () => expect((await axe.run(el)).violations.map(({ id }) => id)).toEqual([]));
+    await vi.waitFor(async () => expect(await accessibilityViolations(el)).toEqual([]));
   }
   const sent = model.sent.map((message) => message as { request: string; payload: unknown });
   expect(sent.at(-1)).toMatchObject({ request: "edit", payload: { edit: { act: "zero", items: [item] } } });
@@ -416,15 +405,15 @@ test("a cell of a component of each layer has its name, and is patched", async (
   expect(el.querySelectorAll(".gp-heatmap-mark").length).toBe(1);
 });
 
-test("of several components, a row has the name of its own; a head that is not known has none", async () => {
+test("each row is named after its own component; an unknown head has no name", async () => {
   const rows = ["attn_out", "attn.heads[*].z", "mlp_out"].map((part) => itemOf(`layers[*].${part}`));
   const { model } = await linkedTo({ rows, all: itemOf(null, { layer: 3 }) });
   const { el } = await rendered(model);
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
-  await userEvent.click(canvas, centre(canvas, 0, 1));
+  await userEvent.click(canvas, cellCenter(canvas, [0, 1], SIZE));
   expect(model.get("selection")).toEqual([itemOf("layers[3].attn_out", { position: 1 })]);
   await vi.waitFor(() => expect(model.saved).toBe(2)); // for each click the cell, and the selection
-  await userEvent.click(canvas, centre(canvas, 1, 1));
+  await userEvent.click(canvas, cellCenter(canvas, [1, 1], SIZE));
   expect(model.get("selection")).toEqual([itemOf(null, { layer: 3, position: 1 })]);
   await vi.waitFor(() => expect(model.saved).toBe(4));
   selectElsewhere(itemOf("layers[3].mlp_out"));
@@ -432,13 +421,13 @@ test("of several components, a row has the name of its own; a head that is not k
   expect(mark?.top).toBeGreaterThan(canvas.getBoundingClientRect().top + canvas.getBoundingClientRect().height / 2);
 });
 
-test("a heatmap of a graph takes part in its selection", async () => {
+test("a heatmap of a graph shares the graph's selection", async () => {
   const { model } = await linkedTo({ rows: [2, 1, 0].map((layer) => itemOf(`layers[${layer}].mlp_out`)) });
   const el = document.createElement("div");
   document.body.append(el);
   const remove = await widget.render({ model, el });
   const canvas = el.querySelector("canvas") as HTMLCanvasElement;
-  await userEvent.click(canvas, centre(canvas, 1, 2));
+  await userEvent.click(canvas, cellCenter(canvas, [1, 2], SIZE));
   expect(model.get("selection")).toEqual([itemOf("layers[1].mlp_out", { position: 2 })]);
   expect(model.get("cell")).toEqual([1, 2]);
   await vi.waitFor(() => expect(model.saved).toBe(2)); // the cell, and the selection

@@ -43,7 +43,7 @@ function large(): Columns {
 const rows = (element: Element) => [...element.querySelectorAll<HTMLElement>("[role=treeitem]")];
 const frame = () => new Promise(requestAnimationFrame);
 
-test("how the processes of a sharded model hold a value is a badge before its shape", () => {
+test("a badge before the shape says how a sharded value is placed", () => {
   const tree = new ColumnsBuilder();
   tree.graph("<root>", "Model", () => {
     tree.row("op", "x", {
@@ -60,7 +60,7 @@ test("how the processes of a sharded model hold a value is a badge before its sh
   expect(refused?.querySelector(".gp-placement")?.getAttribute("title")).toContain("it is one term of a sum");
 });
 
-test("of 50,000 open rows only those exist that are seen, and ten more", async () => {
+test("of 50,000 open rows only the visible ones and ten more have elements", async () => {
   const { view, state, tree } = shown(large());
   state.expandBelow(0);
   expect(state.lines.length).toBe(50_002); // with that of what repeats
@@ -82,7 +82,7 @@ function isIn(row: Element, container: Element): boolean {
   return inner.bottom > outer.top && inner.top < outer.bottom;
 }
 
-test("components have badges, with their axes, and are found by name", async () => {
+test("components have badges with their axes, and can be searched by name", async () => {
   const { state, tree } = shown();
   const index = state.found.index.paths.indexOf("transformer.h_1.attn.attn_weights_1");
   const axes = ["batch", "head", "query", "key"];
@@ -99,7 +99,7 @@ test("components have badges, with their axes, and are found by name", async () 
   expect(badge?.title).toBe("layers[1].attn.pattern: batch, head, query, key");
 });
 
-test("the view by components has the rows of the tree, layer by layer", async () => {
+test("the components view shows the tree's rows layer by layer", async () => {
   const { view, state, tree } = shown();
   const paths = state.found.index.paths;
   const row = (path: string) => paths.indexOf(`transformer.${path}`);
@@ -139,7 +139,7 @@ test("the view by components has the rows of the tree, layer by layer", async ()
   );
 });
 
-test("a search among 50,000 rows leaves what it finds, and clearing it what was open", async () => {
+test("a search among 50,000 rows shows its matches; clearing it restores what was open", async () => {
   const { state, tree, box } = shown(large());
   state.expandBelow(0);
   const type = async (text: string) => {
@@ -155,7 +155,7 @@ test("a search among 50,000 rows leaves what it finds, and clearing it what was 
   expect(state.lines.length).toBe(50_002); // with that of what repeats
 });
 
-test("what has the focus of the tree exists wherever one scrolls, and is brought into sight by keys", async () => {
+test("the focused row keeps its element while scrolling; keys scroll it into view", async () => {
   const { state, tree } = shown(large());
   state.expandBelow(0);
   tree.element.focus();
@@ -176,7 +176,7 @@ test("what has the focus of the tree exists wherever one scrolls, and is brought
   expect(document.activeElement).toBe(tree.element);
 });
 
-test("a click selects, the chevron opens, Alt opens all below, a second click closes", async () => {
+test("a click selects, the chevron opens and closes, Alt opens everything below", async () => {
   const { state, tree, view } = shown();
   state.setFolded(false);
   const layer = page.getByRole("treeitem", { name: /^h_1 / });
@@ -193,7 +193,7 @@ test("a click selects, the chevron opens, Alt opens all below, a second click cl
   expect(state.lines.length).toBeGreaterThan(lines + 20);
 });
 
-test("the buttons of a row, and its badges, tell what they are about", async () => {
+test("the buttons and badges of a row emit actions for that row", async () => {
   const { state, tree, view } = shown();
   const row = rows(tree.element).findIndex((element) => element.getAttribute("aria-label")?.startsWith("input_ids"));
   const id = Number(rows(tree.element)[row]?.dataset.id);
@@ -214,24 +214,19 @@ test("the buttons of a row, and its badges, tell what they are about", async () 
   expect(item.contains(document.activeElement)).toBe(false);
 });
 
-test("rows say their place, and what marks them", () => {
+test("rows have their position and marks in their accessible names", () => {
   const { state, tree, view } = shown();
-  view.reveal(rowOf(view.skeleton, "transformer.h_0.drop"));
+  view.reveal(view.row("transformer.h_0.drop"));
   const drop = tree.element.querySelector("[aria-selected=true]") as HTMLElement;
   expect(drop.getAttribute("aria-label")).toMatch(/^drop opaque Dropout/);
   expect([drop.ariaLevel, drop.ariaPosInSet, drop.ariaSetSize, drop.ariaExpanded]).toEqual(["5", "6", "7", "false"]);
-  view.reveal(rowOf(view.skeleton, "extra_head"));
+  view.reveal(view.row("extra_head"));
   const unused = tree.element.querySelector("[aria-selected=true]") as HTMLElement;
   expect(unused.getAttribute("aria-label")).toMatch(/^extra_head unused Linear, never called/);
   expect(unused.hasAttribute("aria-expanded")).toBe(false);
-  state.setOpen(~rowOf(view.skeleton, "transformer.h_0"), false);
+  state.setOpen(~view.row("transformer.h_0"), false);
   expect(tree.element.querySelector("[data-kind=folded]")?.getAttribute("aria-label")).toBe("h_0 … h_3 ×4 Block");
 });
-
-function rowOf(skeleton: Skeleton, path: string): number {
-  for (let row = 0; row < skeleton.length; row++) if (skeleton.path(row) === path) return row;
-  throw new Error(`no row ${path}`);
-}
 
 function withScores(values: number[]) {
   const shownTree = shown();
@@ -254,7 +249,7 @@ test.each([
     [1, 2, 3],
     ["Sort by score", "the 10 highest", "at least …"],
   ],
-])("what the legend offers for scores such as %j says by what they are ranked", (values, expected) => {
+])("the legend's filters for scores such as %j say how they are ranked", (values, expected) => {
   const { view } = withScores(Array.from({ length: 30 }, (_, row) => (values[row % 3] ?? 0) * (row + 1)));
   const texts = [...view.root.querySelectorAll(".gp-scores button, .gp-scores option")].map((one) => one.textContent);
   expect(texts).toEqual(expect.arrayContaining(expected));
@@ -275,7 +270,7 @@ function contrast(one: string, other: string): number {
   return (Math.max(first, second) + 0.05) / (Math.min(first, second) + 0.05);
 }
 
-test.each(["light", "dark"])("strong scores stand out from the ground, and text from them: %s", async (theme) => {
+test.each(["light", "dark"])("strong scores contrast with the background, and text with them: %s", async (theme) => {
   const { view, tree } = withScores([0, 2, Number.NaN, -2]);
   view.root.dataset.gpTheme = theme;
   await frame();

@@ -2,13 +2,14 @@ import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { ActivationSection } from "../../src/details/activation_view";
 import { setInputs } from "../../src/runs/inputs";
 import { RequestFailed } from "../../src/view";
-import { activation, activationStatus, HISTOGRAM, heatmap, JobView, patch, statistics } from "../job_fixtures";
+import { FakeView, patch } from "../fixtures";
+import { activation, activationStatus, HISTOGRAM, heatmap, statistics } from "../job_fixtures";
 
-let view: JobView;
+let view: FakeView;
 let part: ActivationSection;
 
-function open(script: JobView["kernel"]["script"]): void {
-  view = new JobView();
+function open(script: FakeView["kernel"]["script"]): void {
+  view = new FakeView();
   view.kernel.script = { activation_close: () => ({ result: {}, buffers: [] }), ...script };
   part = new ActivationSection(view, 12);
   view.root.append(part.element);
@@ -44,7 +45,7 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-it("asks for nothing before somebody wants to see it", async () => {
+it("requests nothing before it is opened", async () => {
   open({});
   await vi.advanceTimersByTimeAsync(1000);
   expect(view.kernel.asked).toEqual([]);
@@ -68,7 +69,7 @@ it("follows the run, then shows statistics and a plot", async () => {
   expect(slice().value).toBe("0, 0, :, :");
 });
 
-it("steps through the leading dimensions; quick clicks add up", async () => {
+it("steps through the leading dimensions; fast clicks add up", async () => {
   open({ activation: ({ plane }) => done(1, plane) });
   await show();
   expect(query(".gp-stepper").textContent).toContain("dim 1‹0 of 0–3›");
@@ -89,7 +90,7 @@ it("steps through the leading dimensions; quick clicks add up", async () => {
   expect(view.kernel.count("activation")).toBe(asked);
 });
 
-it("does not show a late answer to an earlier question", async () => {
+it("ignores a late reply to an earlier request", async () => {
   let answer: (status: ReturnType<typeof done>) => void = () => undefined;
   const slow = new Promise<ReturnType<typeof done>>((resolve) => {
     answer = resolve;
@@ -103,7 +104,7 @@ it("does not show a late answer to an earlier question", async () => {
   expect(slice().value).toBe("0, 2, :, :");
 });
 
-it("says next to the field what is wrong with a slice, and keeps what is shown", async () => {
+it("shows a slice's error next to the field, and keeps the plot", async () => {
   const wrong = new RequestFailed({ message: "Index 9 is out of range: dimension 1 has size 4.", field: "plane" });
   open({ activation: ({ plane }) => (plane === "0, 9" ? Promise.reject(wrong) : done(1, plane)) });
   await show();
@@ -117,7 +118,7 @@ it("says next to the field what is wrong with a slice, and keeps what is shown",
   expect(slice().hasAttribute("aria-invalid")).toBe(false);
 });
 
-it("shows failures, interruptions and wrong inputs in words", async () => {
+it("describes failures, interruptions and wrong inputs", async () => {
   let status = activationStatus(1, { state: "failed", error: "ValueError at h_0: no." });
   open({ activation: () => status, activation_status: () => status, activation_interrupt: () => status });
   await show();
@@ -142,7 +143,7 @@ it("says that a heatmap came without its values", async () => {
   expect(alerts()).toEqual(["The kernel sent 0 bytes for a heatmap of 8 x 8 values."]);
 });
 
-it("is shown without the patches on request, and says when the patches have changed since", async () => {
+it("can be shown without the patches, and says if they have changed since", async () => {
   open({ activation: ({ plane }) => done(1, plane) });
   await show();
   const stale = () => !query(".gp-outdated").hidden;
@@ -156,14 +157,14 @@ it("is shown without the patches on request, and says when the patches have chan
   expect(stale()).toBe(false);
 });
 
-it("has no slice for what has one dimension", async () => {
+it("has no slice field for a value of one dimension", async () => {
   const flat = activation({ statistics: statistics({ shape: [64] }), plot: HISTOGRAM });
   open({ activation: () => activationStatus(1, { state: "done", view: flat }) });
   await show();
   expect(query(".gp-activation-slice").hidden).toBe(true);
 });
 
-it("keeps the field of a slice that holds nothing", async () => {
+it("keeps the slice field for an empty slice", async () => {
   const empty = activation({ plot: { type: "none", why: "there is nothing in it" } });
   open({ activation: ({ plane }) => (plane ? activationStatus(1, { state: "done", view: empty }) : done(1, null)) });
   await show();
@@ -173,7 +174,7 @@ it("keeps the field of a slice that holds nothing", async () => {
   expect(slice().value).toBe("0, 0, 3:3");
 });
 
-it("lets the kernel forget every run that nobody looks at any more", async () => {
+it("makes the kernel forget every run that is no longer shown", async () => {
   let id = 1;
   open({ activation: ({ plane }) => done(id++, plane) });
   const listening = view.model.listening;

@@ -1,7 +1,8 @@
 import { afterEach, beforeEach, describe, expect, it, onTestFinished } from "vitest";
 import { NodePopup } from "../../src/details/popup";
 import type { Details } from "../../src/kernel/protocol";
-import { activationStatus, JobView } from "../job_fixtures";
+import { FakeView } from "../fixtures";
+import { activationStatus } from "../job_fixtures";
 import { HOSTILE, named, Rig, settled } from "../panel_rig";
 
 const PATH = "transformer.h_0.attn.attn_weights";
@@ -36,7 +37,7 @@ async function show(path = PATH, more: Partial<Details> = {}): Promise<number> {
 }
 
 describe("a popup", () => {
-  it("is a dialog with the name of the path, which waits for the kernel", () => {
+  it("is a dialog named after the path, which waits for the kernel", () => {
     popup.show(rig.row(PATH), anchor);
     expect(popup.element.getAttribute("role")).toBe("dialog");
     expect(popup.element.getAttribute("aria-label")).toBe(PATH);
@@ -44,7 +45,7 @@ describe("a popup", () => {
     expect(text()).toContain("Asking the kernel");
   });
 
-  it("shows what the kernel says", async () => {
+  it("shows the kernel's reply", async () => {
     await show(PATH, {
       notes: ["opaque: compiled code"],
       source: [{ file: "/home/a/b.py", line: 7, function: "forward", text: "   x = f(y)\n" }],
@@ -57,7 +58,7 @@ describe("a popup", () => {
     expect(text()).not.toContain("Asking");
   });
 
-  it("goes to inputs and users, also when there are many", async () => {
+  it("links to inputs and users, also if there are many", async () => {
     const users = Array.from({ length: 30 }, (_, index) => ({ row: index, text: `user_${index}` }));
     await show(PATH, { inputs: [{ row: 5, text: "query" }], users });
     expect(text()).not.toContain("user_29");
@@ -77,19 +78,19 @@ describe("a popup", () => {
     expect(popup.element.hidden).toBe(true);
   });
 
-  it("of a module patches its output instead, and says why", async () => {
+  it("patches a module's output instead, and says why", async () => {
     await show("transformer.h_0", { kind: "graph", shape: null, dtype: null, device: null });
     expect(text()).toContain("A module does not have a value");
     named(popup.element, "Patch output").click();
     expect(rig.view.calls[0]).toEqual(["editPatch", { row: rig.row("transformer.h_0.output") }, anchor]);
   });
 
-  it("of the whole model has the name of the model", async () => {
+  it("is named after the model for the root", async () => {
     popup.show(0, anchor);
     expect(popup.element.getAttribute("aria-label")).toBe("TinyLM");
   });
 
-  it("shows errors, and asks again", async () => {
+  it("shows errors, and can retry", async () => {
     popup.show(rig.row(PATH), anchor);
     await rig.refuse("details", { message: "the graph is gone; make it again", field: null });
     expect(popup.element.querySelector("[role=alert]")?.textContent).toBe("the graph is gone; make it again");
@@ -98,7 +99,7 @@ describe("a popup", () => {
     expect(text()).toContain("float32");
   });
 
-  it("of a lost kernel says what to do", async () => {
+  it("says what to do if the kernel is lost", async () => {
     rig.model.trigger("comm:close");
     popup.show(rig.row(PATH), anchor);
     await settled();
@@ -106,7 +107,7 @@ describe("a popup", () => {
     expect(() => named(popup.element, "Ask again")).toThrow();
   });
 
-  it("drops the answer for a node that it does not show any more", async () => {
+  it("ignores the reply for a node it no longer shows", async () => {
     popup.show(rig.row(PATH), anchor);
     const first = rig.last("details");
     popup.show(rig.row("transformer.h_0"), anchor);
@@ -115,7 +116,7 @@ describe("a popup", () => {
     expect(popup.element.getAttribute("aria-label")).toBe("transformer.h_0");
   });
 
-  it("shows text of the user's model as text", async () => {
+  it("shows markup from the user's model as text", async () => {
     const source = [{ file: HOSTILE, line: 1, function: HOSTILE, text: HOSTILE }];
     const links = [{ row: 1, text: HOSTILE }];
     const [shape, dtype, device] = [[1], HOSTILE, HOSTILE];
@@ -124,7 +125,7 @@ describe("a popup", () => {
     expect(text().split(HOSTILE).length).toBeGreaterThan(7);
   });
 
-  it("closes at Escape, and gives the focus back to the tree", async () => {
+  it("closes on Escape, and returns the focus to the tree", async () => {
     await show();
     expect(popup.element.contains(document.activeElement)).toBe(true);
     popup.element.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true, cancelable: true }));
@@ -132,7 +133,7 @@ describe("a popup", () => {
     expect(rig.view.calls).toEqual([["focusTree"]]);
   });
 
-  it("closes at a click elsewhere", async () => {
+  it("closes on a click elsewhere", async () => {
     await show();
     popup.element.dispatchEvent(new Event("pointerdown", { bubbles: true, composed: true }));
     expect(popup.element.hidden).toBe(false);
@@ -141,8 +142,8 @@ describe("a popup", () => {
   });
 });
 
-it("closes what it shows of a node when it shows another one, and when it is closed", async () => {
-  const view = new JobView();
+it("closes its sections when it shows another node and when it is closed", async () => {
+  const view = new FakeView();
   onTestFinished(() => view.remove());
   const facts = { path: "", kind: "op" as const, notes: [], shape: null, dtype: null, device: null, code: "" };
   const rest = { source: [], inputs: [], users: [] };

@@ -84,7 +84,7 @@ it("shows markup as text", () => {
   expect(element.querySelector("img, script")).toBeNull();
 });
 
-it("comes to an end with strange code", () => {
+it("terminates for malformed code", () => {
   const strange = `${'"""'.repeat(9)}${"'".repeat(20_001)}${"(".repeat(9999)}${"a".repeat(99_999)}${"1".repeat(30_000)}`;
   expect(shown(strange)[0]).toBe(strange);
 });

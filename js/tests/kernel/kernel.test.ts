@@ -83,7 +83,7 @@ afterEach(() => {
 });
 
 describe("replies", () => {
-  it("belong to their requests, in whatever order", async () => {
+  it("are matched to their requests in any order", async () => {
     const kernel = connected();
     const first = kernel.ask("details", { row: 1 });
     const second = kernel.ask("export", { form: "hooks", inputs: null });
@@ -97,7 +97,7 @@ describe("replies", () => {
     expect((await second).result).toEqual({ code: "2" });
   });
 
-  it("bring buffers of any kind as data views", async () => {
+  it("carry buffers of any kind as data views", async () => {
     const kernel = connected();
     const answer = kernel.ask("run_status", { id: 1 });
     const floats = new Float32Array([0, 1.5, 2]);
@@ -107,7 +107,7 @@ describe("replies", () => {
     expect(buffers[0]?.getFloat32(0, true)).toBe(1.5);
   });
 
-  it("that are errors reject with words and field", async () => {
+  it("with an error reject the request with message and field", async () => {
     const kernel = connected();
     const answer = rejection(kernel.ask("details", { row: 1 }));
     model.reply(0, { error: { message: "too many indices", field: "slice" } });
@@ -116,7 +116,7 @@ describe("replies", () => {
     expect(reason.error).toEqual({ message: "too many indices", field: "slice" });
   });
 
-  it("to others, twice, or of no shape change nothing", async () => {
+  it("are ignored if unknown, repeated or malformed", async () => {
     const kernel = connected();
     const answer = kernel.ask("details", { row: 1 });
     for (const content of [null, 3, "x", {}, { id: -1, result: {} }, { id: model.sent[0]?.id }]) {
@@ -127,7 +127,7 @@ describe("replies", () => {
     expect((await answer).result).toEqual({ row: 1 });
   });
 
-  it("to another view of the same model are not taken for one's own", async () => {
+  it("to another view of the same model are ignored", async () => {
     const one = connected();
     const other = connected();
     const asked = [one.ask("details", { row: 1 }), other.ask("details", { row: 2 })];
@@ -138,7 +138,7 @@ describe("replies", () => {
 });
 
 describe("a busy kernel", () => {
-  it("is one that has not answered for half a second", async () => {
+  it("is reported after half a second without a reply", async () => {
     const kernel = connected();
     void kernel.ask("details", { row: 1 });
     void kernel.ask("details", { row: 2 });
@@ -172,7 +172,7 @@ describe("a lost kernel", () => {
     expect(model.sent.length).toBe(sent);
   }
 
-  it("is told by comm_live, which says what to do", async () => {
+  it("is detected from comm_live, and says what to do", async () => {
     const kernel = connected(manager);
     const open = rejection(kernel.ask("details", { row: 1 }));
     model.trigger("comm_live_update");
@@ -184,7 +184,7 @@ describe("a lost kernel", () => {
     expect(STOPPED_MESSAGE).toContain("run the cell again");
   });
 
-  it("is seen from the start in a notebook that was reopened without one", async () => {
+  it("is detected at once in a notebook reopened without one", async () => {
     live.comm_live = false;
     const kernel = connected(manager);
     const open = rejection(kernel.ask("details", { row: 1 }));
@@ -193,7 +193,7 @@ describe("a lost kernel", () => {
     expect(kernel.isSaved).toBe(true);
   });
 
-  it("is not suspected where a host says nothing of comms, or knows no such model", async () => {
+  it("is not assumed if a host does not report comms, or does not know the model", async () => {
     for (const host of [undefined, {}, { get_model: async () => ({}) }, { get_model: () => Promise.reject("none") }]) {
       const kernel = connected(host);
       await vi.advanceTimersByTimeAsync(0);
@@ -201,7 +201,7 @@ describe("a lost kernel", () => {
     }
   });
 
-  it("is told by a send that throws", async () => {
+  it("is detected from a send that throws", async () => {
     const kernel = connected();
     const open = rejection(kernel.ask("details", { row: 1 }));
     model.send = () => {
@@ -212,14 +212,14 @@ describe("a lost kernel", () => {
     expect(await second).toBeInstanceOf(RequestFailed);
   });
 
-  it.each(["comm:close", "destroy"])("is told by %s", async (event) => {
+  it.each(["comm:close", "destroy"])("is detected from %s", async (event) => {
     const kernel = connected();
     const open = rejection(kernel.ask("details", { row: 1 }));
     model.trigger(event);
     await rejectsAll(kernel, open, CLOSED_MESSAGE);
   });
 
-  it.each(["restarting", "autorestarting", "dead", "terminated"])("is told by JupyterLab: %s", async (status) => {
+  it.each(["restarting", "autorestarting", "dead", "terminated"])("is detected from JupyterLab: %s", async (status) => {
     const sessionContext = { statusChanged: new FakeSignal() };
     const kernel = connected({ ...manager, context: { sessionContext } });
     const open = rejection(kernel.ask("details", { row: 1 }));
@@ -229,7 +229,7 @@ describe("a lost kernel", () => {
     await rejectsAll(kernel, open, STOPPED_MESSAGE);
   });
 
-  it("is told by another kernel in its place, not by the first one", async () => {
+  it("is detected from a different kernel, not from the first one", async () => {
     const sessionContext = { kernelChanged: new FakeSignal() };
     const kernel = connected({ ...manager, context: { sessionContext } });
     const open = rejection(kernel.ask("details", { row: 1 }));
@@ -239,7 +239,7 @@ describe("a lost kernel", () => {
     await rejectsAll(kernel, open, STOPPED_MESSAGE);
   });
 
-  it("that was only disconnected comes back", async () => {
+  it("that was only disconnected recovers", async () => {
     const sessionContext = { connectionStatusChanged: new FakeSignal() };
     const kernel = connected({ ...manager, context: { sessionContext } });
     const open = rejection(kernel.ask("details", { row: 1 }));
@@ -252,7 +252,7 @@ describe("a lost kernel", () => {
     await answer;
   });
 
-  it("that was disconnected and then is gone says so, and does not come back with the connection", () => {
+  it("that was disconnected and then died says so, and does not recover with the connection", () => {
     const sessionContext = { kernelChanged: new FakeSignal(), connectionStatusChanged: new FakeSignal() };
     const kernel = connected({ ...manager, context: { sessionContext } });
     const told: (string | undefined)[] = [];
@@ -265,7 +265,7 @@ describe("a lost kernel", () => {
     expect(kernel.state).toBe("lost");
   });
 
-  it("that was restarted does not come back with the connection", () => {
+  it("that was restarted does not recover with the connection", () => {
     const sessionContext = { statusChanged: new FakeSignal(), connectionStatusChanged: new FakeSignal() };
     const kernel = connected({ ...manager, context: { sessionContext } });
     sessionContext.statusChanged.emit("restarting");
@@ -273,7 +273,7 @@ describe("a lost kernel", () => {
     expect(kernel.state).toBe("lost");
   });
 
-  it("is not needed to reject a request with which the kernel was done without a reply", async () => {
+  it("is not required to reject a request the kernel finished without a reply", async () => {
     const kernel = connected();
     const open = rejection(kernel.ask("details", { row: 1 }));
     const answered = kernel.ask("details", { row: 2 });
@@ -286,7 +286,7 @@ describe("a lost kernel", () => {
   });
 });
 
-it("leaves nothing behind when the view is taken away", async () => {
+it("leaves nothing behind when the view is removed", async () => {
   const sessionContext = { statusChanged: new FakeSignal(), connectionStatusChanged: new FakeSignal() };
   const kernel = connected({ get_model: async () => ({ comm_live: true }), context: { sessionContext } });
   void kernel.ask("details", { row: 1 });

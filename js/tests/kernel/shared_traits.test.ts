@@ -15,7 +15,7 @@ beforeEach(() => {
 });
 afterEach(() => vi.useRealTimers());
 
-test("the host's echo of what was sent takes nothing back that was set since", () => {
+test("the host's echo of a sent value does not undo later changes", () => {
   shared.set("query", "h");
   vi.advanceTimersByTime(100);
   expect(model.saved).toBe(1);
@@ -27,7 +27,7 @@ test("the host's echo of what was sent takes nothing back that was set since", (
   expect(model.saved).toBe(2);
 });
 
-test("what others set is taken over where nothing waits to be sent", () => {
+test("another view's value is taken over if nothing is waiting to be sent", () => {
   shared.set("query", "h");
   vi.advanceTimersByTime(100);
   model.set("query", "of another view");

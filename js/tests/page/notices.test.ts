@@ -24,7 +24,7 @@ function made(state: KernelState = "idle") {
   return { notices, become, listeners, undos, text: () => notices.element.textContent ?? "" };
 }
 
-it("says things where screen readers listen, and the same thing again", () => {
+it("announces messages to screen readers, also the same one twice", () => {
   const { notices } = made();
   const live = notices.element.querySelector("[aria-live=polite]") as HTMLElement;
   notices.announce("path copied");
@@ -34,7 +34,7 @@ it("says things where screen readers listen, and the same thing again", () => {
   expect(live.textContent?.trim()).toBe("path copied");
 });
 
-it("shows an error as an alert that was there before, until it is closed", () => {
+it("shows an error in an existing alert element until it is closed", () => {
   const { notices, text } = made();
   const alert = notices.element.querySelector("[role=alert]") as HTMLElement;
   const bar = alert.firstElementChild as HTMLElement;
@@ -50,7 +50,7 @@ it("shows an error as an alert that was there before, until it is closed", () =>
   expect(text()).toBe("");
 });
 
-it("says that the kernel is busy, that it is lost and what to do, and that there was none", () => {
+it("says that the kernel is busy, lost (and what to do), or was never there", () => {
   const { become, text, undos, listeners } = made();
   become("busy");
   expect(text()).toBe("The kernel is busy: the answer follows when it is idle.");
@@ -64,6 +64,6 @@ it("says that the kernel is busy, that it is lost and what to do, and that there
   expect(listeners.size).toBe(0);
 });
 
-it("knows of a kernel that was lost before", () => {
+it("shows that the kernel was lost before the view was opened", () => {
   expect(made("lost").text()).toContain("run the cell again");
 });

@@ -41,7 +41,7 @@ describe("formatNumber", () => {
     expect(formatNumber(value)).toBe(text);
   });
 
-  it("never writes a number that is not an integer as one, nor one that is not zero as zero", () => {
+  it("never rounds a non-integer to an integer, nor a nonzero number to zero", () => {
     for (const value of [1.0000001, 999.99999, 1e5 + 0.01, 1e-12, 123456.4999]) {
       expect(formatNumber(value)).toMatch(/\.|e/);
       expect(Number(formatNumber(value).replaceAll(",", ""))).not.toBe(0);
@@ -92,14 +92,14 @@ it.each([
 });
 
 describe("statistics", () => {
-  it("warn of what is left out of the moments", () => {
+  it("warn about values left out of mean and deviation", () => {
     const rows = statisticsRows(statistics({ nan: 3, infinite: 1 }));
     expect(rows).toContainEqual(["NaN", "3 values", true]);
     expect(rows).toContainEqual(["infinite", "1 value", true]);
     expect(statisticsRows(statistics()).map(([term]) => term)).not.toContain("NaN");
   });
 
-  it("have no moments where nothing is finite", () => {
+  it("have no mean and deviation if nothing is finite", () => {
     const terms = statisticsRows(statistics({ mean: null, std: null, min: null, max: null, nan: 256 })).map(
       ([term]) => term,
     );
@@ -118,9 +118,9 @@ describe("formatWithError", () => {
     [0.01961, 0.00004, "0.0196"],
     [0, 0.002, "0"],
     [0.123456, 0, "0.12346"],
-  ])("writes %d, known up to %d, as %s", (value, error, text) => expect(formatWithError(value, error)).toBe(text));
+  ])("writes %d, with error %d, as %s", (value, error, text) => expect(formatWithError(value, error)).toBe(text));
 
-  it("says of a number that was sent as a byte nothing that is not so", () => {
+  it("shows only the digits a number sent as a byte is accurate to", () => {
     const scale = 0.83;
     for (let at = 1; at < 1000; at++) {
       const exact = (at / 1000) * scale;

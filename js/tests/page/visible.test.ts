@@ -12,15 +12,15 @@ test.each([
   ["a\nb\tc\r", "a\\nb\\tc\\r"],
   ["a\u00a0b\u2028", "a\\xa0b\\u2028"],
   ["\ud800 \u{e0041}", "\\ud800 \\U000e0041"],
-])("%j is seen as %j", (text, expected) => {
+])("%j is shown as %j", (text, expected) => {
   expect(visible(text)).toBe(expected);
 });
 
-test("lines stay lines where a message has several", () => {
+test("line breaks of a message are kept", () => {
   expect(visibleLines("a\nb\u202e")).toBe("a\nb\\u202e");
 });
 
-test("a row shows what its name hides; its path stays what it is", () => {
+test("a row shows hidden characters of its name; its path is unchanged", () => {
   const name = "a\u202eb\u0007";
   const tree = new ColumnsBuilder();
   tree.graph("", "Odd", () => {

@@ -2,8 +2,8 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { Checked, PatchKind } from "../../src/kernel/protocol";
 import { DEBOUNCE_MS } from "../../src/patches/checker";
 import { PatchEditor } from "../../src/patches/editor";
-import { ABOUT } from "../fixtures";
-import { choose, HOSTILE, named, patch, Rig, settled, type } from "../panel_rig";
+import { ABOUT, patch } from "../fixtures";
+import { choose, HOSTILE, named, Rig, settled, type } from "../panel_rig";
 
 const FINE: Checked = { shape: [1, 8, 64], sliced: [1, 8, 64], warning: null, name: null };
 const PATH = "transformer.h_0.output";
@@ -41,7 +41,7 @@ afterEach(() => {
 });
 
 describe("the fields", () => {
-  it("are those of the kind", () => {
+  it("depend on the patch kind", () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     const more = ["Steps", "Positions", "Position dimension", "Any shape", "Allow empty"];
     const fields = ["Slice", "Value", "Variable", ...more];
@@ -59,7 +59,7 @@ describe("the fields", () => {
     expect(editor.element.querySelector("details")?.open).toBe(false);
   });
 
-  it("have the position of what a new patch is for", () => {
+  it("start with the positions that a new patch is for", () => {
     editor.open({ row: rig.row(PATH), positions: "5" }, anchor);
     expect(field("Positions").value).toBe("5");
     expect(editor.element.querySelector("details")?.open).toBe(true);
@@ -67,7 +67,7 @@ describe("the fields", () => {
     expect(field("Positions").value).toBe("");
   });
 
-  it("keep what was typed while another kind hides them, and do not send it", async () => {
+  it("keep their text while another kind hides them, and do not send it", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     kind("add");
     type(field("Value"), "0.5 * v");
@@ -80,7 +80,7 @@ describe("the fields", () => {
     expect(rig.last("check").payload.patch).toMatchObject({ kind: "add", value: "0.5 * v", name: null });
   });
 
-  it("show the free name that a probe gets", async () => {
+  it("show the unused name that a probe gets", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     kind("probe");
     await wait();
@@ -91,7 +91,7 @@ describe("the fields", () => {
     expect(rig.last("edit").payload.edit).toMatchObject({ patch: { kind: "probe", name: null } });
   });
 
-  it("of a chosen patch are filled, and opened where something stands in them", () => {
+  it("are filled from an edited patch, and opened if not empty", () => {
     rig.session([
       patch(3, {
         kind: "add",
@@ -111,7 +111,7 @@ describe("the fields", () => {
   });
 });
 
-it("has the fields of a kind that the kernel registers later", async () => {
+it("has the fields of a kind registered later", async () => {
   const scale = {
     name: "scale",
     summary: "multiplies the value",
@@ -141,10 +141,10 @@ it("has the fields of a kind that the kernel registers later", async () => {
   });
 });
 
-describe("while one types", () => {
+describe("while typing", () => {
   beforeEach(() => editor.open({ row: rig.row(PATH) }, anchor));
 
-  it("the kernel is asked once, after a pause", async () => {
+  it("one request is sent, after a pause", async () => {
     expect(rig.asked("check")).toHaveLength(1);
     type(field("Slice"), ":");
     await wait(DEBOUNCE_MS - 1);
@@ -171,7 +171,7 @@ describe("while one types", () => {
     expect(isOff()).toBe(false);
   });
 
-  it("an error stands beside its field, for screen readers, too", async () => {
+  it("an error is shown beside its field, and linked for screen readers", async () => {
     type(field("Slice"), "0, 0, 0, 0");
     await wait();
     await rig.refuse("check", { message: "too many indices: 4 for 3 dimensions", field: "slice" });
@@ -189,7 +189,7 @@ describe("while one types", () => {
     expect(isOff()).toBe(false);
   });
 
-  it("an error of no field, or of one that is not there, is shown all the same", async () => {
+  it("an error without a field, or for a missing one, is also shown", async () => {
     await rig.refuse("check", { message: "add takes another thing", field: "value" });
     expect(text()).toContain("add takes another thing");
     expect(isOff()).toBe(true);
@@ -203,7 +203,7 @@ describe("while one types", () => {
     expect(field("Steps").getAttribute("aria-invalid")).toBe("true");
   });
 
-  it("late answers to what was typed before are dropped", async () => {
+  it("late replies to earlier text are ignored", async () => {
     const first = rig.last("check");
     type(field("Slice"), "0");
     await wait();
@@ -217,7 +217,7 @@ describe("while one types", () => {
     expect(text()).not.toContain("[1] patched");
   });
 
-  it("a value that is still missing is no error, and the slice is checked without it", async () => {
+  it("a missing value is not an error, and the slice is checked without it", async () => {
     kind("add");
     type(field("Slice"), "0");
     await wait();
@@ -231,7 +231,7 @@ describe("while one types", () => {
     expect(document.activeElement).toBe(field("Value"));
   });
 
-  it("a position dimension that is no number is said without the kernel", async () => {
+  it("a position dimension that is not a number is an error without asking the kernel", async () => {
     const asked = rig.asked("check").length;
     type(field("Position dimension"), "1.5");
     await wait();
@@ -243,7 +243,7 @@ describe("while one types", () => {
     expect(rig.last("check").payload.patch.position_dim).toBe(-2);
   });
 
-  it("text of the user's model stays text", async () => {
+  it("markup from the user's model is shown as text", async () => {
     await rig.refuse("check", { message: HOSTILE, field: "slice" });
     expect(editor.element.querySelector("img")).toBeNull();
     expect(text()).toContain(HOSTILE);
@@ -251,7 +251,7 @@ describe("while one types", () => {
 });
 
 describe("Apply", () => {
-  it("adds a patch to the version that is shown, and gives the focus back to the tree", async () => {
+  it("adds a patch to the shown version, and returns the focus to the tree", async () => {
     rig.session([patch(1)]);
     editor.open({ row: rig.row(PATH) }, anchor);
     kind("add");
@@ -268,7 +268,7 @@ describe("Apply", () => {
     expect(rig.view.said).toEqual([`added add ${PATH} 0.5`]);
   });
 
-  it("changes the patch that is edited", async () => {
+  it("changes the edited patch", async () => {
     rig.session([patch(3, { slice: "0" })]);
     editor.open({ number: 3 }, anchor);
     expect(rig.last("check").payload.number).toBe(3);
@@ -278,14 +278,14 @@ describe("Apply", () => {
     expect(rig.last("edit").payload.edit).toMatchObject({ action: "change", number: 3, patch: { slice: null } });
   });
 
-  it("is done by Enter in the choice of the kind, too", async () => {
+  it("also happens on Enter in the kind field", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     named(editor.element, "Kind").dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
     await settled();
     expect(rig.asked("edit")).toHaveLength(1);
   });
 
-  it("asks once, however often it is pressed", async () => {
+  it("sends one request, however often it is pressed", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     submit();
     named(editor.element, "Applying …").click();
@@ -293,7 +293,7 @@ describe("Apply", () => {
     expect(rig.asked("edit")).toHaveLength(1);
   });
 
-  it("that is refused loses nothing", async () => {
+  it("keeps the fields if refused", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     kind("add");
     type(field("Value"), "steering");
@@ -307,7 +307,7 @@ describe("Apply", () => {
     expect(document.activeElement).toBe(field("Value"));
   });
 
-  it("on an older version says so, shows the patches, and can be done again", async () => {
+  it("says if the patches are newer, shows them, and can be repeated", async () => {
     rig.session([patch(1)]);
     editor.open({ row: rig.row(PATH) }, anchor);
     type(field("Slice"), "0");
@@ -327,7 +327,7 @@ describe("Apply", () => {
     expect(rig.last("edit").payload.based_on).toBe(2);
   });
 
-  it("of a patch that was removed meanwhile adds it", async () => {
+  it("adds the patch again if it was removed meanwhile", async () => {
     rig.session([patch(3)]);
     editor.open({ number: 3 }, anchor);
     type(field("Slice"), "0");
@@ -339,7 +339,7 @@ describe("Apply", () => {
     expect(rig.last("edit").payload.edit.action).toBe("add");
   });
 
-  it("says when the patch was changed meanwhile, and keeps what was typed", () => {
+  it("says if the patch was changed meanwhile, and keeps the fields", () => {
     rig.session([patch(3)]);
     editor.open({ number: 3 }, anchor);
     type(field("Slice"), "0");
@@ -352,7 +352,7 @@ describe("Apply", () => {
 });
 
 describe("a kernel", () => {
-  it("that is busy lets Apply wait in line, and says so", async () => {
+  it("that is busy queues Apply, and says so", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     await wait(600);
     expect(rig.view.kernel.state).toBe("busy");
@@ -366,7 +366,7 @@ describe("a kernel", () => {
     expect(isOpen()).toBe(false);
   });
 
-  it("that is lost says what to do, and loses nothing", async () => {
+  it("that is lost says what to do, and keeps the fields", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     type(field("Slice"), "0");
     rig.model.trigger("comm:close");
@@ -376,7 +376,7 @@ describe("a kernel", () => {
     expect(field("Slice").value).toBe("0");
   });
 
-  it("that refuses what was applied and then closed is heard all the same", async () => {
+  it("that refuses after the editor was closed still shows its error", async () => {
     editor.open({ row: rig.row(PATH) }, anchor);
     submit();
     await settled();
@@ -398,20 +398,20 @@ describe("rows that cannot be patched", () => {
   it.each([
     ["transformer.output", "Patch transformer.output|last_hidden_state"],
     ["output", "Patch output|sub_0"],
-  ])("of containers name the first part: %s", (path, button) => {
+  ])("name the first part of a container: %s", (path, button) => {
     editor.open({ row: rig.row(path) }, anchor);
     expect(text()).toContain("is a container");
     named(editor.element, button);
   });
 
-  it("of unused modules have nothing instead", () => {
+  it("offer nothing instead for unused modules", () => {
     editor.open({ row: rig.row("extra_head") }, anchor);
     expect(text()).toContain("never called");
     expect(editor.element.querySelector(".gp-primary")).toBeNull();
   });
 });
 
-it("leaves nothing behind, and closes at Escape", () => {
+it("leaves nothing behind, and closes on Escape", () => {
   editor.open({ row: rig.row(PATH) }, anchor);
   field("Slice").dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true, cancelable: true }));
   expect(isOpen()).toBe(false);

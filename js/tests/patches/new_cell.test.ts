@@ -28,19 +28,14 @@ function inCell(index: number | null): Element {
 
 describe("the position of a new cell", () => {
   it.each([
-    ["behind the cell that shows the model", [TEXT, showing("other"), showing("mine"), TEXT], null, 3],
-    ["behind such a cell of an older host", [TEXT, older("mine"), TEXT], null, 2],
-    ["behind the first of several", [TEXT, showing("mine"), showing("mine")], null, 2],
-    ["behind the one that the view is in", [TEXT, showing("mine"), showing("mine")], 2, 3],
-    ["behind the first one that shows it, where the view's cell shows it not", [TEXT, showing("mine"), TEXT], 0, 2],
-    [
-      "behind the view's cell, where none shows it (it is inside of another widget)",
-      [TEXT, showing("box"), TEXT],
-      1,
-      2,
-    ],
-    ["at the end, where nothing is known", [TEXT, TEXT], null, 2],
-    ["at the end, where the number is none of a cell", [TEXT, TEXT], 7, 2],
+    ["after the cell that shows the model", [TEXT, showing("other"), showing("mine"), TEXT], null, 3],
+    ["after such a cell of an older host", [TEXT, older("mine"), TEXT], null, 2],
+    ["after the first of several", [TEXT, showing("mine"), showing("mine")], null, 2],
+    ["after the one that contains the view", [TEXT, showing("mine"), showing("mine")], 2, 3],
+    ["after the first cell that shows it, if the view's cell does not", [TEXT, showing("mine"), TEXT], 0, 2],
+    ["after the view's cell, if no cell shows it (it is inside another widget)", [TEXT, showing("box"), TEXT], 1, 2],
+    ["at the end, if nothing is known", [TEXT, TEXT], null, 2],
+    ["at the end, if the index is not of a cell", [TEXT, TEXT], 7, 2],
     ["at the start of an empty notebook", [], null, 0],
   ])("is %s", (_, cells, index, expected) => {
     const { manager, inserted } = notebook(cells);
@@ -58,13 +53,13 @@ describe("the position of a new cell", () => {
     ["with a manager of its own (VS Code, Colab)", { get_model: () => null }],
     ["with a disposed context", { context: null }],
     ["that throws", throwing],
-    ["of a file that is no notebook", { context: { model: { sharedModel: { source: "x" } } } }],
-    ["with cells that nobody may insert", { context: { model: { sharedModel: { cells: [] } } } }],
-  ])("is none in a host %s", (_, manager) => {
+    ["of a file that is not a notebook", { context: { model: { sharedModel: { source: "x" } } } }],
+    ["with cells that cannot be inserted", { context: { model: { sharedModel: { cells: [] } } } }],
+  ])("is not available in a host %s", (_, manager) => {
     expect(findCellInserter(manager, "mine", inCell(0))).toBeNull();
   });
 
-  it("is none in a notebook that is read only", () => {
+  it("is not available in a read-only notebook", () => {
     const { manager } = notebook([showing("mine")], { readOnly: true });
     expect(findCellInserter(manager, "mine", inCell(0))).toBeNull();
   });

@@ -1,7 +1,8 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { PatchList } from "../../src/patches/patch_list";
 import type { Part } from "../../src/view";
-import { HOSTILE, named, patch, Rig, settled } from "../panel_rig";
+import { patch } from "../fixtures";
+import { HOSTILE, named, Rig, settled } from "../panel_rig";
 
 let rig: Rig;
 let list: Part;
@@ -164,7 +165,7 @@ describe("edits", () => {
     expect(edits()).toEqual([{ based_on: 1, edit }]);
   });
 
-  it("are not made by what is off", async () => {
+  it("are not made by disabled buttons", async () => {
     for (const name of ["Redo", `Move up ${NAME_1}`, `Move down ${NAME_3}`]) button(name).click();
     await settled();
     expect(edits()).toEqual([]);
@@ -200,7 +201,7 @@ describe("edits", () => {
     ]);
   });
 
-  it("one after the other: each is based on the one before", async () => {
+  it("are sent one after the other, each based on the version before", async () => {
     button(`Move down ${NAME_1}`).click();
     button(`Move down ${NAME_1}`).click();
     await settled();
@@ -210,7 +211,7 @@ describe("edits", () => {
     expect(edits()[1]).toEqual({ based_on: 2, edit: { action: "move", number: 1, position: 2 } });
   });
 
-  it("know the version of their own edit before the session arrives", async () => {
+  it("use the version of the last reply before the session arrives", async () => {
     button("Undo").click();
     await settled();
     await rig.answer("edit", { version: 2 });
@@ -219,7 +220,7 @@ describe("edits", () => {
     expect(edits().map(({ based_on }) => based_on)).toEqual([1, 2]);
   });
 
-  it("that are refused are told, and the box shows what is true", async () => {
+  it("that are refused show an error, and the checkbox shows the actual state", async () => {
     const box = () => named<HTMLInputElement>(list.element, `Apply ${NAME_3}`);
     box().click();
     await settled();
@@ -232,7 +233,7 @@ describe("edits", () => {
     expect(rig.view.errors.at(-1)).toContain("changed meanwhile");
   });
 
-  it("leave the keyboard's focus where it was, or on what took its place", async () => {
+  it("keep the keyboard focus, or move it to the replacement", async () => {
     button(`Move up ${NAME_2}`).focus();
     rig.session([TWO, ONE, THREE]);
     expect(document.activeElement).toBe(button(`Move up ${NAME_2}`));
@@ -277,7 +278,7 @@ describe("as Python", () => {
     expect(box().hidden).toBe(true);
   });
 
-  it("is copied the old way where the new one is forbidden", async () => {
+  it("is copied with execCommand if the clipboard API is forbidden", async () => {
     clipboard(() => Promise.reject(new Error("not allowed")));
     let selected = "";
     Object.assign(document, {
@@ -291,7 +292,7 @@ describe("as Python", () => {
     expect(document.querySelector("textarea.gp-visually-hidden")).toBeNull();
   });
 
-  it("is shown to be copied by hand where nothing else goes", async () => {
+  it("is shown to be copied by hand if nothing else works", async () => {
     clipboard(() => Promise.reject(new Error("not allowed")));
     Object.assign(document, { execCommand: () => false });
     await take("Copy as Python");
@@ -302,7 +303,7 @@ describe("as Python", () => {
     expect(box().hidden).toBe(true);
   });
 
-  it("goes into a cell where the host has cells", async () => {
+  it("is inserted into a cell if the host has cells", async () => {
     const inserted: unknown[] = [];
     const sharedModel = { cells: [{}], insertCell: (...args: unknown[]) => inserted.push(args) };
     Object.assign(rig.model, { widget_manager: { context: { model: { sharedModel } } } });
@@ -311,7 +312,7 @@ describe("as Python", () => {
     expect(box().hidden).toBe(true);
   });
 
-  it("is copied and offered where the host has none, in words", async () => {
+  it("is copied if the host has no cells, and says so", async () => {
     const copied: string[] = [];
     clipboard(async (code) => void copied.push(code));
     await take("Insert cell");
@@ -321,7 +322,7 @@ describe("as Python", () => {
     expect(box().querySelector("textarea")?.value).toBe(CODE);
   });
 
-  it("that the kernel cannot give is told", async () => {
+  it("shows an error if the kernel cannot make it", async () => {
     button("Copy as Python").click();
     await settled();
     await rig.refuse("export", { message: "no name for the graph", field: null });

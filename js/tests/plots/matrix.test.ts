@@ -16,14 +16,14 @@ function lightness([red, green, blue]: Rgb): number {
 describe("colors", () => {
   const steps = Array.from({ length: 101 }, (_, step) => step / 100);
 
-  it("of amounts get lighter all the way", () => {
+  it("of the sequential map get steadily lighter", () => {
     const lights = steps.map((value) => lightness(color(value, "sequential")));
     lights.slice(1).forEach((light, index) => {
       expect(light).toBeGreaterThan(lights[index] ?? 0);
     });
   });
 
-  it("of both signs are as light as each other at the same distance from zero", () => {
+  it("of the diverging map are equally light at the same distance from zero", () => {
     for (const distance of [0.1, 0.25, 0.4, 0.5]) {
       const [below, above] = [color(0.5 - distance, "diverging"), color(0.5 + distance, "diverging")];
       expect(Math.abs(lightness(below) - lightness(above))).toBeLessThan(5);
@@ -33,14 +33,14 @@ describe("colors", () => {
     expect(color(0.5, "diverging")).toEqual([245, 245, 245]);
   });
 
-  it("stop at the ends", () => {
+  it("are clamped at the ends", () => {
     expect(color(7, "sequential")).toEqual(color(1, "sequential"));
     expect(color(-7, "diverging")).toEqual(color(0, "diverging"));
   });
 });
 
 describe("a plane", () => {
-  it("is read from wherever its buffer starts", () => {
+  it("is read from any buffer offset", () => {
     for (const offset of [0, 1, 2, 3]) {
       expect([...readMatrix(heatmap(1, 3), [float32([1.5, -2, 3e30], offset)]).values]).toEqual([
         1.5,
@@ -55,27 +55,27 @@ describe("a plane", () => {
     expect(() => readMatrix(heatmap(2, 2, { buffer: 1 }), [float32([1, 2, 3, 4])])).toThrow(/sent 0 bytes/);
   });
 
-  it("of both signs is symmetric about zero; else it goes from the least to the greatest", () => {
+  it("with both signs has a range symmetric about zero; otherwise from minimum to maximum", () => {
     expect(summarize(plane(1, 3, [-1, 0, 3])).full).toEqual({ map: "diverging", low: -3, high: 3 });
     expect(summarize(plane(1, 3, [1, 2, 3])).full).toEqual({ map: "sequential", low: 1, high: 3 });
     expect(summarize(plane(1, 2, [-1, -3])).full).toEqual({ map: "sequential", low: -3, high: -1 });
   });
 
-  it("leaves NaN, infinities and fill values of masks out", () => {
+  it("leaves out NaN, infinities and fill values of masks", () => {
     const summary = summarize(plane(1, 6, [1, Number.NaN, Number.NEGATIVE_INFINITY, -3.4e38, 3, 2]));
     expect(summary).toMatchObject({ minimum: 1, maximum: 3, mean: 2, missing: 3 });
     expect(colorOf(-3.4e38, summary.full)).toBeNull();
     expect(summarize(plane(1, 2, [Number.NaN, Number.NaN]))).toMatchObject({ minimum: null, missing: 2 });
   });
 
-  it("has one color, in the middle, if all values are equal", () => {
+  it("has one color, the middle one, if all values are equal", () => {
     const { full: whole } = summarize(plane(1, 2, [4, 4]));
     expect(colorOf(4, whole)).toEqual(color(0.5, "sequential"));
   });
 
   const waves = (count: number) => Array.from({ length: count }, (_, index) => Math.sin(index));
 
-  it("cuts outliers off, and counts them", () => {
+  it("clips outliers, and counts them", () => {
     const values = waves(1000);
     values[17] = 300;
     values[18] = -400;
@@ -86,7 +86,7 @@ describe("a plane", () => {
     expect(summarize(plane(10, 100, waves(1000))).clipped).toBeNull();
   });
 
-  it("cuts only the side where outliers are", () => {
+  it("clips only the side with outliers", () => {
     const values = waves(1000).map((value) => value + 2);
     values[17] = 300;
     const { clipped: cut, full: whole } = summarize(plane(10, 100, values));
@@ -94,7 +94,7 @@ describe("a plane", () => {
     expect(cut?.high).toBeCloseTo(3, 1);
   });
 
-  it("of attention to single tokens is left whole, however many zeros are masked", () => {
+  it("of attention to single tokens is not clipped, however many zeros are masked", () => {
     const size = 64;
     const values = Array.from({ length: size * size }, (_, index) => (index % (size + 1) === 0 ? 0.9 : 0));
     expect(summarize(plane(size, size, values)).clipped).toBeNull();
@@ -104,14 +104,14 @@ describe("a plane", () => {
 describe("cells", () => {
   const box = { width: 420, height: 320 };
 
-  it("of attention are square, of whole device pixels, and never smaller than a pixel", () => {
+  it("of attention are squares of whole device pixels, at least one pixel", () => {
     expect(cellSize({ rows: 14, columns: 14 }, box, 1)).toEqual({ width: 22, height: 22 });
     expect(cellSize({ rows: 256, columns: 256 }, box, 1)).toEqual({ width: 1, height: 1 });
     expect(cellSize({ rows: 256, columns: 256 }, box, 2)).toEqual({ width: 2, height: 2 });
     expect(cellSize({ rows: 900, columns: 900 }, box, 1.25)).toEqual({ width: 2, height: 2 });
   });
 
-  it("of few values are large, of long rows are bars", () => {
+  it("are large for few values, and bars for long rows", () => {
     expect(cellSize({ rows: 3, columns: 4 }, box, 1)).toEqual({ width: 26, height: 26 });
     expect(cellSize({ rows: 8, columns: 256 }, box, 1)).toEqual({ width: 1, height: 14 });
   });
@@ -125,13 +125,13 @@ describe("leading dimensions", () => {
     expect(steppedDimensions("..., 5", [4, 8, 8])).toEqual([{ dimension: 2, index: 5, size: 8 }]);
   });
 
-  it("are none where the slice does not tell", () => {
+  it("are none if the slice does not determine them", () => {
     for (const slice of [null, "None, 0", "i, :", "0, ..., ...", "0, 0, 0, 0", "99"]) {
       expect(steppedDimensions(slice, [4, 8, 8])).toEqual([]);
     }
   });
 
-  it("can be walked along, within bounds", () => {
+  it("can be stepped through, within bounds", () => {
     expect(withIndex("0, 3, :, :", [1, 12, 8, 8], 1, 4)).toBe("0, 4, :, :");
     expect(withIndex("3, ...", [12, 8, 8], 0, 2)).toBe("2, :, :");
     expect(withIndex("0, 11, :, :", [1, 12, 8, 8], 1, 12)).toBeNull();

@@ -2,14 +2,14 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { RunStatus } from "../../src/kernel/protocol";
 import { RunPanel } from "../../src/runs/run_panel";
 import { RequestFailed } from "../../src/view";
-import { ABOUT } from "../fixtures";
-import { HISTOGRAM, heatmap, JobView, patch, report, runStatus, statistics } from "../job_fixtures";
+import { ABOUT, FakeModel, FakeView, patch, traits } from "../fixtures";
+import { HISTOGRAM, heatmap, report, runStatus, statistics } from "../job_fixtures";
 
-let view: JobView;
+let view: FakeView;
 let panel: HTMLElement;
 
-function open(changes: ConstructorParameters<typeof JobView>[0] = {}, script: JobView["kernel"]["script"] = {}): void {
-  view = new JobView(changes);
+function open(changes: Parameters<typeof traits>[0] = {}, script: FakeView["kernel"]["script"] = {}): void {
+  view = new FakeView(new FakeModel(traits(changes)));
   view.kernel.script = script;
   panel = new RunPanel(view).element;
   view.root.append(panel);
@@ -43,7 +43,7 @@ afterEach(() => {
 });
 
 describe("a run", () => {
-  it("is asked for once, followed more and more rarely, and shown when done", async () => {
+  it("is requested once, polled less and less often, and shown when done", async () => {
     const delays: number[] = [];
     let last = 0;
     let status = runStatus(7, { fraction: 0.5 });
@@ -79,7 +79,7 @@ describe("a run", () => {
     expect(view.kernel.asked.length).toBe(asked);
   });
 
-  it("takes the inputs that are typed; Enter runs", async () => {
+  it("uses the typed inputs; Enter runs", async () => {
     open({}, { run: () => runStatus(1), run_status: () => runStatus(1) });
     expect(inputs().placeholder).toBe("ids");
     inputs().value = "  ids2, labels=y ";
@@ -91,7 +91,7 @@ describe("a run", () => {
     expect(new RunPanel(view).element.querySelector("input")?.value).toBe("ids2, labels=y");
   });
 
-  it("says next to the field what is wrong with the inputs, until they are changed", async () => {
+  it("shows an input error next to the field until the inputs are changed", async () => {
     const wrong = new RequestFailed({ message: "There is no variable idz.", field: "inputs" });
     open({}, { run: () => Promise.reject(wrong) });
     await run();
@@ -105,7 +105,7 @@ describe("a run", () => {
     expect(inputs().hasAttribute("aria-invalid")).toBe(false);
   });
 
-  it("keeps the old result, dimmed, while a new one goes on and when it fails", async () => {
+  it("keeps the old result, dimmed, during a new run and if it fails", async () => {
     let status = done(1);
     open({ session: session(patch(1)) }, { run: () => status, run_status: () => status });
     await run();
@@ -127,7 +127,7 @@ describe("a run", () => {
     expect(dimmed()).toBe(false);
   });
 
-  it("can be interrupted; the focus goes back to Run", async () => {
+  it("can be interrupted; the focus returns to Run", async () => {
     const interrupted = () => runStatus(5, { state: "interrupted", seconds: 3 });
     open({}, { run: () => runStatus(5), run_status: () => runStatus(5), run_interrupt: interrupted });
     await run();
@@ -139,13 +139,13 @@ describe("a run", () => {
     expect(document.activeElement).toBe(button("Run"));
   });
 
-  it("that cannot be asked for says why", async () => {
+  it("says why it could not be requested", async () => {
     open({}, { run: () => Promise.reject(new RequestFailed({ message: "The kernel has stopped.", field: null })) });
     await run();
     expect(alerts()).toEqual(["The kernel has stopped."]);
   });
 
-  it("is let go when the view is taken away", async () => {
+  it("is forgotten when the view is removed", async () => {
     open({}, { run: () => runStatus(1), run_status: () => runStatus(1) });
     await run();
     view.remove();
@@ -157,7 +157,7 @@ describe("a run", () => {
 });
 
 describe("staleness", () => {
-  it("is said when the patches are no longer those of the run, and taken back when they are again", async () => {
+  it("is shown if the patches differ from those of the run, and removed if they match again", async () => {
     open({ session: session(patch(1)) }, { run: () => done(1) });
     await run();
     expect(stale()).toBe(false);
@@ -167,7 +167,7 @@ describe("staleness", () => {
     expect(stale()).toBe(false);
   });
 
-  it("is measured by what ran, not by a later run that failed", async () => {
+  it("compares with the run shown, not with a later one that failed", async () => {
     let status = done(1);
     open({ session: session(patch(1)) }, { run: () => status });
     await run();
@@ -193,21 +193,21 @@ describe("a run of another view", () => {
     expect(view.said).toEqual([]);
   });
 
-  it("that was over before is shown at once", async () => {
+  it("that was already finished is shown at once", async () => {
     open({ run: { id: 3, state: "done" }, session: session(patch(1), patch(2)) }, { run_status: () => done(3) });
     await settle();
     expect(panel.textContent).toContain("pg(ids) ran");
     expect(stale()).toBe(true);
   });
 
-  it("of which the kernel knows nothing any more is no error", async () => {
+  it("that the kernel has forgotten is not an error", async () => {
     const gone: Promise<ReturnType<typeof done>> = Promise.reject(new Error("no run 3"));
     open({ run: { id: 3, state: "done" } }, { run_status: () => gone });
     await settle();
     expect(alerts()).toEqual([]);
   });
 
-  it("that is older than one's own is not shown instead of it", async () => {
+  it("that is older than this view's own run is not shown instead", async () => {
     open({ run: { id: 1, state: "done" } }, { run: () => done(2), run_status: () => done(1, { call: "old()" }) });
     await settle();
     await run();
@@ -245,13 +245,13 @@ describe("a report", () => {
     expect(panel.querySelector("b")).toBeNull();
   });
 
-  it("has one list of tokens where no patch was applied", async () => {
+  it("has one list of tokens if no patch was applied", async () => {
     await show({ patches: [], tokens: { position: 0, before: [["a", 1]], after: [["a", 1]] } });
     expect(panel.querySelectorAll(".gp-tokens").length).toBe(1);
     expect(panel.textContent).toContain("ran without patches");
   });
 
-  it("tells no relative change of nothing, and no difference where nothing was compared", async () => {
+  it("shows no relative change of zero, and no difference without a comparison", async () => {
     const kind = { shape: [2], dtype: "float32", largest: [] };
     const norms = { norm_before: 0, norm_after: 3, norm_difference: 3 };
     const other = { norm_before: 2, norm_after: 0, norm_difference: 0, note: "only in the output without the patches" };
@@ -274,7 +274,7 @@ describe("a report", () => {
     expect(panel.textContent).not.toContain("change nothing");
   });
 
-  it("shows what turns the direction around, and controls, as what they are", async () => {
+  it("shows control characters and changes of the text direction as escapes", async () => {
     const [change] = report().changes;
     const odd = "a\u202eb\u0007c\nd";
     const seen = "a\\u202eb\\x07c\\nd";
@@ -308,7 +308,7 @@ describe("a report", () => {
     expect(panel.textContent).toContain("The patches change nothing at the output.");
   });
 
-  it("shows warnings and probes, and leads to the probes' nodes", async () => {
+  it("shows warnings and probes, with links to the probes' nodes", async () => {
     const probe = { row_labels: null, column_labels: null, plot: HISTOGRAM, statistics: statistics(), note: null };
     const silent = { ...probe, statistics: null, plot: { type: "none" as const, why: "" }, note: "It did not fire." };
     await show({
@@ -324,12 +324,12 @@ describe("a report", () => {
       "seen, h_0.attn.output: histogram of 10 values",
     );
     first?.querySelector("button")?.click();
-    expect(view.calls).toEqual([["reveal", 12]]);
+    expect(view.calls).toEqual([["reveal", 10]]);
     expect(second?.textContent).toBe("unseen #9 h_9.outputIt did not fire.");
     expect(second?.querySelector("button")).toBeNull();
   });
 
-  it("says how far the patches have moved what a probe sees", async () => {
+  it("says how much the patches changed a probe's value", async () => {
     const plain = { row_labels: null, column_labels: null, statistics: statistics(), note: null };
     const zeros = { ...heatmap(8, 8), slice: "0, :, :", constant: 0 };
     const change = { norm_before: 3.2, norm_after: 2.9, norm_difference: 0.7, note: null };

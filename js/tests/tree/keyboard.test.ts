@@ -45,9 +45,7 @@ class Widget {
   }
 
   row(path: string): number {
-    const { skeleton } = this.view;
-    for (let row = 0; row < skeleton.length; row++) if (skeleton.path(row) === path) return row;
-    throw new Error(`no row ${path}`);
+    return this.view.row(path);
   }
 }
 
@@ -57,7 +55,7 @@ beforeEach(() => {
 });
 afterEach(() => widget.view.remove());
 
-test("arrows, Home and End go through the rows that are seen", () => {
+test("arrows, Home and End move through the visible rows", () => {
   widget.press("ArrowDown");
   expect(widget.at).toBe("input_ids");
   widget.press("End");
@@ -69,7 +67,7 @@ test("arrows, Home and End go through the rows that are seen", () => {
   expect(widget.at).toBe("");
 });
 
-test("right opens, then goes in; left closes, then goes out", () => {
+test("right opens, then enters; left closes, then leaves", () => {
   widget.state.setFolded(false);
   widget.state.select(widget.row("transformer.h_1"));
   widget.press("ArrowRight");
@@ -86,7 +84,7 @@ test("right opens, then goes in; left closes, then goes out", () => {
   expect(widget.at).toBe("transformer");
 });
 
-test("letters go to the next row of that name; the same letter goes on", () => {
+test("a letter moves to the next row that starts with it; repeated, to the one after", () => {
   widget.state.setFolded(false);
   widget.state.setOpen(widget.row("transformer.h_0"), false);
   for (const [letter, path] of [
@@ -99,12 +97,12 @@ test("letters go to the next row of that name; the same letter goes on", () => {
   }
 });
 
-test("several letters are a beginning", () => {
+test("several letters are a prefix", () => {
   for (const letter of "lm_") widget.press(letter);
   expect(widget.at).toBe("lm_head");
 });
 
-test("a beginning ends where one walks on", () => {
+test("moving with other keys ends the prefix", () => {
   widget.state.setOpen(widget.row("transformer.h_0"), false);
   widget.press("l");
   widget.press("Home");
@@ -120,7 +118,7 @@ test("* opens all siblings", () => {
   expect(widget.at).toBe("transformer.h_1");
 });
 
-test("Enter shows details, + patches, Space says what is selected", () => {
+test("Enter shows details, + patches, Space reads out the selection", () => {
   const row = widget.row("lm_head");
   widget.state.select(row);
   widget.press("Enter");
@@ -135,7 +133,7 @@ test("Enter shows details, + patches, Space says what is selected", () => {
   expect(widget.view.said.at(-1)).toMatch(/^lm_head selected/);
 });
 
-test("Delete removes the patches of the row, and says where there are none", () => {
+test("Delete removes the patches of the row, or says that there are none", () => {
   const row = widget.row("lm_head.linear");
   const patch = { number: 7, row, kind: "zero", is_enabled: true } as PatchState;
   widget.view.model.set("session", { version: 3, patches: [patch], can_undo: true, can_redo: false });
@@ -148,7 +146,7 @@ test("Delete removes the patches of the row, and says where there are none", () 
   expect(widget.view.said.at(-1)).toContain("no patch");
 });
 
-test("undo and redo, where there is something to be undone", () => {
+test("undo and redo, if there is something to undo", () => {
   widget.press("z", { ctrlKey: true });
   expect(widget.view.said.at(-1)).toContain("nothing to undo");
   widget.view.model.set("session", { version: 3, patches: [], can_undo: true, can_redo: true });
@@ -158,7 +156,7 @@ test("undo and redo, where there is something to be undone", () => {
   expect(widget.edits.map((edit) => edit.action)).toEqual(["undo", "redo", "redo"]);
 });
 
-test("Ctrl+C copies the path; where that is forbidden it is shown", async () => {
+test("Ctrl+C copies the path, or shows it if copying is forbidden", async () => {
   widget.state.select(widget.row("lm_head"));
   widget.press("c", { ctrlKey: true });
   expect(widget.copied).toEqual(["lm_head"]);
@@ -167,7 +165,7 @@ test("Ctrl+C copies the path; where that is forbidden it is shown", async () => 
   await vi.waitFor(() => expect(widget.view.errors.at(-1)).toContain("lm_head"));
 });
 
-test("/ goes to the search field, Esc back to a match, another Esc ends the search", () => {
+test("/ moves to the search field, Esc back to a match, a second Esc ends the search", () => {
   widget.press("/");
   expect(document.activeElement).toBe(widget.box);
   widget.box.value = "softmax";
@@ -194,7 +192,7 @@ test("F3 works from everywhere in the widget", () => {
   expect(widget.view.said.at(-1)).toContain("Match 4 of 4");
 });
 
-test("what is no query is said beside the field", () => {
+test("an invalid query shows an error beside the field", () => {
   widget.box.value = "is:pathced";
   widget.box.dispatchEvent(new Event("input"));
   expect(widget.box.getAttribute("aria-invalid")).toBe("true");
@@ -206,7 +204,7 @@ test("what is no query is said beside the field", () => {
   expect(described?.hidden).toBe(true);
 });
 
-test("where nothing is found, it is said where it may be", () => {
+test("a search without matches says where they may be hidden", () => {
   const type = (text: string) => {
     widget.box.value = text;
     widget.box.dispatchEvent(new Event("input"));
@@ -220,7 +218,7 @@ test("where nothing is found, it is said where it may be", () => {
 });
 
 test.each(["x", "d", "a", "Delete", "Enter", "ArrowDown", "Escape", "0", " "])(
-  "the notebook does not see %s",
+  "the notebook does not receive %s",
   (key) => {
     const outside = vi.fn();
     document.body.addEventListener("keydown", outside);
@@ -244,7 +242,7 @@ test.each([
   expect(event.defaultPrevented).toBe(false);
 });
 
-test("Enter opens a folded rows", () => {
+test("Enter opens a folded row", () => {
   widget.state.setFolded(true);
   widget.state.select(~widget.row("transformer.h_0"));
   widget.press("Enter");

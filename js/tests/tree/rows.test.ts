@@ -4,7 +4,7 @@ import { CLOSED, Folding, firstOpen, OPEN } from "../../src/tree/rows";
 import { Scores, scoreText, textOfBest } from "../../src/tree/scores";
 import { Skeleton } from "../../src/tree/skeleton";
 import { TreeState } from "../../src/tree/tree_state";
-import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "../fixtures";
+import { ColumnsBuilder, FakeModel, FakeView, patch, tensor, traits, transformer } from "../fixtures";
 
 const skeleton = new Skeleton(transformer(6));
 const paths = Array.from({ length: skeleton.length }, (_, row) => skeleton.path(row));
@@ -18,20 +18,10 @@ function opened(changes: Parameters<typeof traits>[0] = {}, own = skeleton) {
 }
 
 function patchAt(path: string, number = 1): PatchState {
-  const fields = { slice: null, value: null, name: null, steps: null, positions: null, position_dim: null };
-  const state = {
-    any_shape: false,
-    allow_empty: false,
-    is_enabled: true,
-    untrusted: null,
-    shape: null,
-    sliced: null,
-    warning: null,
-  };
-  return { path, kind: "zero", number, row: row(path), ...fields, ...state };
+  return patch(number, { path, row: row(path) });
 }
 
-test("the first view shows the layers, folded and closed, and is of balanced height", () => {
+test("the first view shows the layers folded and closed, and is neither short nor long", () => {
   const { seen, tree } = opened();
   expect(seen()).toContain("~transformer.h_0");
   expect(seen().filter((path) => /h_\d/.test(path))).toHaveLength(1);
@@ -42,7 +32,7 @@ test("the first view shows the layers, folded and closed, and is of balanced hei
   expect(seen()).not.toContain("transformer.h_1.attn");
 });
 
-test("of folded layers all open alike, also what is in them; each by itself once they are not folded", () => {
+test("folded layers open together, also rows inside; unfolded layers open one by one", () => {
   const { seen, tree, model } = opened({ expanded: [0, row("transformer")] });
   const marker = ~row("transformer.h_0");
   const layers = [0, 1, 2, 3, 4, 5];
@@ -60,7 +50,7 @@ test("of folded layers all open alike, also what is in them; each by itself once
   expect(opens("attn")).toEqual(layers.map((layer) => layer === 3));
 });
 
-test("plumbing is one row in front, which opens, also in all layers alike; searches find what is in it", () => {
+test("plumbing is one row at the top that opens, in all layers together; searches look inside", () => {
   const columns = new ColumnsBuilder();
   const flags = FLAG.plumbing;
   columns.graph("<root>", "Model", () => {
@@ -106,7 +96,7 @@ test("plumbing is one row in front, which opens, also in all layers alike; searc
   expect(seen()).not.toContain("~positions");
 });
 
-test("80 layers count as one; a flat graph of thousands is not opened in part", () => {
+test("80 layers count as one; a flat graph of thousands is not partly opened", () => {
   const many = new Skeleton(transformer(80));
   const open = firstOpen(
     many,
@@ -142,7 +132,7 @@ test("sizes and clutter are shown on request, patched rows always", () => {
   expect(model.get("shows_sizes")).toBe(true);
 });
 
-test("places among siblings are those of what is seen", () => {
+test("positions among siblings count visible rows", () => {
   const { tree } = opened({ expanded: [0] });
   expect([...tree.lines.ids].map((id) => paths[id])).toEqual([
     "",
@@ -157,7 +147,7 @@ test("places among siblings are those of what is seen", () => {
   expect(tree.lines.lineOf(row("transformer.h_3.attn"))).toBe(tree.lines.lineOf(row("transformer")));
 });
 
-test("matches come with what is above them; clearing brings back what was open", () => {
+test("matches are shown with their ancestors; clearing restores what was open", () => {
   const { seen, tree, model } = opened({ expanded: [0, row("lm_head")] });
   const before = seen();
   tree.search("h_2 softmax");
@@ -177,7 +167,7 @@ test("matches come with what is above them; clearing brings back what was open",
   expect(seen()).toEqual(before);
 });
 
-test("what is no query is said, and the last good result stays", () => {
+test("an invalid query is reported, and the last valid result stays", () => {
   const { seen, tree } = opened();
   tree.search("softmax");
   const found = seen();
@@ -188,7 +178,7 @@ test("what is no query is said, and the last good result stays", () => {
   expect(tree.found.error).toBeNull();
 });
 
-test("F3 goes through the matches in order and around", () => {
+test("F3 cycles through the matches in order", () => {
   const { tree, view } = opened();
   tree.search("op:softmax");
   const visited = [1, 1, 1, -1].map((step) => tree.goToMatch(step as 1 | -1) && view.skeleton.path(tree.activeRow));
@@ -210,7 +200,7 @@ test("is:patched follows the session", () => {
   expect(tree.patched.countBelow(row("lm_head"))).toBe(1);
 });
 
-test("equal layers fold into one line, which opens again", () => {
+test("equal layers fold into one row, which can be opened", () => {
   const { seen, tree } = opened({ expanded: [0, row("transformer")] });
   tree.setFolded(true);
   const marker = ~row("transformer.h_0");
@@ -226,7 +216,7 @@ test("equal layers fold into one line, which opens again", () => {
   expect(seen()).toContain("transformer.h_0");
 });
 
-test("groups that repeat fold, too: layers with the ops between them", () => {
+test("repeating groups also fold: layers with the ops between them", () => {
   const tree = new ColumnsBuilder();
   tree.graph("<root>", "Model", () => {
     tree.row("input", "x", { spec: tensor(8) });
@@ -248,7 +238,7 @@ test("groups that repeat fold, too: layers with the ops between them", () => {
   expect([...state.lines.folded.values()][0]).toMatchObject({ period: 2, times: 10 });
 });
 
-test("what differs inside is not folded", () => {
+test("layers that differ inside are not folded", () => {
   const tree = new ColumnsBuilder();
   tree.graph("<root>", "Model", () => {
     for (const width of [1, 2, 3, 4]) {
@@ -261,7 +251,7 @@ test("what differs inside is not folded", () => {
   expect(state.lines.folded.size).toBe(0);
 });
 
-test("revealing a row opens what hides it: graphs, folded rows, a search, the toggle of sizes", () => {
+test("revealing a row opens graphs and folded rows, and ends a search or filter that hides it", () => {
   const { tree, view } = opened({ expanded: [0] });
   tree.setFolded(true);
   tree.search("lm_head");
@@ -273,7 +263,7 @@ test("revealing a row opens what hides it: graphs, folded rows, a search, the to
   expect(view.model.get("selected")).toBe(row("transformer.h_3.attn.size"));
 });
 
-test("two views of one model stay in step", () => {
+test("two views of one model stay in sync", () => {
   const { tree, view } = opened();
   const other = new TreeState(view);
   tree.setOpen(row("transformer.h_2"), true);
@@ -292,7 +282,7 @@ function scored(values: Record<string, number>) {
   return { scores: new DataView(data.buffer), scores_name: "effect" };
 }
 
-test("sorted by score: siblings with the best in them first", () => {
+test("sorting by score puts siblings with the best rows first", () => {
   const { seen, tree } = opened({
     expanded: [0, row("transformer")],
     ...scored({ "transformer.h_1.mlp.mul": 1, "transformer.h_4.mlp.mul": 3, "transformer.h_2.mlp.mul": -2 }),
@@ -305,7 +295,7 @@ test("sorted by score: siblings with the best in them first", () => {
   expect(seen().filter((path) => /mul$/.test(path))).toEqual(["transformer.h_4.mlp.mul", "transformer.h_2.mlp.mul"]);
 });
 
-test("of numbers on both sides of zero a module shows the one of the largest size", () => {
+test("with scores of both signs a module shows the one with the largest magnitude", () => {
   const { tree } = opened(scored({ "transformer.h_2.mlp.mul": -2, "transformer.h_2.attn.output": 1 }));
   const scores = tree.scores;
   if (!scores) throw new Error("no scores");
@@ -314,7 +304,7 @@ test("of numbers on both sides of zero a module shows the one of the largest siz
   expect(textOfBest(best, scores)).toBe("≤ |-2|");
 });
 
-test("where all numbers are below zero the strongest are the lowest, in the one color", () => {
+test("if all scores are negative the lowest are the strongest, in one color", () => {
   const { seen, tree } = opened(
     scored({ "lm_head.linear": -1, "transformer.h_4.mlp.mul": -3, "transformer.h_2.mlp.mul": -2 }),
   );
@@ -328,7 +318,7 @@ test("where all numbers are below zero the strongest are the lowest, in the one 
   expect(seen().filter((path) => /mul$/.test(path))).toEqual(["transformer.h_2.mlp.mul", "transformer.h_4.mlp.mul"]);
 });
 
-test("of numbers that are not below zero the highest counts", () => {
+test("if no score is negative the highest is the strongest", () => {
   const { tree } = opened(scored({ "transformer.h_2.mlp.mul": 2, "transformer.h_2.attn.output": 0 }));
   const scores = tree.scores;
   if (!scores) throw new Error("no scores");
@@ -336,7 +326,7 @@ test("of numbers that are not below zero the highest counts", () => {
   expect(textOfBest(scores.best[0] ?? 0, scores)).toBe("≤ 2");
 });
 
-test("filtered by score: the best, or those of a number at least, with what is above", () => {
+test("filtering by score keeps the best, or those above a threshold, with their ancestors", () => {
   const { seen, tree } = opened(
     scored({ "lm_head.linear": 1, "transformer.h_4.mlp.mul": 3, "transformer.h_2.mlp.mul": 2 }),
   );
@@ -351,7 +341,7 @@ test("filtered by score: the best, or those of a number at least, with what is a
   expect(seen()).toContain("lm_head");
 });
 
-test("rows with the same number, but for rounding, share a place; those of the other sign do not", () => {
+test("rows with the same score up to rounding share a rank; those of the other sign do not", () => {
   const { tree } = opened(
     scored({
       "lm_head.linear": 3,
@@ -374,7 +364,7 @@ test("rows with the same number, but for rounding, share a place; those of the o
   expect(largest(9).length).toBe(7);
 });
 
-test("scores of another size than the tree are none; infinite ones do not spoil the range", () => {
+test("scores of the wrong size are ignored; infinite ones do not affect the range", () => {
   expect(Scores.of(new DataView(new ArrayBuffer(8)), "x", skeleton)).toBeNull();
   const { tree } = opened(
     scored({ "lm_head.linear": Number.POSITIVE_INFINITY, "lm_head.weight": 1, "lm_head.input": 3 }),

@@ -8,18 +8,18 @@ const index = new SearchIndex(new Skeleton(transformer(3)));
 const find = (query: string, patched: number[] = []) =>
   index.find(parseQuery(query), new Set(patched)).map((row) => index.paths[row]);
 
-test("terms are ANDed, in any case, over path and torch function", () => {
+test("all terms must match path or torch function, ignoring case", () => {
   expect(find("H_1 softmax")).toEqual(["transformer.h_1.attn.attn_weights_1"]);
   expect(find("h_2.mlp -linear -input -weight -output")).toEqual(["transformer.h_2.mlp.mul"]);
 });
 
-test("exact names, also those that a path quotes", () => {
+test("quotes match exact names, also those that a path quotes", () => {
   expect(find('"attn.attn_weights"')).toHaveLength(3);
   expect(find("'attn_weigh'")).toEqual([]);
   expect(find('"a.b"')).toEqual(['output|sub_1."a.b"']);
 });
 
-test("op, shape, dtype, kinds, module", () => {
+test("op, shape, dtype, kind and module filters", () => {
   expect(find("op:SOFT*")).toHaveLength(3);
   expect(find("op:add")).toEqual([0, 1, 2].map((layer) => `transformer.h_${layer}.hidden_states_1`));
   expect(find("op:weight")).toEqual([]);
@@ -32,7 +32,7 @@ test("op, shape, dtype, kinds, module", () => {
   expect(find("kind:output last")).toEqual(["transformer.output|last_hidden_state"]);
 });
 
-test("states, and sizes only where it is asked for", () => {
+test("is: filters states; sizes are found only on request", () => {
   expect(find("is:opaque")).toHaveLength(3);
   expect(find("size")).toEqual([]);
   expect(find("is:size h_0")).toEqual(["transformer.h_0.attn.size"]);
@@ -52,12 +52,12 @@ test.each([
   ["is:pathced", "nearest: is:patched"],
   ["kind:opp", "nearest: kind:op"],
   ["shape:[a]", "write shape:64"],
-])("%s is no query, and the message says what to write", (query, message) => {
+])("%s is an invalid query, and the message says what to write", (query, message) => {
   expect(() => parseQuery(query)).toThrow(QueryError);
   expect(() => parseQuery(query)).toThrow(message);
 });
 
-test("stars stand for any letters", () => {
+test("stars match any characters", () => {
   expect(find("h_*.attn_weights_1")).toHaveLength(3);
   expect(find("H_*attn*SOFT")).toHaveLength(3);
   expect(find("*.mlp*h_1")).toEqual([]);

@@ -7,7 +7,7 @@ const skeleton = new Skeleton(transformer(2));
 const rows = new Map(Array.from({ length: skeleton.length }, (_, row) => [skeleton.path(row), row]));
 const row = (path: string) => rows.get(path) ?? Number.NaN;
 
-test("paths have dots between names, a bar before what is inside of a value", () => {
+test("paths have dots between names, a bar before parts of a value", () => {
   expect(skeleton.path(0)).toBe("");
   for (const path of [
     "transformer.h_1.attn.attn_weights_1",
@@ -20,7 +20,7 @@ test("paths have dots between names, a bar before what is inside of a value", ()
   expect(new Set(rows.keys()).size).toBe(skeleton.length);
 });
 
-test("parents, children and ends agree", () => {
+test("parents, children and subtree ends agree", () => {
   for (let at = 0; at < skeleton.length; at++) {
     for (const child of skeleton.children(at)) expect(skeleton.parent[child]).toBe(at);
   }
@@ -31,7 +31,7 @@ test("parents, children and ends agree", () => {
   expect(skeleton.end[0]).toBe(skeleton.length);
 });
 
-test("what a row is, and which node and graph it belongs to", () => {
+test("a row knows its kind, node and graph", () => {
   const item = row('output|sub_1."a.b"');
   expect(skeleton.nodeOf(item)).toBe(row("output"));
   expect(skeleton.graphOf(item)).toBe(0);
@@ -42,11 +42,11 @@ test("what a row is, and which node and graph it belongs to", () => {
   expect(skeleton.kindOf(row("extra_head"))).toBe("unused");
 });
 
-test("what was deflated comes back", async () => {
+test("deflated data is inflated", async () => {
   expect((await decodeSkeleton(await deflated(transformer(3)))).columns).toEqual(transformer(3));
 });
 
-test("broken rows are said to be broken", async () => {
+test("broken rows are an error", async () => {
   await expect(decodeSkeleton(new DataView(new ArrayBuffer(3)))).rejects.toThrow(BrokenSkeleton);
   await expect(decodeSkeleton(await deflated({ name: [] } as never))).rejects.toThrow(BrokenSkeleton);
   expect(() => new Skeleton({ ...transformer(1), depth: [0] })).toThrow("incomplete");

@@ -17,7 +17,7 @@ function joined() {
   return { view, state, row: (path: string) => view.skeleton.find(path) ?? -1 };
 }
 
-test("the host's echo of an earlier selection takes back no step; what comes later is followed", () => {
+test("the host's echo of an earlier selection does not undo a later one; later selections are followed", () => {
   vi.useFakeTimers();
   const { view, state, row } = joined();
   state.select(row("input_ids"));
@@ -32,7 +32,7 @@ test("the host's echo of an earlier selection takes back no step; what comes lat
   expect(view.calls).toEqual([["reveal", row("transformer.ln_f")]]);
 });
 
-test("the row of folded layers selects none of them", () => {
+test("a row of folded layers selects none of them", () => {
   const { view, state, row } = joined();
   state.select(row("lm_head"));
   state.select(~row("transformer.h_0"));
@@ -48,7 +48,7 @@ function ofComponents() {
   return { view, state, row, z };
 }
 
-test("the row of a component is revealed, and what is selected of it stays selected", () => {
+test("a selected component's row is revealed, and its head and positions stay selected", () => {
   const { row, state, view, z } = ofComponents();
   state.setComponents([z]);
   const item = itemOf("layers[1].attn.heads[2].z", { position: 3 });
@@ -57,7 +57,7 @@ test("the row of a component is revealed, and what is selected of it stays selec
   expect(view.selection.items).toEqual([item]);
 });
 
-test("it is revealed also if the components become known later", () => {
+test("a selected component's row is revealed also if the components arrive later", () => {
   const { row, state, view, z } = ofComponents();
   view.selection.set([itemOf("layers[1].attn.heads[2].z")]);
   expect(state.activeRow).toBe(0);
@@ -65,14 +65,14 @@ test("it is revealed also if the components become known later", () => {
   expect(state.activeRow).toBe(row);
 });
 
-test("the row of a component selects it by its name", () => {
+test("the row of a component selects the component by name", () => {
   const { row, state, view, z } = ofComponents();
   state.setComponents([z]);
   state.select(row);
   expect(view.selection.items).toEqual([itemOf("layers[1].attn.z")]);
 });
 
-test("a click with Shift adds a row; a click on the row that is active selects it again", () => {
+test("Shift-click adds a row; a click on the active row selects it again", () => {
   const { state, view, row } = joined();
   state.click(row("input_ids"), false);
   state.click(row("lm_head"), true);
@@ -82,7 +82,7 @@ test("a click with Shift adds a row; a click on the row that is active selects i
   expect(view.selection.items).toEqual([itemOf("lm_head")]);
 });
 
-test("the filter of the tree's scores is that of all views, and the filter of another view leaves its rows", () => {
+test("the score filter is shared by all views; another view's filter keeps the rows", () => {
   const view = new FakeView();
   const rows = view.skeleton.length;
   const [first, second] = ["transformer.h_0", "transformer.h_1"].map(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -455,7 +456,17 @@ def test_positions_after_a_cache() -> None:
         cache = model(prompt, use_cache=True).past_key_values
 
     inputs = [{"input_ids": ids, "past_key_values": cache} for ids in (clean, corrupted)]
-    scores = attribute(pg, last_logit, *inputs, positions=True, paths=["model.embed_tokens.output", "lm_head.output"])
+    paths = ["model.embed_tokens.output", "lm_head.output"]
+    with pytest.warns(ExperimentWarning, match="cache has positions 0 to 2, which the runs do not compute"):
+        scores = attribute(pg, last_logit, *inputs, positions=True, paths=paths)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        last = attribute(pg, last_logit, *inputs, positions=[3, -1], paths=paths)
+    assert last.equals(scores.sel(position=[3, 4]))
+    with pytest.warns(ExperimentWarning, match="2 values have no scores by position"):
+        skipped = attribute(pg, last_logit, *inputs, positions=1, paths=paths).attrs["skipped"]
+    reason = "these positions are in the given key/value cache, and not computed in the runs"
+    assert {path: skipped.get(path) for path in paths} == dict.fromkeys(paths, reason)
 
     assert scores.sizes == {"path": 2, "position": 5}
     assert scores.isnull().values.tolist() == [[True] * 3 + [False] * 2] * 2

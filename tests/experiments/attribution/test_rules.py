@@ -483,6 +483,29 @@ def test_one_sided_scores_sum_to_exact_patching(gpt2: Any) -> None:
         attribute(pg, a_logit, clean, corrupted, one_sided=True)
 
 
+class PartlyWithoutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh() * self.weight
+        with torch.no_grad():
+            z = y.exp()
+        return y.square() + z
+
+
+def test_one_sided_scores_name_values_without_gradients() -> None:
+    clean, corrupted = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -1.0]])
+    model = PartlyWithoutGradients()
+    pg = PatchableGraph(model, clean)
+    scores = attribute(pg, torch.sum, clean, corrupted, method="secant", one_sided=True, paths=["z", "output"])
+    assert "without a gradient" in scores.attrs["skipped"]["z"]
+    assert scores.isnull().values.tolist() == [True, False]
+    effect = float((model(clean) - model(corrupted)).sum())
+    assert float(scores.sel(path="output")) == pytest.approx(effect, rel=1e-5)
+
+
 class WeightPlusOne(nn.Module):
     """A norm as in Gemma, with a factor that is computed from a weight."""
 

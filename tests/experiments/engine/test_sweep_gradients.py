@@ -81,6 +81,7 @@ def compare(
 ) -> None:
     unpatched, _ = capture()
     pg, model = capture()
+    model.zero_grad()  # the model of a case of the zoo is shared with other tests
     steering = Steering(pg, paths_of(pg, count))
     seed_all(3)
     expected = looped(pg, steering.maps, call, metric, backward=True, unpatched=unpatched)

@@ -262,10 +262,11 @@ RESULTS = re.compile(r"\.(self_)?(attn|attention|SelfAttention|EncDecAttention)\
 def test_what_is_offered_is_not_refused_and_results_of_attention_are(case: Case) -> None:
     pg = capture_of(case).pg
     paths = [path for path, node in pg.nodes.items() if node.shape is not None and node.dtype.is_floating_point]
-    mixed = {path: mixing for path, target in targets(pg, paths).items() if (mixing := mixing_of(target))}
-    for path, mixing in mixed.items():
-        assert mixing.where is not None, path
-        assert mixing.where not in mixed
+    mixed = {path: repair for path, target in targets(pg, paths).items() if (repair := mixing_of(target))}
+    for path, repair in mixed.items():
+        separate = re.fullmatch("give '(.+)'", repair)
+        assert separate is not None, path
+        assert separate[1] not in mixed
     if mixed:
         results = [path for path in paths if RESULTS.search(path)]
         assert [path for path in results if path not in mixed] == []

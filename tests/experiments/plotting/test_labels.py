@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from graphpatch_notebook.experiments.plotting.labels import any_glyph, are_paths, path_labels, tick_texts
+from graphpatch_notebook.experiments.plotting.labels import are_paths, path_labels, tick_texts
 
 
 def short(texts: list[str]) -> list[str]:
-    return tick_texts(texts, any_glyph, is_token=False)
+    return tick_texts(texts, is_token=False)
 
 
 def test_short_texts_stay_as_they_are() -> None:
@@ -30,9 +30,9 @@ def test_texts_that_differ_where_they_are_cut_are_numbered() -> None:
 
 
 def test_tokens_keep_their_beginning_unless_it_is_the_same() -> None:
-    assert tick_texts(["internationalisation"], any_glyph, is_token=True) == ["internationalisat…"]
+    assert tick_texts(["internationalisation"], is_token=True) == ["internationalisat…"]
     tokens = ["internationalisation", "internationalisations"]
-    assert len(set(tick_texts(tokens, any_glyph, is_token=True))) == 2
+    assert len(set(tick_texts(tokens, is_token=True))) == 2
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph, SerializationError
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
-from graphpatch_notebook.serialization.codecs.tensors import StoredTensor, TensorTable, check_storable, made_tensors
+from graphpatch_notebook.serialization.codecs.tensors import TensorTable, check_storable, made_tensors
 from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from tests.serialization.files import Mlp, reloaded, x
 
@@ -23,7 +23,7 @@ def through_a_file(*tensors: Tensor) -> list[Tensor]:
     table = TensorTable()
     for tensor in tensors:
         table.add(tensor, "tensor")
-    return made_tensors([StoredTensor.read(JsonValue(entry, "tensors")) for entry in table.encoded()], table.contents())
+    return made_tensors(JsonValue(table.encoded(), "tensors"), table.contents())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def test_tables_that_do_not_fit_the_tensors(entry: dict[str, object], message: s
     table.add(torch.ones(3), "a")
     entries = [{**table.encoded()[0], **entry}]
     with pytest.raises(SerializationError, match=message):
-        made_tensors([StoredTensor.read(JsonValue(entry, "tensors")) for entry in entries], table.contents())
+        made_tensors(JsonValue(entries, "tensors"), table.contents())
 
 
 def test_pickle_says_what_to_do_instead(tmp_path: Path) -> None:
