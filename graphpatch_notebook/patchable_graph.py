@@ -58,7 +58,6 @@ from graphpatch_notebook.sharded import publish_stage, sharding_of, with_whole_r
 from graphpatch_notebook.torch_compat import eager_code
 
 if TYPE_CHECKING:
-    import torch
     from xarray import DataArray
 
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
@@ -81,7 +80,16 @@ _OF_MODEL = (
 ).split()
 
 
-class PatchableGraph(Module):
+class _LikeItsModel(Module):
+    """A module with the parameters, buffers, children and modes of another module, `_module`."""
+
+    _module: Module
+
+
+delegate(_LikeItsModel, "_module", _OF_MODEL)
+
+
+class PatchableGraph(_LikeItsModel):
     """A wrapper that is used like its model, in which every intermediate value has a name and can be patched.
 
     The model runs once, eagerly, on the example inputs; what it does is recorded as a hierarchy of graphs, one for each
@@ -114,7 +122,6 @@ class PatchableGraph(Module):
     """
 
     _captured: CapturedModel
-    _module: Module
 
     def __init__(self, module: Module, *example_args: Any, **example_kwargs: Any) -> None:
         given: Any = module
@@ -986,7 +993,7 @@ class PatchableGraph(Module):
         return result
 
     def __copy__(self) -> PatchableGraph:
-        return self._around(self._captured.with_same_graphs())
+        return self._around(self._captured.edited())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise SerializationError(
@@ -999,9 +1006,6 @@ class PatchableGraph(Module):
         paths = self._captured.permanent_paths
         permanent = f"\n  permanent patches: {', '.join(paths)}" if paths else ""
         return f"{type(self).__name__}(\n  (_graph_module): {inside}{permanent}\n)"
-
-
-delegate(PatchableGraph, "_module", _OF_MODEL)
 
 
 def runs_where_the_model_is(function: Callable[_P, _T]) -> Callable[_P, _T]:

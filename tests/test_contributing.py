@@ -48,12 +48,6 @@ def test_files_that_are_named_exist() -> None:
     assert not missing
 
 
-def test_commands_exist() -> None:
-    settings = (ROOT / "pyproject.toml").read_text("utf8")
-    for command in set(re.findall(r"hatch run ([\w-]+)(?![\w:-])", GUIDE)):
-        assert re.search(rf"^{command} = ", settings, re.MULTILINE), command
-
-
 def test_the_files_of_a_patch_kind_are_those_that_name_one() -> None:
     listed = set(re.findall(r"`((?:graphpatch_notebook|js)/[\w/.]+)`", GUIDE.split("follow `")[1].split("Tests:")[0]))
     files = [*(ROOT / "graphpatch_notebook").rglob("*.py"), *(ROOT / "js/src").rglob("*.ts")]

@@ -45,6 +45,7 @@ from graphpatch_notebook.capture.meta_device import (
 )
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.call_sites import is_own
+from graphpatch_notebook.capture.naming.names import name_nodes
 from graphpatch_notebook.capture.observers import Swaps, ThreadState, apply_observer, observer, visible_apply
 from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of
 from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
@@ -83,6 +84,7 @@ __all__ = [
     "is_own",
     "is_sized_by_values",
     "listed_doubts",
+    "name_nodes",
     "packing_of",
     "parameter_without_values",
     "part_count_by_values",

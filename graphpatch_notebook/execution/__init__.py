@@ -1,12 +1,9 @@
 """Execution: patched runs of the user's own model.
 
-`captured_model` holds a model and the records of its capture. `patch_map` checks a patch map before anything runs,
-`plan` sorts its patches by frame, and `context` makes them active in a `with` block: it swaps the forwards of the
-modules on the way, and reports patches that never fire (`reports`). `live/` is a call in the block. `steps` and
-`positions` limit patches to parts of a generation, `recording` keeps many values of one run, `replay` reuses the
-results of frames in sweeps, `splices` joins patches on the latents of an SAE with it, `skipped_calls` checks patches
-that replace calls, `verified_fx` makes plain fx modules and compares them with the patched model, and `compiled_model`
-is such a module compiled by `torch.compile`.
+`patch_map` checks a patch map before anything runs, `plan` sorts its patches by frame, and `context` makes them active
+in a `with` block. `live/` is a call in the block. `steps` and `positions` limit patches to parts of a generation,
+`recording` keeps many values of one run, `replay` reuses the results of frames in sweeps, and `compiled_model` writes
+the patches into graphs for compilers.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from graphpatch_notebook.execution.compiled_model import (
     check_compilable,
     check_no_counts,
     patches_in_steps,
+    verified_fx_module,
 )
 from graphpatch_notebook.execution.context import PatchContext, active_patches, call_patched, innermost
 from graphpatch_notebook.execution.live.apply import apply_to_rows
@@ -59,7 +57,6 @@ from graphpatch_notebook.execution.replay import (
 from graphpatch_notebook.execution.skipped_calls import call_problem, target_of_call
 from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount, is_given_cache
-from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
 __all__ = [
     "DECODER_TOKENS",

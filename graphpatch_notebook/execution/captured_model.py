@@ -21,7 +21,7 @@ from graphpatch_notebook.execution.reports import warn_of_data_loops
 from graphpatch_notebook.execution.splices import check_splices
 from graphpatch_notebook.execution.steps import StepCount
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
-from graphpatch_notebook.graphs.connected_records import connect_records
+from graphpatch_notebook.graphs.build import connect_records
 from graphpatch_notebook.graphs.copies import copied_frame
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable
@@ -32,17 +32,7 @@ PatchLists: TypeAlias = "Mapping[Any, Sequence[Patch[Any]]]"
 
 
 class CapturedModel:
-    """What a `PatchableGraph` consists of: the interface that it offers to the rest of this package.
-
-    Attributes:
-        module: The user's model.
-        root: The root frame of the capture.
-        options: How it was captured.
-        examples: The example inputs; `None` if there were none, as for a loaded graph.
-        drawn: The names of the random generators that the capture drew from; `None` if that is unknown.
-        unstored: The paths of frames without a graph in the file it was loaded from, with the reasons.
-        permanent: The patch maps that all calls have (`PatchableGraph.edit`), in order.
-    """
+    """What a `PatchableGraph` consists of: the interface that it offers to the rest of this package."""
 
     def __init__(
         self,
@@ -58,10 +48,11 @@ class CapturedModel:
         self.module = module
         self.root = root
         self.options = options
-        self.examples = examples
-        self.drawn = drawn
+        self.examples = examples  # the example inputs; `None` if there were none, as for a loaded graph
+        self.drawn = drawn  # the names of the random generators that the capture drew from; `None` if that is unknown
+        # The paths of frames without a graph in the file it was loaded from, with the reasons.
         self.unstored = dict(unstored or {})
-        self.permanent = tuple(permanent)
+        self.permanent = tuple(permanent)  # the patch maps that all calls have (`PatchableGraph.edit`), in order
         self._lacks_weights = bool(parameter_without_values(module))
         self._outside = threading.local()
         self._hierarchy: GraphModule | None = None
@@ -74,15 +65,10 @@ class CapturedModel:
         is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root.walk())
         self._called = CalledModules(root) if is_program else None
 
-    def with_same_graphs(self) -> CapturedModel:
-        """Returns another captured model with the same records and graphs, which has no patch contexts."""
-        return self.edited(None)
-
-    def edited(self, patch_map: Any) -> CapturedModel:
+    def edited(self, patch_map: Any = None) -> CapturedModel:
         """Returns another captured model with the same records and graphs, whose calls also have these patches.
 
-        Raises:
-            UnknownPathError, PatchMapError: One error with all that is wrong.
+        It has no patch contexts: these belong to the object that they were entered with. For errors, see `entries_of`.
         """
         permanent = self.permanent
         if patch_map is not None:
@@ -120,11 +106,7 @@ class CapturedModel:
         )
 
     def check_weights(self) -> None:
-        """Raises an error if the model cannot run, since its weights are on the meta device.
-
-        Raises:
-            GraphError: They are.
-        """
+        """Raises a `GraphError` if the model cannot run, since its weights are on the meta device."""
         __tracebackhide__ = True
         if self._lacks_weights:
             name = parameter_without_values(self.module)
@@ -178,21 +160,13 @@ class CapturedModel:
         return self._current().callers
 
     def entries_of(self, patch_map: Any) -> list[Entry]:
-        """Returns the patches of a patch map with their targets.
-
-        Raises:
-            UnknownPathError, PatchMapError: One error with all that is wrong.
-        """
+        """Returns the patches of a patch map with their targets: see `patch_map.entries_of`."""
         __tracebackhide__ = True
         derived = self._current()
         return entries_of(derived.nodes, patch_map, derived.targets)
 
     def paths_of(self, text: str) -> list[str]:
-        """Returns the paths, or names of components, that a text refers to, in order of execution.
-
-        Raises:
-            UnknownPathError: It means nothing that can be patched.
-        """
+        """Returns the paths, or names of components, of the targets of a text: see `targets_of`."""
         return [target.text for target in self.targets_of(text)]
 
     def targets_of(self, text: str) -> list[Target]:
@@ -260,20 +234,14 @@ class CapturedModel:
 
 
 class _Derived:
-    """What is derived from the records of a capture, until a graph is edited.
-
-    Attributes:
-        edits: How often graphs had been edited when it was derived.
-        targets: The values that paths lead to, for the paths that were resolved so far.
-        permanent: The plan of the permanent patches, when it was first needed.
-    """
+    """What is derived from the records of a capture, until a graph is edited: `edits` is how often that was."""
 
     def __init__(self, root: Frame, edits: int, graphs: Sequence[CompiledGraphModule]) -> None:
         self._root = root
         self._own_graphs = graphs
         self.edits = edits
-        self.targets: dict[str, list[Target]] = {}
-        self.permanent: RunPlan | None = None
+        self.targets: dict[str, list[Target]] = {}  # by the paths that were resolved so far
+        self.permanent: RunPlan | None = None  # of the permanent patches, when it was first needed
 
     @functools.cached_property
     def callers(self) -> Callers:

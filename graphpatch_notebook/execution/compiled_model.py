@@ -1,5 +1,6 @@
-"""A patched model compiled by `torch.compile`, with the values of its patches as inputs of the compiled graph.
+"""A patched model as plain fx modules, and compiled by `torch.compile` with the values of its patches as inputs.
 
+pg.to_fx(args, kwargs)        ->  fx modules, compared with the patched model before they are returned
 pg.compile(patches, *inputs)  ->  CompiledModel: one graph, for calls like the one with `inputs`
                                   └── generate: CompiledSteps, with a CompiledModel for each form of its steps
 """
@@ -8,22 +9,105 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
+from graphpatch_notebook.capture.inputs import ExampleInputs, inputs_of_call
+from graphpatch_notebook.checks.comparison import compared
 from graphpatch_notebook.checks.hooks import is_inert
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.patch_map import problems_of
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.graphs.plain_fx import InputCheck
+from graphpatch_notebook.graphs import GraphModule
+from graphpatch_notebook.graphs.plain_fx import InputCheck, PatchedPart, listed_doubts, plain_fx_module
 from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patches.kinds import Patch, ReplacePatch, declares
 from graphpatch_notebook.values import TensorSpec, is_same_plain
+
+
+def verified_fx_module(
+    root: GraphModule,
+    entries: Sequence[Entry],
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    examples: ExampleInputs | None,
+    allow_doubts: bool,
+    any_size: bool,
+) -> fx.GraphModule:
+    """Returns the model as plain fx modules with the patches of `entries`: see `PatchableGraph.to_fx`.
+
+    They are compared with `run`, the model with these patches, on `args` and `kwargs`.
+    """
+    patched: dict[Any, list[Any]] = {}
+    for entry in entries:
+        if entry.is_source:
+            continue
+        if entry.restriction is not None:
+            raise GraphError(
+                f"{entry.target.text!r}: a graph does not count steps, so steps= and positions= cannot be kept; use "
+                "slice= instead"
+            )
+        control = next((p for p in entry.patches if p.stops_run or p.replaces_call or p.sources), None)
+        if control is not None:
+            raise GraphError(
+                f"{entry.target.text!r}: {type(control).__name__} changes the run, and a graph does not keep that"
+            )
+        target = entry.target
+        part = PatchedPart(target.index, entry.patches, f"{target.text!r} ({target.node.op})")
+        patched.setdefault(target.node, []).append((target.dig, part))
+    given = {} if examples is None else inputs_of_call(root.frame, examples.args, examples.kwargs)
+    result, check = plain_fx_module(root, patched, given, any_size=any_size)
+    doubts = listed_doubts(root)
+    if doubts and not allow_doubts:
+        raise GraphError(
+            f"the graphs are a record of one run, and the model may go another way with other inputs: {doubts}; if it "
+            "goes this way with all inputs that you have in mind, say allow_doubts=True"
+        )
+    check.is_noting_layouts = True
+    with _unchanged(patch for entry in entries for patch in entry.patches):
+        comparison = compared(root.frame.module, run, result, args, kwargs)
+    check.is_noting_layouts = False
+    if not comparison.is_equal:
+        because = f"; it is known that the model {doubts}" if doubts else ""
+        raise GraphError(f"the graphs do not do what the model does on these inputs: {comparison}{because}")
+    return result
+
+
+@contextmanager
+def _unchanged(patches: Iterable[Patch[Any]]) -> Iterator[None]:
+    """Restores the values that patches keep to those from before the block."""
+    saved = [(patch, {name: _contents(value) for name, value in vars(patch).items()}) for patch in patches]
+
+    def put_back() -> None:
+        for patch, attributes in saved:
+            for name in vars(patch).keys() - attributes.keys():
+                delattr(patch, name)
+            for name, (value, contents) in attributes.items():
+                if isinstance(value, list):
+                    value[:] = contents
+                elif isinstance(value, dict):
+                    value.clear()
+                    value.update(contents)
+                patch.__dict__[name] = value
+
+    with afterwards(put_back):
+        yield
+
+
+def _contents(value: Any) -> tuple[Any, Any]:
+    return value, value.copy() if isinstance(value, (list, dict)) else None
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
 
 
 class CompiledModel:
@@ -167,14 +251,8 @@ def _registries_of(module: Module) -> tuple[dict[str, Any], ...]:
 class CompiledPatches:
     """The patches in a compiled graph: copies of the user's, whose values are always tensors.
 
-    Compilers write numbers into the code, so they would compile again for each other number.
-
-    Args:
-        patch_map: The user's patch map.
-        entries: Its entries.
-
-    Attributes:
-        patch_map: The same with the copies.
+    Compilers write numbers into the code, so they would compile again for each other number. `patch_map` is the user's
+    with the copies.
     """
 
     def __init__(self, patch_map: Mapping[Any, Any], entries: Sequence[Entry]) -> None:
@@ -199,12 +277,7 @@ class CompiledPatches:
 
 
 class _CopiedPatch:
-    """A patch of the user, and the copy of it in the graph.
-
-    Attributes:
-        copy: The copy.
-        targets: The values that it is for.
-    """
+    """A patch of the user, the copy of it in the graph, and the values that it is for."""
 
     def __init__(self, given: Patch[Any]) -> None:
         self.copy: Patch[Any] = object.__new__(type(given))
@@ -265,11 +338,9 @@ class CompiledSteps:
         self._known: list[CompiledModel] = []
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs `generate`."""
         return self._generating(_Generation(self))(*args, **kwargs)
 
     def compiled_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledModel:
-        """Returns the compiled model for calls with such inputs."""
         found = next((known for known in self._known if known.accepts(args, kwargs)), None)
         if found is None:
             if len(self._known) == _MOST_FORMS:
@@ -316,11 +387,7 @@ def _are_same_forms(before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 def patches_in_steps(entries: Sequence[Entry], step: CapturedModel) -> dict[Any, list[Patch[Any]]]:
-    """Returns the patch map with which the steps of a generation have the patches on a model.
-
-    Args:
-        entries: The patches.
-        step: The model, captured on the inputs of a step.
+    """Returns the patch map for the same patches on `step`, which is the model as captured on the inputs of a step.
 
     Raises:
         GraphError: Some are not on the same values there; the message names them all.
@@ -346,15 +413,7 @@ def patches_in_steps(entries: Sequence[Entry], step: CapturedModel) -> dict[Any,
 
 
 def check_no_counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Checks that the run of a step has not changed numbers in its inputs, as no graph does.
-
-    Args:
-        before: The plain values in the inputs before the run.
-        after: Those after it.
-
-    Raises:
-        GraphError: It has.
-    """
+    """Raises a `GraphError` if the run of a step has changed plain values in its inputs, which no graph does."""
     changed = [name for name, value in after.items() if name in before and not is_same_plain(before[name], value)]
     if changed:
         raise GraphError(
@@ -379,11 +438,7 @@ def _place(target: Target) -> Any:
 
 
 def check_compilable(entries: Sequence[Entry]) -> None:
-    """Checks that patches can be parts of a compiled graph.
-
-    Raises:
-        GraphError: Some cannot; the message names them all.
-    """
+    """Raises a `GraphError` that names all patches that cannot be parts of a compiled graph."""
     problems = [f"{entry.target.text!r}: {problem}" for entry in entries if (problem := _problem_of(entry)) is not None]
     if problems:
         raise GraphError("; ".join(problems))

@@ -27,8 +27,7 @@ from graphpatch_notebook.errors import (
     PatchNotFiredWarning,
 )
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.live.boundaries import Run, new_run
-from graphpatch_notebook.execution.live.module_hooks import ModuleHooks, forwards_may_be_wrapped
+from graphpatch_notebook.execution.live.boundaries import ModuleHooks, Run, new_run
 from graphpatch_notebook.execution.live.operations import was_in_checkpoint
 from graphpatch_notebook.execution.live.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.patch_map import Snapshot
@@ -50,27 +49,21 @@ from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_
 
 
 class PatchContext:
-    """A context manager with patches, from `PatchableGraph.patch`. It can be entered again, also by several threads.
+    """A context manager with patches, from `PatchableGraph.patch`. It can be entered again, also by several threads."""
 
-    Attributes:
-        after_call: Called after each call of the `PatchableGraph` in the context that returns, in its thread, before
-            the caller has the result; not for calls that such a call makes. Set it before the context is entered.
-        is_quiet: Whether patches that never fire are not reported. Set it before the context is entered.
-        is_of_one_call: Whether it is entered for one call outside of any block.
-        is_strict: Whether patches that never fire are errors.
-        step_count: The steps so far, if this context continues an earlier one. Set it before the context is entered.
-    """
-
+    # The steps so far, if this context continues an earlier one. Set it before the context is entered.
     step_count: StepCount | None = None
+    # Called after each call of the `PatchableGraph` in the context that returns, in its thread, before the caller has
+    # the result; not for calls that such a call makes. Set it before the context is entered.
     after_call: Callable[[], None] | None = None
-    is_quiet = False
-    is_of_one_call = False
+    is_quiet = False  # whether patches that never fire are not reported; set it before the context is entered
+    is_of_one_call = False  # whether it is entered for one call outside of any block
     _was_entered = False
 
     def __init__(self, captured: CapturedModel, patch_map: Mapping[Any, Any], *, is_strict: bool = False) -> None:
         self._captured = captured
         self._patch_map = patch_map
-        self.is_strict = is_strict
+        self.is_strict = is_strict  # whether patches that never fire are errors
         self._known: tuple[Snapshot, RunPlan] | None = None
 
     @classmethod
@@ -123,7 +116,7 @@ class PatchContext:
             report_idle(context, is_by_user=not is_own(sys._getframe(1).f_code))
 
     def __repr__(self) -> str:
-        if entered_by(self):
+        if any(context.origin is self for context in _active.get()):
             return "<PatchContext, active>"
         return "<PatchContext, not active: its patches hold inside of a block, `with pg.patch(...):`>"
 
@@ -150,46 +143,35 @@ class PatchContext:
     def _leave_innermost(self) -> ActiveContext | None:
         for context in reversed(_active.get()):
             if context.origin is self:
-                leave(context)
+                _leave(context)
                 return context
         return None
 
 
 class ActiveContext:
-    """A patch context that was entered.
-
-    Attributes:
-        captured: The model that it patches.
-        plan: All patches that are active in it: the permanent ones, those of the contexts around it, then its own.
-        own: Its own patches.
-        origin: What entered it.
-        block: The `with` block that it is entered by, if that is known.
-        hooks: The hooks on modules.
-        has_compiled_parts: Whether `torch.compile` has compiled a module that matters to the patches.
-        calls: The calls that were made in it.
-        reports: Reports its patches that do not fire.
-        step_count: The steps of a generation so far.
-        after_call: Called after each call of the `PatchableGraph` in it.
-        is_left: Whether it was left.
-    """
+    """A patch context that was entered."""
 
     def __init__(self, captured: CapturedModel, plan: RunPlan, origin: PatchContext) -> None:
         outer = innermost(captured)
         self.captured = captured
         before = captured.permanent_plan if outer is None else outer.plan
+        # All patches that are active in it: the permanent ones, those of the contexts around it, then its own.
         self.plan: RunPlan = plan if before is None else before.with_more(plan.entries)
         if self.plan.has_parts_of_splices:
             check_splices(self.plan.entries)
         self.own = plan.entries
-        self.origin = origin
-        self.block: Block | None = None
+        self.origin = origin  # what entered it
+        self.block: Block | None = None  # the `with` block that it is entered by, if that is known
         self.hooks = ModuleHooks()
-        self.has_compiled_parts = False
+        self.has_compiled_parts = False  # whether `torch.compile` has compiled a module that matters to the patches
         self._swaps = Swaps(_recomputing)
         self.calls = _Calls()
         is_strict = origin.is_strict or (outer is not None and outer.reports.is_strict)
+        # Reports its patches that do not fire.
         self.reports: Reports = Reports(is_strict=is_strict, is_quiet=origin.is_quiet)
+        # The steps of a generation so far.
         self.step_count: StepCount = (origin.step_count or StepCount()) if outer is None else outer.step_count
+        # Called after each call of the `PatchableGraph` in it.
         self.after_call: tuple[Callable[[], None], ...] = () if outer is None else outer.after_call
         if origin.after_call is not None:
             self.after_call = (*self.after_call, origin.after_call)
@@ -222,20 +204,13 @@ class ActiveContext:
 
 
 class _Calls:
-    """The calls that were made in a context.
+    """The calls that were made in a context."""
 
-    Attributes:
-        has_runs: Whether the `PatchableGraph` was called in it.
-        is_used: The same, or in a context inside it.
-        direct: The module of the model that was called directly, without patches, first.
-        has_direct_with_gradients: Whether one was called directly while gradients were enabled.
-        awaits_backward: Whether backward will compute a patched call again (activation checkpointing).
-    """
-
-    has_runs = is_used = False
-    direct: Module | None = None
-    has_direct_with_gradients = False
-    awaits_backward = False
+    has_runs = False  # whether the `PatchableGraph` was called in it
+    is_used = False  # the same, or in a context inside it
+    direct: Module | None = None  # the module of the model that was called directly, without patches, first
+    has_direct_with_gradients = False  # whether one was called directly while gradients were enabled
+    awaits_backward = False  # whether backward will compute a patched call again (activation checkpointing)
 
 
 # -- which contexts are active -----------------------------------------------------------------------------------------
@@ -282,11 +257,6 @@ def _is_over(context: ActiveContext) -> bool:
     return True
 
 
-def entered_by(origin: PatchContext) -> tuple[ActiveContext, ...]:
-    """Returns the contexts that `origin` entered in this thread or task and has not left, the innermost last."""
-    return tuple(context for context in _active.get() if context.origin is origin)
-
-
 def _to_hook(plan: RunPlan) -> list[Module]:
     """Returns the modules whose inputs or output are patched by hooks, rather than in their swapped `forward`.
 
@@ -294,11 +264,12 @@ def _to_hook(plan: RunPlan) -> list[Module]:
     hidden states), which must see patched inputs. Our hook on inputs must come before these, so it is registered now.
     A hook on the output must come last, so it can be registered later.
     """
-    wraps = bool(plan.with_other_boundaries) and forwards_may_be_wrapped()
+    # Transformers before 5.2 wraps forwards, to collect hidden states: these must be the values before the patches.
+    wraps = hasattr(sys.modules.get("transformers.utils.generic"), "OutputRecorder")
     return plan.with_patched_inputs + [m for m in plan.with_other_boundaries if wraps or runs_hooks(m)]
 
 
-def leave(context: ActiveContext) -> None:
+def _leave(context: ActiveContext) -> None:
     """Takes a context back, and warns of a backward pass that will not see its patches."""
     context.let_go()
     outer = innermost(context.captured)

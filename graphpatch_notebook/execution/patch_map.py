@@ -19,7 +19,7 @@ from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ComponentWarning, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
-from graphpatch_notebook.execution.skipped_calls import are_for_calls, call_problem, call_target
+from graphpatch_notebook.execution.skipped_calls import are_for_calls, call_problem, target_of_call
 from graphpatch_notebook.execution.splices import inside_splice, no_such_part
 from graphpatch_notebook.inspection.aliases import answer_to_alias
 from graphpatch_notebook.inspection.node_map import NodeMap
@@ -86,10 +86,7 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
 def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:
     """Returns the targets of a path, a component name, or a pattern of paths, in order of execution.
 
-    Args:
-        nodes: All nodes of the capture.
-        text: The text.
-        patches: What is given for it: patches that replace calls may be given for modules.
+    If `patches` are given for it that replace calls, it may be the path of a module.
 
     Raises:
         Unresolvable: It leads to nothing that can be patched.
@@ -98,7 +95,7 @@ def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:
         try:
             return resolve_all(nodes.root, text)
         except Unresolvable:
-            call = call_target(nodes.root, text, patches)
+            call = target_of_call(nodes.root, text) if are_for_calls(patches) else None
             if call is not None:
                 return [call]
             bare = text.rpartition("[")[0]
@@ -201,7 +198,7 @@ def _listed(patches: Any) -> Sequence[Any]:
 
 
 def _only_observe(patches: Sequence[Any]) -> bool:
-    """Whether these are patches, and all of them only observe; false for an empty list."""
+    """Whether all are patches that only observe; false for an empty list."""
     return len(patches) > 0 and all(isinstance(patch, Patch) and patch.observes_only for patch in patches)
 
 

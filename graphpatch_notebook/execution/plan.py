@@ -34,34 +34,25 @@ from graphpatch_notebook.values import TensorSpec
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The patches on one value.
+    """The patches on one value."""
 
-    Attributes:
-        target: The value.
-        patches: The patches, in order.
-        restriction: The steps and positions at which the patch (then the only one) has an effect; `None` for all.
-        plain_shape: The recorded shape, if the patches apply to all of such a tensor, and nothing else matters.
-        observed_shape: The same, if they only observe it.
-        is_special: Whether the value is not simply the result of a call (written in place, or unpacked from it).
-        watch: The operation of the only patch, if it only observes the result of a call.
-        sources: The names of the values of the run that the patch (then the only one) reads.
-        is_source: Whether the value is only kept for patches that read it.
-        placement: How the value is distributed over processes, if the model is sharded: patches see the whole value.
-        is_early: Whether it comes before the other entries on the value: it is for the op that made it.
-        rank: The sort key of entries on one value: what others read comes late, and patches that end the run last.
-    """
-
-    target: Target
-    patches: Sequence[Patch[Any]]
+    target: Target  # the value
+    patches: Sequence[Patch[Any]]  # the patches, in order
+    # The steps and positions at which the patch (then the only one) has an effect; `None` for all.
     restriction: Restriction | None = None
+    # The recorded shape, if the patches apply to all of such a tensor, and nothing else matters.
     plain_shape: torch.Size | None = None
-    observed_shape: torch.Size | None = None
+    observed_shape: torch.Size | None = None  # the same, if they only observe it
+    # Whether the value is not simply the result of a call (written in place, or unpacked from it).
     is_special: bool = False
+    # The operation of the only patch, if it only observes the result of a call.
     watch: Callable[[Any], Any] | None = None
-    sources: Sequence[str] = ()
-    is_source: bool = False
+    sources: Sequence[str] = ()  # the names of the values of the run that the patch (then the only one) reads
+    is_source: bool = False  # whether the value is only kept for patches that read it
+    # How the value is distributed over processes, if the model is sharded: patches see the whole value.
     placement: Placement | None = None
-    is_early: bool = False
+    is_early: bool = False  # whether it comes before the other entries on the value: it is for the op that made it
+    # The sort key of entries on one value: what others read comes late, and patches that end the run last.
     rank: int = 0
 
     @property
@@ -104,16 +95,13 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class SiteEntries(list[Entry]):
-    """The entries on what is called at one call site, at one occurrence.
-
-    Attributes:
-        inside: What is patched inside of it: then the call is opened into its steps. Nothing else opens it.
-    """
+    """The entries on what is called at one call site, at one occurrence."""
 
     __slots__ = ("inside",)
 
     def __init__(self) -> None:
         super().__init__()
+        # What is patched inside of it: then the call is opened into its steps. Nothing else opens it.
         self.inside: FramePlan | None = None
 
 
@@ -123,33 +111,26 @@ EntriesByChain: TypeAlias = "dict[tuple[int, ...], OpEntries]"
 
 
 class PatchedCode:
-    """The call sites in one code object at which ops are patched.
-
-    Attributes:
-        offsets: The offset of the instruction that each of the interpreter's own offsets means: specialized code has
-            several for one instruction. Shared by all plans, and filled during runs.
-        by_offset: Entries by the offset of the innermost step of their call site, then by the steps above it, then by
-            the occurrence.
-    """
+    """The call sites in one code object at which ops are patched."""
 
     __slots__ = ("by_offset", "offsets")
 
     def __init__(self, offsets: dict[int, int]) -> None:
+        # The offset of the instruction that each of the interpreter's own offsets means: specialized code has several
+        # for one instruction. Shared by all plans, and filled during runs.
         self.offsets = offsets
+        # Entries by the offset of the innermost step of their call site, then by the steps above it, then by the
+        # occurrence.
         self.by_offset: dict[int | None, EntriesByChain] = {}
 
 
 @dataclass(slots=True, eq=False)
 class PatchedSites:
-    """The call sites of one frame at which ops are patched.
+    """The call sites of one frame at which ops are patched."""
 
-    Attributes:
-        by_code: The call sites, by the id of the code object of their innermost step; and code without any that a run
-            came to.
-        visits: How many calls have entries; zero if a call may come after the last of them that is to be reported.
-    """
-
+    # The call sites, by the id of the code object of their innermost step; and code without any that a run came to.
     by_code: dict[int, PatchedCode] = field(default_factory=dict)
+    # How many calls have entries; zero if a call may come after the last of them that is to be reported.
     visits: int = 0
     _may_repeat: bool = False
 
@@ -171,53 +152,36 @@ class PatchedSites:
 
 @dataclass(slots=True, eq=False)
 class OverrideGraph:
-    """A graph that runs in place of a module's code (edited, or custom), with the entries on its nodes.
+    """A graph that runs in place of a module's code (edited, or custom), with the entries on its nodes."""
 
-    Attributes:
-        module: The graph module that runs it.
-        entries: Entries by the node's name.
-        names: The keys of `entries`.
-    """
-
-    module: CompiledGraphModule
-    entries: dict[str, list[Entry]] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
+    module: CompiledGraphModule  # the graph module that runs it
+    entries: dict[str, list[Entry]] = field(default_factory=dict)  # entries by the node's name
+    names: frozenset[str] = frozenset()  # the keys of `entries`
 
 
 @dataclass(slots=True, eq=False)
 class FramePlan:
-    """What is patched in one frame, and which frames below it hold patches.
+    """What is patched in one frame, and which frames below it hold patches."""
 
-    Attributes:
-        frame: The captured frame.
-        calls: For each submodule (by id) and each of its calls in this frame (from zero), the plan of that frame.
-        inputs: Entries by parameter of `forward`.
-        tensors: Entries on parameters, buffers and attributes, by attribute path.
-        output: Entries on the output.
-        sites: Entries on ops, by call site; `None` if there are none.
-        override: The graph that runs in place of the module's code, if there is one.
-        watched_inputs: Those of `inputs` that only observe a tensor, with where a call gives it: taken out of `inputs`.
-        watched_tensors: Those of `tensors` that only observe a parameter of the module: taken out of `tensors`.
-        probed_inputs: The entries on inputs with probes: each is shown a tensor that the module alone is given.
-        entries: All entries of this frame.
-        skips: The entries that replace the call.
-        is_bare: Whether nothing is patched in this frame but its output, so that the module runs as it is.
-        needs_mode: Whether it runs under the function mode: its ops are patched, or what its fused kernel skips.
-    """
-
-    frame: Frame
+    frame: Frame  # the captured frame
+    # For each submodule (by id) and each of its calls in this frame (from zero), the plan of that frame.
     calls: dict[int, dict[int, FramePlan]] = field(default_factory=dict)
-    inputs: dict[str, list[Entry]] = field(default_factory=dict)
+    inputs: dict[str, list[Entry]] = field(default_factory=dict)  # entries by parameter of `forward`
+    # Entries on parameters, buffers and attributes, by attribute path.
     tensors: dict[str, list[Entry]] = field(default_factory=dict)
-    output: list[Entry] = field(default_factory=list)
-    sites: PatchedSites | None = None
-    override: OverrideGraph | None = None
+    output: list[Entry] = field(default_factory=list)  # entries on the output
+    sites: PatchedSites | None = None  # entries on ops, by call site; `None` if there are none
+    override: OverrideGraph | None = None  # the graph that runs in place of the module's code, if there is one
+    # Those of `inputs` that only observe a tensor, with where a call gives it: taken out of `inputs`.
     watched_inputs: list[tuple[int, str, Entry]] = field(default_factory=list)
+    # Those of `tensors` that only observe a parameter of the module: taken out of `tensors`.
     watched_tensors: list[tuple[str, Entry]] = field(default_factory=list)
+    # The entries on inputs with probes: each is shown a tensor that the module alone is given.
     probed_inputs: list[Entry] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
-    skips: list[Entry] = field(default_factory=list)
-    is_bare: bool = False
+    entries: list[Entry] = field(default_factory=list)  # all entries of this frame
+    skips: list[Entry] = field(default_factory=list)  # the entries that replace the call
+    is_bare: bool = False  # whether nothing is patched in this frame but its output, so that the module runs as it is
+    # Whether it runs under the function mode: its ops are patched, or what its fused kernel skips.
     needs_mode: bool = False
 
     @property
@@ -315,37 +279,21 @@ class FramePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a patched run needs: made once, and used each time that a context with the same patches is entered.
+    """What a patched run needs: made once, and used each time that a context with the same patches is entered."""
 
-    Attributes:
-        root: The plan of the root frame.
-        entries: The patches.
-        callers: Which frames call which module.
-        own_graphs: The graph modules whose graph runs in place of the module.
-        custom: Custom graphs by the id of the module that each replaces, in all its calls.
-        layout: Which frames are planned.
-        watched_ids: The ids of the modules whose calls must be seen.
-        with_patched_inputs: The modules whose inputs are patched.
-        with_other_boundaries: The other modules whose output is patched, or whose inputs are probed.
-        restricted: Those of the entries that are for some steps or positions only.
-        skips: Those of the entries that replace calls of modules.
-        has_parts_of_splices: Whether there are patches on parts of a splice that is not among the patches.
-        sees_ops: Whether ops are patched.
-    """
-
-    root: FramePlan
-    entries: Sequence[Entry]
-    callers: Callers
-    own_graphs: Sequence[CompiledGraphModule]
-    custom: dict[int, FramePlan]
-    layout: Layout
-    watched_ids: set[int]
-    with_patched_inputs: list[Module]
-    with_other_boundaries: list[Module]
-    restricted: Sequence[Entry]
-    skips: Sequence[Entry]
-    has_parts_of_splices: bool
-    sees_ops: bool
+    root: FramePlan  # the plan of the root frame
+    entries: Sequence[Entry]  # the patches
+    callers: Callers  # which frames call which module
+    own_graphs: Sequence[CompiledGraphModule]  # the graph modules whose graph runs in place of the module
+    custom: dict[int, FramePlan]  # custom graphs by the id of the module that each replaces, in all its calls
+    layout: Layout  # which frames are planned
+    watched_ids: set[int]  # the ids of the modules whose calls must be seen
+    with_patched_inputs: list[Module]  # the modules whose inputs are patched
+    with_other_boundaries: list[Module]  # the other modules whose output is patched, or whose inputs are probed
+    restricted: Sequence[Entry]  # those of the entries that are for some steps or positions only
+    skips: Sequence[Entry]  # those of the entries that replace calls of modules
+    has_parts_of_splices: bool  # whether there are patches on parts of a splice that is not among the patches
+    sees_ops: bool  # whether ops are patched
 
     @property
     def has_compiled_parts(self) -> bool:
@@ -462,19 +410,12 @@ Link: TypeAlias = "tuple[Module, str, Module]"
 
 @dataclass(frozen=True)
 class Layout:
-    """Which frames are planned if certain ones hold patches.
+    """Which frames are planned if certain ones hold patches."""
 
-    Attributes:
-        frames: The frames, the root first.
-        above: For each but the root, the number of the frame whose plan holds its plan.
-        watched: The modules whose calls must be seen to identify these frames.
-        links: The modules around these and around those that call them, up to the model; `None` if that is most of
-            the model.
-    """
-
-    frames: Sequence[Frame]
-    above: Sequence[int]
-    watched: Sequence[Module]
+    frames: Sequence[Frame]  # the frames, the root first
+    above: Sequence[int]  # for each but the root, the number of the frame whose plan holds its plan
+    watched: Sequence[Module]  # the modules whose calls must be seen to identify these frames
+    # The modules around these and around those that call them, up to the model; `None` if that is most of the model.
     links: Sequence[Link] | None
 
     @functools.cached_property

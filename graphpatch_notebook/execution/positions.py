@@ -28,22 +28,14 @@ Indices: TypeAlias = "list[int] | list[list[int]]"
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """Where one patch on one value has an effect.
+    """Where one patch on one value has an effect."""
 
-    Attributes:
-        steps: The steps; `None` for all.
-        positions: The positions; `None` for all.
-        dim: The dimension of the value (the whole value, for a component that is a part of it) that runs along the
-            sequence.
-        is_encoder: Whether that is the sequence of an encoder, which is complete from the start.
-        row_dim: The dimension of the value that holds the batch, if each row has positions of its own.
-    """
-
-    steps: Selection | None
-    positions: Selection | None
+    steps: Selection | None  # the steps; `None` for all
+    positions: Selection | None  # the positions; `None` for all
+    # The dimension of the value (the whole value, for a component that is a part of it) that runs along the sequence.
     dim: int = 0
-    is_encoder: bool = False
-    row_dim: int | None = None
+    is_encoder: bool = False  # whether that is the sequence of an encoder, which is complete from the start
+    row_dim: int | None = None  # the dimension of the value that holds the batch, if each row has positions of its own
 
     def indices(self, first: int, size: int) -> Indices:
         """Returns the indices of the positions in a value of `size` positions from `first` on; empty if it has none."""
@@ -69,11 +61,7 @@ class Restriction:
 
 
 def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restriction | None:
-    """Returns where `patch` has an effect on `target`; `None` for everywhere.
-
-    Raises:
-        ValueError: That is not known; the message has the reason and the repair.
-    """
+    """Returns where `patch` has an effect on `target` (`None`: everywhere), or raises a `ValueError` with a repair."""
     if patch.steps is None and patch.positions is None:
         return None
     steps = None if patch.steps is None else selection(patch.steps, "steps", allow_empty=patch.allow_empty)
@@ -94,11 +82,7 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
 
 
 def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
-    """Returns the dimension of a target's whole value that holds the batch and nothing else.
-
-    Raises:
-        ValueError: That is not known.
-    """
+    """Returns the dimension of a target's whole value that holds the batch and nothing else; raises a `ValueError`."""
     spec, whole = _token_spec(root), target.whole
     assert isinstance(whole, TensorSpec)
     known = dimensions_of(root)
@@ -173,9 +157,7 @@ def sequence_dims(axes: Sequence[str]) -> list[int]:
 def token_inputs(root: Frame, *, is_encoder: bool = False) -> Sequence[str]:
     """Returns the parameters of a model's `forward` whose second dimension is the sequence that it works on.
 
-    Args:
-        root: The frame of the model.
-        is_encoder: Of an encoder-decoder model, those of the sequence of the encoder.
+    Of an encoder-decoder model, that is the sequence of the decoder, or with `is_encoder` that of the encoder.
     """
     names = {parameter.name for parameter in root.parameters}
     has_decoder = "decoder_input_ids" in names and not is_encoder

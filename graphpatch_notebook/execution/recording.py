@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,24 +33,19 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 
+_T = TypeVar("_T")
 _Kept: TypeAlias = "tuple[Any, int | None]"
 """A value, and how often it had been written into when it was kept."""
 
 
 @dataclass(eq=False)
 class _Keeping(ProbePatch):
-    """Keeps the value in a recording that is being made, and ends the run after the last one.
-
-    Attributes:
-        recorder: Makes the recording.
-        path: The path of the value there.
-        convert: Converts the value.
-    """
+    """Keeps the value in a recording that is being made, and ends the run after the last one."""
 
     only_keeps: ClassVar[bool] = True
     is_for_one_run: ClassVar[bool] = True
     recorder: _Recorder = field(kw_only=True, repr=False)
-    path: str = field(kw_only=True)
+    path: str = field(kw_only=True)  # the path of the value there
     convert: Callable[[Any], Any] | None = field(kw_only=True)
 
     def op(self, original_output: Any) -> Any:
@@ -98,9 +93,9 @@ class Recording(Mapping[str, Any]):
         return value
 
     def _by_other_name(self, text: str) -> Any:
-        if (results := self._results_named(text)) and len(results) == 1 and results[0] in self._kept:
+        if (results := self._found(results_of, text)) and len(results) == 1 and results[0] in self._kept:
             return self._value(results[0])
-        targets = self._targets_of(text)
+        targets = self._found(CapturedModel.targets_of, text)
         if len(targets) > 1:
             names = ", ".join(repr(target.text) for target in targets[:3])
             raise UnknownPathError(f"{text!r} means {len(targets)} values ({names}, ...): ask for one at a time")
@@ -117,22 +112,15 @@ class Recording(Mapping[str, Any]):
     def _names_by_path(self) -> dict[str, list[tuple[str, Target]]]:
         found: dict[str, list[tuple[str, Target]]] = {}
         for name in self._kept:
-            for target in self._targets_of(name):
+            for target in self._found(CapturedModel.targets_of, name):
                 found.setdefault(target.path, []).append((name, target))
         return found
 
-    def _results_named(self, text: str) -> list[str]:
+    def _found(self, find: Callable[[CapturedModel, str], Iterable[_T]], text: str) -> list[_T]:
         captured = self._captured()
         try:
-            return [] if captured is None else list(results_of(captured, text))
+            return [] if captured is None else list(find(captured, text))
         except (UnknownPathError, GraphError):
-            return []
-
-    def _targets_of(self, text: str) -> list[Target]:
-        captured = self._captured()
-        try:
-            return [] if captured is None else captured.targets_of(text)
-        except UnknownPathError:
             return []
 
     def __iter__(self) -> Iterator[str]:
@@ -238,13 +226,7 @@ def _recorded_paths(captured: CapturedModel, pattern: str) -> Mapping[str, _Resu
 
 
 class _Recorder:
-    """Makes recordings of the same values, one at a time.
-
-    Attributes:
-        kept: The values of the recording that is being made, by path.
-        last: The number of values after which the run ends; 0 if it does not.
-        is_reusable: Whether another recording may be made: not if it has weights, or must warn of doubts each time.
-    """
+    """Makes recordings of the same values, one at a time."""
 
     def __init__(
         self,
@@ -255,8 +237,8 @@ class _Recorder:
         *,
         stop_at_last: bool,
     ) -> None:
-        self.kept: dict[str, _Kept] = {}
-        self.last = len(paths) if stop_at_last else 0
+        self.kept: dict[str, _Kept] = {}  # the values of the recording that is being made, by path
+        self.last = len(paths) if stop_at_last else 0  # the number of values after which the run ends; 0 if it does not
         self._captured = captured
         self._paths = paths
         self._is_whole = positions is None
@@ -270,6 +252,7 @@ class _Recorder:
         self._context = PatchContext.of_entries(captured, patch_map, entries)
         components = [entry.target.component for entry in entries]
         has_doubts = any(each is not None and each.doubt for each in components)
+        # Whether another recording may be made: not if it has weights, or must warn of doubts each time.
         self.is_reusable = not has_doubts and not any(paths.values())
 
     def recording(self, run: Callable[[], Any]) -> Recording:
@@ -307,11 +290,9 @@ def _result(weight: Tensor, convert: Callable[[Any], Any] | None, z: Tensor) -> 
     return result if convert is None else convert(result)
 
 
-class _IdleRecorders(dict[Any, _Recorder]):
-    """Recorders that no call uses at the moment, by their paths: a new call can use their patches and plan again."""
-
-    def __init__(self, _: NodeMap) -> None:
-        super().__init__()
+def _idle_recorders(_: NodeMap) -> dict[Any, _Recorder]:
+    """Returns a cache of recorders that no call uses at the moment: a new call can use their patches and plan again."""
+    return {}
 
 
 _MOST_IDLE = 16
@@ -330,7 +311,7 @@ def record(
     """Returns the values that `run`, a call of the `PatchableGraph`, computes at some paths: see `pg.record`."""
     __tracebackhide__ = True
     listed = tuple(map(str, [patterns] if isinstance(patterns, (str, NodePath)) else patterns))
-    idle, key = kept_for(captured.nodes, _IdleRecorders), (listed, dtype, device, stop_at_last)
+    idle, key = kept_for(captured.nodes, _idle_recorders), (listed, dtype, device, stop_at_last)
     recorder = idle.pop(key, None) if positions is None else None
     if recorder is None:
         paths: dict[str, _Result | None] = {}
@@ -338,8 +319,8 @@ def record(
             paths |= _recorded_paths(captured, pattern)
         if not paths:
             raise UnknownPathError("there is nothing to record: give a path, or a pattern such as 'h_*.output'")
-        is_as_it_is = dtype is None and device is None
-        convert = None if is_as_it_is else functools.partial(_converted, dtype=dtype, device=device)
+        is_converted = dtype is not None or device is not None
+        convert = functools.partial(_converted, dtype=dtype, device=device) if is_converted else None
         recorder = _Recorder(captured, paths, positions, convert, stop_at_last=stop_at_last)
     recording = recorder.recording(run)
     if recorder.is_reusable and positions is None:

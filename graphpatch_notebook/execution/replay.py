@@ -31,31 +31,20 @@ NEVER = float("inf")
 
 @dataclass(eq=False, slots=True)
 class FrameNode:
-    """One frame, the same one in all runs.
+    """One frame, the same one in all runs."""
 
-    Attributes:
-        module: Its module; `None` for the frame above the model.
-        place: The calls from the model down to it: module (its id) and number of each.
-        children: The frames that it calls, by module (its id) and number.
-        is_open: Whether the frames that it calls are recorded one by one: it holds a value that will be patched.
-        began: When it was called, by the clock of the recording; `NEVER` if that was not seen.
-        ended: When its `forward` returned.
-        value: What it returned, if that was kept.
-        pair: Its input and its output, if each is one tensor, and these were kept.
-        problem: Why a run cannot leave it out; `None` if it can.
-        is_written_later: Whether the model writes into what it returned: then each run needs a copy.
-    """
-
-    module: Module | None
-    place: tuple[tuple[int, int], ...] = ()
+    module: Module | None  # its module; `None` for the frame above the model
+    place: tuple[tuple[int, int], ...] = ()  # the calls from the model down to it: module (its id) and number of each
+    # The frames that it calls, by module (its id) and number.
     children: dict[tuple[int, int], FrameNode] = field(default_factory=dict)
+    # Whether the frames that it calls are recorded one by one: it holds a value that will be patched.
     is_open: bool = False
-    began: float = NEVER
-    ended: float = NEVER
-    value: Any = None
-    pair: tuple[Tensor, Tensor] | None = None
-    problem: str | None = "it was not recorded"
-    is_written_later: bool = False
+    began: float = NEVER  # when it was called, by the clock of the recording; `NEVER` if that was not seen
+    ended: float = NEVER  # when its `forward` returned
+    value: Any = None  # what it returned, if that was kept
+    pair: tuple[Tensor, Tensor] | None = None  # its input and its output, if each is one tensor, and these were kept
+    problem: str | None = "it was not recorded"  # why a run cannot leave it out; `None` if it can
+    is_written_later: bool = False  # whether the model writes into what it returned: then each run needs a copy
 
     def child(self, module: Module, number: int) -> FrameNode:
         """Returns the frame of the call of `module` with that number in this frame."""
@@ -74,16 +63,11 @@ class FrameNode:
 
 
 class FrameTree:
-    """All observed frames of a model.
-
-    Attributes:
-        root: The frame above the model.
-        clock: The number of events in the recording so far.
-    """
+    """All observed frames of a model."""
 
     def __init__(self) -> None:
-        self.root = FrameNode(None, is_open=True)
-        self.clock = 0
+        self.root = FrameNode(None, is_open=True)  # above the model
+        self.clock = 0  # the number of events in the recording so far
 
     def tick(self) -> int:
         """Returns a time that is later than all earlier ones."""
@@ -164,9 +148,6 @@ class FrameRecording:
         model: The model that runs.
         flow: Decides for which frames, of those with one input tensor and one output tensor, both are kept.
         state: A snapshot of the model before, to detect changes by modules; `None` if that is not needed.
-
-    Attributes:
-        state_change: What the run changes in the model; `None` for nothing.
     """
 
     def __init__(
@@ -179,7 +160,7 @@ class FrameRecording:
         self._stack = _SeenFrames(tree)
         self._kept: list[tuple[FrameNode, list[tuple[Tensor, int | None]]]] = []
         self._given: list[tuple[FrameNode, Tensor, int | None]] = []
-        self.state_change: str | None = None
+        self.state_change: str | None = None  # what the run changes in the model; `None` for nothing
 
     def begin(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_kept = self._stack.running[-1].node.is_open
@@ -334,13 +315,7 @@ Substitute = Callable[..., Any]
 
 
 class FrameReplay:
-    """Skips frames of a run, wholly or in part.
-
-    Args:
-        tree: The frames.
-        values: What the frames that are left out return.
-        substitutes: What runs in place of other frames.
-    """
+    """Skips frames of a run, which return known values, or runs substitutes in place of their `forward`."""
 
     def __init__(
         self,

@@ -27,29 +27,20 @@ _STOP_HANDLED = (
 
 
 class FiredPatches:
-    """Which patches fired in a run.
-
-    Attributes:
-        ids: The entries that fired (by id).
-        missing: Why entries did not find a value to patch (by id).
-        reached: The planned frames that ran (by id).
-        with_other_uses: The paths of probed inputs whose gradients include those of other uses of the tensor.
-        has_changed: Whether a patch changed a value.
-        has_stopped: Whether a patch ended the run.
-        ended_at: The path at which a patch ended the forward; the model may have gone on.
-        skipped: The frames that were skipped (by id).
-    """
+    """Which patches fired in a run."""
 
     __slots__ = ("ended_at", "has_changed", "has_stopped", "ids", "missing", "reached", "skipped", "with_other_uses")
 
     def __init__(self) -> None:
-        self.ids: set[int] = set()
-        self.missing: dict[int, str] = {}
-        self.reached: set[int] = set()
-        self.skipped: set[int] = set()
+        self.ids: set[int] = set()  # the entries that fired (by id)
+        self.missing: dict[int, str] = {}  # why entries did not find a value to patch (by id)
+        self.reached: set[int] = set()  # the planned frames that ran (by id)
+        self.skipped: set[int] = set()  # the frames that were skipped (by id)
+        # The paths of probed inputs whose gradients include those of other uses of the tensor.
         self.with_other_uses: list[str] = []
-        self.has_changed = self.has_stopped = False
-        self.ended_at = ""
+        self.has_changed = False  # whether a patch changed a value
+        self.has_stopped = False  # whether a patch ended the run
+        self.ended_at = ""  # the path at which a patch ended the forward; the model may have gone on
 
     def changes(self, plan: RunPlan) -> list[str]:
         """Returns descriptions of the patches that were applied so far, except for those that only observe."""
@@ -72,9 +63,9 @@ class FiredPatches:
             return []
         ids = set(map(id, needed))
         return [
-            (entry, self.missing.get(id(entry)) or _held_back(entry, steps) or self._why(plan, frame_plan.frame))
-            for frame_plan in plan.root.walk()
-            for entry in frame_plan.entries
+            (entry, self.missing.get(id(entry)) or (steps and steps.why_not(entry)) or self._why(plan, planned.frame))
+            for planned in plan.root.walk()
+            for entry in planned.entries
             if id(entry) in ids and id(entry) not in self.ids and not entry.is_source
         ]
 
@@ -94,25 +85,13 @@ class FiredPatches:
         return f"{format_path(outermost.path) or 'the model'!r} was not called"
 
 
-def _held_back(entry: Entry, steps: GenerationSteps | None) -> str | None:
-    return None if steps is None or entry.restriction is None else steps.why_not(entry)
-
-
 class Reports:
-    """Reports patches of a context that do not fire: each message once.
-
-    Args:
-        is_strict: Whether such a patch is an error.
-        is_quiet: Whether nothing is reported.
-
-    Attributes:
-        repetitions: Reports calls beyond those of the example.
-    """
+    """Reports patches of a context that do not fire: each message once, as an error if `is_strict`."""
 
     def __init__(self, *, is_strict: bool, is_quiet: bool) -> None:
         self.is_strict = is_strict
         self.is_quiet = is_quiet
-        self.repetitions = Repetitions()
+        self.repetitions = Repetitions()  # reports calls beyond those of the example
         self._given: set[str] = set()
 
     def unfired(self, unfired: Sequence[tuple[Entry, str]], where: str) -> None:
@@ -191,11 +170,9 @@ class Repetitions:
 
 
 def warn_of_data_loops(found: Mapping[SourceLine, Sequence[str]], is_by_user: bool) -> None:
-    """Warns of paths that name iterations of loops over data: each time for a block of the user, once for a sweep.
+    """Warns of paths that name iterations of loops over data, by the head of the loop.
 
-    Args:
-        found: The paths, by the head of the loop.
-        is_by_user: Whether the user's code enters the context, rather than an experiment.
+    Each time if the user's code enters the context (`is_by_user`), and once for an experiment.
     """
     for loop, paths in found.items():
         message = (

@@ -18,20 +18,6 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
 
 
-def call_target(root: Frame, text: str, given: Any) -> Target | None:
-    """Returns the output of the call that `text` refers to, if all its patches replace calls.
-
-    Args:
-        root: The root frame of the capture.
-        text: The path of a module, or of an output that is a container.
-        given: A patch or a sequence of patches.
-
-    Raises:
-        Unresolvable: The module returns several tensors, or none.
-    """
-    return target_of_call(root, text) if are_for_calls(given) else None
-
-
 def target_of_call(root: Frame, text: str) -> Target | None:
     """Returns the output of the call that `text` names: the path of a module, or of an output that is a container.
 
@@ -112,11 +98,7 @@ def passing_input(target: Target) -> str | None:
 
 
 def refuse_with_cache(entries: Sequence[Entry], kwargs: Mapping[str, Any], is_direct: bool) -> None:
-    """Refuses to skip calls in a generation that would have filled its cache.
-
-    Raises:
-        GraphPatchError: There is such a call.
-    """
+    """Raises a `GraphPatchError` if a call is to be skipped that fills the cache of a generation."""
     if is_direct and not any(kwargs.get(name) is not None for name in CACHES):
         return
     if kwargs.get("use_cache") is False:

@@ -22,14 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class InsidePatch(Patch[Any]):
-    """Patches on a part of a splice, before they are joined with it.
-
-    Args:
-        name: The name of the splice.
-        part: The part.
-        patches: The patches.
-        problem_without: What is wrong if the splice does not exist.
-    """
+    """Patches on a part of a splice, before they are joined with it; `problem_without` is what is wrong without it."""
 
     name: str
     part: str
@@ -43,11 +36,7 @@ class InsidePatch(Patch[Any]):
 def inside_splice(root: Frame, text: str, given: Any, problem: str) -> tuple[Target, InsidePatch] | None:
     """Returns the value with the splice, and the patches on a part of it, if `text` is the path of such a part.
 
-    Args:
-        root: The root frame of the capture.
-        text: A path that does not lead to a node.
-        given: A patch or a sequence of patches.
-        problem: What is wrong with the path if there is no splice.
+    `problem` is what is wrong with the path if there is no splice.
     """
     found = inside_of(text)
     if found is None:
@@ -124,11 +113,7 @@ def joined_with_splices(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 def check_splices(entries: Sequence[Entry]) -> None:
-    """Checks that all patches on parts of splices were joined with one.
-
-    Raises:
-        UnknownPathError: There is no splice for some of them.
-    """
+    """Raises an `UnknownPathError` for patches on parts of splices that were not joined with one."""
     problems = [patch.problem_without for entry in entries if isinstance(patch := entry.patches[0], InsidePatch)]
     if problems:
         raise UnknownPathError("\n".join(problems))

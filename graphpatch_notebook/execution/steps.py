@@ -33,37 +33,26 @@ class HeldBackError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """Entries whose steps or positions were not reached, each with the reason.
+    """Entries whose steps or positions were not reached, each with the reason."""
 
-    Attributes:
-        idle: Those that had no effect.
-        missed: Those that had no effect at some of the steps or positions that they list.
-    """
-
-    idle: Sequence[tuple[Entry, str]]
-    missed: Sequence[tuple[Entry, str]]
+    idle: Sequence[tuple[Entry, str]]  # those that had no effect
+    missed: Sequence[tuple[Entry, str]]  # those that had no effect at some of the steps or positions that they list
 
 
 @dataclass(slots=True)
 class StepCount:
-    """The steps of the calls made in a context; contexts inside it share the count.
+    """The steps of the calls made in a context; contexts inside it share the count."""
 
-    Attributes:
-        last: The step of the last direct call.
-        idle: Entries (by id) without an effect so far, since no direct call was at their steps or positions, with the
-            reason.
-        fired: Entries that had an effect (by id).
-        missed: Of the numbers that an entry lists one by one, those at which it had no effect so far (by the id of the
-            entry, and "steps" or "positions").
-        came: The steps, or positions, that the last call had, for the same keys.
-        fitting: Entries (by id) whose value is known to have a dimension as long as the sequence.
-    """
-
-    last: int = 0
+    last: int = 0  # the step of the last direct call
+    # Entries (by id) without an effect so far, since no direct call was at their steps or positions, with the reason.
     idle: dict[int, tuple[Entry, str]] = field(default_factory=dict)
-    fired: dict[int, Entry] = field(default_factory=dict)
+    fired: dict[int, Entry] = field(default_factory=dict)  # entries that had an effect (by id)
+    # Of the numbers that an entry lists one by one, those at which it had no effect so far (by the id of the entry, and
+    # "steps" or "positions").
     missed: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    # The steps, or positions, that the last call had, for the same keys.
     came: dict[tuple[int, str], str] = field(default_factory=dict)
+    # Entries (by id) whose value is known to have a dimension as long as the sequence.
     fitting: dict[int, Entry] = field(default_factory=dict)
 
     def forget(self) -> None:
@@ -73,62 +62,36 @@ class StepCount:
 
     def take(self, entries: Sequence[Entry]) -> Unreached:
         """Returns those of `entries` that did not have an effect everywhere they are meant to, and forgets them."""
-        return Unreached(self._take_idle(entries), self._take_missed(entries))
-
-    def _take_idle(self, entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
-        """Returns those of `entries` that had no effect, each with the reason, and forgets them."""
-        if not self.idle:
-            return []
-        found = [self.idle.pop(id(entry)) for entry in entries if id(entry) in self.idle]
-        return [(entry, why) for entry, why in found if id(entry) not in self.fired]
-
-    def _take_missed(self, entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
-        """Returns those of `entries` that had an effect, but not at all steps or positions they list; forgets them."""
-        if not self.missed:
-            return []
-        found = []
-        for entry in entries:
+        idle, missed = [], []
+        for entry in entries if self.idle or self.missed else ():
+            has_fired = id(entry) in self.fired
+            if (found := self.idle.pop(id(entry), None)) is not None and not has_fired:
+                idle.append(found)
             for what in ("steps", "positions"):
                 numbers = self.missed.pop(key := (id(entry), what), [])
-                if numbers and id(entry) in self.fired:
+                if numbers and has_fired:
                     listed = f"{what} {', '.join(map(str, numbers))} (of {getattr(entry.restriction, what)})"
-                    found.append((entry, f"not at {listed}: {self.came[key]}"))
-        return found
+                    missed.append((entry, f"not at {listed}: {self.came[key]}"))
+        return Unreached(idle, missed)
 
 
 @dataclass(slots=True)
 class GenerationStep:
-    """One call of the model.
+    """One call of the model."""
 
-    Attributes:
-        number: From zero.
-        past: How many positions the cache holds; `None` if no patch needs it.
-        length: How many tokens the model is given; `None` if that is not known.
-        batch: How many sequences there are.
-        encoder_length: How many positions an encoder sees; `None` without an encoder, or if it is not known.
-    """
-
-    number: int
-    past: int | None = None
-    length: int | None = None
-    batch: int = 1
+    number: int  # from zero
+    past: int | None = None  # how many positions the cache holds; `None` if no patch needs it
+    length: int | None = None  # how many tokens the model is given; `None` if that is not known
+    batch: int = 1  # how many sequences there are
+    # How many positions an encoder sees; `None` without an encoder, or if it is not known.
     encoder_length: int | None = None
 
 
 class GenerationSteps:
     """The steps of one call.
 
-    Args:
-        root: The root frame of the capture.
-        restricted: The entries for some steps or positions.
-        count: The steps that the context has counted.
-        is_direct: Whether the model itself is called, rather than a method that calls it.
-        is_outside: Whether the call is outside of any block, so that the next sequence forgets this one.
-
-    Attributes:
-        before: What the calls before this one did not reach, if this one begins another sequence.
-        may_continue: Whether later calls may continue the sequence: those of the same block, or, outside of blocks,
-            if this call has a cache or asks for one.
+    The model itself is called (`is_direct`), or a method that calls it; outside of any block (`is_outside`), the next
+    sequence forgets this one.
     """
 
     def __init__(
@@ -146,7 +109,10 @@ class GenerationSteps:
         self.is_direct = is_direct
         self._is_outside = is_outside
         self._asks_positions = any(entry.restriction and entry.restriction.positions for entry in restricted)
+        # What the calls before this one did not reach, if this one begins another sequence.
         self.before: Unreached | None = None
+        # Whether later calls may continue the sequence: those of the same block, or, outside of blocks, if this call
+        # has a cache or asks for one.
         self.may_continue = is_direct and not is_outside
         self._begun: list[GenerationStep] = []
         self._outside: dict[int, int] = {}

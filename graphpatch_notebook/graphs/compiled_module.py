@@ -52,9 +52,7 @@ class CompiledGraphModule(GraphModule):
             return relu
     """
 
-    last_comparison: tuple[CallSignature, RunComparison] | None = None
-    """The result of the last comparison of the graph with the module by `verify`, and the signature of the call."""
-
+    _last_comparison: tuple[CallSignature, RunComparison] | None = None
     _built: BuiltGraph | None = None
     _edited_calls: EditedCalls | None = None
     _generated: dict[frozenset[str], GeneratedCode]
@@ -128,6 +126,15 @@ class CompiledGraphModule(GraphModule):
     def doubts(self) -> list[str]:
         """Why the graph may differ from the module, on other inputs or on all; a sentence each."""
         return list(map(str, self._frame.doubts))
+
+    @property
+    def last_comparison(self) -> tuple[CallSignature, RunComparison] | None:
+        """The result of the last comparison of the graph with the module by `verify`, and the signature of the call."""
+        return self._last_comparison
+
+    @last_comparison.setter
+    def last_comparison(self, comparison: tuple[CallSignature, RunComparison]) -> None:
+        self._last_comparison = comparison
 
     @property
     def has_own_graph(self) -> bool:
@@ -261,7 +268,7 @@ class CompiledGraphModule(GraphModule):
     def copied_attributes(self) -> dict[str, Any]:
         """Returns the attributes of a copy. Code is generated again when it is needed, graphs are built again."""
         empty: dict[str, Any] = {"_generated": {}, "_callee_by_frame": {}}
-        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_edited_calls", "last_comparison"))
+        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_edited_calls", "_last_comparison"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraphModule:
         result: CompiledGraphModule = super().__deepcopy__(memo)
@@ -280,9 +287,7 @@ def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
     return [graph for graph in graph_module.walk() if isinstance(graph, CompiledGraphModule) and graph.has_own_graph]
 
 
-@never_compiled
-def _run_live(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return run_live(graph_module, args, kwargs)
+_run_live = never_compiled(run_live)
 
 
 def _is_writable(path: str) -> bool:

@@ -41,8 +41,7 @@ from graphpatch_notebook.checks.call_signature import (
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared
 from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
-from graphpatch_notebook.graphs.build import AUXILIARY
-from graphpatch_notebook.graphs.connected_records import connect_records
+from graphpatch_notebook.graphs.build import AUXILIARY, connect_records
 from graphpatch_notebook.graphs.running import unobserved
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.values import (
@@ -199,12 +198,9 @@ _GRAPH_MODULE_GETS_TENSOR = "the graph module: graph_module.{} = tensor"
 
 
 def check_edited(graph: fx.Graph, frame: Frame, owner: Module, original_path: Callable[[str], str]) -> None:
-    """Checks that an edited graph can be written as code, and that everything that it refers to exists.
+    """Raises a `GraphError` if an edited graph cannot be written as code, or refers to something that does not exist.
 
     `owner` is its graph module, and `original_path` returns the path in the user's module for one in the graph.
-
-    Raises:
-        GraphError: A check fails; the message names the node and the repair.
     """
     # Custom graphs run with the user's module, which must have the attributes that they refer to.
     is_custom = frame.custom_graph is not None

@@ -74,47 +74,27 @@ class GraphInterpreter:
         """
         if self._before_run is not None:
             self._before_run()
-        interpretation = _Interpretation(self._on_node)
+        unverified: list[str] = []
+
+        def run_graph(graph_module: CompiledGraphModule, *args: Any, **kwargs: Any) -> Any:
+            if not graph_module.has_own_graph and (doubt := _doubt(graph_module, args, kwargs)) is not None:
+                name = type(graph_module.frame.module).__name__
+                unverified.append(f"{graph_module.path or '<root>'} ({name}): {doubt}")
+            return _FrameInterpreter(graph_module, _bound(graph_module, args, kwargs), self._on_node).run()
+
         state = ModuleState(self._graph_module.frame.module)
-        with (
-            afterwards(lambda: state.restore(counts_writes=True)),
-            holding(interpreter, interpretation.run_graph),
-        ):
+        with afterwards(lambda: state.restore(counts_writes=True)), holding(interpreter, run_graph):
             result = state.separated(self._graph_module(*args, **kwargs))
-        interpretation.warn()
+        if unverified:
+            more = f"\n  ... and {len(unverified) - _MOST_LISTED} more" if len(unverified) > _MOST_LISTED else ""
+            lines = "".join(f"\n  {line}" for line in unverified[:_MOST_LISTED])
+            warnings.warn(
+                "graphs were interpreted that are not known to equal the model's own code on such inputs, so that "
+                f"their result may differ from the model's; PatchableGraph.verify compares them:{lines}{more}",
+                UnverifiedGraphWarning,
+                stacklevel=2,
+            )
         return result
-
-
-class _Interpretation:
-    """One interpreted run of a hierarchy."""
-
-    def __init__(self, on_node: Callable[[str, Any], object] | None) -> None:
-        self.on_node = on_node
-        self._unverified: list[str] = []
-
-    def run_graph(self, graph_module: CompiledGraphModule, *args: Any, **kwargs: Any) -> Any:
-        """Runs one graph, and returns the same as its generated code."""
-        if not graph_module.has_own_graph and (doubt := _doubt(graph_module, args, kwargs)) is not None:
-            frame = graph_module.frame
-            path = format_path(frame.path) or "<root>"
-            self._unverified.append(f"{path} ({type(frame.module).__name__}): {doubt}")
-        bound = _bound(graph_module, args, kwargs)
-        return _FrameInterpreter(graph_module, bound, self.on_node).run()
-
-    def warn(self) -> None:
-        """Gives one warning for all graphs that ran without being known to equal their modules."""
-        if not self._unverified:
-            return
-        more = (
-            f"\n  ... and {len(self._unverified) - _MOST_LISTED} more" if len(self._unverified) > _MOST_LISTED else ""
-        )
-        lines = "".join(f"\n  {line}" for line in self._unverified[:_MOST_LISTED])
-        warnings.warn(
-            "graphs were interpreted that are not known to equal the model's own code on such inputs, so that their "
-            f"result may differ from the model's; PatchableGraph.verify compares them:{lines}{more}",
-            UnverifiedGraphWarning,
-            stacklevel=3,
-        )
 
 
 def _doubt(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

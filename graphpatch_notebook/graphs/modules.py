@@ -27,6 +27,7 @@ from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, SerializationError
 from graphpatch_notebook.graphs.copies import copied_frame
 from graphpatch_notebook.graphs.running import (
+    Redirection,
     call_with_hooks,
     is_hooked,
     observed_by,
@@ -233,25 +234,17 @@ def run_live(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str,
     if not graph_module.calls_own_graphs:
         with unobserved():
             return invoke(forward, args, kwargs)
+    counts: dict[int, int] = {}
+
+    def instead_of(module: Module) -> Callable[..., Any] | None:
+        index = counts[id(module)] = counts.get(id(module), -1) + 1
+        callee = graph_module.callee(module, index)
+        return None if callee is None else callee.run_frame
+
     swaps = Swaps()
-    with afterwards(swaps.let_go), observed_by(_Router(graph_module)):
+    with afterwards(swaps.let_go), observed_by(Redirection(instead_of)):
         swaps.hold(callee.frame.module for callee in graph_module.callees())
         return invoke(forward, args, kwargs)
-
-
-class _Router:
-    """Redirects the calls of submodules to the graph modules of these calls."""
-
-    def __init__(self, graph_module: GraphModule) -> None:
-        self._graph_module = graph_module
-        self._counts: dict[int, int] = {}
-
-    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call_index = self._counts.get(id(module), 0)
-        self._counts[id(module)] = call_index + 1
-        callee = self._graph_module.callee(module, call_index)
-        with unobserved():
-            return invoke(forward, args, kwargs) if callee is None else callee.run_frame(args, kwargs)
 
 
 @final
@@ -334,11 +327,7 @@ class MultiplyInvokedModule(ModuleList):
         return getattr(self.__dict__["_original_module"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the next of the calls if a graph calls it; the running graph counts its calls.
-
-        Raises:
-            GraphError: It is not called by a graph, so it is not known which call is meant.
-        """
+        """Runs the next of the calls if a graph calls it; else it is not known which call is meant (a `GraphError`)."""
         caller = running_graph.get()
         if caller is not None:
             index = caller.counts.get(id(self), 0)

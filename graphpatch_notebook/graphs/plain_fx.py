@@ -16,7 +16,6 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -73,11 +72,7 @@ def plain_fx_module(
 ) -> tuple[fx.GraphModule, InputCheck]:
     """Returns the modules from `root` down as plain fx modules, with patches inserted, and the check of the inputs.
 
-    Args:
-        root: The graph module of the whole model.
-        patched: The patches.
-        examples: The known example inputs, by parameter.
-        any_size: As for `InputCheck`.
+    `examples` are the known example inputs by parameter; `any_size` is as for `InputCheck`.
 
     Raises:
         GraphError: Some frames have no graph; the message names them all.
@@ -251,8 +246,8 @@ class _Writer:
             new.target = self._put(str(old.target if held is None else held.target), value)
             if isinstance(value, Tensor) and (held is None or not _is_saved(self._frame.module, held)):
                 self._not_saved.append(new.target)
-        elif new.op == "call_function":
-            new.target = _traceable(new.target)
+        elif isinstance(new.target, Container) and new.target.is_by_name and dataclasses.is_dataclass(new.target.type):
+            new.target = printable(new.target.type)  # compilers can trace it, unlike the container
 
     def _read_given(self, node: fx.Node, tensor: Tensor) -> None:
         """Makes a node read a tensor from the object among the inputs that holds it."""
@@ -344,13 +339,6 @@ def _is_saved(module: Module, record: Node) -> bool:
     return name in owner._parameters or (name in owner._buffers and name not in owner._non_persistent_buffers_set)
 
 
-def _traceable(target: Any) -> Callable[..., Any]:
-    """Returns a function that compilers can trace in place of one of this package that they cannot."""
-    if isinstance(target, Container) and target.is_by_name and dataclasses.is_dataclass(target.type):
-        return printable(target.type)  # type: ignore[no-any-return]
-    return target  # type: ignore[no-any-return]
-
-
 _TAKEN = frozenset(dir(fx.GraphModule({}, fx.Graph()))) | {"check_inputs"}
 
 
@@ -402,13 +390,7 @@ Reads: TypeAlias = "tuple[tuple[bool, Key], ...]"
 
 
 def plain_values_in(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers and other plain values in objects among the inputs, by name.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> plain_values_in({"x": 1, "cache": SimpleNamespace(count=2, layers=[SimpleNamespace(size=3)])})
-        {'cache|count': 2, 'cache|layers.sub_0.size': 3}
-    """
+    """Returns the numbers and other plain values in objects among the inputs, by name (`cache|layers.sub_0.size`)."""
     objects = {name: value for name, value in inputs.items() if _is_object(value)}
     held = ((name, *each) for name, value in objects.items() for each in _held_in(value, (), ()))
     return {_read_name(name, reads): value for name, reads, value in held if not isinstance(value, Tensor)}
@@ -484,7 +466,7 @@ class InputCheck(Module):
         self.modules_below: list[tuple[str, Module, bool]] = []
         self._frame_inputs = frame.parameters
         self.objects: dict[str, list[tuple[Reads, ValueSpec]]] = {}
-        self._is_noting_layouts = False
+        self.is_noting_layouts = False  # whether the layouts of the inputs are required of all later calls
         self.maker = "pg.to_fx"
 
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -499,28 +481,15 @@ class InputCheck(Module):
         """Accepts calls only while `module` stays in its current mode."""
         self.modules_below.insert(0, (path, module, module.training))  # callers come after their callees
 
-    @contextmanager
-    def noting_layouts(self) -> Iterator[None]:
-        """Requires the memory layout of the inputs in the block of all later calls."""
-        self._is_noting_layouts = True
-        try:
-            yield
-        finally:
-            self._is_noting_layouts = False
-
     def forward(self, *values: Any) -> None:
-        """Checks the inputs, given in the order of the parameters.
-
-        Raises:
-            GraphError: One of them does not look like in the example, or a module is in another mode.
-        """
+        """Raises a `GraphError` if an input (in the order of the parameters) or a mode is not as in the example."""
         self._check_modes()
         differences = self.signature.differences(values)
         if differences:
             raise GraphError(f"{differences[0]}; {self._repair(differences[0])}")
         if self.objects:
             self._check_objects(values)
-        if self._is_noting_layouts:
+        if self.is_noting_layouts:
             names = [name for name, _ in self.signature.inputs]
             now = CallSignature.of(dict(zip(names, values, strict=True))).tensors
             pairs = zip(self.signature.tensors, now, strict=True)

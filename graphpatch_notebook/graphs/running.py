@@ -30,21 +30,17 @@ from graphpatch_notebook.torch_compat import forward_hooks, forward_pre_hooks
 
 
 class RunningGraph:
-    """The graph that is running, and how the graph modules that it calls run.
-
-    Attributes:
-        is_record: Whether it is a record of the module's own code. It includes what hooks of submodules do to tensors.
-        is_patched_run: Whether it runs in place of its module in a call of a `PatchableGraph`. Then it calls the user's
-            modules, as such a run sees their calls.
-        counts: How often it called each module that it calls several times.
-    """
+    """The graph that is running, and how the graph modules that it calls run."""
 
     __slots__ = ("counts", "is_patched_run", "is_record")
 
     def __init__(self, is_record: bool, is_patched_run: bool) -> None:
+        # Whether it is a record of the module's own code. It includes what hooks of submodules do to tensors.
         self.is_record = is_record
+        # Whether it runs in place of its module in a call of a `PatchableGraph`. Then it calls the user's modules, as
+        # such a run sees their calls.
         self.is_patched_run = is_patched_run
-        self.counts: dict[int, int] = {}
+        self.counts: dict[int, int] = {}  # how often it called each module that it calls several times
 
 
 running_graph: ContextVar[RunningGraph | None] = ContextVar("graphpatch_running_graph", default=None)
@@ -85,7 +81,7 @@ def is_hooked(module: Module) -> bool:
 def run_in_hook(module: Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `run(args, kwargs)` where the hooks of accelerate run the module's own forward."""
     swaps = Swaps()
-    with afterwards(swaps.let_go), observed_by(_Diversion(module, run)):
+    with afterwards(swaps.let_go), observed_by(Redirection(lambda other: run if other is module else None)):
         swaps.hold([module])
         return module.forward(*args, **kwargs)
 
@@ -100,26 +96,19 @@ def unobserved() -> AbstractContextManager[None]:
     return observed_by(_NOBODY)
 
 
-class _Nobody:
-    """Ignores all forwards, and hides them from other observers."""
+class Redirection:
+    """Hides forwards from other observers, and runs what `instead_of` returns for a module in place of its forward."""
+
+    def __init__(self, instead_of: Callable[[Module], Callable[..., Any] | None]) -> None:
+        self._instead_of = instead_of
 
     def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return invoke(forward, args, kwargs)
+        run = self._instead_of(module)
+        with unobserved():
+            return invoke(forward, args, kwargs) if run is None else run(args, kwargs)
 
 
-_NOBODY = _Nobody()
-
-
-class _Diversion:
-    """Redirects the forward of one module."""
-
-    def __init__(self, module: Module, run: Callable[..., Any]) -> None:
-        self._module = module
-        self._run = run
-
-    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with observed_by(_NOBODY):
-            return self._run(args, kwargs) if module is self._module else invoke(forward, args, kwargs)
+_NOBODY = Redirection(lambda _: None)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -3,17 +3,15 @@
 `sharding` holds what is known of such a model: its records are those of a copy on the meta device, of one process, and
 how each value is distributed is found in a run on all processes. `placements` joins the parts of a value before its
 patches, and splits the result. `agreement` makes sure that all processes call the model with the same patches.
-`processes` lets one of them write files, also under FSDP. In a pipeline, values are whole: `stages` knows which process
-has which of them.
+`processes` lets one of them write files, also under FSDP, and knows which has which stage of a pipeline.
 """
 
 from __future__ import annotations
 
 from graphpatch_notebook.sharded.agreement import Agreement, digest
 from graphpatch_notebook.sharded.placements import Placement, same_value
-from graphpatch_notebook.sharded.processes import Processes, processes_of
+from graphpatch_notebook.sharded.processes import Processes, other_stage, processes_of, publish_stage
 from graphpatch_notebook.sharded.sharding import Sharding, note_placements, sharding_of, with_whole_records
-from graphpatch_notebook.sharded.stages import other_stage, publish_stage
 
 __all__ = [
     "Agreement",

@@ -26,29 +26,18 @@ _ROWS = 64
 
 
 class Agreement:
-    """Compares what the processes are about to do.
-
-    Args:
-        processes: The processes.
-
-    Attributes:
-        patience: After how many seconds processes that have not called are named.
-    """
+    """Compares what some processes are about to do."""
 
     def __init__(self, processes: Processes) -> None:
         self._group, self._ranks = processes.group, processes.ranks
-        self.patience = 5.0
+        self.patience = 5.0  # after how many seconds processes that have not called are named
         self._calls = 0
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"graphpatch_notebook/{self._ranks[0]}", default_store()
         )
 
     def check(self, what: str, patches: Sequence[tuple[str, Any]]) -> None:
-        """Waits until all processes have called this with the same arguments.
-
-        Args:
-            what: What is called.
-            patches: The patches of the call, with their paths.
+        """Waits until all processes have called this with the same arguments: what is called, and the patches by path.
 
         Raises:
             ShardedCallError: Another process makes another call. It is raised on all of them.
@@ -68,10 +57,7 @@ class Agreement:
     def check_values(self, what: str, paths: Sequence[str], values: Tensor) -> None:
         """Waits until all processes have called this; `values` must be the same on all of them, up to rounding.
 
-        Args:
-            what: What was called.
-            paths: The paths of the values, the same on all processes.
-            values: For each of them a row: the number of visits, and a sketch.
+        For each of the paths, the same on all processes, they have a row: the number of visits, and a sketch.
 
         Raises:
             ShardedCallError: A value differs, or another process failed. It is raised on all that did not fail.

@@ -47,24 +47,15 @@ class AlikeValues:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a value is distributed.
+    """How a value is distributed."""
 
-    Attributes:
-        path: The path of the value.
-        mesh: The processes, as a `DeviceMesh` of one dimension.
-        dim: The dimension along which each process holds a part; `None` if each holds the whole value.
-        sizes: The sizes of the parts along it, by rank.
-        factor: How many weights are packed along `dim` (2 for gate and up): each is split separately.
-        own_dim: The split dimension of a `DTensor`, which gathers itself; `None` for all others.
-        alike: Where values that each process holds whole are noted.
-    """
-
-    path: str
-    mesh: Any
-    dim: int | None = None
-    sizes: tuple[int, ...] = ()
-    factor: int = 1
-    own_dim: int | None = None
+    path: str  # the path of the value
+    mesh: Any  # the processes, as a `DeviceMesh` of one dimension
+    dim: int | None = None  # the dimension along which each process holds a part; `None` if each holds the whole value
+    sizes: tuple[int, ...] = ()  # the sizes of the parts along it, by rank
+    factor: int = 1  # how many weights are packed along `dim` (2 for gate and up): each is split separately
+    own_dim: int | None = None  # the split dimension of a `DTensor`, which gathers itself; `None` for all others
+    # Where values that each process holds whole are noted.
     alike: AlikeValues = field(default_factory=AlikeValues, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -173,11 +164,7 @@ class _Gradient:
         self.is_sum = False
 
     def total(self, terms: Tensor) -> Tensor:
-        """Returns the sum of the terms of all processes.
-
-        Raises:
-            PatchValueError: Some entries are terms, and others are the whole gradient on each process.
-        """
+        """Returns the sum of the terms of all processes; raises an error if some entries are whole on each of them."""
         group = self.mesh.get_group()
         least, most, total = (terms.contiguous().clone() for _ in range(3))
         for reduced, kind in ((least, dist.ReduceOp.MIN), (most, dist.ReduceOp.MAX), (total, dist.ReduceOp.SUM)):

@@ -80,21 +80,13 @@ def with_whole_records(local: Frame) -> Frame:
 
 
 class Sharding:
-    """How the values of a model are distributed over the processes that run it.
-
-    Args:
-        model: The model.
-
-    Attributes:
-        processes: The processes.
-        agreement: What makes sure that all processes call the model with the same patches.
-        reason: Why no value can be patched; `None` if some can.
-    """
+    """How the values of a model are distributed over the processes that run it."""
 
     def __init__(self, model: Module) -> None:
         self.mesh = _mesh_of(model)
-        self.reason: str | None = None
-        self.processes = Processes(self.mesh.mesh.flatten().tolist())
+        self.reason: str | None = None  # why no value can be patched; `None` if some can
+        self.processes = Processes(self.mesh.mesh.flatten().tolist())  # the processes
+        # What makes sure that all processes call the model with the same patches.
         self.agreement = Agreement(self.processes)
         self._model = model
         self._refused: dict[int, str] = {}
@@ -108,10 +100,7 @@ class Sharding:
     def join(self, frame: Frame, local: Frame | None, device: torch.device) -> None:
         """Replaces the records of the model, which differ by process, with those of a copy in one process.
 
-        Args:
-            frame: The record of the copy.
-            local: The record of the same call in this process; `None` if there was none.
-            device: The device of the model in this process.
+        `frame` is the record of the copy, `local` that of the same call in this process, if it made one.
         """
         path = frame.attribute_path_from_root
         frame.module = self._model.get_submodule(path) if local is None else local.module
@@ -188,9 +177,6 @@ class Sharding:
         A value that all processes held alike in the capture must be alike where it is patched, and so must be what
         functions make of a value: the comparison of patches does not see their code, or what they draw. Methods that
         all modules have, such as `eval`, do not run the model.
-
-        Raises:
-            ShardedCallError: They do not, or it is not.
         """
         name = "forward" if isinstance(function, Module) else getattr(function, "__name__", "")
         if not self._is_measured or (name != "forward" and hasattr(Module, name)):
@@ -217,12 +203,7 @@ class Sharding:
     # -- measure -------------------------------------------------------------------------------------------------------
 
     def measure(self, run: RunWithPatches, nodes: NodeMap) -> None:
-        """Finds out how the values are distributed, from a run on all processes.
-
-        Args:
-            run: Runs the model on the example inputs with these patches.
-            nodes: The nodes.
-        """
+        """Finds out how the values are distributed, by `run` of the model on the example inputs on all processes."""
         targets = {path: resolve(nodes.root, path) for path in nodes}
         looked = {
             path: target
@@ -257,7 +238,7 @@ class Sharding:
             is_known, dim = seen[0].is_known, seen[0].dim
             return self._as_held(target, own_dim=dim) if is_known else f"it is distributed as {seen[0].text}"
         if any(not isinstance(one, _Seen) for one in seen):
-            return self._as_held(target) if _all_equal(seen) else "it differs between the processes"
+            return self._as_held(target) if all(one == seen[0] for one in seen) else "it differs between the processes"
         whole = target.whole.shape if isinstance(target.whole, TensorSpec) else seen[0].shape
         if any(len(one.shape) != len(whole) for one in seen):
             return f"the processes hold values of shape {seen[0].shape}, for one of shape {tuple(whole)}"
@@ -307,11 +288,7 @@ _PACKED = "it is made of weights that are packed into one, whose parts are not i
 
 
 def _mesh_of(model: Module) -> Any:
-    """Returns the processes over which values are distributed; others run replicas of the model.
-
-    Raises:
-        GraphError: They form a mesh of several dimensions.
-    """
+    """Returns the processes over which values are distributed, a mesh of one dimension; others run replicas."""
     mesh = next((tensor.device_mesh for tensor in distributed_tensors(model)), getattr(model, "_device_mesh", None))
     if mesh is None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -409,7 +386,3 @@ def _split_dim(value: Any) -> int | None:
     """Returns the dimension along which a `DTensor` is split, if there is one."""
     placements = value.placements if is_distributed(value) else ()
     return next((each.dim for each in placements if "Shard" in type(each).__name__), None)
-
-
-def _all_equal(values: list[Any]) -> bool:
-    return all(value == values[0] for value in values)

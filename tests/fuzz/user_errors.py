@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphpatch_notebook.capture import observers
 from graphpatch_notebook.execution import context
-from graphpatch_notebook.execution.live import module_hooks
+from graphpatch_notebook.execution.live import boundaries
 from graphpatch_notebook.torch_compat import eager_code, function_mode_depth
 
 
@@ -158,7 +158,7 @@ def process_state() -> dict[str, Any]:
         "hook": sys.excepthook,
         "contextvars": {v.name: x for v, x in copy_context().items() if v.name.startswith("graphpatch") and x},
         "swaps": dict(observers._swaps),
-        "hooks": dict(module_hooks._hooks),
+        "hooks": dict(boundaries._hooks),
         "contexts": list(context._entered),
         "eager code": list(eager_code._holders),
         "apply": torch.autograd.Function.__dict__["apply"],

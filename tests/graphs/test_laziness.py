@@ -182,12 +182,6 @@ def test_hierarchy_mirrors_the_model() -> None:
     assert all(isinstance(root.get_submodule(f"h.{i}"), GraphModule) for i in range(3))
 
 
-def test_repr_is_that_of_the_documentation() -> None:
-    assert repr(graph_module(TupleOutputModule(), X)) == (
-        "CompiledGraphModule(\n  (linear): MultiplyInvokedModule(\n    (0-1): 2 x CompiledGraphModule()\n  )\n)"
-    )
-
-
 def test_modules_called_several_times_are_not_called_as_one() -> None:
     root = graph_module(TupleOutputModule(), X)
     assert isinstance(root.linear, MultiplyInvokedModule)

@@ -48,9 +48,19 @@ class FusedCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def assert_equal_within_rounding(pg: PatchableGraph, model: Any, case: Case, patches: Any) -> None:
+@pytest.mark.parametrize(
+    ("case_name", "options"),
+    [
+        *((name, None) for name in (*TORCH, *LANGUAGE, *OTHERS)),
+        *(pytest.param(name, INTO_GRAPHS, id=f"{name}-in-graphs") for name in TORCH),
+    ],
+)
+def test_on_every_call(case_name: str, options: ExtractionOptions | None) -> None:
+    case = case_by_name(case_name)
+    model, pg = captured(case, options)
     tolerance = 0.1 if "bfloat16" in case.name else 1e-5
     again = case.calls(model)
+    patches = {path: CustomPatch(lambda value: value, requires_clone=False, any_shape=True) for path in pg.nodes}
     for name, call in case.calls(model).items():
         expected = dict(flatten(call.run(model)))
         with warnings.catch_warnings(), pg.patch(patches):
@@ -62,20 +72,6 @@ def assert_equal_within_rounding(pg: PatchableGraph, model: Any, case: Case, pat
                 torch.testing.assert_close(
                     found[path], value, rtol=tolerance, atol=tolerance, equal_nan=True, msg=f"{name} {path}"
                 )
-
-
-@each_case
-def test_on_every_call(case: Case) -> None:
-    model, pg = captured(case)
-    patches = {path: CustomPatch(lambda value: value, requires_clone=False, any_shape=True) for path in pg.nodes}
-    assert_equal_within_rounding(pg, model, case, patches)
-
-
-@pytest.mark.parametrize("case", [case_by_name(name) for name in TORCH], ids=lambda case: case.name)
-def test_in_graphs_on_every_call(case: Case) -> None:
-    model, pg = captured(case, INTO_GRAPHS)
-    patches = {path: CustomPatch(lambda value: value, requires_clone=False, any_shape=True) for path in pg.nodes}
-    assert_equal_within_rounding(pg, model, case, patches)
 
 
 @each_case

@@ -17,15 +17,15 @@ _RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "o
 SIZE_PREFIX = "size_"
 
 
-def name_nodes(frame: Frame) -> None:
-    """Fixes `Node.name` of every node of `frame`, and fills `frame.names`."""
+def name_nodes(frame: Frame, size_prefix: str = SIZE_PREFIX) -> None:
+    """Fixes `Node.name` of every node of `frame` (with `size_prefix`, if it carries sizes), and fills `frame.names`."""
     frame.names.clear()
     _number_calls(frame)
     # Each numbering continues where it stopped: counting from one each time takes minutes in a loop of 50,000 ops.
     numberings: dict[str, Iterator[str]] = {}
     for node in sorted(frame.nodes, key=_rank):  # a stable sort: execution order within a rank
         if not node.name:
-            base = _base(node)
+            base = _base(node, size_prefix)
             numbering = numberings.setdefault(base, numbered(base))
             node.name = base if base not in frame.names else next(n for n in numbering if n not in frame.names)
         frame.names[node.name] = node
@@ -36,14 +36,14 @@ def _rank(node: Node) -> int:
     return rank if node.composite is None else 6 + node.is_size
 
 
-def _base(node: Node) -> str:
+def _base(node: Node, size_prefix: str) -> str:
     base = node.base_name or node.op
     if isinstance(node, CallNode):
         base = call_name(base)
         return f"{base}_{node.call_index}" if node.call_count > 1 else base
     if node.kind in ("parameter", "buffer", "attribute"):
         return base.replace(".", "_")
-    return f"{SIZE_PREFIX}{base}" if node.is_size and not tensor_specs(node.spec) else base
+    return f"{size_prefix}{base}" if node.is_size and not tensor_specs(node.spec) else base
 
 
 def _number_calls(frame: Frame) -> None:

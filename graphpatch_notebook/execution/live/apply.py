@@ -39,24 +39,16 @@ class MissingChildError(Exception):
 
 
 class Applier:
-    """Applies the patches of a run to values, and notes which of them fired.
-
-    Attributes:
-        frames: The frames that are running.
-        steps: The steps of a generation; `None` if no patch is for some of them only.
-        fired: Which patches fired.
-        is_under_mode: Whether a function mode of the run is on.
-        values: The values that patches of the run read, by name.
-    """
+    """Applies the patches of a run to values, and notes which of them fired."""
 
     __slots__ = ("fired", "frames", "is_under_mode", "steps", "values")
 
     def __init__(self, frames: RunningFrames, steps: GenerationSteps | None) -> None:
         self.frames = frames
-        self.steps = steps
+        self.steps = steps  # of a generation; `None` if no patch is for some of them only
         self.fired = FiredPatches()
-        self.is_under_mode = False
-        self.values: dict[str, Any] = {}
+        self.is_under_mode = False  # whether a function mode of the run is on
+        self.values: dict[str, Any] = {}  # that patches of the run read, by name
 
     def at_boundary(self, entries: Sequence[Entry], value: Any) -> Any:
         """Applies entries to an input or output of a frame, where a mode of the run may be active."""
@@ -127,7 +119,9 @@ class Applier:
                 patched = value
             else:
                 applied = self._with_values(entry) if entry.sources else entry
-                patched = apply_entry(applied, value, self._steps_for(entry), self._inputs_for(entry))
+                patched = _apply_at(applied, value, entry.target.dig, self._steps_for(entry), self._inputs_for(entry))
+                if patched is not value and entry.target.node.is_view_filled_later:
+                    _warn_of_lost_writes(entry)
         except MissingChildError as missing:
             self.fired.missing[id(entry)] = str(missing)
             return value
@@ -186,32 +180,6 @@ _RECOMPUTED_STEP = (
 )
 
 
-def apply_entry(
-    entry: Entry, value: Any, steps: GenerationSteps | None = None, inputs: CallInputs | None = None
-) -> Any:
-    """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
-
-    Containers on the path to a nested value are copied, never written into.
-
-    Args:
-        entry: The patches.
-        value: The value in this run.
-        steps: The steps of a generation; needed for entries with positions.
-        inputs: The arguments of the frame's `forward`, for an entry on an op: they explain more of its shape.
-
-    Raises:
-        HeldBackError: The value holds none of the positions of the patch.
-        MissingChildError: The container does not hold the value to patch.
-        PatchShapeError: The value is not of the kind that was captured.
-        PatchValueError: A patch cannot be applied to it.
-    """
-    __tracebackhide__ = True
-    patched = _apply_at(entry, value, entry.target.dig, steps, inputs)
-    if patched is not value and entry.target.node.is_view_filled_later:
-        _warn_of_lost_writes(entry)
-    return patched
-
-
 def _child(value: Any, key: Key) -> Any:
     try:
         return take(value, key)
@@ -220,11 +188,7 @@ def _child(value: Any, key: Key) -> Any:
 
 
 def value_at(entry: Entry, value: Any) -> Any:
-    """Returns the value that `entry` patches, taken from the value of its node.
-
-    Raises:
-        MissingChildError: The container does not hold it.
-    """
+    """Returns the value that `entry` patches, taken from the value of its node."""
     for key in entry.target.dig:
         value = _child(value, key)
     if isinstance(value, Tensor) and entry.placement is None:
@@ -248,6 +212,17 @@ def _warn_of_lost_writes(entry: Entry) -> None:
 def _apply_at(
     entry: Entry, value: Any, dig: tuple[Key, ...], steps: GenerationSteps | None, inputs: CallInputs | None
 ) -> Any:
+    """Returns `value` with the patches of `entry` applied to what `dig` leads to; the same object if nothing changed.
+
+    Containers on the way are copied, never written into. `inputs` are the arguments of the frame's `forward`, for an
+    entry on an op: they explain more of its shape.
+
+    Raises:
+        HeldBackError: The value holds none of the positions of the patch.
+        MissingChildError: The container does not hold the value to patch.
+        PatchShapeError: The value is not of the kind that was captured.
+        PatchValueError: A patch cannot be applied to it.
+    """
     __tracebackhide__ = True
     if not dig:
         return _apply(entry, value, steps, inputs)
@@ -327,16 +302,9 @@ def _packed(entry: Entry, value: Tensor, apart: Tensor, patched: Any) -> Any:
 
 
 def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:
-    """Applies an entry to some rows of its value, in step 0 of a generation.
+    """Applies an entry to some rows of its value, in step 0 of a generation; errors are those of `_apply_at`.
 
-    Args:
-        entry: The entry.
-        value: The rows.
-        is_own: Whether nothing else refers to them: then patches write into them, not into a copy.
-
-    Raises:
-        PatchShapeError: The value is not of the kind that was captured.
-        PatchValueError: A patch cannot be applied to it.
+    If nothing else refers to the rows (`is_own`), patches write into them, not into a copy.
     """
     __tracebackhide__ = True
     if entry.restriction is None or entry.restriction.positions is None:

@@ -6,25 +6,29 @@ Only frames on the path to a patched value are seen, and only those with patched
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
+from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
-from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke
+from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke, observer
 from graphpatch_notebook.checks.sharding import is_parallel_machinery
 from graphpatch_notebook.errors import PatchShapeError
 from graphpatch_notebook.execution.live.apply import Applier
 from graphpatch_notebook.execution.live.frames import FrameRun, RunningFrames
-from graphpatch_notebook.execution.live.module_hooks import ModuleHooks, is_called_by_module_call
 from graphpatch_notebook.execution.live.operations import LiveMode, is_in_checkpoint
-from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, holding_tensors, tensor_at
+from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, holding_tensors, original_of, tensor_at
 from graphpatch_notebook.execution.live.tracebacks import explain
 from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan
 from graphpatch_notebook.execution.reports import Repetitions
@@ -36,15 +40,7 @@ from graphpatch_notebook.values import ContainerSpec, Key, ValueSpec, rebuilt, t
 
 
 class Run:
-    """One patched call of a model: sees the swapped `forward`s and the hooks of its modules.
-
-    Attributes:
-        root: The model.
-        plan: What is patched.
-        applier: Applies the patches.
-        has_gradients: Whether gradients were enabled at the start: reentrant checkpointing itself disables them.
-        is_checkpointed: Whether a patched frame ran under activation checkpointing.
-    """
+    """One patched call of a model: sees the swapped `forward`s and the hooks of its modules."""
 
     def __init__(
         self,
@@ -57,8 +53,9 @@ class Run:
         self.root = root
         self.plan = plan
         self.applier = Applier(RunningFrames(root, plan, repetitions or Repetitions()), steps)
+        # Whether gradients were enabled at the start: reentrant checkpointing itself disables them.
         self.has_gradients = torch.is_grad_enabled()
-        self.is_checkpointed = False
+        self.is_checkpointed = False  # whether a patched frame ran under activation checkpointing
         self._frames = self.applier.frames
         self._stack = self._frames.stack
         self._hooks = hooks
@@ -370,12 +367,7 @@ watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", defa
 
 @contextmanager
 def frames_seen(frame_watch: FrameWatch, modules: Iterable[Module]) -> Iterator[None]:
-    """Shows `frame_watch` all frames of patched runs in the block, not only those of patched modules.
-
-    Args:
-        frame_watch: Sees the frames.
-        modules: The modules whose calls are seen.
-    """
+    """Shows `frame_watch` the frames of these modules in patched runs in the block, not only those of patched ones."""
     swaps = Swaps()
     with afterwards(swaps.let_go), holding(watch, frame_watch):
         swaps.hold(module for module in modules if takes_hooks(module))
@@ -416,3 +408,72 @@ def new_run(*args: Any) -> Run:
     run = WatchedRun(*args)
     run.frame_watch = frames
     return run
+
+
+# -- hooks: on modules with hooks of their own, ours must come last; all contexts share one pair for each module -------
+
+_lock = threading.Lock()
+# By module (its id): what holds its hooks, and their handles.
+_hooks: dict[int, tuple[set[ModuleHooks], list[RemovableHandle]]] = {}
+
+
+class ModuleHooks:
+    """The hooks that one context holds. As with `Swaps`, `let_go` can be called again after an interrupt."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, Module] = {}
+
+    def hold(self, module: Module) -> None:
+        """Sees the inputs and the output of `module`, after its own hooks, until `let_go`."""
+        if id(module) in self._modules:
+            return
+        self._modules[id(module)] = module
+        with _lock:
+            holders, handles = _hooks.setdefault(id(module), (set(), []))
+            holders.add(self)
+            if not handles:
+                handles.append(module.register_forward_pre_hook(_on_inputs, with_kwargs=True))
+            if len(handles) == 1:
+                handles.append(module.register_forward_hook(_on_output))
+
+    def let_go(self) -> None:
+        """Takes back all that `hold` did."""
+        with _lock:
+            for key in self._modules:
+                holders, handles = _hooks.get(key, (set(), []))
+                holders.discard(self)
+                if not holders:
+                    for handle in handles:
+                        handle.remove()
+                    _hooks.pop(key, None)
+            self._modules.clear()
+
+
+def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    __tracebackhide__ = True
+    on_inputs = getattr(observer.get(), "on_inputs", None)
+    return None if on_inputs is None else on_inputs(original_of(module), args, kwargs)
+
+
+def _on_output(module: Module, _args: Any, output: Any) -> Any:
+    __tracebackhide__ = True
+    on_output = getattr(observer.get(), "on_output", None)
+    return output if on_output is None else on_output(original_of(module), output)
+
+
+_MODULE_FILE = Module.__call__.__code__.co_filename
+_MODULE_CALLERS = {"_call_impl", "inner", "_slow_forward"}
+
+
+def is_called_by_module_call() -> bool:
+    """Whether the swapped `forward` was called by `Module.__call__`, which runs the module's hooks afterwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _MODULE_FILE:
+            return code.co_name in _MODULE_CALLERS
+        facts = call_sites.facts_of(code)
+        if not (call_sites.is_own(code) or facts.is_offloading or facts.is_collecting):
+            return False
+        frame = frame.f_back
+    return False

@@ -13,37 +13,27 @@ from graphpatch_notebook.execution.reports import Repetitions
 
 
 class FrameRun:
-    """One frame of a patched run.
-
-    Attributes:
-        plan: What is patched in it; `None` if nothing is.
-        sites: The call sites of patched ops that are still to come in it; `None` if there are none.
-        visits_left: How many calls at these have entries; negative if that is not known.
-        counts: How often each submodule was called, and each patched call site was reached, so far (by id).
-        inputs: The arguments of its `forward`.
-    """
+    """One frame of a patched run."""
 
     __slots__ = ("counts", "inputs", "plan", "sites", "visits_left")
 
     def __init__(self, plan: FramePlan | None, inputs: CallInputs = ((), {})) -> None:
-        self.plan = plan
+        self.plan = plan  # what is patched in it; `None` if nothing is
+        # The call sites of patched ops that are still to come in it; `None` if there are none.
         self.sites = None if plan is None else plan.sites
+        # How many calls at these have entries; negative if that is not known.
         self.visits_left = 0 if self.sites is None else self.sites.visits
+        # How often each submodule was called, and each patched call site was reached, so far (by id).
         self.counts: dict[int, int] = {}
-        self.inputs = inputs
+        self.inputs = inputs  # the arguments of its `forward`
 
 
 class RunningFrames:
-    """The frames that are running, innermost last.
-
-    Attributes:
-        stack: These frames; the first is outside of all module calls.
-        repetitions: Warns of calls beyond those of the example.
-    """
+    """The frames that are running, innermost last."""
 
     def __init__(self, root: Module, plan: RunPlan, repetitions: Repetitions) -> None:
-        self.stack = [FrameRun(plan.root)]
-        self.repetitions = repetitions
+        self.stack = [FrameRun(plan.root)]  # these frames; the first is outside of all module calls
+        self.repetitions = repetitions  # warns of calls beyond those of the example
         self._root = root
         self._plan = plan
 

@@ -55,13 +55,7 @@ def holding_tensors(module: Module, replacements: dict[str, Tensor]) -> Iterator
 
 
 class StandIn:
-    """A module with some tensors replaced.
-
-    Args:
-        module: The module.
-        replacements: New tensors by attribute path (`weight`, `emb.weight`).
-        attributes: New plain attributes by name.
-    """
+    """A module with some tensors (by attribute path: `weight`, `emb.weight`) and plain attributes replaced."""
 
     def __init__(
         self, module: Module, replacements: dict[str, Tensor], attributes: Mapping[str, Any] | None = None
@@ -118,11 +112,7 @@ class StandIn:
                     holder[name] = type(value)(swapped.get(id(item), item) for item in value)
 
     def bind(self, forward: Callable[..., Any], original: Module | None = None) -> Callable[..., Any]:
-        """Returns `forward` of the module, bound to the stand-in.
-
-        Args:
-            forward: The forward.
-            original: The module that it belongs to, if the module is a stand-in itself.
+        """Returns `forward` of the module (of `original`, if the module is a stand-in itself), bound to the stand-in.
 
         Raises:
             PatchValueError: The forward is a function that cannot be bound to another module.
@@ -202,11 +192,7 @@ def held_value(module: Module, path: str) -> Any:
 def bound_with(
     module: Module, replacements: dict[str, Tensor], forward: Callable[..., Any]
 ) -> tuple[StandIn, Callable[..., Any]]:
-    """Returns a stand-in for `module` with some tensors replaced, and the function to call instead of `forward`.
-
-    Raises:
-        PatchValueError: The forward cannot run with these tensors.
-    """
+    """Returns a stand-in for `module` with some tensors replaced, and the function to call instead of `forward`."""
     plain = dict(replacements)
     unpacked: tuple[Packing, Tensor] | None = None
     for path in replacements:
@@ -250,12 +236,8 @@ def generating_with(
 ) -> Callable[..., Any]:
     """Returns the method `generate` of a model, run as if `config` were the model's generation config.
 
-    The model never sees `config`: if it differs from the model's, the method runs on a stand-in.
-
-    Args:
-        config: The generation config; `None` for the model's own.
-        generate: The method.
-        call: Runs the calls of the model that the method makes; `None` for the model itself.
+    The model never sees `config`: if it differs from the model's, the method runs on a stand-in. `call`, if given, runs
+    the calls of the model that the method makes.
     """
     attributes = {} if config is None else {GENERATION_CONFIG: config}
     if call is not None:

@@ -37,26 +37,19 @@ _APPLY = code_of_apply()
 
 @dataclass(slots=True)
 class _TracebackPath:
-    """The path down a traceback, followed frame by frame.
+    """The path down a traceback, followed frame by frame."""
 
-    Attributes:
-        frames: The captured frames that this may be: several if a module was called in a loop.
-        module: The module whose frame it is.
-        steps: The call sites from its `forward` on, outermost first.
-        fx_name: The name of the node of a graph that runs.
-        leaf: The innermost Python frame of the user's code.
-        call: The arguments of the torch call that was made there, if any Python frame holds them.
-        counts: How often this frame called each module so far (by id), if the run saw it.
-        opened: The call sites down to a call that was opened into its steps: the last step has this site itself.
-    """
-
-    frames: list[Frame]
-    module: Module
+    frames: list[Frame]  # the captured frames that this may be: several if a module was called in a loop
+    module: Module  # the module whose frame it is
+    # The call sites from its `forward` on, outermost first.
     steps: list[tuple[CodeType, int]] = field(default_factory=list)
-    fx_name: str | None = None
-    leaf: FrameType | None = None
+    fx_name: str | None = None  # the name of the node of a graph that runs
+    leaf: FrameType | None = None  # the innermost Python frame of the user's code
+    # The arguments of the torch call that was made there, if any Python frame holds them.
     call: tuple[Any, dict[str, Any]] | None = None
+    # How often this frame called each module so far (by id), if the run saw it.
     counts: dict[int, int] = field(default_factory=dict)
+    # The call sites down to a call that was opened into its steps: the last step has this site itself.
     opened: list[tuple[CodeType, int]] | None = None
 
     def enter(self, module: Module) -> None:
@@ -107,13 +100,9 @@ def _hide(frame: FrameType) -> None:
 
 
 def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: Sequence[str]) -> None:
-    """Adds a note to an error in a patched run that names the node, unless it has one already.
+    """Adds a note that names the node to an error caught around a call of `module`, unless it has one already.
 
-    Args:
-        error: The error, caught around a call of `module`, or of a method of it.
-        module: The module.
-        frames: The captured frames that this call may be.
-        patched: The patches that were applied in this run before, as texts.
+    `frames` are the captured frames that the call may be, and `patched` the patches that were applied before, as texts.
     """
     # Errors with a meaning to the interpreter must not change; our own name their path themselves.
     if isinstance(error, (GraphPatchError, StopIteration, StopAsyncIteration)) or has_note(error):

@@ -16,8 +16,6 @@ from torch.export import ExportedProgram
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError, SerializationError
-from graphpatch_notebook.graphs.exported.conversion import Converter
-from graphpatch_notebook.graphs.exported.frames import FrameBuilder
 from graphpatch_notebook.graphs.exported.modules import ExportedRoot
 from graphpatch_notebook.torch_compat import input_guards, unflattens_programs
 
@@ -42,6 +40,9 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
             "fails on modules that are called twice, and on branches; upgrade torch, or use "
             "PatchableGraph(model, *example_args) on the model that was exported"
         )
+    from graphpatch_notebook.graphs.exported.conversion import Converter  # older versions lack what it imports
+    from graphpatch_notebook.graphs.exported.frames import FrameBuilder
+
     program = program if file is None else torch.export.load(file)
     converter = Converter(torch.export.unflatten(program, flat_args_adapter), input_guards(program))
     return converter.root, FrameBuilder(converter).build()

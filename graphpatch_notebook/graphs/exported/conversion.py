@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, fx
-from torch.export.unflatten import InterpreterModule, UnflattenedModule
+from torch.export.unflatten import InterpreterModule, InterpreterModuleDispatcher, UnflattenedModule
 from torch.nn import Module, ModuleList
 
 from graphpatch_notebook.capture.records import InputParameter
@@ -32,14 +32,6 @@ from graphpatch_notebook.graphs.exported.modules import (
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import leaves_of, parts_of, structured
 
-try:
-    from torch.export.unflatten import InterpreterModuleDispatcher
-except ImportError:  # before torch 2.6, whose programs are refused
-
-    class InterpreterModuleDispatcher(Module):  # type: ignore[no-redef]
-        """Never made by these versions."""
-
-
 CALLED = "graphpatch_called"
 """The key in the meta of a `call_module` node of the group that it calls, and the number of the graph that runs there
 (`None`: the next in turn)."""
@@ -47,22 +39,15 @@ _POSITIONAL_ARGUMENT = "_positional_arg_"
 
 
 class Group:
-    """The variants of one module: one for each of its calls that differs from the others.
-
-    Attributes:
-        variants: The modules that `unflatten` made; those without a graph are never called.
-        turns: The numbers of the graphs in the order of all calls, if only the order distinguishes them.
-        module: The module made for all of them.
-        names: What the placeholders of all graphs are called here, by their names there.
-        is_by_name: Whether callers give the arguments by name: the graphs have different placeholders.
-    """
+    """The variants of one module: one for each of its calls that differs from the others."""
 
     def __init__(self, variants: list[Module]) -> None:
-        self.variants = variants
+        self.variants = variants  # the modules that `unflatten` made; those without a graph are never called
+        # The numbers of the graphs in the order of all calls, if only the order distinguishes them.
         self.turns: list[int] = []
-        self.module: Module | None = None
-        self.names: dict[str, str] = {}
-        self.is_by_name = False
+        self.module: Module | None = None  # the module made for all of them
+        self.names: dict[str, str] = {}  # what the placeholders of all graphs are called here, by their names there
+        self.is_by_name = False  # whether callers give the arguments by name: the graphs have different placeholders
         self._common: set[str] = set()
 
     def add(self, variants: list[Module]) -> list[Module]:
@@ -374,7 +359,8 @@ def _take_apart(
             _add_part(graph, leaves, position, part, made)
         return
     start = 0
-    for key, child in zip(_keys(structure), parts_of(structure), strict=True):
+    keys = structure.context if structure.type is dict else range(structure.num_children)
+    for key, child in zip(keys, parts_of(structure), strict=True):
         inside = parts[start : start + child.num_leaves]
         start += child.num_leaves
         if child.is_leaf():
@@ -428,7 +414,3 @@ def _is_plain(structure: Any) -> bool:
     if structure.type is dict:
         return all(type(key) is str for key in structure.context)
     return structure.type in (tuple, list)
-
-
-def _keys(structure: Any) -> Sequence[Any]:
-    return list(structure.context) if structure.type is dict else range(structure.num_children)

@@ -14,13 +14,12 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
-from graphpatch_notebook.capture.functions import function_name
-from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Kind, Node, OpNode, SourceLine
+from graphpatch_notebook.capture import name_nodes
+from graphpatch_notebook.capture.custom_graphs import RECORD, custom_record, map_arguments
+from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Node, OpNode, SourceLine
 from graphpatch_notebook.graphs.copies import SavedSite
 from graphpatch_notebook.graphs.exported.conversion import CALLED, Converter, Group, at
 from graphpatch_notebook.graphs.exported.modules import ExportedModule
-from graphpatch_notebook.paths import call_name, unique_name
 from graphpatch_notebook.torch_compat import STRUCTURE_FUNCTIONS
 from graphpatch_notebook.values import (
     ContainerSpec,
@@ -34,7 +33,6 @@ from graphpatch_notebook.values import (
     leaves,
 )
 
-_RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "output": 3, "op": 4, "constant": 4}
 _TRACE_LINE = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
@@ -76,7 +74,7 @@ class FrameBuilder:
         frame.nodes.append(Node(kind="output", op="output", target="output", spec=spec, base_name="output"))
         _mark_written(records)
         _mark_sizes(records)
-        _name(frame)
+        name_nodes(frame, size_prefix="")  # the names of the program
         for fx_node, record in records.items():
             fx_node.meta = {RECORD: record}
         return returned
@@ -104,35 +102,22 @@ class FrameBuilder:
 
 
 def _record(fx_node: fx.Node, frame: Frame, values: ExampleValues) -> Node:
-    target = str(fx_node.target)
-    kind: Kind = "op"
-    op, spec = target.rsplit(".", 1)[-1], spec_of(values.example(fx_node))
-    if fx_node.op == "placeholder":
-        kind, op = "input", target
-    elif fx_node.op == "get_attr":
-        held = at(frame.module, target)
-        kind, op = _kind(frame.module, target), target
-        spec = describe(held) if isinstance(held, Tensor) else ObjectSpec(type(held).__name__)
-    elif callable(fx_node.target):
-        op, target = function_name(fx_node.target), fx_node.name
-    if kind == "op":
-        return OpNode(op=op, target=target, spec=spec, base_name=fx_node.name, site=_site(fx_node))
-    return Node(kind=kind, op=op, target=target, spec=spec, base_name=fx_node.name)
-
-
-def _kind(module: Module, path: str) -> Kind:
-    *parents, name = path.split(".")
-    holder = at(module, ".".join(parents))
-    if name in holder._parameters:
-        return "parameter"
-    return "buffer" if name in holder._buffers else "attribute"
+    record = custom_record(fx_node, frame.module)
+    record.base_name = record.op if record.kind == "input" else fx_node.name
+    record.spec = spec_of(values.example(fx_node))
+    if isinstance(record, OpNode):
+        record.site = _site(fx_node)
+    elif record.kind != "input":
+        held = at(frame.module, record.target)
+        record.spec = describe(held) if isinstance(held, Tensor) else ObjectSpec(type(held).__name__)
+    return record
 
 
 def _site(fx_node: fx.Node) -> SavedSite | None:
     """Returns the lines of the model's code that the program has recorded, in place of a call site."""
     found = _TRACE_LINE.findall(fx_node.meta.get("stack_trace") or "")
     lines = tuple(SourceLine(file, int(line), function) for file, line, function in found)
-    return SavedSite((), lines) if lines and fx_node.op not in ("placeholder", "get_attr") else None
+    return SavedSite((), lines) if lines else None
 
 
 # -- what follows from the whole graph ---------------------------------------------------------------------------------
@@ -143,15 +128,18 @@ def _mark_sizes(records: dict[fx.Node, Node]) -> None:
     for fx_node, record in records.items():
         holds_tensors = any(not isinstance(leaf, ScalarSpec) for _, leaf in leaves(record.spec))
         first = fx_node.args[0] if fx_node.args else None
-        is_part = fx_node.target is operator.getitem and isinstance(first, fx.Node) and _is_taken_apart(first, records)
+        is_part = (
+            fx_node.target is operator.getitem
+            and isinstance(first, fx.Node)
+            and (
+                records[first].kind in ("call", "input")
+                or first.target in STRUCTURE_FUNCTIONS
+                or records[first].is_size
+            )
+        )
         is_structure = fx_node.op == "call_function" and fx_node.target in STRUCTURE_FUNCTIONS
         if record.kind in ("op", "attribute"):
             record.is_size = is_part or is_structure or not holds_tensors
-
-
-def _is_taken_apart(container: fx.Node, records: dict[fx.Node, Node]) -> bool:
-    record = records[container]
-    return record.kind in ("call", "input") or container.target in STRUCTURE_FUNCTIONS or record.is_size
 
 
 def _mark_written(records: dict[fx.Node, Node]) -> None:
@@ -191,24 +179,6 @@ def _arguments(fx_node: fx.Node, is_wanted: Any) -> list[tuple[int | str, fx.Nod
         if isinstance(value, fx.Node) and is_wanted(argument.alias_info):
             found.append((position if is_positional else argument.name, value))
     return found
-
-
-def _name(frame: Frame) -> None:
-    """Names the nodes: first those with names from the model, then the rest with names from the program."""
-    calls: dict[int, list[CallNode]] = {}
-    for call in frame.calls():
-        calls.setdefault(id(call.frame.module), []).append(call)
-    for several in calls.values():
-        for call in several:
-            call.call_count = len(several)
-    for node in sorted(frame.nodes, key=lambda n: 5 if n.is_size else _RANKS[n.kind]):
-        base = node.base_name
-        if isinstance(node, CallNode):
-            base = call_name(base) + (f"_{node.call_index}" if node.call_count > 1 else "")
-        elif node.kind == "input":
-            base = node.op
-        node.name = unique_name(base, frame.names)
-        frame.names[node.name] = node
 
 
 _ABSENT = object()
@@ -254,7 +224,8 @@ class ExampleValues:
         known = node.meta.get("val", _ABSENT)
         if node.op == "placeholder":
             value = self._given.get(str(node.target), None if known is _ABSENT else known)
-            self._is_known &= known is _ABSENT or _is_alike(value, known)
+            if isinstance(known, Tensor):
+                self._is_known &= isinstance(value, Tensor) and _sizes(value) == _sizes(known)
             return value
         if node.op == "get_attr":
             return at(self._module, str(node.target)) if known is _ABSENT else known
@@ -272,12 +243,6 @@ class ExampleValues:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         target: Any = node.target
         return target(*args, **kwargs)
-
-
-def _is_alike(value: Any, known: Any) -> bool:
-    if isinstance(known, Tensor):
-        return isinstance(value, Tensor) and _sizes(value) == _sizes(known)
-    return True
 
 
 def spec_of(value: Any) -> ValueSpec:

@@ -457,48 +457,33 @@ def test_scores_in_an_array(graph: PatchableGraph) -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "message"),
+    ("scores", "error", "message"),
     [
+        ({"output": 1, "sub_0.liner": 1}, UnknownPathError, "nearest: 'sub_0.linear'"),
+        ({"output": 1, 7: 1}, TypeError, "by path"),
+        ({"output": "1"}, TypeError, "'1'"),
+        ({"output": 1j}, TypeError, "scores are numbers"),
+        ({"output": torch.ones(2)}, TypeError, r"Tensor of shape \(2,\)"),
+        ({"output": None}, TypeError, "NoneType"),
+        ({"output": math.inf}, ValueError, "finite"),
+        ({"output": 1e300}, ValueError, "finite"),
         (
             DataArray([[1.0]], {"path": ["output"], "position": [0]}, ["path", "position"]),
+            ValueError,
             r"a row has one number only: .*\.sum\('position'\) or \.sel\(position=\.\.\.\)",
         ),
-        (DataArray([1.0], {"layer": ["output"]}, ["layer"]), r"\.rename\(\{'layer': 'path'\}\)"),
-        (DataArray([1.0], dims=["path"]), "with the paths as its coordinate"),
-        (DataArray(1.0), "no dimension 'path'"),
-        (DataArray([math.inf], {"path": ["output"]}, ["path"]), "finite"),
+        (DataArray([1.0], {"layer": ["output"]}, ["layer"]), ValueError, r"\.rename\(\{'layer': 'path'\}\)"),
+        (DataArray([1.0], dims=["path"]), ValueError, "with the paths as its coordinate"),
+        (DataArray(1.0), ValueError, "no dimension 'path'"),
+        (DataArray([math.inf], {"path": ["output"]}, ["path"]), ValueError, "finite"),
     ],
 )
-def test_arrays_without_scores_are_refused(graph: PatchableGraph, array: DataArray, message: str) -> None:
-    browser = graph.browse()
-    browser.set_scores({"input": 1.0})
-    before = browser.scores
-    with pytest.raises(ValueError, match=message):
-        browser.set_scores(array)
-    assert browser.scores == before
-
-
-@pytest.mark.parametrize(
-    ("path", "score", "error", "message"),
-    [
-        ("sub_0.liner", 1, UnknownPathError, "nearest: 'sub_0.linear'"),
-        (7, 1, TypeError, "by path"),
-        ("output", "1", TypeError, "'1'"),
-        ("output", 1j, TypeError, "scores are numbers"),
-        ("output", torch.ones(2), TypeError, r"Tensor of shape \(2,\)"),
-        ("output", None, TypeError, "NoneType"),
-        ("output", math.inf, ValueError, "finite"),
-        ("output", 1e300, ValueError, "finite"),
-    ],
-)
-def test_invalid_scores_are_refused(
-    graph: PatchableGraph, path: Any, score: Any, error: type[Exception], message: str
-) -> None:
+def test_invalid_scores_are_refused(graph: PatchableGraph, scores: Any, error: type[Exception], message: str) -> None:
     browser = graph.browse()
     browser.set_scores({"input": 1.0})
     before = browser.scores
     with pytest.raises(error, match=message):
-        browser.set_scores({"output": 1, path: score})
+        browser.set_scores(scores)
     assert browser.scores == before
 
 
@@ -642,26 +627,30 @@ def test_requests_in_a_kernel(kernel: Kernel) -> None:
     assert "unknown row" in asked(kernel, model_id, "details", row=10**6)["error"]["message"]
 
 
-def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(tmp_path).items():
+def outputs_and_saved_widget(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Runs a notebook of one cell; returns the cell's outputs, and what the notebook saves of the widget shown."""
+    for name, value in environment(folder).items():
         monkeypatch.setenv(name, value)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    NotebookClient(notebook, timeout=60, kernel_name="python3", store_widget_state=True).execute()
+    nbformat.validate(notebook)
+    outputs = notebook.cells[0].outputs
+    models = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
+    return outputs, models[outputs[0]["data"][WIDGET_VIEW]["model_id"]]
+
+
+def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
         "import torch\nfrom graphpatch_notebook import PatchableGraph\n"
         "pg = PatchableGraph(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(50)]), torch.ones(2, 4))\n"
         "pg.browse()"
     )
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    client = NotebookClient(notebook, timeout=60, kernel_name="python3", store_widget_state=True)
-    client.execute()
-    live, static = notebook.cells[0].outputs
-    model_id = live["data"][WIDGET_VIEW]["model_id"]
-    assert f"gp-static-{model_id}" in static["data"]["text/html"]
-    saved = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"][model_id]
+    (live, static), saved = outputs_and_saved_widget(source, tmp_path, monkeypatch)
+    assert f"gp-static-{live['data'][WIDGET_VIEW]['model_id']}" in static["data"]["text/html"]
     bundle = [saved["state"].pop("_esm"), *(one for one in saved["buffers"] if one["path"] == ["front_end"])]
     assert len(json.dumps(bundle)) < 80_000 * 4 / 3  # in base64
     saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
     assert len(json.dumps(saved)) < 10_000
-    nbformat.validate(notebook)
 
 
 def test_marimo_may_put_its_attribute_on_the_widget(graph: PatchableGraph) -> None:

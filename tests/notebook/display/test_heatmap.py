@@ -10,20 +10,17 @@ from typing import Any
 
 import comm
 import ipywidgets
-import nbformat
 import numpy as np
 import pytest
 import traitlets
 import xarray as xr
 from IPython.core.interactiveshell import InteractiveShell
-from nbclient import NotebookClient
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import show_heatmap
 from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from tests.notebook.browser.test_static_tree import read
-from tests.notebook.browser.test_widget import WIDGET_VIEW, Line
-from tests.notebook.hosts import environment
+from tests.notebook.browser.test_widget import WIDGET_VIEW, Line, outputs_and_saved_widget
 from tests.notebook.shells import Shell
 
 pytestmark = pytest.mark.hosts
@@ -248,19 +245,12 @@ def test_a_plot_without_numbers_says_so() -> None:
 
 
 def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(tmp_path).items():
-        monkeypatch.setenv(name, value)
     source = "from tests.notebook.display.test_heatmap import a_result, show_heatmap\nshow_heatmap(a_result())"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    client = NotebookClient(notebook, timeout=60, kernel_name="python3", store_widget_state=True)
-    client.execute()
-    live, table = notebook.cells[0].outputs
+    (live, table), saved = outputs_and_saved_widget(source, tmp_path, monkeypatch)
     model_id = live["data"][WIDGET_VIEW]["model_id"]
     assert live["data"]["text/plain"].startswith("<Heatmap of score")
     assert table["data"].keys() == {"text/html"}
     assert f'class="gp-static gp-static-{model_id}"' in table["data"]["text/html"]
-    saved = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"][model_id]
     saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
     saved["state"].pop("_esm")
     assert len(json.dumps(saved)) < 5_000
-    nbformat.validate(notebook)
