@@ -62,7 +62,6 @@ class Decomposition:
 
     Attributes:
         name: What the options call it: its name in `torch.nn.functional`.
-        function: The function, as torch dispatches it.
         is_exact: Whether the steps are bit-identical to the function.
         problem: Takes the arguments of a call; returns the reason why this call cannot be opened, or `None`.
         make_steps: Returns the function that takes the steps, with the signature of `function`.
@@ -108,11 +107,7 @@ def opened_by_default(decompose: Collection[str | Callable[..., Any]] | None) ->
 
 
 def chosen_decompositions(decompose: Collection[str | Callable[..., Any]] | None) -> dict[int, Decomposition]:
-    """Returns the decompositions that `ExtractionOptions.decompose` asks for, by the id of their function.
-
-    Raises:
-        OptionError: It contains something else.
-    """
+    """Returns the decompositions that `ExtractionOptions.decompose` asks for, by the id of their function."""
     if decompose is None:
         return {}
     if isinstance(decompose, str) or not isinstance(decompose, Collection):
@@ -368,8 +363,7 @@ class _IndexedByTensors(TorchFunctionMode):
 def _check_blocks(block_mask: Any, is_allowed: Tensor) -> None:
     """Checks that the blocks which a kernel skips have no entries that the function of the mask allows.
 
-    Raises:
-        GraphPatchError: They have: then a kernel, and torch's own code without a compiler, compute different results.
+    If they have, a kernel, and torch's own code without a compiler, compute different results.
     """
     blocks = block_mask.to_dense().bool()
     rows, columns = (
@@ -402,11 +396,7 @@ def _flex_problem(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any)
 
 @cache
 def _opened_multi_head_attention(**replaced: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns torch's own function, with its own helpers, in a form that does not dispatch to function modes first.
-
-    Args:
-        replaced: What it calls in place of functions of these names.
-    """
+    """Returns torch's own function, with helpers (its own, or `replaced`) that do not dispatch to function modes."""
     original: Any = functional.multi_head_attention_forward
     namespace = {**original.__globals__, **replaced}
     namespace |= {name: _never for name in namespace if name.startswith("has_torch_function")}

@@ -188,10 +188,8 @@ def call_like(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a call like the call of a captured frame, without arguments that equal their default.
 
-    `tensor` makes each tensor, given its name in messages and its spec; `number` each number or other constant.
-
-    Raises:
-        UnknownInputError: One of the inputs cannot be made.
+    `tensor` makes each tensor, given its name in messages and its spec; `number` each number or other constant. An
+    input that cannot be made is an `UnknownInputError`.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}

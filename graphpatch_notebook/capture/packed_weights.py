@@ -29,11 +29,7 @@ from graphpatch_notebook.values import TensorSpec
 
 
 class Packing(ABC):
-    """How the modules of a class keep their weight.
-
-    Args:
-        forward: The library's own forward of the class, which `run` can replace.
-    """
+    """How the modules of a class keep their weight, given the library's own forward, which `run` can replace."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -51,11 +47,7 @@ class Packing(ABC):
         """Returns the output of `module` for `value` with this weight, in the dtype of its own forward."""
 
     def bound(self, module: Module, weight: Tensor, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function that runs instead of `forward`, the forward of `module`.
-
-        Raises:
-            PatchValueError: The forward is not the library's: what it does with the weight is not known.
-        """
+        """Returns the function that runs instead of `forward`, that of `module`, if it is the library's own."""
         if getattr(forward, "__func__", None) is self._forward:
             return functools.partial(self.run, module, weight)
         raise PatchValueError(

@@ -232,11 +232,8 @@ class Dimensions:
         """Returns the dimension of a captured value that holds the batch; `None` if all of the batch uses one value.
 
         The batch is dimension 0 of the inputs, see `batch_inputs`. The dimension grows as the batch does. It may hold
-        more than that (batch x heads): in which order is not known.
-
-        Raises:
-            NoBatchError: No dimension, or more than one, grows as the batch does; or the model cannot run with another
-                batch.
+        more than that (batch x heads): in which order is not known. It is a `NoBatchError` if more than one dimension
+        grows, or one grows in another way, or the model cannot run with another batch.
         """
         runs = self._batch_runs()
         known = self._profiles.get(id(spec))

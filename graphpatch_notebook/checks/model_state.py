@@ -287,8 +287,7 @@ class ModuleState:
     def change(self, *, besides: Iterable[str] = ()) -> Change | None:
         """Returns the first change since the snapshot; `None` if nothing changed.
 
-        Args:
-            besides: Owners of random generators to ignore: `"torch"`, `"Python"`, `"numpy"`, `"own"` (of the model).
+        Random generators are ignored if their owner is in `besides`: `"torch"`, `"Python"`, `"numpy"`, `"own"`.
         """
         found = self._changes(_EVERYWHERE, has_contents=True)
         changes = itertools.chain(self._random_changes(besides), found, self._outer_changes())

@@ -19,7 +19,7 @@ from graphpatch_notebook.components.axes import (
     einsum_letters,
     product_axes,
 )
-from graphpatch_notebook.components.chain import Trails
+from graphpatch_notebook.components.chain import Region, Trails, region
 from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
@@ -35,7 +35,6 @@ from graphpatch_notebook.components.operations import (
     SOFTMAXES,
     VIEWS,
 )
-from graphpatch_notebook.components.regions import Region, region
 from graphpatch_notebook.values import TensorSpec
 
 _FARTHEST = 60

@@ -3,21 +3,25 @@
 A layer is a frame whose output is its input plus something: from the output, a trail of additions, norms and scalings
 by constants leads back to an input. At an addition the trail follows the summand that reaches the input; the other
 summand is what the layer writes.
+
+A `Region` is what lies between linear maps and a value. A *waist* is a value that everything between passes through.
+Between two waists next to each other there is one operation, or several that belong together: a rotation, a norm, an
+activation.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from string import digits
 from typing import Literal, TypeAlias
 
 from torch.nn import Module, ModuleDict
 
-from graphpatch_notebook.capture.records import CallNode, Frame
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.components.axes import Axes, stream_axes
 from graphpatch_notebook.components.flow import Flow, Place, Value
 from graphpatch_notebook.components.operations import (
@@ -36,6 +40,7 @@ StepKind: TypeAlias = Literal["add", "bias", "norm", "scale", "same"]
 
 _LONGEST = 2000
 _NORM_FRAMES = 3
+_LARGEST = 300
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,14 +144,13 @@ class Trails:
                 self.norms.setdefault(norm.returned.value, norm)
 
     def _norm(self, frame: Frame) -> Norm | None:
-        """Returns a frame as a norm, if it takes moments of its input, and has no linear map."""
+        """Returns a frame as a norm, if its module takes moments of its input, and has no linear map."""
         if frame.opaque_reason is not None:
             return None
-        frames = []
-        for inner in frame.walk():
-            frames.append(inner)
-            if len(frames) > _NORM_FRAMES:
-                return None
+        frames = list(islice(frame.walk(), _NORM_FRAMES + 1))
+        # Where the user edited its graph, the norm is a call in that graph: the module computes something else.
+        if len(frames) > _NORM_FRAMES or any(inner.is_edited for inner in frames):
+            return None
         ops = {node.op for inner in frames for node in inner.graph_nodes if node.kind == "op"}
         if not ops & MOMENTS or ops & (SOFTMAXES | LINEAR_MAPS):
             return None
@@ -171,12 +175,11 @@ class Trails:
         reads = [read for read in reads if (read.size == value.size if is_whole else read.is_float)]
         return reads[0] if len(reads) == 1 else None
 
-    def linear_map(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value | None:
-        """Returns the result of the linear map that a value is computed from by norms and some operations."""
-        found: Value | None = value
-        while found is not None and not self.flow.is_linear_map(found):
-            found = self.source(found, ops, is_whole=is_whole)
-        return found
+    def linear_map(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value:
+        """Returns the linear map that norms and some operations compute a value from, or where the way to it ends."""
+        while not self.flow.is_linear_map(value) and (source := self.source(value, ops, is_whole=is_whole)) is not None:
+            value = source
+        return value
 
     def find(self, end: Value, start: Value, low: int = 0, *, adds: bool = True) -> list[Step] | None:
         """Returns the shortest trail from `start` to `end`, in order of execution; `None` if there is none.
@@ -232,6 +235,66 @@ def _unwound(value: Value, came_by: dict[Value, Step | None]) -> Iterator[Step]:
     while (step := came_by[value]) is not None:
         yield step
         value = step.result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """The values between linear maps and a value that is computed from them.
+
+    Attributes:
+        sources: The linear maps.
+        waists: The values that everything passes through, in order of execution; the last is the value itself.
+        ops: The torch functions between each waist and the one before it; for a norm, `layer_norm`.
+    """
+
+    sources: tuple[Value, ...]
+    waists: tuple[Value, ...]
+    ops: Mapping[Value, tuple[str, ...]]
+
+    def is_view(self, waist: Value) -> bool:
+        """Whether a waist has the values of the one before, or a part of them."""
+        return all(op in VIEWS or op in SAME_VALUES for op in self.ops[waist])
+
+    def is_norm(self, waist: Value) -> bool:
+        """Whether a waist is a norm of the one before."""
+        return any(op in MOMENTS for op in self.ops[waist])
+
+
+def region(trails: Trails, end: Value, inside: frozenset[Node]) -> Region:
+    """Returns the region of a value, among the nodes `inside`."""
+    flow = trails.flow
+    reads: dict[Value, list[Value]] = {}
+    sources: list[Value] = []
+    waiting = [end]
+    while waiting and len(reads) < _LARGEST:
+        value = waiting.pop()
+        if value in reads:
+            continue
+        reads[value] = []
+        if value.node not in inside or flow.is_linear_map(value):
+            sources.append(value)
+        elif (norm := trails.norms.get(value)) is not None:
+            reads[value] = [norm.given.value]
+        else:
+            reads[value] = flow.moving(value.node)
+        waiting += reads[value]
+    values = sorted(reads, key=lambda value: flow.order[value.node])
+    last_use = {read: position for position, value in enumerate(values) for read in reads[value]}
+    open_values: set[Value] = set()
+    waists: list[Value] = []
+    ops: dict[Value, tuple[str, ...]] = {}
+    between: list[str] = []
+    rest = len(sources)
+    for position, value in enumerate(values):
+        open_values = {each for each in open_values if last_use[each] > position} | {value}
+        rest -= value in sources
+        if value not in sources:
+            between.append("layer_norm" if value in trails.norms or value.op in NORMS else value.op)
+        if len(open_values) == 1 and not rest:
+            waists.append(value)
+            ops[value] = tuple(between)
+            between = []
+    return Region(tuple(sources), tuple(waists), ops)
 
 
 class Stacks:

@@ -64,7 +64,9 @@ def start_of(trails: Trails, stack: Stack) -> Start:
             is_table = len(value.shape) > 1 and value.shape[-1] == first.shape[-1] and value.size > first.shape[-1]
             found.positions += [value] if is_table else []
     length = max((value.shape[-2] for value in found.positions if len(value.shape) > 1), default=0)
-    found.positions = [value for value in found.positions if _rows(trails, value) >= length]
+    tables = {value: table_of(flow, value) or value for value in found.positions}
+    # Token types are fewer than positions.
+    found.positions = [value for value, table in tables.items() if table.shape[-2] >= length]
     return found
 
 
@@ -89,12 +91,6 @@ def _axes_before(trails: Trails, value: Value, before: list[Value], axes: Axes |
         found = axes if is_norm else axes_before(value.node, axes, read)
         if found is not None:
             yield read, found
-
-
-def _rows(trails: Trails, value: Value) -> int:
-    """Returns the number of vectors in the table of an embedding: token types are fewer than positions."""
-    table = table_of(trails.flow, value)
-    return value.shape[-2] if table is None else table.shape[0]
 
 
 def _before(trails: Trails, value: Value) -> list[Value]:
@@ -182,7 +178,7 @@ def ends_alone(trails: Trails) -> tuple[Start, End]:
     lookups = [(value, table) for value, table in tables if table is not None and _is_of_inputs(trails, value)]
     for place in flow.outputs(flow.root):
         linear = trails.linear_map(place.value, is_whole=True)
-        if linear is None:
+        if not flow.is_linear_map(linear):
             continue
         fitting = [(value, table.shape) for value, table in lookups if table.shape[0] == linear.shape[-1]]
         width = flow.moving(linear.node)[0].shape[-1]

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from graphpatch_notebook.capture.inputs import passed_on
+from graphpatch_notebook.capture.custom_graphs import run_custom
+from graphpatch_notebook.capture.inputs import inputs_of_call, passed_on
 from graphpatch_notebook.capture.records import (
     HELD_KINDS,
     CallNode,
@@ -305,6 +306,14 @@ class Flow:
         for inner in _tensor_keys(spec):
             if (found := self.resolve(ref.node, ref.dig + inner)) is not None:
                 yield Place(format_path((*frame.path, node.name), map(key_text, keys + inner)), found)
+
+
+def called(frame: Frame, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a frame returns for other inputs: by its custom graph, or else by a function of its module."""
+    if frame.custom_graph is None:
+        return forward(*args, **kwargs)
+    given = inputs_of_call(frame, args, kwargs)
+    return run_custom(frame.custom_graph, frame.module, given, lambda _, value: value)
 
 
 def _references(value: Any, at: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ...], Ref]]:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.components.chain import Layer, Trails, container_of
+from graphpatch_notebook.components.chain import Layer, Region, Trails, container_of, region
 from graphpatch_notebook.components.flow import Flow, Value
 from graphpatch_notebook.components.operations import (
     ADDITIONS,
@@ -20,7 +20,6 @@ from graphpatch_notebook.components.operations import (
     SCALINGS,
     VIEWS,
 )
-from graphpatch_notebook.components.regions import Region, region
 from graphpatch_notebook.components.writes import Write
 
 _OUTPUT_STEPS = SAME_VALUES | SCALINGS | VIEWS | ADDITIONS | NORMS
@@ -54,7 +53,8 @@ def mlp_of(trails: Trails, write: Write, layer: Layer) -> Mlp:
     missing: dict[str, str] = {}
     router, choice = _router(trails, write)
     experts = _experts(trails, write, layer, choice, router) if choice is not None and router is not None else {}
-    down = trails.linear_map(write.value, _OUTPUT_STEPS, is_whole=True) if router is None else None
+    last = trails.linear_map(write.value, _OUTPUT_STEPS, is_whole=True)
+    down = last if router is None and trails.flow.is_linear_map(last) else None
     post = pre = None
     if router is not None:
         missing["mlp.pre"] = missing["mlp.post"] = "each expert has its own neurons, and each token other experts"

@@ -125,7 +125,8 @@ def _with_part(part: str, text: str, stack: str, layers: Numbers | None) -> Comp
         is_last = step.end() == len(part) and not step.group().endswith(".")
         position = step.end()
         if word in MEMBERS and is_last:
-            raise ValueError(f"not a component name: {text!r} (say what of the {word}, such as .{_OF[word]})")
+            example = "z" if word == "heads" else "out"
+            raise ValueError(f"not a component name: {text!r} (say what of the {word}, such as .{example})")
         if word in MEMBERS:
             members = slice(None) if inside is None else _numbers(inside, text)
         elif inside is not None and is_last:
@@ -139,7 +140,6 @@ def _with_part(part: str, text: str, stack: str, layers: Numbers | None) -> Comp
     return ComponentName(tuple(words), stack, layers, members, index)
 
 
-_OF = {"heads": "z", "experts": "out"}
 _LIST_OF_INDICES = "a slice in a name has integers, slices and ...; for a list of indices, give the patch slice="
 
 
@@ -335,7 +335,9 @@ def _of_one(found: Components, name: ComponentName, text: str, is_pattern: bool)
         key = str(replace(name, members=name.members or 0, index=()))  # which says why there are no separate ones
     whole = find_one(found, key, text)
     if name.axis not in whole.axes:
-        raise UnknownPathError(f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {_axes(whole)}")
+        raise UnknownPathError(
+            f"{text!r}: {whole.name!r} has no dimension of the {word}: its axes are {', '.join(whole.axes)}"
+        )
     dim = whole.axes.index(name.axis)
     if len(whole.index) > dim and whole.index[dim] != slice(None):
         raise UnknownPathError(f"{text!r}: {whole.name!r} is a part along its dimension of the {word} already")
@@ -424,7 +426,3 @@ def part_shape(shape: torch.Size, index: tuple[Any, ...]) -> torch.Size:
         torch.Size([2, 5, 64])
     """
     return torch.Size(size for size in part_sizes(shape, index) if size is not None) if index else shape
-
-
-def _axes(component: Component) -> str:
-    return ", ".join(component.axes)

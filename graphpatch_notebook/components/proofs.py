@@ -16,16 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.custom_graphs import run_custom
-from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import Frame, refs_in
 from graphpatch_notebook.components.attention import Attention, Part, Parts
-from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails
+from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails, region
 from graphpatch_notebook.components.ends import End, Start
-from graphpatch_notebook.components.flow import Place, UnknownValueError, Value, walk
+from graphpatch_notebook.components.flow import Place, UnknownValueError, Value, called, walk
 from graphpatch_notebook.components.mlp import Mlp
 from graphpatch_notebook.components.operations import CREATIONS, SHAPED_LIKE
-from graphpatch_notebook.components.regions import region
 from graphpatch_notebook.components.writes import Write, norm_of
 from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch
 from graphpatch_notebook.values import TensorSpec, children
@@ -92,6 +89,15 @@ class Verdicts:
                 self.doubts.setdefault(name, problem)
 
 
+class _DoubtError(Exception):
+    """A component may not be what its name says, for this reason."""
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise _DoubtError(problem)
+
+
 def prove(evidence: Evidence, paths: Mapping[str, str], known: Collection[str], run: ProofRun) -> Verdicts:
     """Returns how components, with `paths` by name, were proved in runs of the model with patches on `known` paths."""
     return _Prover(evidence, paths, known, run).verdicts
@@ -155,23 +161,18 @@ class _Prover:
         call = frame.call
         assert call is not None
         args, kwargs = self._flow.arguments((call.args, call.kwargs), self._copy)
-        if frame.custom_graph is None:
-            result = frame.module(*args, **kwargs)
-        else:
-            given = inputs_of_call(frame, args, kwargs)
-            result = run_custom(frame.custom_graph, frame.module, given, lambda _, value: value)
-        tensors = list(floats(result))
+        tensors = list(floats(called(frame, frame.module, args, kwargs)))
         places = self._flow.outputs(frame)
         return tensors[places.index(returned)] if len(tensors) == len(places) else next(iter(tensors), None)
 
     def _copy(self, value: Value) -> Tensor:
         return self._value(value).clone()
 
-    def _rerun_problem(self, value: Value) -> str | None:
-        """Runs an operation, or a norm, alone."""
+    def _check_rerun(self, value: Value) -> None:
+        """Checks that an operation, or a norm, returns the same alone."""
         norm = self._trails.norms.get(value)
         result = self._flow.rerun(value.node, self._copy) if norm is None else self._called(norm.frame, norm.returned)
-        return None if is_close(result, self._value(value)) else f"the rerun of {self._flow.path(value)} differs"
+        _require(is_close(result, self._value(value)), f"the rerun of {self._flow.path(value)} differs")
 
     def _needed(self, values: Iterable[Value]) -> list[Value]:
         """Returns the values that reruns of the operations and norms that return some values need."""
@@ -186,16 +187,16 @@ class _Prover:
             found += [value, *self._flow.reads(value.node), *(place.value for place in inputs)]
         return found
 
-    def _attempt(self, names: str | Iterable[str], proof: str, check: Callable[..., str | None], *args: Any) -> None:
+    def _attempt(self, names: str | Iterable[str], proof: str, check: Callable[..., None], *args: Any) -> None:
         names = [names] if isinstance(names, str) else list(names)
-        names = [name for name in names if name in self._paths]
+        problem = None
         try:
-            problem = check(*args)
-        except UnknownValueError as unknown:
-            problem = str(unknown)
+            check(*args)
+        except (_DoubtError, UnknownValueError) as doubt:
+            problem = str(doubt)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
             problem = f"{proof}: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        self.verdicts.note(names, proof, problem)
+        self.verdicts.note([name for name in names if name in self._paths], proof, problem)
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
@@ -205,10 +206,10 @@ class _Prover:
         self._record_components(names, self._values_in(named))
         stream = [f"{start}resid_pre", f"{start}resid_mid", f"{start}resid_post"]
         stream += [f"{start}{each.kind}_out" for each in named.writes]
-        self._attempt(stream, "residual sum recomputed", self._sum_problem, named)
+        self._attempt(stream, "residual sum recomputed", self._check_sum, named)
         for each in named.writes:
             if (norm := norm_of(each.write, layer)) is not None:
-                self._attempt(f"{start}{norm_name(each.kind)}", "norm rerun", self._rerun_problem, norm)
+                self._attempt(f"{start}{norm_name(each.kind)}", "norm rerun", self._check_rerun, norm)
             if each.parts is not None:
                 self._prove_attention(f"{start}{each.kind}", each.write.attentions[-1], each.parts, each.write)
             if each.mlp is not None:
@@ -222,36 +223,32 @@ class _Prover:
         found += [place.value for frame in experts for place in self._flow.inputs(frame)]
         return [*named.layer.states, *found]
 
-    def _sum_problem(self, named: NamedLayer) -> str | None:
+    def _check_sum(self, named: NamedLayer) -> None:
         """Recomputes the stream step by step; the control leaves out what is added."""
         layer = named.layer
         for place in (layer.start, layer.end):
-            if not is_close(self._at(place.path), self._value(place.value)):
-                return f"{place.path} is not the stream"
+            _require(is_close(self._at(place.path), self._value(place.value)), f"{place.path} is not the stream")
         for step in layer.steps:
-            if (problem := self._step_problem(step)) is not None:
-                return problem
+            self._check_step(step)
         for each in named.writes:
             path = self._paths.get(f"{named.name}{each.kind}_out")
-            if path is not None and not is_close(self._at(path), self._value(each.write.value)):
-                return f"{path} is not what is added"
-        return None
+            is_added = path is None or is_close(self._at(path), self._value(each.write.value))
+            _require(is_added, f"{path} is not what is added")
 
-    def _step_problem(self, step: Step) -> str | None:
+    def _check_step(self, step: Step) -> None:
         result, source = self._value(step.result), self._value(step.source)
         where = self._flow.path(step.result)
-        if step.kind == "same":
-            is_view = is_close(result, source) or self._rerun_problem(step.result) is None
-            return None if is_view else f"{where} changes the stream"
+        if step.kind == "same" and is_close(result, source):
+            return
         if step.kind != "add" or step.other is None:
-            return self._rerun_problem(step.result)
+            self._check_rerun(step.result)
+            return
         other = self._value(step.other)
         alpha = step.result.node.kwargs.get("alpha", 1)
-        if not is_close(source + alpha * other, result) and not is_close(alpha * source + other, result):
-            return f"{where} is not the sum of the stream and what is added"
-        if is_close(source, result) and bool(other.abs().max() > 0):
-            return f"{where} is the same without what is added"
-        return None
+        is_sum = is_close(source + alpha * other, result) or is_close(alpha * source + other, result)
+        _require(is_sum, f"{where} is not the sum of the stream and what is added")
+        is_changed = not is_close(source, result) or not bool(other.abs().max() > 0)
+        _require(is_changed, f"{where} is the same without what is added")
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
@@ -265,26 +262,26 @@ class _Prover:
             used = "values" if letter == "v" else "queries" if letter == "q" else "keys"
             own = f"{name}.{letter}"
             last_name = own if rotated is None else f"{own}_rot"
-            self._attempt(last_name, f"the {used} of the products", self._same_problem, operands[letter], last)
+            self._attempt(last_name, f"the {used} of the products", self._check_same, operands[letter], last)
             if rotated is not None and part is not None:
-                self._attempt(own, f"{letter}_rot is a rotation of it", self._rotation_problem, part, rotated)
+                self._attempt(own, f"{letter}_rot is a rotation of it", self._check_rotation, part, rotated)
         factors = [f"{name}.{each}_rot" if f"{each}_rot" in found else f"{name}.{each}" for each in "qk"]
         scores, pattern, z = (found.get(each) for each in ("scores", "pattern", "z"))
         if attention.dot is None and scores is not None and attention.z.node.whole.op == "flex_attention":
             # A rerun would take functions of scores, and masks of blocks: not recorded.
-            self._attempt(factors, "scores from q @ k", self._changed_scores_problem, operands, scores)
+            self._attempt(factors, "scores from q @ k", self._check_changed_scores, operands, scores)
         else:
             proof = "scores from q @ k" if attention.dot is not None else "fused call rerun"
-            self._attempt(factors, proof, self._dot_problem, attention, operands)
+            self._attempt(factors, proof, self._check_dot, attention, operands)
         if pattern is not None and z is not None and "v" in operands:
             names = [f"{name}.{each}" for each in ("pattern", "z", "v")]
-            self._attempt(names, "pattern @ v = z", self._varied_product_problem, pattern, operands["v"], z)
-            self._attempt(f"{name}.pattern", "rows sum to 1", self._rows_problem, pattern)
+            self._attempt(names, "pattern @ v = z", self._check_varied_product, pattern, operands["v"], z)
+            self._attempt(f"{name}.pattern", "rows sum to 1", self._check_rows, pattern)
         if scores is not None and pattern is not None:
-            self._attempt(f"{name}.scores", "softmax(scores) = pattern", self._softmax_problem, scores, pattern)
+            self._attempt(f"{name}.scores", "softmax(scores) = pattern", self._check_softmax, scores, pattern)
         if z is not None and parts.output is not None:
-            self._attempt(f"{name}.z", "z @ W_O + b", self._output_problem, z, parts.output, write)
-        self._attempt([f"{name}.{each}" for each in found], "heads agree with config", self._head_problem, parts)
+            self._attempt(f"{name}.z", "z @ W_O + b", self._check_output, z, parts.output, write)
+        self._attempt([f"{name}.{each}" for each in found], "heads agree with config", self._check_heads, parts)
 
     def _arranged(self, part: Part, last: tuple[str, str], heads: int) -> Tensor:
         """Returns a value of attention with batch and heads as one dimension in front of two axes.
@@ -301,52 +298,52 @@ class _Prover:
             arranged = arranged.repeat_interleave(heads // arranged.shape[-3], dim=-3)
         return arranged.flatten(0, -3) if arranged.ndim > 2 else arranged[None]
 
-    def _same_problem(self, operand: Part, part: Part) -> str | None:
-        """Whether a part is what the products read, up to layout, repeated heads, and a number."""
+    def _check_same(self, operand: Part, part: Part) -> None:
+        """Checks that a part is what the products read, up to layout, repeated heads, and a number."""
         rows = "query" if "query" in operand.axes else "key"
         heads = _heads(operand)
         used, own = (self._arranged(each, (rows, "channel"), heads) for each in (operand, part))
         if used.shape != own.shape and used.shape[-2] > own.shape[-2]:
             used = used[..., -own.shape[-2] :, :]  # behind those of a cache
         if is_multiple(own, used) or is_normed(own, used) or is_shifted(own, used, heads):
-            return None
+            return
         tiled = self._arranged(part, (rows, "channel"), 0)  # heads that are repeated all together, not one by one
         if heads and tiled.shape[0] < used.shape[0]:
             tiled = tiled.unflatten(0, (-1, _heads(part))).repeat(1, heads // _heads(part), 1, 1).flatten(0, 1)
-        return None if is_multiple(tiled, used) else "it is not what the products read"
+        _require(is_multiple(tiled, used), "it is not what the products read")
 
-    def _rotation_problem(self, part: Part, rotated: Part) -> str | None:
-        """Whether a part has the same lengths before and after, head by head and position by position."""
+    def _check_rotation(self, part: Part, rotated: Part) -> None:
+        """Checks that a part has the same lengths before and after, head by head and position by position."""
         rows = "query" if "query" in rotated.axes else "key"
         before, after = (self._arranged(each, (rows, "channel"), 0) for each in (part, rotated))
-        if before.shape != after.shape:
-            return "the rotation changes its shape"
-        return None if is_multiple(before.norm(dim=-1), after.norm(dim=-1)) else "the rotation changes its length"
+        _require(before.shape == after.shape, "the rotation changes its shape")
+        _require(is_multiple(before.norm(dim=-1), after.norm(dim=-1)), "the rotation changes its length")
 
-    def _dot_problem(self, attention: Attention, operands: Mapping[str, Part]) -> str | None:
-        """Whether queries and keys give the scores, before masks and biases; of a fused call, whether all give `z`."""
+    def _check_dot(self, attention: Attention, operands: Mapping[str, Part]) -> None:
+        """Checks that queries and keys give the scores, before masks and biases; or that a fused call gives `z`."""
         product = attention.dot if attention.dot is not None else attention.z
         if any(read.op in CREATIONS for read in self._flow.reads(product.node)):
-            return None  # the model fills these in after the recorded value
+            return  # the model fills these in after the recorded value
         if attention.dot is None or attention.dot.op == "baddbmm" or not {"q", "k", "dot"} <= set(operands):
-            return self._rerun_problem(product)
+            self._check_rerun(product)
+            return
         result = self._arranged(operands["dot"], ("query", "key"), _heads(operands["q"]))
-        return None if is_multiple(self._dots(operands), result) else "q @ k is not the scores"
+        _require(is_multiple(self._dots(operands), result), "q @ k is not the scores")
 
-    def _changed_scores_problem(self, operands: Mapping[str, Part], scores: Part) -> str | None:
-        """Whether queries and keys give the scores where no mask is."""
+    def _check_changed_scores(self, operands: Mapping[str, Part], scores: Part) -> None:
+        """Checks that queries and keys give the scores where no mask is."""
         result = self._arranged(scores, ("query", "key"), _heads(operands["q"])).float()
         is_seen = torch.isfinite(result)
-        products = self._dots(operands)
-        return None if is_multiple(products[is_seen], result[is_seen]) else "q @ k is not the scores: they are changed"
+        is_product = is_multiple(self._dots(operands)[is_seen], result[is_seen])
+        _require(is_product, "q @ k is not the scores: they are changed")
 
     def _dots(self, operands: Mapping[str, Part]) -> Tensor:
         heads = _heads(operands["q"])
         queries = self._arranged(operands["q"], ("query", "channel"), heads).float()
         return queries @ self._arranged(operands["k"], ("key", "channel"), heads).float().transpose(-1, -2)
 
-    def _varied_product_problem(self, pattern: Part, v: Part, z: Part) -> str | None:
-        """Whether `pattern @ v` is `z`; where `v` is the same at all positions, with noise added to it."""
+    def _check_varied_product(self, pattern: Part, v: Part, z: Part) -> None:
+        """Checks that `pattern @ v` is `z`; where `v` is the same at all positions, with noise added to it."""
         values, recorded = self._arranged(v, ("key", "channel"), 0), self._values
         path = self._flow.path(v.value)
         if path in self._known and is_close(values, values.roll(1, -2)):
@@ -355,69 +352,59 @@ class _Prover:
             self._run({path: AddPatch(value=added), **{other: keeping(kept, other) for other in others}})
             self._values = {**recorded, **kept, path: recorded[path] + added}
         try:
-            return self._product_problem(pattern, v, z)
+            self._check_product(pattern, v, z)
         finally:
             self._values = recorded
 
-    def _product_problem(self, pattern: Part, v: Part, z: Part) -> str | None:
+    def _check_product(self, pattern: Part, v: Part, z: Part) -> None:
         heads = _heads(pattern)
-        probabilities = self._arranged(pattern, ("query", "key"), heads)
-        values = self._arranged(v, ("key", "channel"), heads)
+        probabilities = self._arranged(pattern, ("query", "key"), heads).float()
+        values = self._arranged(v, ("key", "channel"), heads).float()
         result = self._arranged(z, ("query", "channel"), heads)
-        if probabilities.shape[-1] != values.shape[-2]:
-            return "the pattern has other keys than there are values"
-        probabilities, values = probabilities.float(), values.float()
+        _require(probabilities.shape[-1] == values.shape[-2], "the pattern has other keys than there are values")
         product = probabilities @ values
-        if not is_close(product, result):
-            return "pattern @ v is not z"
-        if len(values) > 1 and not is_closer(product, probabilities @ values.roll(1, 0), result):
-            return "pattern @ v is the same with other heads"
-        if values.shape[-2] > 1 and not is_closer(product, probabilities @ values.roll(1, -2), result):
-            return "pattern @ v is the same with other positions"
-        return None
+        _require(is_close(product, result), "pattern @ v is not z")
+        for dim, what in ((0, "heads"), (-2, "positions")):
+            is_alone = values.shape[dim] == 1 or is_closer(product, probabilities @ values.roll(1, dim), result)
+            _require(is_alone, f"pattern @ v is the same with other {what}")
 
-    def _rows_problem(self, pattern: Part) -> str | None:
+    def _check_rows(self, pattern: Part) -> None:
         values = self._arranged(pattern, ("query", "key"), 0)
         sums, most = values.float().sum(-1), rounding(values, 1e-3)
         is_full = ((sums - 1).abs() < most) | (sums.abs() < 1e-6)
         has_sink = bool((sums <= 1 + most).all())  # a part of the attention goes to a learned sink
-        return (
-            None if bool((values >= -1e-6).all()) and (bool(is_full.all()) or has_sink) else "its rows do not sum to 1"
-        )
+        are_shares = bool((values >= -1e-6).all()) and (bool(is_full.all()) or has_sink)
+        _require(are_shares, "its rows do not sum to 1")
 
-    def _softmax_problem(self, scores: Part, pattern: Part) -> str | None:
+    def _check_softmax(self, scores: Part, pattern: Part) -> None:
         own = self._arranged(scores, ("query", "key"), 0)
         used = self._arranged(pattern, ("query", "key"), 0)
-        if own.shape != used.shape:
-            return "the scores have another shape than the pattern"
+        _require(own.shape == used.shape, "the scores have another shape than the pattern")
         probabilities = torch.softmax(own.float(), -1).nan_to_num()
         sums = used.float().sum(-1, keepdim=True)
         has_sink = bool((sums < 1 - rounding(used, 1e-3)).any()) and bool((sums > 1e-6).all())
         if has_sink:
             probabilities = probabilities * sums
-        rows = sums > 1e-6
-        return None if is_close(probabilities * rows, used) else "their softmax is not the pattern"
+        _require(is_close(probabilities * (sums > 1e-6), used), "their softmax is not the pattern")
 
-    def _output_problem(self, z: Part, output: Value, write: Write) -> str | None:
-        """Returns why the output projection does not map the heads of `z`, one after the other, to what is written."""
+    def _check_output(self, z: Part, output: Value, write: Write) -> None:
+        """Checks that the output projection maps the heads of `z`, one after the other, to what is written."""
         given = (self._flow.moving(output.node) or self._flow.reads(output.node))[0]
-        if (problem := self._rerun_problem(output)) is not None:
-            return problem
-        inside = region(self._trails, given, write.inside)
+        self._check_rerun(output)
         if "batch" not in z.axes or not _heads(z):
-            return None  # one head, or heads and batch in one: nothing to lay out
+            return  # one head, or heads and batch in one: nothing to lay out
         heads = self._arranged(z, ("query", "channel"), 0).unflatten(0, (-1, _heads(z)))
         flat = heads.transpose(-2, -3).reshape(-1)
         read = self._value(given)
-        if not is_close(read, flat):
-            between = {op for waist in inside.waists for op in inside.ops[waist]}
-            return None if between and read.numel() != flat.numel() else self._gate_problem(z, given)
-        if _heads(z) > 1 and not is_closer(flat, heads.roll(1, -3).transpose(-2, -3).reshape(-1), read.reshape(-1)):
-            return "z @ W_O is the same with other heads"
-        return None
+        if is_close(read, flat):
+            other = heads.roll(1, -3).transpose(-2, -3).reshape(-1)
+            is_alone = _heads(z) == 1 or is_closer(flat, other, read.reshape(-1))
+            _require(is_alone, "z @ W_O is the same with other heads")
+        elif read.numel() == flat.numel() or not any(region(self._trails, given, write.inside).ops.values()):
+            self._check_gate(z, given)
 
-    def _gate_problem(self, z: Part, given: Value) -> str | None:
-        """Returns `None` if `z` is gated, scaled or normed before the output projection, or in another order there."""
+    def _check_gate(self, z: Part, given: Value) -> None:
+        """Checks that `z` is gated, scaled or normed before the output projection, or in another order there."""
         order = self._flow.order
 
         def is_after(value: Value) -> bool:
@@ -427,47 +414,44 @@ class _Prover:
         ops = {value.op for value in between if is_after(value)}
         own, read = self._value(z.value), self._value(given)
         has_same = own.numel() == read.numel() and is_close(own.flatten().sort().values, read.flatten().sort().values)
-        return None if has_same or ops & _GATES else "the output projection reads something else than z"
+        _require(has_same or bool(ops & _GATES), "the output projection reads something else than z")
 
-    def _head_problem(self, parts: Parts) -> str | None:
+    def _check_heads(self, parts: Parts) -> None:
         counts = set(_config_numbers(self._flow.root.module, _HEAD_COUNTS))
         part = parts.found.get("z") or parts.found.get("pattern")
         heads = _heads(part) if part is not None else 0
-        if not counts or not heads or any(count % heads == 0 for count in counts):  # some layers have fewer
-            return None
-        return f"it has {heads} heads, and the config says {', '.join(map(str, sorted(counts)))}"
+        are_known = not counts or not heads or any(count % heads == 0 for count in counts)  # some layers have fewer
+        _require(are_known, f"it has {heads} heads, and the config says {', '.join(map(str, sorted(counts)))}")
 
     # -- MLPs ----------------------------------------------------------------------------------------------------------
 
     def _prove_mlp(self, start: str, kind: str, mlp: Mlp, write: Write) -> None:
         if mlp.down is not None and mlp.post is not None:
-            self._attempt(f"{start}{kind}.post", "post @ W_out + b", self._down_problem, mlp.post, mlp.down, write)
+            self._attempt(f"{start}{kind}.post", "post @ W_out + b", self._check_down, mlp.post, mlp.down, write)
         for name, value in ((f"{kind}.pre", mlp.pre), ("router", mlp.router)):
             if value is not None:
-                self._attempt(f"{start}{name}", "linear map rerun", self._linear_problem, value, write)
+                self._attempt(f"{start}{name}", "linear map rerun", self._check_linear, value, write)
         for number, frame in mlp.experts.items():
-            self._attempt(f"{start}experts[{number}].out", "expert rerun", self._expert_problem, frame)
+            self._attempt(f"{start}experts[{number}].out", "expert rerun", self._check_expert, frame)
 
-    def _expert_problem(self, frame: Frame) -> str | None:
+    def _check_expert(self, frame: Frame) -> None:
         returned = self._flow.outputs(frame)[0]
         is_same = is_close(self._called(frame, returned), self._value(returned.value))
-        return None if is_same else "the expert's rerun differs"
+        _require(is_same, "the expert's rerun differs")
 
-    def _down_problem(self, post: Value, down: Value, write: Write) -> str | None:
-        if (problem := self._rerun_problem(down)) is not None:
-            return problem
+    def _check_down(self, post: Value, down: Value, write: Write) -> None:
+        self._check_rerun(down)
         given = next(iter(self._flow.moving(down.node)))
-        if not is_close(self._value(given), self._value(post)):
-            return "it is not what the last linear map reads"
+        _require(is_close(self._value(given), self._value(post)), "it is not what the last linear map reads")
         steps = self._trails.find(write.value, down, adds=False)
-        if steps is None:
-            return "the last linear map does not lead to what is written"
-        return next((problem for step in steps if (problem := self._step_problem(step)) is not None), None)
+        _require(steps is not None, "the last linear map does not lead to what is written")
+        for step in steps or ():
+            self._check_step(step)
 
-    def _linear_problem(self, value: Value, write: Write) -> str | None:
+    def _check_linear(self, value: Value, write: Write) -> None:
         """Recomputes the way from a linear map to a value, the map included."""
-        waists = region(self._trails, value, write.inside).waists
-        return next((problem for waist in waists if (problem := self._rerun_problem(waist)) is not None), None)
+        for waist in region(self._trails, value, write.inside).waists:
+            self._check_rerun(waist)
 
     # -- both ends -----------------------------------------------------------------------------------------------------
 
@@ -476,23 +460,20 @@ class _Prover:
             name = f"{prefix}@{word}"
             if len(values) == 1 and name in self._paths:
                 self._record([self._paths[name]], self._needed(values))
-                self._attempt(name, "lookup rerun", self._lookup_problem, name, values[0])
+                self._attempt(name, "lookup rerun", self._check_lookup, self._paths[name], values[0])
 
-    def _lookup_problem(self, name: str, value: Value) -> str | None:
-        self._at(self._paths[name])
-        return self._rerun_problem(value) if value.op else None  # else it is a parameter
+    def _check_lookup(self, path: str, value: Value) -> None:
+        self._at(path)
+        if value.op:  # else it is a parameter
+            self._check_rerun(value)
 
     def _prove_end(self, prefix: str, end: End) -> None:
         if (norm := end.norm) is not None:
             self._record([], self._needed([norm]))
-            self._attempt(f"{prefix}@final_norm", "norm rerun", self._rerun_problem, norm)
+            self._attempt(f"{prefix}@final_norm", "norm rerun", self._check_rerun, norm)
         if end.logits is not None and end.unembedding is not None:
             self._record([end.logits.path], self._needed([end.unembedding]))
-            self._attempt("@logits", "unembedding rerun", self._logits_problem, end.logits.path, end.unembedding)
-
-    def _logits_problem(self, path: str, linear: Value) -> str | None:
-        self._at(path)
-        return self._rerun_problem(linear)
+            self._attempt("@logits", "unembedding rerun", self._check_lookup, end.logits.path, end.unembedding)
 
     # -- runs with noise: what moves values between positions, and whether layers follow each other ------------------
 

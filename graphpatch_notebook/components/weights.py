@@ -348,25 +348,21 @@ class Weights:
         if name.startswith("__") or name not in dir(self):
             close = nearest(name, dir(self), 1)
             raise AttributeError(f"there are no weights {name!r}; nearest: {close[0]!r}")
-        return _weights(self._root, self._stack, name)
-
-
-_OF_MODEL = ("W_E", "W_pos", "W_U")
-_BY_LAYER = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out")
-
-
-def _weights(root: Frame, stack: str, name: str) -> ComponentWeights | Tensor:
-    components = find(root)
-    if stack not in components.layers:
-        stacks = ", ".join(repr(each) for each in components.layers) or "none"
-        raise GraphError(f"unknown stack of layers {stack!r}; the stacks are {stacks}: pg.weights[stack]")
-    finder, prefix = _finder(root), f"{stack}." if stack else ""
-    if name in _OF_MODEL:
+        components, stack = find(self._root), self._stack
+        if stack not in components.layers:
+            stacks = ", ".join(repr(each) for each in components.layers) or "none"
+            raise GraphError(f"unknown stack of layers {stack!r}; the stacks are {stacks}: pg.weights[stack]")
+        finder, prefix = _finder(self._root), f"{stack}." if stack else ""
+        if name not in _OF_MODEL:
+            return finder.by_layer(prefix, name, components.layers[stack])
         try:
             return finder.of_model(prefix, name).whole()
         except NoWeightError as problem:
             raise GraphError(f"{name} was not found: {problem}") from None
-    return finder.by_layer(prefix, name, components.layers[stack])
+
+
+_OF_MODEL = ("W_E", "W_pos", "W_U")
+_BY_LAYER = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out")
 
 
 def _finder(root: Frame) -> _WeightFinder:
@@ -467,8 +463,8 @@ class _WeightFinder:
     def _before(self, value: Value) -> Value:
         """Returns the linear map behind a value, through norms and operations that only rearrange."""
         linear = self._trails.linear_map(value, _STEPS)
-        if linear is None:
-            raise NoWeightError(f"{self.flow.path(value)} is not made by one linear map")
+        if not self.flow.is_linear_map(linear):
+            raise NoWeightError(f"{self.flow.path(linear)} is not made by one linear map")
         return linear
 
     def has_norm_over_heads(self, component: Component, size: int) -> bool:
@@ -486,8 +482,8 @@ class _WeightFinder:
         while value is not None and value.op not in SCALINGS:
             value = self._trails.source(value, _STEPS)
         sides = self.flow.moving(value.node) if value is not None else []
-        linear = [side for side in sides if len(sides) == 2 and self._trails.linear_map(side, _STEPS) is not None]
-        return linear[0] if len(linear) == 1 else None
+        linear = [side for side in sides if self.flow.is_linear_map(self._trails.linear_map(side, _STEPS))]
+        return linear[0] if len(sides) == 2 and len(linear) == 1 else None
 
     # -- matrices ------------------------------------------------------------------------------------------------------
 

@@ -66,10 +66,7 @@ class CapturedModel:
         self._called = CalledModules(root) if is_program else None
 
     def edited(self, patch_map: Any = None) -> CapturedModel:
-        """Returns another captured model with the same records and graphs, whose calls also have these patches.
-
-        It has no patch contexts: these belong to the object that they were entered with. For errors, see `entries_of`.
-        """
+        """Returns another captured model with the same graphs, and no contexts, whose calls also have these patches."""
         permanent = self.permanent
         if patch_map is not None:
             plan = self.plan(self.entries_of(patch_map))
@@ -170,11 +167,7 @@ class CapturedModel:
         return [target.text for target in self.targets_of(text)]
 
     def targets_of(self, text: str) -> list[Target]:
-        """Returns the targets of a path, a component name, or a pattern of paths, in order of execution.
-
-        Raises:
-            UnknownPathError: It means nothing that can be patched.
-        """
+        """Returns what a path, a component name, or a pattern leads to, in order, or raises an `UnknownPathError`."""
         derived = self._current()
         found = derived.targets.get(text)
         if found is None:

@@ -43,10 +43,7 @@ def verified_fx_module(
     allow_doubts: bool,
     any_size: bool,
 ) -> fx.GraphModule:
-    """Returns the model as plain fx modules with the patches of `entries`: see `PatchableGraph.to_fx`.
-
-    They are compared with `run`, the model with these patches, on `args` and `kwargs`.
-    """
+    """Returns the model as plain fx modules with the patches of `entries`, compared with `run`: see `to_fx`."""
     patched: dict[Any, list[Any]] = {}
     for entry in entries:
         if entry.is_source:
@@ -249,10 +246,9 @@ def _registries_of(module: Module) -> tuple[dict[str, Any], ...]:
 
 
 class CompiledPatches:
-    """The patches in a compiled graph: copies of the user's, whose values are always tensors.
+    """The patches in a compiled graph: copies of the user's, whose values are always tensors, in a `patch_map`.
 
-    Compilers write numbers into the code, so they would compile again for each other number. `patch_map` is the user's
-    with the copies.
+    Compilers write numbers into the code, so they would compile again for each other number.
     """
 
     def __init__(self, patch_map: Mapping[Any, Any], entries: Sequence[Entry]) -> None:
@@ -320,10 +316,8 @@ class _CopiedPatch:
 class CompiledSteps:
     """The calls of a model in generations with a static cache: the first one of each runs as it is, others compiled.
 
-    Args:
-        run: Runs the model with the patches.
-        compiled: Returns the compiled model for calls with such inputs.
-        generating: Returns the `generate` of the model, with a function that runs the calls of the model.
+    `run` runs the model with the patches, `compiled` returns the compiled model for calls with such inputs, and
+    `generating` the `generate` of the model, with a function that runs the calls of the model.
     """
 
     def __init__(
@@ -389,8 +383,7 @@ def _are_same_forms(before: dict[str, Any], now: dict[str, Any]) -> bool:
 def patches_in_steps(entries: Sequence[Entry], step: CapturedModel) -> dict[Any, list[Patch[Any]]]:
     """Returns the patch map for the same patches on `step`, which is the model as captured on the inputs of a step.
 
-    Raises:
-        GraphError: Some are not on the same values there; the message names them all.
+    A `GraphError` names all that are not on the same values there.
     """
     patch_map: dict[Any, list[Patch[Any]]] = {}
     places: dict[str, Any] = {}

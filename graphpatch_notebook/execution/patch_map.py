@@ -32,15 +32,9 @@ from graphpatch_notebook.warning_places import level_of_caller, warn
 
 
 def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -> list[Entry]:
-    """Returns the entries of a patch map.
+    """Returns the entries of a patch map, from paths, `NodePath`s or patterns to patches, or raises all that is wrong.
 
-    Args:
-        nodes: All nodes of the capture.
-        patch_map: From paths (strings or `NodePath`s) or patterns of paths to a patch, or a sequence of patches.
-        known: Targets that were resolved before, by path: read and filled.
-
-    Raises:
-        UnknownPathError, PatchMapError: One error with all that is wrong.
+    `known` are targets that were resolved before, by path: read and filled.
     """
     __tracebackhide__ = True
     if type(patch_map) is not dict and not isinstance(patch_map, Mapping):
@@ -84,12 +78,9 @@ def entries_of(nodes: NodeMap, patch_map: Any, known: dict[str, list[Target]]) -
 
 
 def targets_of(nodes: NodeMap, text: str, patches: Any = None) -> list[Target]:
-    """Returns the targets of a path, a component name, or a pattern of paths, in order of execution.
+    """Returns the targets of a path, a component name, or a pattern of paths, in order; raises an `Unresolvable`.
 
     If `patches` are given for it that replace calls, it may be the path of a module.
-
-    Raises:
-        Unresolvable: It leads to nothing that can be patched.
     """
     if not is_pattern(text) or is_component_name(text) or text in nodes:  # keys of containers may hold any text
         try:

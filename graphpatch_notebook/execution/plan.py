@@ -36,8 +36,8 @@ from graphpatch_notebook.values import TensorSpec
 class Entry:
     """The patches on one value."""
 
-    target: Target  # the value
-    patches: Sequence[Patch[Any]]  # the patches, in order
+    target: Target
+    patches: Sequence[Patch[Any]]
     # The steps and positions at which the patch (then the only one) has an effect; `None` for all.
     restriction: Restriction | None = None
     # The recorded shape, if the patches apply to all of such a tensor, and nothing else matters.
@@ -163,7 +163,7 @@ class OverrideGraph:
 class FramePlan:
     """What is patched in one frame, and which frames below it hold patches."""
 
-    frame: Frame  # the captured frame
+    frame: Frame
     # For each submodule (by id) and each of its calls in this frame (from zero), the plan of that frame.
     calls: dict[int, dict[int, FramePlan]] = field(default_factory=dict)
     inputs: dict[str, list[Entry]] = field(default_factory=dict)  # entries by parameter of `forward`
@@ -281,8 +281,8 @@ class FramePlan:
 class RunPlan:
     """What a patched run needs: made once, and used each time that a context with the same patches is entered."""
 
-    root: FramePlan  # the plan of the root frame
-    entries: Sequence[Entry]  # the patches
+    root: FramePlan
+    entries: Sequence[Entry]
     callers: Callers  # which frames call which module
     own_graphs: Sequence[CompiledGraphModule]  # the graph modules whose graph runs in place of the module
     custom: dict[int, FramePlan]  # custom graphs by the id of the module that each replaces, in all its calls

@@ -107,10 +107,7 @@ def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None,
 
     The second is `None` if the value has no positions, as a pooled output, or if the model does not take tokens. Both
     are the same if one dimension holds the positions of all rows, one row after the other, as of a router's logits.
-    Keys and values of attention have the positions that are attended to.
-
-    Raises:
-        ValueError: That is not known.
+    Keys and values of attention have the positions that are attended to. If that is not known, raises a `ValueError`.
     """
     axes = axes_of(root, target)
     if "batch" in axes and len(along := sequence_dims(axes)) <= 1:

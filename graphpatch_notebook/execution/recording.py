@@ -198,12 +198,7 @@ class _Result:
 
 
 def results_of(captured: CapturedModel, text: str) -> dict[str, _Result]:
-    """Returns the head results in a name (`layers[*].attn.heads[*].result`), by name; empty for other texts.
-
-    Raises:
-        UnknownPathError: There are no such heads.
-        GraphError: Their output projection was not found.
-    """
+    """Returns the head results in a name (`layers[*].attn.heads[*].result`), by name; empty for other texts."""
     if not text.endswith(".result") or not is_component_name(text):
         return {}
     found: dict[str, _Result] = {}

@@ -143,11 +143,9 @@ class FrameFlow(Protocol):
 class FrameRecording:
     """Records when each frame ends, what it changes, and the results of frames that a running frame calls.
 
-    Args:
-        tree: Where results are written to; its open frames must be marked already.
-        model: The model that runs.
-        flow: Decides for which frames, of those with one input tensor and one output tensor, both are kept.
-        state: A snapshot of the model before, to detect changes by modules; `None` if that is not needed.
+    `tree` is where results are written to; its open frames must be marked already. `flow` decides for which frames, of
+    those with one input tensor and one output tensor, both are kept. Changes by modules are found by `state`, if it is
+    given: a snapshot of the model before.
     """
 
     def __init__(

@@ -21,8 +21,7 @@ from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, Va
 def target_of_call(root: Frame, text: str) -> Target | None:
     """Returns the output of the call that `text` names: the path of a module, or of an output that is a container.
 
-    Raises:
-        Unresolvable: The module returns several tensors, or none.
+    A module that returns several tensors, or none, is `Unresolvable`.
     """
     frame = _frame_at(root, text)
     if frame is None:

@@ -76,8 +76,7 @@ def is_part_of_splice(root: Frame, text: str) -> bool:
 def joined_with_splices(entries: Sequence[Entry]) -> Sequence[Entry]:
     """Returns entries with the patches on parts of splices inside of these splices.
 
-    Raises:
-        PatchMapError: Two splices on one value have the same name, or patches change an error that is not added.
+    Two splices of one name on a value, and changes of an error that is not added, are a `PatchMapError`.
     """
     inside = [entry for entry in entries if isinstance(entry.patches[0], InsidePatch)]
     if not inside:

@@ -186,9 +186,7 @@ class GenerationSteps:
     def indices(self, entry: Entry, value: Any) -> Indices:
         """Returns the indices in `value` of the positions of an entry, along the dimension of its restriction.
 
-        Raises:
-            HeldBackError: There are none.
-            PatchShapeError: They are not known.
+        If there are none, raises a `HeldBackError`, and a `PatchShapeError` if they are not known.
         """
         restriction, target = entry.restriction, entry.target
         assert restriction is not None

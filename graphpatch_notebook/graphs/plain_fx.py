@@ -72,10 +72,8 @@ def plain_fx_module(
 ) -> tuple[fx.GraphModule, InputCheck]:
     """Returns the modules from `root` down as plain fx modules, with patches inserted, and the check of the inputs.
 
-    `examples` are the known example inputs by parameter; `any_size` is as for `InputCheck`.
-
-    Raises:
-        GraphError: Some frames have no graph; the message names them all.
+    `examples` are the known example inputs by parameter; `any_size` is as for `InputCheck`. A `GraphError` names all
+    frames without a graph.
     """
     opaque = [graph for graph in root.walk() if graph.frame.opaque_reason is not None]
     if opaque:

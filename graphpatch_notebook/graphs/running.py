@@ -118,10 +118,7 @@ def call_with_hooks(module: Module, recorded: Collection[int], args: tuple[Any, 
     """Runs `forward` of `module` between its hooks, and returns the result that the caller gets.
 
     Hooks that ran when the caller was captured (their ids are `recorded`) run for their side effects: what they return
-    is dropped, as the caller's graph computes it.
-
-    Raises:
-        GraphError: A recorded hook writes into a tensor, which the graph also does.
+    is dropped, as the caller's graph computes it. One that writes into a tensor is a `GraphError`: the graph does, too.
     """
     for key, hook, takes_kwargs in forward_pre_hooks(module):
         if key in recorded:

@@ -149,9 +149,6 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     The model runs on copies of the inputs. Its buffers, and the random generators of torch, Python and numpy, are
     restored afterwards. If the graph of the root replaces the model, nothing runs, and nothing is compared.
-
-    Raises:
-        Exception: Any error that the model raises on these inputs.
     """
     if root.has_own_graph:
         return VerificationReport(tuple(_report(g, {}) for g in root.walk()))

@@ -94,11 +94,7 @@ class Location:
         return [*self.children(), *([] if self.names else find(self.root))]
 
     def below(self, *names: str) -> Location:
-        """Returns the location to which `names` lead from here, one child after the other.
-
-        Raises:
-            UnknownChildError: The child does not exist; the message names the nearest paths.
-        """
+        """Returns the location to which `names` lead from here; the message of an error names the nearest paths."""
         __tracebackhide__ = True
         here = self
         for position, name in enumerate(names):
@@ -118,9 +114,6 @@ class Location:
         """Returns the location that `key` names: a child, a path from here on, or a position in a sequence.
 
         At the root, it may be the name of a component.
-
-        Raises:
-            UnknownChildError: There is none.
         """
         __tracebackhide__ = True
         if isinstance(key, int):

@@ -53,8 +53,7 @@ class _Search:
     """The search in one capture.
 
     Attributes:
-        found: The ids of what is plumbing, or was given to the model as integers.
-        given: The ids of the latter.
+        found: The ids of what is plumbing, or was given to the model as integers (`given`).
         made_of: Of the plumbing of floating-point numbers: what it is computed from.
         read: What linear maps read, and what frames return: not plumbing, if it is in `made_of`.
     """

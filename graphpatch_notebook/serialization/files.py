@@ -74,7 +74,7 @@ def read_document(
         )
     name = name_of(source)
     try:
-        found = _contents(source, writer) if isinstance(source, Path) else _contents_of_bytes(source.read())
+        metadata, tensors = _contents(source, writer) if isinstance(source, Path) else _contents_of_bytes(source.read())
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         if isinstance(error, (FileNotFoundError, IsADirectoryError)):
             raise
@@ -82,7 +82,6 @@ def read_document(
             f"{name} is not a file that {writer} wrote, or it is damaged: {error}; files of torch.save and "
             "pickles are never read, as these run code"
         ) from error
-    metadata, tensors = found
     if key not in metadata:
         raise SerializationError(f"{name} {otherwise}")
     return name, parsed(metadata[key], name), tensors

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import bind, signature_with
-from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Ref, Structure
+from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Ref, Structure, map_leaves
 from graphpatch_notebook.checks.call_signature import (
     CONTIGUOUS,
     Aspect,
@@ -310,17 +310,15 @@ def steps_of(frame: Frame) -> Iterator[_Step]:
 
 def _plain(value: Any, numbers: Mapping[int, int]) -> Any:
     """Returns arguments with node numbers in place of references, and each value with its type."""
-    if isinstance(value, Ref):
-        return "node", numbers.get(id(value.node)), value.dig
-    if isinstance(value, Structure):
-        return value.type, [(key, _plain(child, numbers)) for key, child in value.children]
-    if isinstance(value, (tuple, list)):
-        return type(value), [_plain(item, numbers) for item in value]
-    if isinstance(value, dict):
-        return type(value), [(key, _plain(item, numbers)) for key, item in value.items()]
-    if isinstance(value, slice):
-        return slice, [_plain(item, numbers) for item in (value.start, value.stop, value.step)]
-    return type(value), repr(value) if isinstance(value, float) else value
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return "node", numbers.get(id(value.node)), value.dig
+        if isinstance(value, Structure):
+            return value.type, [(key, _plain(child, numbers)) for key, child in value.children]
+        return type(value), repr(value) if isinstance(value, float) else value
+
+    return map_leaves(value, leaf)
 
 
 def _is_equal(step: Any, other: Any) -> bool:

@@ -41,11 +41,7 @@ _OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module"
 
 
 class Builds:
-    """The graphs of frames as written to a file: with the attribute paths of their modules.
-
-    Args:
-        root: The hierarchy of graph modules; some may be edited.
-    """
+    """The graphs of frames as written to a file: with the attribute paths of their modules."""
 
     def __init__(self, root: GraphModule) -> None:
         self._edited = {id(m.frame): m for m in own_graphs(root) if m.frame.is_edited and m.frame.custom_graph is None}

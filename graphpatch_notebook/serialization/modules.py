@@ -54,8 +54,7 @@ _NOT_CALLED = (
 class LoadedModule(Module):
     """A module of the saved model, without its code: its parameters, buffers, children and tensor attributes.
 
-    Attributes:
-        tensor_paths: The attribute paths behind names that graphs use.
+    `tensor_paths` are the attribute paths behind names that graphs use.
     """
 
     tensor_paths: dict[str, str]

@@ -39,8 +39,7 @@ class Agreement:
     def check(self, what: str, patches: Sequence[tuple[str, Any]]) -> None:
         """Waits until all processes have called this with the same arguments: what is called, and the patches by path.
 
-        Raises:
-            ShardedCallError: Another process makes another call. It is raised on all of them.
+        If another process makes another call, all of them raise a `ShardedCallError`.
         """
         header = digest(what, patches)
         headers, _ = self._exchanged(what, header)
@@ -57,10 +56,8 @@ class Agreement:
     def check_values(self, what: str, paths: Sequence[str], values: Tensor) -> None:
         """Waits until all processes have called this; `values` must be the same on all of them, up to rounding.
 
-        For each of the paths, the same on all processes, they have a row: the number of visits, and a sketch.
-
-        Raises:
-            ShardedCallError: A value differs, or another process failed. It is raised on all that did not fail.
+        For each of the paths, the same on all processes, they have a row: the number of visits, and a sketch. All
+        processes that did not fail raise a `ShardedCallError` if a value differs, or if another one failed.
         """
         for first in range(0, len(paths), _ROWS):
             mine = values[first : first + _ROWS]

@@ -69,8 +69,7 @@ class Placement:
     def whole(self, value: Tensor) -> Tensor:
         """Returns the whole value, given this process's part of it; the same object if the part is the whole.
 
-        Raises:
-            PatchShapeError: It is not distributed as in the capture.
+        One that is not distributed as in the capture is a `PatchShapeError`.
         """
         if is_distributed(value):
             whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]

@@ -51,10 +51,8 @@ def sharding_of(root: Frame) -> Sharding | None:
 def with_whole_records(local: Frame) -> Frame:
     """Returns the records of a capture as in a single process: with names and shapes of whole values.
 
-    The model of `local` may be sharded or not; where it is, `sharding_of` finds what is known of that.
-
-    Raises:
-        GraphError: The model is sharded in two ways at once.
+    The model of `local` may be sharded or not; where it is, `sharding_of` finds what is known of that. One that is
+    sharded in two ways at once is a `GraphError`.
     """
     if any(fully_shards_parts(module) for module in local.module.modules()):
         raise GraphError(

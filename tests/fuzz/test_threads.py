@@ -15,8 +15,10 @@ from torch import Tensor
 
 from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.capture.observers import is_swapped
-from tests.fuzz.test_faults import PATCHES, Model, X, add_what_changes_nothing
+from tests.fuzz.graph_runs import add_unused_call
+from tests.fuzz.test_faults import PATCHES, X
 from tests.fuzz.test_programs import FIRST_SEED
+from tests.fuzz.user_errors import Model
 from tests.zoo import case_by_name
 from tests.zoo.values import same_state, snapshot
 
@@ -72,9 +74,7 @@ def strain(pg: PatchableGraph, forwards: int, seed: int) -> None:
 
 
 def check(forwards: int, seed: int, *options: Any) -> None:
-    model = Model()
-    if options:
-        model.inner.linear._forward_hooks.clear()
+    model = Model(has_hooks=not options)
     pg = PatchableGraph(model, *options, X)
     before = snapshot(model)
     strain(pg, forwards, seed)
@@ -94,7 +94,7 @@ def test_contexts_at_random_at_length(runs: str) -> None:
 
 
 def editing() -> ExtractionOptions:
-    return ExtractionOptions(postprocessing_function=add_what_changes_nothing)
+    return ExtractionOptions(postprocessing_function=add_unused_call)
 
 
 def generate_in_threads(rounds: int) -> None:

@@ -29,6 +29,7 @@ from graphpatch_notebook.torch_compat import function_mode_depth
 
 PACKAGE = str(Path(graphpatch_notebook.__file__).parent)
 X = torch.ones(2, 3)
+APPLY = torch.autograd.Function.__dict__["apply"]
 
 
 class Model(nn.Module):
@@ -69,6 +70,14 @@ def interrupted(action: Callable[[], object], at: int, in_files: str = PACKAGE) 
     return bool(came)
 
 
+def assert_thread_is_unchanged(at: int) -> None:
+    assert observer.get() is None, at
+    assert observers.apply_observer.get() is None, at
+    assert function_mode_depth() == 0, at
+    assert torch.is_grad_enabled(), at
+    assert torch.autograd.Function.__dict__["apply"] is APPLY, at
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows some interrupts
 def test_the_model_is_unchanged_after_an_interrupt_at_any_point() -> None:
     torch.manual_seed(0)
@@ -87,16 +96,12 @@ def test_the_model_is_unchanged_after_an_interrupt_at_any_point() -> None:
     with pg.patch(patches):
         changed = pg(X)
     assert not torch.equal(changed, expected)
-    at, apply = 0, torch.autograd.Function.__dict__["apply"]
+    at = 0
     while interrupted(patched, at):
         assert [dict(vars(module)) for module in model.modules()] == before, at
         assert [len(module._forward_hooks) for module in model.modules()] == hooks, at
         assert innermost(captured(pg)) is None, at
-        assert observer.get() is None, at
-        assert observers.apply_observer.get() is None, at
-        assert function_mode_depth() == 0, at
-        assert torch.is_grad_enabled(), at
-        assert torch.autograd.Function.__dict__["apply"] is apply, at
+        assert_thread_is_unchanged(at)
         assert not any(is_swapped(module) for module in model.modules()), at
         assert torch.equal(pg(X), expected), at
         at += 1
@@ -127,9 +132,7 @@ def test_a_call_that_was_interrupted_leaves_nothing_in_its_context() -> None:
         changed = pg(X)
         at = 0
         while interrupted(lambda: pg(X), at):
-            assert observer.get() is None, at
-            assert function_mode_depth() == 0, at
-            assert torch.is_grad_enabled(), at
+            assert_thread_is_unchanged(at)
             assert torch.equal(model(X), expected), at
             assert torch.equal(pg(X), changed), at
             at += 1
@@ -142,16 +145,11 @@ def test_the_model_is_unchanged_after_an_interrupt_of_a_capture_at_any_point() -
     torch.manual_seed(0)
     model = Model()
     before = [dict(vars(module)) for module in model.modules()]
-    apply = torch.autograd.Function.__dict__["apply"]
     for file in (capture_package, observers, interrupts):
         at = 0
         while interrupted(lambda: PatchableGraph(model, X), at, str(file.__file__)):
             assert [dict(vars(module)) for module in model.modules()] == before, at
             assert not any(is_swapped(module) for module in model.modules()), at
-            assert observer.get() is None, at
-            assert observers.apply_observer.get() is None, at
-            assert function_mode_depth() == 0, at
-            assert torch.is_grad_enabled(), at
-            assert torch.autograd.Function.__dict__["apply"] is apply, at
+            assert_thread_is_unchanged(at)
             at += 1
         assert at > 10

@@ -215,13 +215,8 @@ def _apply_at(
     """Returns `value` with the patches of `entry` applied to what `dig` leads to; the same object if nothing changed.
 
     Containers on the way are copied, never written into. `inputs` are the arguments of the frame's `forward`, for an
-    entry on an op: they explain more of its shape.
-
-    Raises:
-        HeldBackError: The value holds none of the positions of the patch.
-        MissingChildError: The container does not hold the value to patch.
-        PatchShapeError: The value is not of the kind that was captured.
-        PatchValueError: A patch cannot be applied to it.
+    entry on an op: they explain more of its shape. If the value has none of the positions of the patch, raises a
+    `HeldBackError`, and a `MissingChildError` if there is no such value.
     """
     __tracebackhide__ = True
     if not dig:

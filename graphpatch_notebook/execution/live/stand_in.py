@@ -114,8 +114,7 @@ class StandIn:
     def bind(self, forward: Callable[..., Any], original: Module | None = None) -> Callable[..., Any]:
         """Returns `forward` of the module (of `original`, if the module is a stand-in itself), bound to the stand-in.
 
-        Raises:
-            PatchValueError: The forward is a function that cannot be bound to another module.
+        A function that cannot be bound to another module is a `PatchValueError`.
         """
         original = original or self._original
         if getattr(forward, "__self__", None) is original and hasattr(forward, "__func__"):

@@ -34,6 +34,7 @@ from torch.autograd.graph import Node as GradientNode
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, Structure, refs_in
 from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.components.flow import walk
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
 from graphpatch_notebook.execution import PatchContext
 from graphpatch_notebook.experiments.attribution.choices import Choices, Routing
@@ -966,16 +967,8 @@ class ValueFlow:
 
     def comes_from(self, node: ScoredNode, sources: Collection[int]) -> bool:
         """Whether a value depends on one of the nodes with the ids in `sources`."""
-        waiting = list(_made_of(node.node, node.frame))
-        seen: set[int] = set()
-        while waiting:
-            inner, frame = waiting.pop()
-            if id(inner) in sources:
-                return True
-            if id(inner) not in seen:
-                seen.add(id(inner))
-                waiting += _made_of(inner, frame)
-        return False
+        before = walk(_made_of(node.node, node.frame), lambda made: _made_of(*made))
+        return any(id(inner) in sources for inner, _ in before)
 
     def made_of(self, node: ScoredNode) -> list[Node]:
         """Returns the nodes that a value is computed from directly; for a module call, the output node of that call."""

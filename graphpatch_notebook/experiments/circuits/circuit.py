@@ -1,19 +1,10 @@
 """A circuit as data: some edges between the components of a model, with their scores.
 
-**Nodes.** A *sender* is what a component adds to the residual stream, under its component name: `@embed`,
-`layers[2].attn.heads[3].z` (what the head writes, z @ W_O), `layers[2].mlp_out`, `layers[2].mixer_out`, and
-`layers[2].attn_out` if the heads cannot be separated. `@embed` is all that the stream begins with: embeddings of tokens
-and positions, after a norm if there is one. A *receiver* is what a component reads from the stream:
-`layers[4].attn.heads[1].q` (also `.k` and `.v`, of the heads of keys and values), `layers[4].mlp`,
-`layers[4].mixer`, `@logits` (the norm before the unembedding); `layers[4].attn.q`, or `layers[4].attn`, if the heads
-cannot be separated. Names of models with several stacks begin with that of the stack:
-`decoder.layers[4].cross_attn.heads[1].q`.
+`attribute_edges` describes the senders and receivers at the ends of edges. `Circuit.feeds` connects the two: which
+senders are computed from a receiver.
 
-`Circuit.feeds` connects the two: which senders are computed from a receiver.
-
-**Positions.** An edge may belong to one position in the sequence: it passes on what the sender writes there. A sender
-at a position is computed from queries and inputs of MLPs at the same position, and from other receivers (keys, values,
-mixers) at any.
+An edge may belong to one position in the sequence: it passes on what the sender writes there. A sender at a position is
+computed from queries and inputs of MLPs at the same position, and from other receivers (keys, values, mixers) at any.
 """
 
 from __future__ import annotations

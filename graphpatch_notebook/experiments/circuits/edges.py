@@ -29,7 +29,6 @@ from graphpatch_notebook.experiments.attribution.gradient_runs import gradients_
 from graphpatch_notebook.experiments.attribution.rules import (
     METHODS,
     DerivativeRules,
-    Method,
     check_method,
     midpoints,
     rules_of,
@@ -97,11 +96,11 @@ def attribute_edges(
     `metric(corrupted run, in which the receiver alone reads the sender's clean value) - metric(corrupted run)`.
 
     Edges are found in the captured graph: in any model that adds to a stream, with norms before, behind or around its
-    components. Senders are `@embed` (what the stream begins with), `layers[2].attn.heads[3].z` (what the head writes:
-    z @ W_O), `layers[2].mlp_out`, `layers[2].mixer_out`; `layers[2].attn_out` if its heads cannot be separated.
+    components. Senders are `@embed` (all that the stream begins with), `layers[2].attn.heads[3].z` (what the head
+    writes: z @ W_O), `layers[2].mlp_out`, `layers[2].mixer_out`; `layers[2].attn_out` if its heads cannot be separated.
     Receivers are `layers[4].attn.heads[1].q`, `.k` and `.v` (of the heads of keys and values), `layers[4].mlp`,
     `layers[4].mixer`, and `@logits`, the final norm. What cannot be separated is one receiver: `layers[4].attn.q`, or
-    `layers[4].attn`.
+    `layers[4].attn`. With several stacks, names begin with that of the stack: `decoder.layers[4].mlp`.
 
     All scores together cost a few forwards, however many edges there are. The model is left as it was. Active patches
     apply to both runs; they come before what edges change, so that a patch on what a receiver reads does not take its
@@ -401,44 +400,44 @@ class _Runs:
 
     def __init__(self, pg: PatchableGraph, scoring: _Scoring, pair: Batch) -> None:
         self._pg = pg
-        self._scoring = scoring
+        self.scoring = scoring
         self._pair = pair
         self._nodes = nodes_of(pg.nodes.root, heads=scoring.heads, experts=scoring.experts)
         self._choices = Choices(scoring.routing)
-        self._positions: WrittenPositions | None = None
+        self.positions: WrittenPositions | None = None
 
     def scores(self) -> EdgeScores:
         """Returns the scores; the model and the random state are restored."""
-        if self._scoring.method == "exact":
+        if self.scoring.method == "exact":
             return self._exact_effects()
         with torch.inference_mode(False):
             self._state = ModuleState(captured(self._pg).module)
             with afterwards(self._state.restore):
-                return self._one_sided_scores() if self._scoring.ends else self._scores()
+                return self._one_sided_scores() if self.scoring.ends else self._scores()
 
     def _empty(self, values: Values) -> EdgeScores:
         """Returns scores of zero, at the positions of a run."""
-        given = self._scoring.positions
+        given = self.scoring.positions
         if given is not None:
-            self._positions = WrittenPositions(self._pg.nodes.root, self._nodes, values, given)
-        return EdgeScores(self._nodes, self._positions)
+            self.positions = WrittenPositions(self._pg.nodes.root, self._nodes, values, given)
+        return EdgeScores(self._nodes, self.positions)
 
     def _exact_effects(self) -> EdgeScores:
         """Returns the true effects of the edges, in one run for each."""
         pg, nodes, pair = self._pg, self._nodes, self._pair
         runs = CircuitRuns(pg, nodes, pair.corrupted, pair.number)
         found = self._empty(runs.values)
-        positions = self._positions
+        positions = self.positions
         found.values[found.edges] = np.nan
         clean = record(pg, pair.clean, nodes.recorded, pair.number)
         found.clean, found.corrupted = float(clean.measurement.values), runs.metric
         Deltas(nodes, clean.values, runs.values, 0).check(nodes)
         with torch.no_grad():
             changes = {id(writer): writer.change(clean.values, runs.values) for writer in nodes.writers}
-            for reader, receiver, _ in _members(nodes.readers, self._scoring.rows):
+            for reader, receiver, _ in _members(nodes.readers, self.scoring.rows):
                 read = writers_in(reader.source)
                 writers = [writer for writer in nodes.writers if writer in read]
-                senders = [name for _, name, _ in _members(writers, self._scoring.columns)]
+                senders = [name for _, name, _ in _members(writers, self.scoring.columns)]
                 if not senders:
                     continue
                 at = [found.columns[sender] for sender in senders]
@@ -452,7 +451,7 @@ class _Runs:
                     functools.partial(runs.edge, reader, receiver, changes, positions=positions),
                     pair.corrupted,
                     metric=pair.metric,
-                    batch=self._scoring.batch,
+                    batch=self.scoring.batch,
                     progress=False,
                 )
                 effects = swept.values.reshape(there.shape) - float(swept.attrs["baseline"])
@@ -461,7 +460,7 @@ class _Runs:
 
     def _one_sided_scores(self) -> EdgeScores:
         """Returns the mean of the scores in which only one end of the edges is restored."""
-        ends = self._scoring.ends
+        ends = self.scoring.ends
         with torch.no_grad():
             clean, high = self._run(self._pair.clean, {}, self._nodes.reads)
             corrupted, low = self._run(self._pair.corrupted, {}, self._nodes.reads)
@@ -479,35 +478,35 @@ class _Runs:
             what: str, place: Any, patches: dict[str, Patch[Any]], readers: Sequence[Reader], end: Values | None = None
         ) -> None:
             """Adds the scores by derivatives between the corrupted run and that with patches; norms end at `end`."""
-            rules = rules_of(self._scoring.method)
+            rules = rules_of(self.scoring.method)
             with rules.recording(), torch.no_grad():
                 patched, effect = self._run(self._pair.corrupted, patches)
             end = patched if end is None else end
             base, _, gradients = self._gradient_run(rules, end, 0)
-            alone = EdgeScores(self._nodes, self._positions)
-            self._add_scores(readers, end, base, gradients, deltas, alone)
+            alone = EdgeScores(self._nodes, self.positions)
+            _Backwards(self, end, base, deltas, alone).score(readers, gradients)
             found.values[place] += alone.values[place] / len(ends)
             found.note_sum(
                 f"{what} differ from its effect", alone.values[place], float(effect) - found.corrupted, rules
             )
 
         if "senders" in ends:
-            for writer, name, number in _members(self._nodes.writers, self._scoring.columns):
+            for writer, name, number in _members(self._nodes.writers, self.scoring.columns):
                 column = (slice(None), found.columns[name])
                 add(f"out of {name!r}", column, restored(writer, number), self._nodes.readers)
         if "receivers" in ends:
-            for reader, name, number in _members(self._nodes.readers, self._scoring.rows):
+            for reader, name, number in _members(self._nodes.readers, self.scoring.rows):
                 add(f"into {name!r}", found.rows[name], restored(reader, number), [reader], clean)
         return found
 
     def _scores(self) -> EdgeScores:
-        rules = rules_of(self._scoring.method)
+        rules = rules_of(self.scoring.method)
         with rules.recording(), torch.no_grad():
             clean, metric = self._run(self._pair.clean, {})
         found = self._empty(clean)
         found.clean = float(metric)
         deltas: Deltas | None = None
-        for fraction in self._scoring.fractions:
+        for fraction in self.scoring.fractions:
             corrupted, metric, gradients = self._gradient_run(rules, clean, fraction)
             if deltas is None:
                 base = corrupted
@@ -516,7 +515,7 @@ class _Runs:
                         base, metric = self._run(self._pair.corrupted, {})
                 found.corrupted = float(metric.detach())
                 deltas = self._deltas(clean, base, found)
-            self._add_scores(self._nodes.readers, clean, corrupted, gradients, deltas, found)
+            _Backwards(self, clean, corrupted, deltas, found).score(self._nodes.readers, gradients)
         # The edges into the logits have this sum in any case, whatever is between the components.
         begins = [f"{stream}@embed" for stream in self._nodes.streams]
         columns = [found.columns[name] for name in begins if name in found.columns]
@@ -526,7 +525,7 @@ class _Runs:
         return found
 
     def _deltas(self, clean: Values, corrupted: Values, found: EdgeScores) -> Deltas:
-        deltas = Deltas(self._nodes, clean, corrupted, self._scoring.max_bytes // 2)
+        deltas = Deltas(self._nodes, clean, corrupted, self.scoring.max_bytes // 2)
         deltas.check(self._nodes)
         found.is_half = deltas.coarsest > 1e-6
         return deltas
@@ -552,20 +551,6 @@ class _Runs:
             raise no_gradient()
         gradients = dict(zip(wanted, gradients_of(metric, list(wanted.values())), strict=True))
         return {path: value.detach() for path, value in values.items()}, metric, gradients
-
-    def _add_scores(
-        self,
-        readers: Sequence[Reader],
-        clean: Values,
-        corrupted: Values,
-        gradients: Mapping[str, Tensor | None],
-        deltas: Deltas,
-        found: EdgeScores,
-    ) -> None:
-        limit, count = self._scoring.max_bytes // 2, len(self._scoring.fractions)
-        back = _Backwards(self._scoring.method, clean, corrupted, deltas, found, self._positions, limit, count)
-        for _, together in groupby(readers, key=lambda reader: id(reader.source)):
-            back.score(list(together), gradients)
 
     def _run(
         self, inputs: Inputs, patches: Mapping[str, Patch[Any]], also: Sequence[str] = ()
@@ -699,19 +684,18 @@ class Deltas:
 class _Backwards:
     """Takes gradients back from receivers to senders, and adds the scores."""
 
-    method: Method
+    runs: _Runs
     clean: Values
     corrupted: Values
     deltas: Deltas
     found: EdgeScores
-    positions: WrittenPositions | None
-    max_bytes: int
-    count: int
 
     def score(self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]) -> None:
-        """Adds the scores of receivers that read the same value."""
-        for names, stacked in self._stacks(readers, gradients):
-            self._walk(names, readers[0].source, stacked)
+        """Adds the scores of receivers; those next to each other that read the same value go together."""
+        for _, together in groupby(readers, key=lambda reader: id(reader.source)):
+            alike = list(together)
+            for names, stacked in self._stacks(alike, gradients):
+                self._walk(names, alike[0].source, stacked)
 
     def _stacks(
         self, readers: Sequence[Reader], gradients: Mapping[str, Tensor | None]
@@ -720,7 +704,7 @@ class _Backwards:
         names: list[str] = []
         parts: list[Tensor] = []
         for name, part in self._parts(readers, gradients):
-            if parts and (len(parts) + 1) * part.numel() * part.element_size() * 6 > self.max_bytes:
+            if parts and (len(parts) + 1) * part.numel() * part.element_size() * 6 > self.runs.scoring.max_bytes // 2:
                 yield names, torch.stack(parts)
                 names, parts = [], []
             names.append(name)
@@ -768,7 +752,7 @@ class _Backwards:
 
     def _add(self, names: Sequence[str], writers: Sequence[Writer], gradient: Tensor) -> None:
         """Adds the scores of edges, computed from the gradients of the written values."""
-        rows, positions = [self.found.rows[name] for name in names], self.positions
+        rows, positions = [self.found.rows[name] for name in names], self.runs.positions
         if positions is None:
             for columns, delta in self.deltas.together(writers):
                 self._add_products(rows, columns, 0, gradient, delta)
@@ -782,12 +766,15 @@ class _Backwards:
 
     def _add_products(self, rows: list[int], columns: slice, number: int, gradient: Tensor, delta: Tensor) -> None:
         scores = widened(gradient).flatten(1) @ widened(delta).flatten(1).T
-        self.found.values[rows, columns, number] += scores.detach().cpu().double().numpy() / self.count
+        self.found.values[rows, columns, number] += scores.detach().cpu().double().numpy() / len(
+            self.runs.scoring.fractions
+        )
 
     def _through(self, norm: NormOfSum, gradient: Tensor) -> Tensor:
         """Returns gradients at the input of a norm, from those at its result."""
-        rules = rules_of(self.method)
-        if self.method == "secant":
+        method = self.runs.scoring.method
+        rules = rules_of(method)
+        if method == "secant":
             with rules.recording(), torch.no_grad():
                 norm.function(self.clean[norm.path])
         read = self.corrupted[norm.path].detach().requires_grad_()

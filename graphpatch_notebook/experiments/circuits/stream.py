@@ -20,7 +20,7 @@ from graphpatch_notebook.capture.records import Node, Ref, map_leaves
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.components import Projection
 from graphpatch_notebook.components.chain import Norm, Trails
-from graphpatch_notebook.components.flow import Flow, Value, walk
+from graphpatch_notebook.components.flow import Flow, Value, called, walk
 from graphpatch_notebook.components.operations import ADDITIONS, NONLINEARITIES, NORMS, SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.components.weights import held_tensor
 from graphpatch_notebook.errors import ExperimentError, GraphError
@@ -270,15 +270,20 @@ class LinearPaths:
             terms += own
         return terms
 
+    def _only_source(self, value: Value) -> Value | None:
+        """Returns the part of the stream that an operation reads, if it is one value with as many rows and channels."""
+        moving = [read for read in self._flow.reads(value.node) if self.depends(read)]
+        is_alike = len(moving) == 1 and moving[0].size == value.size and moving[0].shape[-1:] == value.shape[-1:]
+        return moving[0] if is_alike else None
+
     def _of_scaling(self, value: Value) -> Sum | None:
-        made = value.node.whole
-        moving = [read for read in self._flow.reads(made) if self.depends(read)]
-        if len(moving) != 1 or moving[0].size != value.size or moving[0].shape[-1:] != value.shape[-1:]:
+        made, source = value.node.whole, self._only_source(value)
+        if source is None:
             return None
         factors: list[float | Value] = []
         for number, given in enumerate(made.args):
             known = self._flow.resolve(given.node, given.dig) if isinstance(given, Ref) else given
-            if known == moving[0]:
+            if known == source:
                 if value.op in _DIVISIONS and number:
                     return None
                 continue
@@ -290,19 +295,16 @@ class LinearPaths:
                 return None
             factors.append(known)
         step = Scaling(self._flow, tuple(factors), value.op in _DIVISIONS)
-        return _with(self._sum_of(moving[0]), step)
+        return _with(self._sum_of(source), step)
 
     def _of_view(self, value: Value) -> Sum | None:
-        moving = [read for read in self._flow.reads(value.node) if self.depends(read)]
-        if len(moving) != 1 or moving[0].size != value.size or moving[0].shape[-1:] != value.shape[-1:]:
-            return None
-        terms = self._sum_of(moving[0])
-        if value.op not in _MOVES:
-            return terms
+        source = self._only_source(value)
+        if source is None or value.op not in _MOVES:
+            return None if source is None else self._sum_of(source)
         made = value.node.whole
         if any(isinstance(given, Ref) for given in (*made.args[1:], *made.kwargs.values())):
             return None
-        return _with(terms, Move(made, moving[0]))
+        return _with(self._sum_of(source), Move(made, source))
 
     def _of_norm(self, value: Value, norm: Norm) -> Sum:
         frame, given = norm.frame, norm.given
@@ -319,7 +321,7 @@ class LinearPaths:
                     "while the model runs (FSDP, sequence parallelism): use attribute(), or the model in one process"
                 )
             args, kwargs = map_leaves((call.args, call.kwargs), lambda g: rows if isinstance(g, Ref) else g)
-            return original_forward(frame.module)(*args, **kwargs)
+            return called(frame, original_forward(frame.module), args, kwargs)
 
         return self._normed(value, given.value, given.path, function)
 

@@ -54,14 +54,12 @@ def batches_of(dataset: Dataset, batch_size: int | None) -> Iterator[Inputs]:
         raise ExperimentError("the inputs of the examples have no tensor with examples along its first dimension")
     for first in range(0, count, batch_size):
         part = slice(first, first + batch_size)
-        yield Inputs(*_parts((whole.args, whole.kwargs), part, count))
+        args = tuple(_cut(value, part, count) for value in whole.args)
+        yield Inputs(args, {name: _cut(value, part, count) for name, value in whole.kwargs.items()})
 
 
-def _parts(whole: tuple[tuple[Any, ...], dict[str, Any]], part: slice, count: int) -> Any:
-    def cut(value: Any) -> Any:
-        return value[part] if isinstance(value, Tensor) and value.ndim and len(value) == count else value
-
-    return tuple(map(cut, whole[0])), {name: cut(value) for name, value in whole[1].items()}
+def _cut(value: Any, part: slice, count: int) -> Any:
+    return value[part] if isinstance(value, Tensor) and value.ndim and len(value) == count else value
 
 
 def digest_of(batch: Inputs) -> str:

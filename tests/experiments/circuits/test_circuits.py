@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import re
@@ -13,9 +14,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
-from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph, ReplacePatch, UnknownPathError
+from graphpatch_notebook import (
+    ExperimentError,
+    ExperimentWarning,
+    ExtractionOptions,
+    PatchableGraph,
+    ReplacePatch,
+    UnknownPathError,
+)
 from graphpatch_notebook.experiments import (
     Circuit,
     Edge,
@@ -633,6 +642,50 @@ def test_invalid_arguments_are_errors() -> None:
     for model, given in ((nn.Linear(2, 2), torch.ones(1, 2)), (bigram, torch.zeros(1, 3, dtype=torch.long))):
         with pytest.raises(ExperimentError, match="the model has no edges between components"):
             attribute_edges(PatchableGraph(model, given), torch.sum, given, given)
+
+
+class Doubled(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) * 2.0
+
+
+@pytest.mark.parametrize("kind", ["edited", "custom"])
+def test_a_graph_in_place_of_a_norm_is_the_norm(kind: str) -> None:
+    """The scores are those of a model whose norm computes what the graph does."""
+    it = task("gpt2")
+    model: Any = copy.deepcopy(it.model)
+    own = model.transformer.h[1].ln_1
+    if kind == "edited":
+        pg = PatchableGraph(model, **it.clean)
+        norm = pg._graph_module.get_submodule("transformer.h.1.ln_1")
+        graph, call = norm.graph, next(node for node in norm.graph.nodes if node.op == "call_function")
+        with graph.inserting_after(call):
+            doubled = graph.call_function(torch.mul, (call, 2.0))
+        call.replace_all_uses_with(doubled, delete_user_cb=lambda user: user is not doubled)
+        norm.recompile()
+    else:
+        graph = fx.Graph()
+        given = [graph.placeholder("input"), own.normalized_shape, graph.get_attr("weight"), graph.get_attr("bias")]
+        call = graph.call_function(F.layer_norm, (*given, own.eps))
+        graph.output((graph.call_function(torch.mul, (call, 2.0)),))
+        own.__class__ = type("OwnNorm", (nn.LayerNorm,), {})
+        options = ExtractionOptions(custom_extraction_functions={type(own): lambda module: graph})
+        pg = PatchableGraph(model, options, **it.clean)
+    other: Any = copy.deepcopy(it.model)
+    other.transformer.h[1].ln_1 = Doubled(other.transformer.h[1].ln_1)
+    assert torch.allclose(pg(**it.clean).logits, other(**it.clean).logits)
+    for method in ("gradient", "exact"):
+        scores, wanted = (
+            attribute_edges(each, it.metric, it.clean, it.corrupted, method=method)
+            for each in (pg, PatchableGraph(other, **it.clean))
+        )
+        reads = [name for name in wanted.receiver.values if "layers[1].attn" in name]
+        assert reads
+        np.testing.assert_allclose(scores.sel(receiver=reads), wanted.sel(receiver=reads), rtol=1e-6, atol=1e-12)
 
 
 def test_what_adds_up_in_training_mode_only_by_chance_is_an_error() -> None:

@@ -283,6 +283,16 @@ def never(*_: Any, **__: Any) -> Any:
     raise AssertionError("something ran")
 
 
+def calls_of_experiments(pg: PatchableGraph, ids: Any, metric: Any) -> list[Any]:
+    return [
+        lambda: pg.sweep({"path": [PATH]}, lambda path: {}, ids, metric=metric),
+        lambda: causal_trace(pg, ids, ids, [PATH], None, metric),
+        lambda: ablate(pg, [PATH], input_ids=ids, metric=metric),
+        lambda: path_patch(pg, PATH, None, ids, ids, metric),
+        lambda: attribute(pg, metric, CLEAN, ids),
+    ]
+
+
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
@@ -297,17 +307,10 @@ def never(*_: Any, **__: Any) -> Any:
 def test_invalid_metrics_are_errors_before_anything_runs(metric: Any, message: str) -> None:
     model = gpt2()
     pg = PatchableGraph(model, CLEAN)
-    with model.register_forward_pre_hook(never):
-        calls: list[Any] = [
-            lambda: pg.sweep({"path": [PATH]}, never, CLEAN, metric=metric),
-            lambda: causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, metric),
-            lambda: ablate(pg, [PATH], CLEAN, metric=metric),
-            lambda: path_patch(pg, PATH, None, CLEAN, CORRUPTED, metric),
-            lambda: attribute(pg, metric, CLEAN, CORRUPTED),
-        ]
-        for call in calls:
-            with pytest.raises(ExperimentError, match=message):
-                call()
+    model.register_forward_pre_hook(never)
+    for call in calls_of_experiments(pg, CORRUPTED, metric):
+        with pytest.raises(ExperimentError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -324,14 +327,7 @@ def test_inputs_that_are_not_tensors_are_refused(ids: Any, message: str) -> None
     model = gpt2()
     pg = PatchableGraph(model, CLEAN)
     model.register_forward_pre_hook(never)
-    calls: list[Any] = [
-        lambda: pg.sweep({"path": [PATH]}, lambda path: {}, ids, metric=METRIC),
-        lambda: causal_trace(pg, ids, ids, [PATH], None, METRIC),
-        lambda: ablate(pg, [PATH], input_ids=ids, metric=METRIC),
-        lambda: path_patch(pg, PATH, None, ids, ids, METRIC),
-        lambda: attribute(pg, METRIC, CLEAN, ids),
-    ]
-    for call in calls:
+    for call in calls_of_experiments(pg, ids, METRIC):
         with pytest.raises(ExperimentError, match=message):
             call()
 
