@@ -640,10 +640,15 @@ class FromPatch(_SlicedPatch):
         return index_problem(self.slice, shape) or super().problem(shape)
 
 
+def is_overwritten(value: Any, version: int | None) -> bool:
+    """Whether a kept tensor was written into since it had this version."""
+    # A parameter is the model's state, which an optimizer may change.
+    return version is not None and value._version != version and not (value.is_leaf and value.requires_grad)
+
+
 def check_unchanged(value: Any, version: int | None) -> None:
     """Raises an error if a kept tensor was written into since it had this version."""
-    # A parameter is the model's state, which an optimizer may change.
-    if version is None or value._version == version or (value.is_leaf and value.requires_grad):
+    if not is_overwritten(value, version):
         return
     raise PatchValueError(
         f"the kept tensor of shape {tuple(value.shape)} was overwritten later, through another tensor that shares its "

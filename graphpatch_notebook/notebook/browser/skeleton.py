@@ -23,7 +23,7 @@ from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.plumbing import plumbing
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse, resolve
-from graphpatch_notebook.inspection.tree import is_clutter, is_shown, unused_modules, used_modules
+from graphpatch_notebook.inspection.tree import TreeEntry, is_clutter, is_shown, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import spec_label, visible
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, parse_path
@@ -81,6 +81,11 @@ class Skeleton:
             "notes": {str(row): note for row, note in rows.notes.items()},
         }
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode())
+
+    @functools.cached_property
+    def entry(self) -> TreeEntry:
+        """The tree for `static_tree`."""
+        return Location.of_root(self.nodes.root).entry()
 
     @property
     def node_count(self) -> int:
@@ -179,15 +184,12 @@ class Skeleton:
             parsed = self._parsed(path)
         except Unresolvable as problem:
             raise UnknownPathError(problem.message) from None
-        close = ", ".join(map(repr, self._nearest(parsed)))
+        close = ", ".join(map(repr, nearest_paths(self.nodes.root, parsed)))
         raise UnknownPathError(f"there is no {path!r} in the tree" + (f"; nearest: {close}" if close else ""))
 
     def _parsed(self, path: str) -> ParsedPath:
         """Returns the parsed path, or the parsed path of the component with this name."""
         return parse(resolve(self.nodes.root, path).path if is_component_name(path) else path)
-
-    def _nearest(self, parsed: ParsedPath) -> list[str]:
-        return nearest_paths(self.nodes.root, parsed)
 
     def components(self) -> list[dict[str, Any]]:
         """Returns the components that have a row, in their order: `Component` of js/src/kernel/protocol.ts.

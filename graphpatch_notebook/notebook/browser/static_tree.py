@@ -5,12 +5,9 @@ It uses `<details>` without scripts, style sheets or style attributes. The live 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 
-from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.tree import Row, TreeEntry, opened
-from graphpatch_notebook.notebook.browser.skeleton import Skeleton
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 
@@ -76,14 +73,3 @@ def _tree_lines(row: Row, *, is_open: bool = False) -> Iterator[str]:
         yield from _tree_lines(child)
     yield "</ul>"
     yield "</details></li>"
-
-
-_entries: weakref.WeakKeyDictionary[Skeleton, TreeEntry] = weakref.WeakKeyDictionary()
-
-
-def entry_of(skeleton: Skeleton) -> TreeEntry:
-    """Returns the tree of a capture, cached as long as its skeleton exists."""
-    entry = _entries.get(skeleton)
-    if entry is None:
-        entry = _entries[skeleton] = Location.of_root(skeleton.nodes.root).entry()
-    return entry

@@ -23,7 +23,7 @@ from graphpatch_notebook.errors import SessionError, UnknownPathError
 from graphpatch_notebook.inspection.node_path import NodePath, location_of
 from graphpatch_notebook.notebook.browser.details import details
 from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, SIZE, Skeleton, skeleton_of
-from graphpatch_notebook.notebook.browser.static_tree import entry_of, static_tree
+from graphpatch_notebook.notebook.browser.static_tree import static_tree
 from graphpatch_notebook.notebook.display.circuit import picture_of, static_circuit
 from graphpatch_notebook.notebook.run.runs import RunResult
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -187,16 +187,13 @@ class Browser(LinkedView):
     def _handlers(self) -> Handlers:
         return {
             **super()._handlers(),
-            "details": self._details,
+            "details": lambda _, payload: (details(self.graph, self._rows(), payload.number("row")), []),
             "components": self._components,
             "activation": self._activation,
             "activation_status": run_status,
             "activation_interrupt": interrupt_run,
             "activation_close": _activation_close,
         }
-
-    def _details(self, _: RequestContext, payload: Payload) -> Answer:
-        return details(self.graph, self._rows(), payload.number("row")), []
 
     def _components(self, *_: Any) -> Answer:
         self.renew("components")
@@ -332,7 +329,7 @@ class Browser(LinkedView):
             graph, name = self.graph, self._session.origin.graph
             title = f"{name}: {type(captured(graph).module).__name__}, {skeleton_of(graph).node_count:,} nodes"
             circuit = "" if self._circuit is None else f"{static_circuit(self._circuit)}\n"
-            return circuit + static_tree(title, entry_of(skeleton_of(graph)), self._session.chosen.patches)
+            return circuit + static_tree(title, skeleton_of(graph).entry, self._session.chosen.patches)
         return None
 
 

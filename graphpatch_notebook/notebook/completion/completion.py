@@ -339,15 +339,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """The completions at the end of a text.
+    """The completions at the end of a text."""
 
-    Attributes:
-        start: The offset in the text of the part that a completion replaces.
-        offers: The completions, best first.
-    """
-
-    start: int
-    offers: list[Offer]
+    start: int  # the offset in the text of what a completion replaces
+    offers: list[Offer]  # best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,15 +356,7 @@ class _Typed:
 
 
 def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers | None:
-    """Returns the completions of the last segment of a path.
-
-    Args:
-        place: The start of the path: the root, or the place that the path is relative to.
-        typed: The incomplete path.
-        patchable: Whether the path must end at a value that can be patched. Then graphs and containers are followed
-            by a separator. Otherwise, the path can also end at a graph, a container or an object.
-        limit: The maximum number of completions.
-    """
+    """Returns the completions of the last segment of a path, from `place` on. With `patchable`, it ends at a value."""
     if components := list(islice(_component_offers(place, typed), limit)):
         return Offers(0, components)
     parsed = _parsed(typed)

@@ -53,44 +53,19 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The key, item or attribute at the cursor.
-
-    Attributes:
-        role: A key of the dict that the expression is called with, an item of the expression, or an attribute.
-        of: The expression that is called or subscripted, or that has the attribute.
-        typed: The text typed so far.
-        quote: The opening quote; empty for attributes.
-        offsets: The offset in the text of each character of `typed`, and of its end.
-    """
+    """The key, item or attribute at the cursor."""
 
     role: Literal["key", "item", "attribute"]
-    of: Expression
-    typed: str
-    quote: str
-    offsets: tuple[int, ...]
+    of: Expression  # what is called or subscripted, or has the attribute
+    typed: str  # so far
+    quote: str  # empty for attributes
+    offsets: tuple[int, ...]  # in the text, of each character of `typed`, and of its end
 
     def escaped(self, text: str) -> str:
         """Returns `text` with the escapes that it needs in this string."""
         if not self.quote:
             return text
         return text.replace("\\", "\\\\").replace(self.quote[0], f"\\{self.quote[0]}")
-
-
-@dataclass(slots=True)
-class _Bracket:
-    position: int
-    text: str
-    is_fresh: bool = True
-    commas: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    """The brackets that are open at the end of a text, and the open string: its prefix, quote and start."""
-
-    brackets: list[_Bracket]
-    string: tuple[str, str, int] | None
-    is_comment: bool
 
 
 def cursor_at_end(text: str) -> Cursor | None:
@@ -104,22 +79,27 @@ def cursor_at_end(text: str) -> Cursor | None:
     """
     if len(text) > _LONGEST:
         return None
-    scan = _scanned(text)
-    if scan.is_comment:
+    brackets, last, string = _scanned(text)
+    if last == "#":
         return None
-    if scan.string is None:
+    if string is None:
         return _attribute(text)
-    prefix, quote, start = scan.string
-    if prefix.lower() not in ("", "r", "u") or not scan.brackets or not scan.brackets[-1].is_fresh:
+    prefix, quote, start = string
+    if prefix.lower() not in ("", "r", "u") or not brackets:
         return None
-    found = _owner(text, scan.brackets)
+    found = _owner(text, brackets, last)
     content = _content(text, start, prefix)
     return None if found is None or content is None else Cursor(found[0], found[1], content[0], quote, content[1])
 
 
-def _scanned(text: str) -> _Scan:
-    brackets: list[_Bracket] = []
-    position = 0
+def _scanned(text: str) -> tuple[list[int], str, tuple[str, str, int] | None]:
+    """Returns what is open at the end of a text.
+
+    The positions of the open brackets, the last token before the end or the open string (`#` in a comment), and the
+    open string: its prefix, quote and start.
+    """
+    brackets: list[int] = []
+    position, last = 0, ""
     while position < len(text):
         token = _TOKEN.match(text, position)
         assert token is not None  # the last alternative is any character
@@ -127,33 +107,21 @@ def _scanned(text: str) -> _Scan:
         kind = token.lastgroup
         if kind == "magic" and (brackets or position == len(text)):
             # Inside brackets, `%` is an operator. After `%timeit`, the text is Python.
-            position = token.end("head")
-            _touch(brackets)
+            position, last = token.end("head"), "%"
         elif kind == "string":
             end = _string_end(text, position, token["quote"])
             if end is None:
-                return _Scan(brackets, (token["prefix"], token["quote"], position), False)
-            position = end
-            _touch(brackets)
+                return brackets, last, (token["prefix"], token["quote"], position)
+            position, last = end, token["quote"]
         elif kind == "comment" and position == len(text):
-            return _Scan(brackets, None, True)
-        elif kind == "open":
-            _touch(brackets)
-            brackets.append(_Bracket(token.start(), token[0]))
-        elif kind == "close":
-            if brackets:
+            return brackets, "#", None
+        elif kind in ("open", "close", "comma", "word", "other"):
+            last = token[0]
+            if kind == "open":
+                brackets.append(token.start())
+            elif kind == "close" and brackets:
                 brackets.pop()
-        elif kind == "comma" and brackets:
-            brackets[-1].is_fresh = True
-            brackets[-1].commas += 1
-        elif kind in ("word", "other"):
-            _touch(brackets)
-    return _Scan(brackets, None, False)
-
-
-def _touch(brackets: list[_Bracket]) -> None:
-    if brackets:
-        brackets[-1].is_fresh = False
+    return brackets, last, None
 
 
 def _string_end(text: str, position: int, quote: str) -> int | None:
@@ -165,18 +133,18 @@ def _string_end(text: str, position: int, quote: str) -> int | None:
     return None if len(quote) == 3 or "\n" not in text[end:] else end  # a line break ends an unclosed string
 
 
-def _owner(text: str, brackets: list[_Bracket]) -> tuple[Literal["key", "item"], Expression] | None:
-    """Returns the expression that has its key or item in the innermost bracket."""
+def _owner(text: str, brackets: list[int], last: str) -> tuple[Literal["key", "item"], Expression] | None:
+    """Returns the expression whose key or item begins after the token `last` in the innermost bracket."""
     inner = brackets[-1]
-    if inner.text == "[" and inner.commas == 0:
-        expression = expression_at_end(text[: inner.position])
+    if text[inner] == "[" == last:
+        expression = expression_at_end(text[:inner])
         return None if expression is None else ("item", expression)
-    if inner.text != "{" or len(brackets) < 2 or brackets[-2].text != "(":
+    if text[inner] != "{" or last not in ("{", ",") or len(brackets) < 2 or text[brackets[-2]] != "(":
         return None
     outer = brackets[-2]
-    if not _PATCH_MAP.fullmatch(text, outer.position + 1, inner.position):
+    if not _PATCH_MAP.fullmatch(text, outer + 1, inner):
         return None
-    expression = expression_at_end(text[: outer.position])
+    expression = expression_at_end(text[:outer])
     return None if expression is None else ("key", expression)
 
 
@@ -190,11 +158,8 @@ def expression_at_end(text: str) -> Expression | None:
     match = _CHAIN.search(text[-400:])
     if match is None:
         return None
-    return Expression(match[1], tuple(map(_link, _LINK.finditer(match[2]))))
-
-
-def _link(match: re.Match[str]) -> Accessor:
-    return ("item", match[2][1:-1]) if match[1] is None else ("attribute", match[1])
+    links = _LINK.finditer(match[2])
+    return Expression(match[1], tuple(("item", m[2][1:-1]) if m[1] is None else ("attribute", m[1]) for m in links))
 
 
 def _attribute(text: str) -> Cursor | None:
@@ -235,20 +200,12 @@ def _content(text: str, start: int, prefix: str) -> tuple[str, tuple[int, ...]] 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The argument at the cursor.
+    """The argument at the cursor."""
 
-    Attributes:
-        kind: The kind of the argument; `option` for the name of an option.
-        typed: The text typed so far.
-        start: The offset of the argument in the line.
-        options: The options that are allowed here.
-        path: The path and slice before the cursor, if the command has one.
-    """
-
-    kind: ArgumentKind | Literal["option"]
+    kind: ArgumentKind | Literal["option"]  # `option`: the name of one
     typed: str
-    start: int
-    options: tuple[str, ...] = ()
+    start: int  # the offset in the line
+    options: tuple[str, ...] = ()  # those that are allowed here
     path: str = field(default="", repr=False)
 
 
@@ -260,10 +217,7 @@ _LAST_TERM = re.compile(r"\S*$")
 def argument_at_end(line: str, *, is_first: bool, may_lack_mark: bool = False) -> Argument | None:
     """Returns the argument at the end of `line`, or `None` if the cursor is not in an argument.
 
-    Args:
-        line: The line up to the cursor.
-        is_first: Whether it is the first line of the cell, which can be `%%graphpatch`.
-        may_lack_mark: Whether `graphpatch` without a percent sign is the magic, too.
+    `is_first` says that it may be a cell magic, and `may_lack_mark` that `graphpatch` without `%` is the magic, too.
 
     Example:
         >>> argument_at_end("x = %graphpatch ls h_0.ml", is_first=True)

@@ -203,11 +203,7 @@ class DisplayedWidget(anywidget.AnyWidget):
 
 
 class HtmlDisplay:
-    """The HTML of one widget, everywhere that the widget is displayed.
-
-    Args:
-        html: A method that returns the HTML, or `None` if there is none any more. Its object is not kept alive.
-    """
+    """The HTML of one widget, everywhere that the widget is displayed. It does not keep the widget alive."""
 
     def __init__(self, html: Callable[[], str | None]) -> None:
         self._html = weakref.WeakMethod(html)

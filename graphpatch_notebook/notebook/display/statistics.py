@@ -21,15 +21,10 @@ _PIECE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """The elements of a value as real numbers.
+    """The elements of a value as real numbers."""
 
-    Attributes:
-        tensor: A dense tensor of real numbers; `None` if the value has none.
-        remark: How the numbers were derived from the value, or why there are none.
-    """
-
-    tensor: Tensor | None
-    remark: str | None = None
+    tensor: Tensor | None  # dense; `None` if the value has none
+    remark: str | None = None  # how the numbers were derived, or why there are none
 
 
 def readable(value: Any) -> Readable:

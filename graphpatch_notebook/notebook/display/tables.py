@@ -29,35 +29,20 @@ _NARROWEST = 12
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        title: The header.
-        style: The style, which sets the color.
-        is_cut: Whether text is truncated in a narrow terminal. The text of other columns wraps.
-        is_whole: Whether text is never truncated or wrapped, so that it can be copied.
-        is_optional: Whether the column is omitted when there is not enough space.
-    """
+    """A column of a table."""
 
     title: str
     style: Style = "name"
-    is_cut: bool = False
-    is_whole: bool = False
-    is_optional: bool = False
+    is_cut: bool = False  # in a narrow terminal; the text of other columns wraps
+    is_whole: bool = False  # never cut or wrapped, so that it can be copied
+    is_optional: bool = False  # left out without enough space
 
 
 class Table(Sequence[Item]):
     """A sequence of items that displays as a table with one row for each item.
 
-    Args:
-        columns: The columns.
-        items: The items.
-        cells: Returns the text of each column for an item. Called only for the rows that are displayed.
-        title: The text above the table.
-        notes: The lines below the table, or a function that returns them when the table is displayed.
-        empty: The text that replaces a table without rows.
-        how_to_narrow: How to get fewer rows. Displayed after the number of rows that are not displayed.
-        max_rows: The maximum number of displayed rows.
+    `cells` returns the text of each column for an item, only for rows that are displayed: at most `max_rows`. `notes`
+    are lines below the table, and `how_to_narrow` says how to get fewer rows.
 
     Example:
         >>> Table([Column("name"), Column("size")], ["a", "bcd"], lambda text: [text, str(len(text))], title="Texts")

@@ -74,14 +74,9 @@ def _lengths_beside_decoder(bound: dict[str, Any]) -> set[int]:
 
 @dataclass(frozen=True)
 class TokenLabels:
-    """The texts of tokens, for the axes of plots.
+    """The texts of tokens, for the axes of plots."""
 
-    Attributes:
-        batch: The token ids, of shape (batch, seq).
-        tokenizer: Converts ids to text, as `token_text` needs it.
-    """
-
-    batch: list[list[int]]
+    batch: list[list[int]]  # the ids, of shape (batch, seq)
     tokenizer: Any
 
     def of_axes(self, value: Tensor, index: Any) -> tuple[list[str] | None, list[str] | None]:

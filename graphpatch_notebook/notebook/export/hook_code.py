@@ -161,19 +161,12 @@ HookSide: TypeAlias = Literal["inputs", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The patches on one value, in one call of a module.
-
-    Attributes:
-        target: The value.
-        patches: The patches, in order.
-        dig: The keys from the input or output to the value.
-        place: Where the call passes the input: its position, or its keyword; `None` for an output.
-    """
+    """The patches on one value, in one call of a module."""
 
     target: Target
     patches: tuple[ChosenPatch, ...]
-    dig: tuple[Any, ...]
-    place: int | str | None
+    dig: tuple[Any, ...]  # the keys from the input or output to the value
+    place: int | str | None  # where the call passes the input: position or keyword; `None` for an output
 
     @property
     def containers(self) -> list[tuple[Any, ContainerSpec]]:
@@ -189,19 +182,12 @@ class Edit:
 
 @dataclass(slots=True)
 class HookPlan:
-    """The edits of one hook.
+    """The edits of one hook."""
 
-    Attributes:
-        module: The source of the module.
-        side: Whether the hook runs before `forward` (`inputs`) or after it (`output`).
-        count: The number of calls of the module in one run of the model.
-        calls: The edits in each of these calls, counted from zero.
-    """
-
-    module: str
+    module: str  # its source
     side: HookSide
-    count: int
-    calls: dict[int, list[Edit]] = field(default_factory=dict)
+    count: int  # of the calls of the module in one run
+    calls: dict[int, list[Edit]] = field(default_factory=dict)  # by the call, from zero
 
     @property
     def takes_kwargs(self) -> bool:
@@ -522,20 +508,13 @@ class HookFunction:
 
 
 class _Value:
-    """A value to which patches are applied one by one.
-
-    Attributes:
-        source: The source of its current value.
-        variable: The variable for a changed value.
-        lines: The statements so far.
-        is_changed: Whether it is another object than at first.
-    """
+    """A value to which patches are applied one by one."""
 
     def __init__(self, source: str, variable: str, edit: Edit, export: HooksExport) -> None:
-        self.source = source
-        self.variable = variable
-        self.lines: list[str] = []
-        self.is_changed = False
+        self.source = source  # of its current value
+        self.variable = variable  # for a changed value
+        self.lines: list[str] = []  # the statements so far
+        self.is_changed = False  # whether it is another object than at first
         self._edit = edit
         self._export = export
         self._is_own = False

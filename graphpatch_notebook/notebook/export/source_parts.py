@@ -118,17 +118,11 @@ def needs(patches: Sequence[ChosenPatch], first: Sequence[str], expressions: Seq
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The arguments of a call.
-
-    Attributes:
-        sources: The source of each argument.
-        positional: The number of positional arguments; `None` if `*` hides it.
-        keywords: The names of the keyword arguments, with `None` for `**`.
-    """
+    """The arguments of a call."""
 
     sources: tuple[str, ...]
-    positional: int | None
-    keywords: frozenset[str | None]
+    positional: int | None  # how many; `None` if `*` hides it
+    keywords: frozenset[str | None]  # `None` for `**`
 
     @property
     def expression(self) -> str:
@@ -137,12 +131,7 @@ class CallArguments:
 
 
 def arguments_in(text: str, *, with_options: bool = False) -> CallArguments:
-    """Returns the arguments of a call as a user wrote them, each on one line.
-
-    Args:
-        text: The text between the parentheses.
-        with_options: Keep `extraction_options=...`, which is not an input of the model.
-    """
+    """Returns the arguments of a call as a user wrote them, each on one line; with or without `extraction_options=`."""
     try:
         call = parse_arguments(text)
     except ValueError as problem:
@@ -235,17 +224,11 @@ def result_lines(patches: Sequence[ChosenPatch], kept: Mapping[int, str], slices
 
 @dataclass(slots=True)
 class Lookups:
-    """The source of values and slices, by the numbers of the patches.
+    """The source of values and slices, by the numbers of the patches."""
 
-    Attributes:
-        values: The source of each value: the expression, or a variable that holds it.
-        slices: The source of each slice.
-        lines: The statements that assign the variables.
-    """
-
-    values: dict[int, str]
+    values: dict[int, str]  # the expression, or a variable that holds it
     slices: dict[int, str]
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # the statements that assign the variables
 
 
 def looked_up(patches: Sequence[ChosenPatch], arguments: CallArguments, names: Names, *, in_hooks: bool) -> Lookups:

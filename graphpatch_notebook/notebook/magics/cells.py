@@ -30,13 +30,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from IPython.core import inputtransformer2
 from IPython.core.error import UsageError
-from torch import Tensor
 
 from graphpatch_notebook.errors import PatchMapError, PatchValueError, SessionError, add_note
 from graphpatch_notebook.execution import PatchContext, innermost
@@ -48,7 +46,7 @@ from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, Chose
 from graphpatch_notebook.notebook.session.session import ResolvedPatches
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
 from graphpatch_notebook.patchable_graph import captured
-from graphpatch_notebook.patches.kinds import Patch, RecordPatch
+from graphpatch_notebook.patches.kinds import Patch, RecordPatch, is_overwritten
 from graphpatch_notebook.torch_compat import version_of
 
 MARKER = "%%graphpatch"
@@ -228,7 +226,7 @@ class CellResults:
         problem = one.take()
         if one.problem is not None:
             self._results.remove([one.name])
-        elif one.has_value:
+        elif one.value is not None:
             self._results.put({one.name: one.value})
             one.is_filled = True
         return problem
@@ -290,39 +288,20 @@ class CellResults:
             print(f"no call in this cell filled {one.name} for {one.title}: the variable holds {what}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A value assigned to a variable, or a part of a value, with the version counter of the tensor at that time."""
-
-    part: Any
-    whole: Any
-    version: int | None
-
-    @classmethod
-    def of(cls, part: Any, whole: Any) -> _Given:
-        is_shared = part is whole or (isinstance(part, Tensor) and part._is_view())
-        return cls(part, whole, version_of(whole) if is_shared else None)
-
-    def is_changed(self) -> bool:
-        # A parameter is state of the model, and an optimizer may update it.
-        is_parameter = self.version is not None and self.whole.is_leaf and self.whole.requires_grad
-        return self.version is not None and not is_parameter and self.whole._version != self.version
-
-
 class _Observed:
     """A probe or record of a cell, and the values that it collected so far.
 
     Attributes:
         is_filled: Whether the variable was assigned in this cell.
         problem: Why the collected value is not a valid result, if it is not.
-        value: The value for the variable, if `has_value`.
+        value: The value for the variable; `None` without one.
     """
 
     def __init__(self, chosen: ChosenPatch, patch: Patch[Any], names: dict[str, Any]) -> None:
         self._chosen = chosen
         self._patch = patch
         self._names = names
-        self._given: list[_Given] = []
+        self._given: list[tuple[Any, Any, int | None]] = []  # parts, of which values, and the versions of these
         self._count = 0
         self.name = str(chosen.name)
         self.is_filled = False
@@ -333,11 +312,6 @@ class _Observed:
     def title(self) -> str:
         """The patch, with its number."""
         return f"#{self._chosen.number} ({self._chosen})"
-
-    @property
-    def has_value(self) -> bool:
-        """Whether there is a value for the variable. A list can be empty."""
-        return self.value is not None
 
     def take(self) -> str | None:
         """Collects new values, and returns the problem with the slice, if any.
@@ -350,16 +324,17 @@ class _Observed:
             self._spoil(f"{self.title}: {error}")
             return None
         try:
-            given = [_Given.of(self._chosen.part(value, self._names), value) for value in values]
+            parts = [self._chosen.part(value, self._names) for value in values]
         except PatchValueError as error:
             self._spoil(str(error))
             return str(error)
+        given = [(part, whole, version_of(whole)) for part, whole in zip(parts, values, strict=True)]
         if isinstance(self._patch, RecordPatch):
             if self.problem is None:
-                self.value += [one.part for one in given]
+                self.value += parts
                 self._given += given
         elif given:
-            self.problem, self.value, self._given = None, given[0].part, given
+            self.problem, self.value, self._given = None, parts[0], given
         return None
 
     def _new(self) -> list[Any]:
@@ -374,15 +349,19 @@ class _Observed:
 
     def check(self, held: Any) -> None:
         """Checks whether a value that the variable still holds was modified in place."""
-        parts = {id(part) for part in (held if isinstance(self._patch, RecordPatch) else [held])}
-        changed = next((one for one in self._given if id(one.part) in parts and one.is_changed()), None)
-        if changed is None:
+        ids = {id(part) for part in (held if isinstance(self._patch, RecordPatch) else [held])}
+        changed = [
+            part
+            for part, whole, version in self._given
+            if id(part) in ids and is_overwritten(whole, version) and (part is whole or part._is_view())
+        ]
+        if not changed:
             return
         repair = "modify a copy of the output instead (clone)"
         if not isinstance(self._patch, RecordPatch):
             repair += f", or copy the value directly after the call: {self.name} = {self.name}.clone()"
         self._spoil(
-            f"{self.title}: the tensor of shape {tuple(changed.part.shape)} in {self.name} was modified in place after "
+            f"{self.title}: the tensor of shape {tuple(changed[0].shape)} in {self.name} was modified in place after "
             f"the call, so it is not the value at {self._chosen.path!r}, and the variable was deleted; {repair}"
         )
 

@@ -82,9 +82,7 @@ class TypedPath:
 def words(text: str, string: re.Pattern[str] = STRING) -> Iterator[tuple[int, str]]:
     """Yields the words of a text with their positions. Spaces in quotes and brackets do not separate words.
 
-    Args:
-        text: The text.
-        string: Matches text in quotes; `OPEN_STRING` also if the text ends before the quote.
+    `string` matches text in quotes; `OPEN_STRING` also if the text ends before the quote.
 
     Example:
         >>> [word for _, word in words('f(a, b) "c d"  --any-shape')]
@@ -138,10 +136,7 @@ def without_comment(text: str) -> str:
 def split_options(text: str, known: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """Returns the options at the start and at the end of a text, and the text between them.
 
-    Args:
-        text: The text. Options inside quotes or brackets are ignored.
-        known: The known options, each with something true if it takes an argument. The value of one that takes none
-            is `""`.
+    `known` has something true for each option that takes an argument; the value of one that takes none is `""`.
 
     Raises:
         SessionError: An option is unknown, given twice, without its argument, or in the middle of other text.

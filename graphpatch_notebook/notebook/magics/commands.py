@@ -48,15 +48,10 @@ ArgumentKind: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a command.
+    """The arguments of a command."""
 
-    Attributes:
-        positional: The kinds of the arguments, in order. The last one can be repeated.
-        options: The options, each with the kind of its argument, or `None` if it takes none.
-    """
-
-    positional: tuple[ArgumentKind, ...] = ()
-    options: Mapping[str, ArgumentKind | None] = field(default_factory=dict)
+    positional: tuple[ArgumentKind, ...] = ()  # in order; the last one can be repeated
+    options: Mapping[str, ArgumentKind | None] = field(default_factory=dict)  # `None` for one without an argument
 
     def kind(self, words: list[str]) -> ArgumentKind | None:
         """Returns the kind of the argument after these words, or `None` if there is no further argument."""

@@ -266,21 +266,13 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One row: a child of a graph, node or container, or a submodule that did not run on the example.
+    """One row: a child of a graph, node or container, or a submodule that did not run on the example."""
 
-    Attributes:
-        path: The path from the root; empty for a submodule that did not run.
-        name: The name, as in a path; for a submodule that did not run, its attribute path.
-        what: The class of the graph module, the name of the torch function, or the kind of node.
-        value: The recorded value; for a graph, the class of its module.
-        remark: More about it: patched, opaque, unused.
-    """
-
-    path: str
+    path: str  # from the root; empty for a submodule that did not run
     name: str
-    what: str
-    value: str
-    remark: str
+    what: str  # the class of a graph, the torch function, or the kind
+    value: str  # for a graph, the class of its module
+    remark: str  # patched, opaque, unused
 
 
 class Listing(Table[Child]):

@@ -85,12 +85,7 @@ def _is_held(target: Target) -> bool:
 
 
 class ShownValue:
-    """The display of a value.
-
-    Attributes:
-        view: The `ActivationView` of the front end.
-        buffers: The values of the heatmap.
-    """
+    """The display of a value: `view` is the `ActivationView` of the front end, `buffers` the values of the heatmap."""
 
     def __init__(self, path: str, value: Any, plane: Plane, labels: TokenLabels | None, *, is_kept: bool) -> None:
         self._labels = labels

@@ -79,23 +79,18 @@ def _is_autocast(kind: str) -> bool:
 class Job(Generic[T]):
     """A function that runs in its own thread.
 
-    Args:
-        work: The function. It receives the job, whose `interruptibly` it calls.
-        in_words: Returns the message for an error. The error itself is not kept: its traceback refers to tensors.
-
-    Attributes:
-        result: The return value, if `state` is `"done"`.
-        error: The message of the error, if `state` is `"failed"`.
+    It receives the job, whose `interruptibly` it calls. `in_words` returns the message for an error, which is not kept
+    itself: its traceback refers to tensors.
     """
 
     def __init__(self, work: Callable[[Job[T]], T], in_words: Callable[[BaseException], str]) -> None:
-        self.result: T | None = None
-        self.error: str | None = None
+        self.result: T | None = None  # if `state` is "done"
+        self.error: str | None = None  # in words, if `state` is "failed"
         self._in_words = in_words
         self._state: JobState = "running"
         self._lock = threading.Lock()
         self._is_open = False
-        self._is_interrupted = False
+        self.is_interrupted = False  # it may still be running for a moment
         self._started = time.monotonic()
         self._ended: float | None = None
         # In Python 3.14, a thread may inherit the context variables of the thread that starts it.
@@ -110,11 +105,6 @@ class Job(Generic[T]):
         if self._state == "running" and not self._thread.is_alive():
             return "interrupted"  # so late that `_run` could not set the state
         return self._state
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether the job was interrupted. It may still be running for a moment."""
-        return self._is_interrupted
 
     @property
     def seconds(self) -> float:
@@ -146,7 +136,7 @@ class Job(Generic[T]):
         """
         with afterwards(self._close):
             with self._lock:
-                if self._is_interrupted:
+                if self.is_interrupted:
                     raise KeyboardInterrupt
                 self._is_open = True
             return call()
@@ -161,7 +151,7 @@ class Job(Generic[T]):
     def interrupt(self) -> None:
         """Interrupts the job at its next line of Python. Does nothing if the job has finished."""
         with self._lock:
-            self._is_interrupted = True
+            self.is_interrupted = True
             if self._is_open and self._thread.ident is not None:
                 raise_in_thread(self._thread.ident, KeyboardInterrupt)
 

@@ -40,20 +40,12 @@ _CALL = "<graphpatch>"  # not a name that a user could have
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of one run.
-
-    Attributes:
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        text: The known arguments, as Python code.
-        examples: The example inputs, if these are the inputs. They must not change before they are copied.
-        remark: A message about the inputs.
-    """
+    """The inputs of one run."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    text: str = "..."
-    examples: ExampleInputs | None = None
+    text: str = "..."  # the known arguments, as Python code
+    examples: ExampleInputs | None = None  # if these are the inputs: unchanged until they are copied
     remark: str | None = None
 
     def copy(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -69,13 +61,7 @@ class RunInputs:
 
 
 def inputs_for_run(session: Session, namespace: dict[str, Any], typed: str | None, given: Any) -> RunInputs:
-    """Returns the inputs of a run: the typed ones, else the given ones, else the example inputs.
-
-    Args:
-        session: The session. Its graph holds the example inputs, its origin the code of them.
-        namespace: The user's variables.
-        typed: The arguments of a call as Python code; `None` or empty for none.
-        given: A tuple of arguments, a dict of keyword arguments, or one value; `None` for none.
+    """Returns the inputs of a run: the typed ones (Python code), else the given ones, else the example inputs.
 
     Raises:
         ChosenPatchError: The typed arguments are not valid, or cannot be evaluated (`field` is `inputs`).
@@ -85,7 +71,9 @@ def inputs_for_run(session: Session, namespace: dict[str, Any], typed: str | Non
         args, kwargs = evaluated_arguments(typed, namespace)
         return RunInputs(args, kwargs, typed.strip())
     if given is not None:
-        return _given(given, namespace)
+        args, kwargs = given_arguments(given)
+        default = "*inputs" if len(args) > 1 else "**inputs" if kwargs else "inputs"
+        return RunInputs(args, kwargs, written_arguments(args, kwargs, namespace) or default)
     if (problem := no_inputs(session)) is not None:
         raise SessionError(problem)
     written = _without_options(session.origin.arguments)
@@ -135,12 +123,6 @@ def given_arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (given,), {}
 
 
-def _given(given: Any, namespace: dict[str, Any]) -> RunInputs:
-    args, kwargs = given_arguments(given)
-    written = written_arguments(args, kwargs, namespace)
-    return RunInputs(args, kwargs, written or ("*inputs" if len(args) > 1 else "**inputs" if kwargs else "inputs"))
-
-
 def evaluated_arguments(text: str, namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and keyword arguments of typed code.
 
@@ -148,7 +130,11 @@ def evaluated_arguments(text: str, namespace: dict[str, Any]) -> tuple[tuple[Any
         >>> evaluated_arguments("a, scale=2 * a", {"a": 3})
         ((3,), {'scale': 6})
     """
-    call = _parsed(text)
+    try:
+        call = parse_arguments(text)
+        check_runs_anywhere(call, text)
+    except ValueError as error:
+        raise ChosenPatchError("inputs", str(error)) from None
     call.func = ast.copy_location(ast.Name(_CALL, ast.Load()), call.func)
     code = compile(ast.fix_missing_locations(ast.Expression(call)), "<inputs>", "eval")
     make: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs)  # noqa: E731
@@ -161,15 +147,6 @@ def evaluated_arguments(text: str, namespace: dict[str, Any]) -> tuple[tuple[Any
     except Exception as error:
         raise ChosenPatchError("inputs", f"inputs {quoted(text)}: {type(error).__name__}: {error}") from error
     return args, kwargs
-
-
-def _parsed(text: str) -> ast.Call:
-    try:
-        call = parse_arguments(text)
-        check_runs_anywhere(call, text)
-    except ValueError as error:
-        raise ChosenPatchError("inputs", str(error)) from None
-    return call
 
 
 def _without_options(arguments: str | None) -> str | None:

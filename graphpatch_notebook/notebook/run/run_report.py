@@ -50,15 +50,10 @@ _MOST_LEAVES = 10_000
 
 @dataclass
 class Changes:
-    """The differences between two outputs.
+    """The differences between two outputs."""
 
-    Attributes:
-        listed: The `Change`s of the front end: logits first, then the shortest paths.
-        remarks: Messages about parts that are not compared.
-    """
-
-    listed: list[dict[str, Any]] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    listed: list[dict[str, Any]] = field(default_factory=list)  # `Change`s of the front end, logits first
+    remarks: list[str] = field(default_factory=list)  # about parts that are not compared
 
 
 def changes(before: Any, after: Any) -> Changes:

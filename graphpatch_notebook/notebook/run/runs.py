@@ -45,21 +45,13 @@ _BUSY = "a run is in progress; wait for it to finish, or interrupt it"
 
 @dataclass
 class StartedJob:
-    """A job that was started, for a run or an activation.
-
-    Attributes:
-        id: The number that requests refer to.
-        job: The job.
-        count: The number of finished calls of the model.
-        shows: The attribute of the result that its status has: the report of a run, or the view of an activation.
-        key: Identifies the value, if the job is for an activation.
-    """
+    """A job that was started, for a run or an activation."""
 
     id: int
     job: Job[Any]
     count: CallCount
-    shows: Literal["report", "view"] = "report"
-    key: Hashable = None
+    shows: Literal["report", "view"] = "report"  # the attribute of the result that its status has
+    key: Hashable = None  # identifies the value of an activation
 
     def forget_value(self) -> None:
         """Drops the value that is kept for other slices, and what identifies it."""
@@ -217,11 +209,7 @@ class Runs:
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def start(self, inputs: str | None) -> int:
-        """Starts a run with the chosen patches, and returns its number.
-
-        Args:
-            inputs: The arguments of a call as Python code, evaluated now. `None` or empty: the inputs of this object,
-                or else the example inputs.
+        """Starts a run with the chosen patches, and returns its number. `inputs` are the arguments as Python code.
 
         Raises:
             ChosenPatchError: The inputs cannot be evaluated (`field` is `inputs`).
@@ -310,14 +298,11 @@ class Runs:
     def start_activation(self, path: str, plane: str | None, is_patched: bool, inputs: str | None) -> int:
         """Starts a job that shows the value of a node, and returns its number.
 
+        With `is_patched`, the model runs with the chosen patches, and the patched value is shown. `plane` is a slice
+        with one or two dimensions left.
+
         The last value shown is kept until `close_activation`: showing another slice of it does not run the model,
         unless a cell ran since.
-
-        Args:
-            path: The node path.
-            plane: A slice with one or two dimensions left. `None`: the last two dimensions.
-            is_patched: Whether to run the model with the chosen patches, and show the patched value.
-            inputs: As for `start`.
 
         Raises:
             ChosenPatchError: The `path`, `plane` or `inputs` named by `field` are not valid.

@@ -30,7 +30,6 @@ TermKind: TypeAlias = Literal["text", "exact", "op", "shape", "dtype", "is", "mo
 
 NODE_KINDS = ("input", "parameter", "buffer", "attribute", "op", "output")
 STATES = ("patched", "opaque", "size", "tensor", "number", *NODE_KINDS)
-KEYS = ("op", "shape", "dtype", "is", "module", "kind")
 
 _KEY = re.compile(r"([A-Za-z]+):")
 _SPACE = re.compile(r"\s*")
@@ -60,16 +59,10 @@ def matches_sizes(sizes: Sizes, shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term of a query.
-
-    Attributes:
-        kind: The property that it tests.
-        value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), or `Sizes`.
-        is_excluded: Whether the term finds the nodes that do not match it.
-    """
+    """One term of a query."""
 
     kind: TermKind
-    value: str | Sizes
+    value: str | Sizes  # text in lower case, the long name of a dtype, or `Sizes`
     is_excluded: bool = False
 
 
@@ -134,21 +127,15 @@ def _word_term(word: str) -> Term:
         meant = nearest(key, KEYS, 1)[0]
         raise ValueError(f"unknown search key '{match[1]}:'; nearest: {meant}:; for the text itself write *{word}")
     if not value:
-        raise ValueError(f"there is nothing after '{key}:'; write {_EXAMPLES[key]}")
-    return _KEYED[key](value)
+        raise ValueError(f"there is nothing after '{key}:'; write {_KEYED[key][1]}")
+    return _KEYED[key][0](value)
 
 
-def _state(value: str) -> Term:
-    if value.lower() not in STATES:
-        close = nearest(value.lower(), STATES, 1)[0]
-        raise ValueError(f"unknown search word 'is:{value}'; nearest: is:{close}; there are {', '.join(STATES)}")
-    return Term("is", value.lower())
-
-
-def _kind(value: str) -> Term:
-    if value.lower() not in NODE_KINDS:
-        close = nearest(value.lower(), NODE_KINDS, 1)[0]
-        raise ValueError(f"unknown 'kind:{value}'; nearest: kind:{close}; there are {', '.join(NODE_KINDS)}")
+def _state(value: str, title: str, states: Sequence[str]) -> Term:
+    if value.lower() not in states:
+        key = title.split("'")[1]
+        close = nearest(value.lower(), states, 1)[0]
+        raise ValueError(f"{title}{value}'; nearest: {key}{close}; there are {', '.join(states)}")
     return Term("is", value.lower())
 
 
@@ -181,19 +168,13 @@ def _size(text: str, value: str) -> int | None:
     raise ValueError(f"not a shape: {value}; write shape:64 for a size, shape:[1,*,64] for a whole shape")
 
 
-_KEYED: dict[str, Callable[[str], Term]] = {
-    "op": lambda value: Term("op", value.lower()),
-    "module": lambda value: Term("module", value.lower()),
-    "shape": lambda value: Term("shape", _shape(value)),
-    "dtype": _dtype,
-    "is": _state,
-    "kind": _kind,
+# How each key is parsed, and an example.
+_KEYED: dict[str, tuple[Callable[[str], Term], str]] = {
+    "op": (lambda value: Term("op", value.lower()), "op:mul"),
+    "shape": (lambda value: Term("shape", _shape(value)), "shape:64"),
+    "dtype": (_dtype, "dtype:f16"),
+    "is": (lambda value: _state(value, "unknown search word 'is:", STATES), "is:parameter"),
+    "module": (lambda value: Term("module", value.lower()), "module:Linear"),
+    "kind": (lambda value: _state(value, "unknown 'kind:", NODE_KINDS), "kind:op"),
 }
-_EXAMPLES = {
-    "op": "op:mul",
-    "module": "module:Linear",
-    "shape": "shape:64",
-    "dtype": "dtype:f16",
-    "is": "is:parameter",
-    "kind": "kind:op",
-}
+KEYS = tuple(_KEYED)

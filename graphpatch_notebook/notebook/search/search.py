@@ -23,7 +23,7 @@ from graphpatch_notebook.notebook.display.labels import op_label, source_label, 
 from graphpatch_notebook.notebook.display.tables import Column, Table
 from graphpatch_notebook.notebook.search.query import NODE_KINDS, Term, matches_sizes, parse_query
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
+from graphpatch_notebook.paths import ParsedPath, nearest, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, dtype_name
 
 # The most names that a misspelled one is compared with: a comparison takes some microseconds.
@@ -72,7 +72,7 @@ def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) ->
     """
     terms = parse_query(query)
     index = index_of(pg)
-    patched = frozenset(map(_canonical, patched_paths))
+    patched = frozenset(patched_paths)
     asks_for_sizes = any(term.kind == "is" and term.value == "size" for term in terms if not term.is_excluded)
     columns = index.all_nodes if asks_for_sizes else index.without_sizes
     rows = columns.matching(terms, patched)
@@ -126,6 +126,10 @@ class NodeColumns:
     def shapes(self) -> list[tuple[int, ...] | None]:
         """The shapes; `None` for values that are not tensors."""
         return [spec.shape if isinstance(spec, TensorSpec) else None for spec in self.rows.specs]
+
+    @cached_property
+    def distinct_shapes(self) -> set[tuple[int, ...]]:
+        return {shape for shape in self.shapes if shape is not None}
 
     @cached_property
     def dtypes(self) -> list[str]:
@@ -189,7 +193,7 @@ class NodeColumns:
                 return is_among(self.dtypes, value)
             case "shape":
                 shapes = self.shapes
-                fitting = {shape for shape in {*shapes} if shape is not None and matches_sizes(value, shape)}
+                fitting = {shape for shape in self.distinct_shapes if matches_sizes(value, shape)}
                 return lambda at: shapes[at] in fitting
             case "is":
                 return self._state_test(value, patched)
@@ -258,14 +262,6 @@ def index_of(pg: PatchableGraph) -> NodeIndex:
 
 def _is_word(name: str) -> bool:
     return bool(re.fullmatch(r"[^\W\d][\w.]*", name))
-
-
-def _canonical(path: str) -> str:
-    try:
-        parsed = parse_path(path)
-    except ValueError:
-        return path
-    return format_path(parsed.names, parsed.dig)
 
 
 # --------------------------------------------------------------------------------------------------------------------

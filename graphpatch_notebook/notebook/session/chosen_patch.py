@@ -227,15 +227,10 @@ class ChosenPatch:
 
 @dataclass(frozen=True, slots=True)
 class ChosenPatches:
-    """The chosen patches at one moment. Immutable, so a cell can run with them while the session changes.
+    """The chosen patches at one moment. Immutable, so a cell can run with them while the session changes."""
 
-    Attributes:
-        version: The number of changes of the session so far. An undo is also a change.
-        patches: The patches, in the order in which they are applied.
-    """
-
-    version: int = 0
-    patches: tuple[ChosenPatch, ...] = ()
+    version: int = 0  # how often the session has changed; an undo is also a change
+    patches: tuple[ChosenPatch, ...] = ()  # as they are applied
 
     @property
     def enabled(self) -> tuple[ChosenPatch, ...]:

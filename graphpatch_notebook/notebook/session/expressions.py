@@ -37,9 +37,8 @@ def parse_expression(text: str) -> str:
         raise ValueError("a value is empty; write a number, the name of a variable, or a Python expression")
     try:
         tree = _parsed(stripped)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ValueError(f"{quoted(text)} is not a Python expression ({reason})") from None
+    except ValueError as error:
+        raise ValueError(f"{quoted(text)} is not a Python expression ({error})") from None
     check_runs_anywhere(tree, text)
     return stripped
 
@@ -71,8 +70,8 @@ def parse_arguments(text: str) -> ast.Call:
             call = parsed(f"_(\n{text}\n)")
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):  # not `f(a) + f(b)` or `f(a)(b)`
             return call
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = f" ({error.msg if isinstance(error, SyntaxError) else error})"
+    except ValueError as error:
+        reason = f" ({error})"
     raise ValueError(f"{quoted(text)} are not the arguments of a call{reason}")
 
 
@@ -172,7 +171,7 @@ def parsed(expression: str) -> ast.expr:
     same time, one may get a `SystemError` for a valid expression, so this tries again.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: As `ast.parse`.
+        ValueError: It is not an expression, or is nested too deeply.
 
     Example:
         >>> ast.unparse(parsed("a+1"))
@@ -186,3 +185,5 @@ def parsed(expression: str) -> ast.expr:
         except SystemError:
             if not tries:
                 raise
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(error.msg if isinstance(error, SyntaxError) else str(error)) from None

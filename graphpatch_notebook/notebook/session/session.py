@@ -43,32 +43,20 @@ _MOST_UNDOS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The value that a patch would be applied to.
+    """The value that a patch would be applied to."""
 
-    Attributes:
-        patch: The patch, with its path in canonical form.
-        shape: The recorded shape of the value; `None` for a number, or if it is not known.
-        sliced: The shape of the slice; `None` if it is not known.
-        warning: What may be wrong, such as an index beyond the recorded size.
-    """
-
-    patch: ChosenPatch
-    shape: torch.Size | None
+    patch: ChosenPatch  # with its path in canonical form
+    shape: torch.Size | None  # as recorded; `None` for a number, or if it is not known
     sliced: tuple[int, ...] | None
-    warning: str | None
+    warning: str | None  # such as an index beyond the recorded size
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPatches:
-    """Chosen patches with their values.
+    """Chosen patches with their values."""
 
-    Attributes:
-        patch_map: The argument of `pg.patch`.
-        observing: The chosen patches that keep something, each with its patch.
-    """
-
-    patch_map: dict[str, list[Patch[Any]]]
-    observing: tuple[tuple[ChosenPatch, Patch[Any]], ...]
+    patch_map: dict[str, list[Patch[Any]]]  # the argument of `pg.patch`
+    observing: tuple[tuple[ChosenPatch, Patch[Any]], ...]  # those that keep something
 
     def results(self, namespace: dict[str, Any]) -> dict[str, Any]:
         """Returns what the patches have kept, by the names of their variables; without probes that never fired.

@@ -90,14 +90,9 @@ def _json(value: Any) -> str:
 
 
 def save(session: Session, file: str | os.PathLike[str], force: bool = False) -> Path:
-    """Writes the chosen patches to a file atomically; returns the file.
+    """Writes the chosen patches to a file atomically; returns the file. By default, only a session file is overwritten.
 
     The file is trusted from now on, unless it contains values that are not trusted.
-
-    Args:
-        session: The session.
-        file: The name of the file; `~` is the home directory.
-        force: Overwrite any file. By default only a session file of this version is overwritten.
 
     Raises:
         SessionFileError: The file cannot be written, or is not a session file; it is not changed.
@@ -140,14 +135,10 @@ def _reason(error: Exception) -> str:
 def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = False) -> tuple[ChosenPatch, ...]:
     """Replaces all chosen patches by those in a file, as one step of undo; returns them.
 
+    Values that are code are not evaluated, unless the user has trusted the file (`is_trusted`) and it has not changed.
+
     Patches that do not fit this graph, for example because the model's code has changed, are left out: an
     `UnresolvedPatchWarning` names each, with the nearest paths. The origin of the session does not change.
-
-    Args:
-        session: The session.
-        file: The name of the file; `~` is the home directory.
-        is_trusted: Trust the file as long as it does not change. By default values that are code are not evaluated,
-            unless the user has trusted the file before.
 
     Raises:
         SessionFileError: The file cannot be read or is not valid, or none of its patches fits this graph; the message

@@ -57,11 +57,7 @@ class SliceText:
         return parts[0] if len(parts) == 1 and parts[0] is not None else parts
 
     def source(self, *, is_bracketed: bool = False) -> str:
-        """Returns the index as Python source outside of brackets.
-
-        Args:
-            is_bracketed: Whether the source is used between brackets later, through a variable. Then a variable that
-                holds `None` needs no special case.
+        """Returns the index as Python source outside of brackets; with `is_bracketed`, for use between brackets later.
 
         Example:
             >>> parse_slice(":, -1, 3:, ...").source()
@@ -97,7 +93,7 @@ def parse_slice(text: str) -> SliceText:
         # On a line of its own, so that line breaks are allowed and the text cannot close the brackets.
         with without_syntax_warnings():
             index = parsed(f"_[\n{text}\n]")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except ValueError:
         raise ValueError(f"{quoted(text)} is not a slice; write {_WHAT_A_SLICE_IS}, with commas between") from None
     if not (isinstance(index, ast.Subscript) and isinstance(index.value, ast.Name) and index.value.id == "_"):
         raise ValueError(f"{quoted(text)} is not a slice; write {_WHAT_A_SLICE_IS}, with commas between")
@@ -168,27 +164,18 @@ def _source(part: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
-    """The part of a value that a slice selects.
+    """The part of a value that a slice selects."""
 
-    Attributes:
-        shape: The shape of the part; `None` if it depends on variables.
-        warning: What is wrong at the recorded sizes, if it may be right at others.
-    """
-
-    shape: tuple[int, ...] | None
-    warning: str | None = None
+    shape: tuple[int, ...] | None  # `None` if it depends on variables
+    warning: str | None = None  # what is wrong at the recorded sizes, if it may be right at others
 
 
 def sliced_shape(
     typed: SliceText, shape: torch.Size, fixed: Sequence[int | None] | None = None, *, allow_empty: bool = False
 ) -> Sliced:
-    """Returns the part of a value of the recorded `shape` that `typed` selects.
+    """Returns the part of a value of the recorded `shape` that `typed` selects. Parts with variables are not checked.
 
-    Args:
-        typed: The slice. Parts that depend on variables are not checked.
-        shape: The shape.
-        fixed: The sizes that are the same for all inputs, with `None` for the others; by default all may differ.
-        allow_empty: Whether the slice may select nothing.
+    `fixed` are the sizes that are the same for all inputs, with `None` for the others; by default all may differ.
 
     Raises:
         ValueError: The slice has more dimensions than the value, or does not fit the value for any inputs.

@@ -51,15 +51,10 @@ MEAN = -1
 
 @dataclass(frozen=True)
 class AxisTokens:
-    """The texts next to the patterns.
+    """The texts next to the patterns."""
 
-    Attributes:
-        queries: Of each row of the batch, the texts of its tokens; of the decoder, if there is one.
-        keys: The same of the encoder; empty without one.
-    """
-
-    queries: list[list[str]]
-    keys: list[list[str]]
+    queries: list[list[str]]  # of each row of the batch; of the decoder, if there is one
+    keys: list[list[str]]  # of the encoder; empty without one
 
     @classmethod
     def of(cls, graph: PatchableGraph, inputs: RunInputs, texts: Any, tokenizer: Any) -> AxisTokens:
@@ -74,13 +69,7 @@ class AxisTokens:
         return cls(_texts(queries, tokenizer), _texts(keys, tokenizer))
 
     def labels(self, count: int, row: int, *, is_encoder: bool) -> list[str]:
-        """Returns a label for each of `count` positions: its token, or its number.
-
-        Args:
-            count: The number of positions.
-            row: The row of the batch, or `MEAN`: then a token is a label if all rows have it.
-            is_encoder: Whether these are positions of the encoder.
-        """
+        """Returns a label for each of `count` positions: its token (of a mean, if all rows have it), or its number."""
         rows = [one for one in (self.keys if is_encoder and self.keys else self.queries) if len(one) == count]
         if not rows:
             return [str(position) for position in range(count)]
@@ -326,10 +315,7 @@ _VIRIDIS = (
 
 
 def picture_of(layers: Sequence[Tensor]) -> bytes:
-    """Returns a PNG with a row of heads for each layer.
-
-    Args:
-        layers: Of each layer, the cells of its heads as bytes: (head, query, key).
+    """Returns a PNG with a row of heads for each layer, given the cells as bytes, of shape (head, query, key).
 
     Example:
         >>> import torch

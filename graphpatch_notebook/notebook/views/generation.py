@@ -40,13 +40,8 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 class Continuation:
     """Generated tokens, and what the model said at each step.
 
-    Attributes:
-        tokens: The tokens, one for each step.
-        log_probability: Their log-probabilities, in nats.
-        entropy: The entropy of the distribution of each step, in nats.
-        top: The most probable tokens of each step, of shape (step, top).
-        probabilities: Their probabilities.
-        size: The size of the vocabulary.
+    Log-probabilities and entropies are in nats. `top` has the most probable tokens of each step, of shape (step, top),
+    and `probabilities` theirs. `size` is that of the vocabulary.
     """
 
     tokens: list[int]
@@ -261,13 +256,8 @@ class GenerationView(ComputedView):
     # -- values of traits ----------------------------------------------------------------------------------------------
 
     def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
-        match name:
-            case "generation":
-                return self._state()
-            case "numbers":
-                return self._packed()
-            case _:
-                return super()._value_of_trait(name, graph)
+        made = {"generation": self._state, "numbers": self._packed}.get(name)
+        return super()._value_of_trait(name, graph) if made is None else made()
 
     @property
     def _vocabulary(self) -> list[int]:

@@ -171,13 +171,8 @@ class LensView(ComputedView):
     # -- values of traits ----------------------------------------------------------------------------------------------
 
     def _value_of_trait(self, name: str, graph: PatchableGraph) -> Any:
-        match name:
-            case "lens":
-                return self._state()
-            case "cells":
-                return self._packed()
-            case _:
-                return super()._value_of_trait(name, graph)
+        made = {"lens": self._state, "cells": self._packed}.get(name)
+        return super()._value_of_trait(name, graph) if made is None else made()
 
     @property
     def _read_runs(self) -> list[dict[str, ReadStates]]:

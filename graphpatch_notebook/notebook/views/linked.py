@@ -81,7 +81,7 @@ class LinkedView(DisplayedWidget):
         self._stop_listening = session.listen(lambda _: (method := follow()) and method())
         self._runs.followers.add(self)
         self._selection.followers.add(self)
-        self.on_msg(_answer_message)
+        self.on_msg(lambda view, message, _: view._answer(message))  # does not refer to this widget
 
     @property
     def graph(self) -> PatchableGraph:
@@ -120,7 +120,8 @@ class LinkedView(DisplayedWidget):
             self.renew(*sorted(waiting))
 
     def _accepts(self, name: str, value: Any) -> bool:
-        return self.IS_OF_FRONT_END.get(name, _never)(value) and self._problem(name, value) is None
+        is_valid = self.IS_OF_FRONT_END.get(name)
+        return is_valid is not None and is_valid(value) and self._problem(name, value) is None
 
     @traitlets.validate("selection")
     def _checked_selection(self, proposal: Any) -> Any:
@@ -186,14 +187,6 @@ class LinkedView(DisplayedWidget):
     def follow_runs(self) -> None:
         """Called when a run starts or ends, or the inputs of runs change."""
         self.renew("about")
-
-
-def _never(_: Any) -> bool:
-    return False
-
-
-def _answer_message(view: LinkedView, message: Any, _: Any) -> None:
-    view._answer(message)
 
 
 # --------------------------------------------------------------------------------------------------------------------

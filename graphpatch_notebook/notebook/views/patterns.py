@@ -27,21 +27,13 @@ _SMALLER = (48, 32, 24, 16)
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention of a model.
+    """One attention of a model."""
 
-    Attributes:
-        name: The name without the part: `layers[3].attn`.
-        layer: The number of the layer.
-        stack: The name of the stack; empty if there is only one.
-        pattern: Its pattern.
-        values: Its values; `None` if they were not found, or have other dimensions than heads, keys and channels.
-    """
-
-    name: str
+    name: str  # `layers[3].attn`
     layer: int
-    stack: str
+    stack: str  # empty if there is only one
     pattern: Component
-    values: Component | None
+    values: Component | None  # `None` if not found, or with other axes than heads, keys and channels
 
     @property
     def is_cross(self) -> bool:
@@ -87,15 +79,10 @@ def attention_layers(components: Components, layers: Sequence[int] | None = None
 
 @dataclass(frozen=True)
 class Quantized:
-    """Numbers from 0 on as bytes: `cells / 255 * scales` is at most half a step, `scales / 510`, from each of them.
+    """Numbers from 0 on as bytes: `cells / 255 * scales` is at most half a step, `scales / 510`, from each of them."""
 
-    Attributes:
-        cells: `uint8`, of shape (row, head, ...). With several rows of a batch, the first is their mean.
-        scales: The largest numbers, of shape (row, head).
-    """
-
-    cells: Tensor
-    scales: Tensor
+    cells: Tensor  # `uint8`, of shape (row, head, ...); of several rows, the first is their mean
+    scales: Tensor  # the largest numbers, of shape (row, head)
 
     @classmethod
     def of(cls, numbers: Tensor) -> Quantized:
@@ -155,15 +142,10 @@ def _arranged(value: Tensor, axes: tuple[str, ...], last: str) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerPatterns:
-    """The patterns of all heads of a layer in one run.
+    """The patterns of all heads of a layer in one run."""
 
-    Attributes:
-        cells: The patterns: (row, head, query, key).
-        lengths: The lengths of the value vectors: (row, head, key), with the heads of the values; `None` if unknown.
-    """
-
-    cells: Quantized
-    lengths: Quantized | None
+    cells: Quantized  # of shape (row, head, query, key)
+    lengths: Quantized | None  # of value vectors: (row, head, key), with their heads; `None` if unknown
 
     def weighted(self, row: int) -> Quantized | None:
         """Returns the patterns times the lengths, of shape (1, head, query, key), if `row` is the mean; else `None`.

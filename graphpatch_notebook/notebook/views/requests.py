@@ -39,12 +39,7 @@ def session_state(
     row_of: Callable[[str], int | None] = lambda _: None,
     known: dict[ChosenPatch, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Returns the chosen patches (`SessionState` of the front end), each with its row and shapes.
-
-    Args:
-        session: The session.
-        row_of: Returns the row of a path in the tree; `None` if it does not have one.
-        known: A cache of earlier results for these rows; updated.
+    """Returns the chosen patches (`SessionState` of the front end), with rows and shapes. Updates the cache `known`.
 
     Example:
         >>> import torch
@@ -258,7 +253,7 @@ def _patch(context: RequestContext, fields: dict[str, Any], is_enabled: Any = Tr
     if "name" in _fields_of(fields) and fields.get("name") is None:
         # Check the path first, since the name is derived from it.
         path = context.session.check(ChosenPatch(fields["path"], "zero", any_shape=True)).patch.path
-        fields = {**fields, "name": _free_name(context, path)}
+        fields = {**fields, "name": context.session.free_name(path, context.workspace.results.names_of_others())}
     return ChosenPatch(**fields, is_enabled=is_enabled)
 
 
@@ -266,10 +261,6 @@ def _fields_of(fields: dict[str, Any]) -> tuple[str, ...]:
     """Returns the fields that the kind of a patch has; empty for an unknown kind."""
     kind = PATCH_KINDS.get(str(fields.get("kind")))
     return () if kind is None else kind.fields
-
-
-def _free_name(context: RequestContext, path: str) -> str:
-    return context.session.free_name(path, context.workspace.results.names_of_others())
 
 
 def _check(context: RequestContext, payload: Payload) -> Answer:
@@ -319,10 +310,6 @@ def _export(context: RequestContext, payload: Payload) -> Answer:
 # Runs
 
 
-def _run(context: RequestContext, payload: Payload) -> Answer:
-    return context.runs.status(context.runs.start(payload.text_or_none("inputs")))
-
-
 def run_status(context: RequestContext, payload: Payload) -> Answer:
     """Returns how far a job is, or its result."""
     return context.runs.status(payload.number("id"))
@@ -337,7 +324,7 @@ def interrupt_run(context: RequestContext, payload: Payload) -> Answer:
 HANDLERS: Handlers = {
     "edit": _edit,
     "check": _check,
-    "run": _run,
+    "run": lambda context, payload: context.runs.status(context.runs.start(payload.text_or_none("inputs"))),
     "run_status": run_status,
     "run_interrupt": interrupt_run,
     "export": _export,

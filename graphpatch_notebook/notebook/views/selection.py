@@ -156,19 +156,12 @@ def patches_of(
 
 @dataclass(frozen=True)
 class _Place:
-    """What an item selects.
-
-    Attributes:
-        path: The path of the value, or the name of a component.
-        axes: What the dimensions of the value are; empty if that is not known.
-        at: By dimension: the selected index, but for the position if it is in `along`.
-        along: The dimension and the index of the position, if that can be given as `positions`.
-    """
+    """What an item selects."""
 
     path: str
-    axes: tuple[str, ...]
-    at: dict[int, int]
-    along: tuple[int, int] | None = None
+    axes: tuple[str, ...]  # of the value; empty if not known
+    at: dict[int, int]  # the selected index by dimension, but for that of `along`
+    along: tuple[int, int] | None = None  # the dimension and index of what can be `positions`
 
     @classmethod
     def of(cls, session: Session, item: Item) -> _Place:

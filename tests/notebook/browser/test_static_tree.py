@@ -12,7 +12,7 @@ from torch import nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
-from graphpatch_notebook.notebook.browser.static_tree import MOST_BYTES, entry_of, static_tree
+from graphpatch_notebook.notebook.browser.static_tree import MOST_BYTES, static_tree
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.paths import format_segment
 from tests.frames import layered_frame
@@ -50,7 +50,7 @@ def read(text: str) -> Reader:
 
 
 def tree_of(pg: PatchableGraph, *patches: ChosenPatch) -> str:
-    return static_tree("pg: a model", entry_of(skeleton_of(pg)), patches)
+    return static_tree("pg: a model", skeleton_of(pg).entry, patches)
 
 
 def test_a_small_model_is_there_whole() -> None:
@@ -85,7 +85,7 @@ def test_hostile_names_are_text() -> None:
     assert reader.attributes == {("open", None)}
     for key in KEYS:
         assert format_segment(key) in reader.texts
-    text = static_tree("<b>", entry_of(skeleton_of(pg)))
+    text = static_tree("<b>", skeleton_of(pg).entry)
     assert html.escape("<b>") in text
     assert not read(text).tags & {"b"}
 
@@ -93,7 +93,7 @@ def test_hostile_names_are_text() -> None:
 def test_large_models_are_cut_and_equal_layers_folded() -> None:
     skeleton = Skeleton(NodeMap(layered_frame(1000, ops=22)))
     patches = [ChosenPatch(f"transformer.h_{n}.mlp.mul_{n % 20 + 1}", "zero", number=n) for n in range(500)]
-    text = static_tree("pg", entry_of(skeleton), patches)
+    text = static_tree("pg", skeleton.entry, patches)
     assert len(text.encode()) <= MOST_BYTES
     assert "h_1 … h_999: 999 × " in html.unescape(text)
     assert "#0 zero transformer.h_0.mlp.mul_1" in text
@@ -105,8 +105,3 @@ def test_long_values_do_not_make_it_large() -> None:
     pg = PatchableGraph(nn.ReLU(), torch.ones(2))
     patches = [ChosenPatch("relu", "add", value="1 + " * 200 + "1", number=n) for n in range(200)]
     assert len(tree_of(pg, *patches).encode()) <= MOST_BYTES + 10_000
-
-
-def test_the_tree_is_made_once() -> None:
-    skeleton = skeleton_of(hostile_graph())
-    assert entry_of(skeleton) is entry_of(skeleton)
