@@ -83,7 +83,7 @@ def attentions(flow: Flow) -> list[Attention]:
         if node.op in FUSED_ATTENTION:
             attention = _fused(flow, node)
         elif node.op in SOFTMAXES:
-            attention = _opened(flow, node)
+            attention = _by_hand(flow, node)
         if attention is not None:
             found.append(attention)
     return sorted(found, key=lambda each: flow.order[each.z.node])
@@ -104,7 +104,7 @@ def _argument(flow: Flow, node: Node, position: int, name: str) -> Value | None:
     return flow.resolve(given.node, given.dig) if isinstance(given, Ref) else None
 
 
-def _opened(flow: Flow, softmax: Node) -> Attention | None:
+def _by_hand(flow: Flow, softmax: Node) -> Attention | None:
     products = _products_before(flow, softmax)
     after = _products_after(flow, softmax)
     if not products or len(after) != 1 or _products_after(flow, after[0][0].node):

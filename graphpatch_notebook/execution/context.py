@@ -28,7 +28,7 @@ from graphpatch_notebook.errors import (
 )
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.live.boundaries import ModuleHooks, Run, new_run
-from graphpatch_notebook.execution.live.operations import was_in_checkpoint
+from graphpatch_notebook.execution.live.patched_operations import was_in_checkpoint
 from graphpatch_notebook.execution.live.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.patch_map import Snapshot
 from graphpatch_notebook.execution.plan import Entry, RunPlan

@@ -136,7 +136,7 @@ class EditedCalls:
         return not (is_used and _is_size(difference.was) and _is_size(difference.now))
 
     def _compare(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compares the original graph with the module in this call, and notes that the graph holds for its like."""
+        """Compares the original graph with the module in this call, which then stands for all with its signature."""
         if self._recorded is None:
             why = "a copy does not have the graph as it was before the edit"
             found = RunComparison(ComparisonOutcome.NOT_COMPARABLE, why)
@@ -176,7 +176,7 @@ class EditedCalls:
 
     def _error(self, why: str) -> GraphError:
         return GraphError(
-            f"the edited graph of {self._who()} does not hold for this call: {why}; make the PatchableGraph with "
+            f"the edited graph of {self._who()} is not valid for this call: {why}; make the PatchableGraph with "
             "inputs like these, or edit the graph of a module below it that does not depend on them"
         )
 

@@ -25,7 +25,6 @@ from graphpatch_notebook.serialization.codecs.names import (
     encoded_function,
 )
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
-from graphpatch_notebook.serialization.codecs.value_reads import read_value, unchanged
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
 from graphpatch_notebook.serialization.modules import (
     ALIAS,
@@ -35,6 +34,7 @@ from graphpatch_notebook.serialization.modules import (
     own_tensor_attribute,
     tensor_at,
 )
+from graphpatch_notebook.serialization.value_reads import read_value, unchanged
 from graphpatch_notebook.values import TensorSpec
 
 _OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")

@@ -37,7 +37,6 @@ from graphpatch_notebook.graphs.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.tensors import TensorTable
-from graphpatch_notebook.serialization.codecs.value_reads import has_only_reads
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, encoded
 from graphpatch_notebook.serialization.files import checked_target, name_of, write_document
 from graphpatch_notebook.serialization.forms import Form, encoded_form, find_sizes, given_values
@@ -45,6 +44,7 @@ from graphpatch_notebook.serialization.frames import LineTable, boundary, encode
 from graphpatch_notebook.serialization.graphs import Builds, encoded_graph
 from graphpatch_notebook.serialization.loading import METADATA_KEY, SCHEMA, assembled, guard_of
 from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleTable
+from graphpatch_notebook.serialization.value_reads import has_only_reads
 from graphpatch_notebook.values import ObjectSpec, TensorSpec
 
 

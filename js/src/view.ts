@@ -13,7 +13,7 @@
  *     ├── circuits/  the picture of a circuit, alone or above the tree              circuit_figure.ts, circuit_views.ts
  *     └── page/      elements, floating panels, notices, theme, formatted text      dom.ts, notices.ts
  *
- * From a click to a patch: a row calls `View.editPatch`, `patches/editor.ts` sends what is typed as a `check` request,
+ * From a click to a patch: a row calls `View.editPatch`, `patches/checker.ts` sends what is typed as a `check` request,
  * and `patches/edits.ts` sends the finished patch as an `edit` request. `notebook/views/requests.py` answers both.
  */
 

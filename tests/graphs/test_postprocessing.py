@@ -352,7 +352,7 @@ def test_one_tensor_as_several_inputs_is_not_recorded_as_two() -> None:
 def test_inputs_that_the_graph_leaves_out_are_an_error(given: dict[str, Any], what: str) -> None:
     _, pg = options_pg(X)
     for each in (pg, copy.deepcopy(pg)):
-        with pytest.raises(GraphError, match=f"'<root>' .Options. does not hold for this call: the input {what}"):
+        with pytest.raises(GraphError, match=f"'<root>' .Options. is not valid for this call: the input {what}"):
             each(X, **given)
 
 
@@ -382,9 +382,7 @@ def test_where_values_show_the_way_each_call_is_compared() -> None:
     pg = PatchableGraph(Branch(), ExtractionOptions(postprocessing_function=double), X + 5)
     for _ in range(2):
         assert torch.equal(pg(X + 6), (X + 7) * 2)
-        with pytest.raises(
-            GraphError, match=r"'<root>' .Branch. does not hold for this call: .*12 of 12 values differ"
-        ):
+        with pytest.raises(GraphError, match=r"'<root>' .Branch. is not valid for this call: .*12 of 12 values differ"):
             pg(X - 5)
 
 
@@ -429,9 +427,9 @@ def test_other_sizes_are_compared_with_the_module_first() -> None:
         x = torch.randn(batch, 4)
         assert torch.equal(pg(x), model(x) * 2)
     for _ in range(2):
-        with pytest.raises(GraphError, match=r"'<root>' .SizesInside. does not hold for this call: before it"):
+        with pytest.raises(GraphError, match=r"'<root>' .SizesInside. is not valid for this call: before it"):
             pg(torch.randn(3, 6))
-    with pytest.raises(GraphError, match="does not hold for this call"):
+    with pytest.raises(GraphError, match="is not valid for this call"):
         pg._graph_module(torch.randn(3, 6))
 
 
@@ -463,11 +461,11 @@ def test_attention_that_depends_on_sizes_and_masks(kind: str) -> None:
     with torch.no_grad():
         pg = PatchableGraph(model, options, ids, use_cache=False)
         assert torch.equal(pg(ids[:, :4], use_cache=False).logits, model(ids[:, :4], use_cache=False).logits)
-        with pytest.raises(GraphError, match="Attention. does not hold for this call"):
+        with pytest.raises(GraphError, match="Attention. is not valid for this call"):
             PatchableGraph(model, options, ids[:, :1], use_cache=False)(ids, use_cache=False)
         with pytest.raises(GraphError, match="Attention. "):
             PatchableGraph(model, options, ids).generate(ids, max_new_tokens=3, do_sample=False)
-        with pytest.raises(GraphError, match="Attention. does not hold for this call"):
+        with pytest.raises(GraphError, match="Attention. is not valid for this call"):
             PatchableGraph(model, options, ids, attention_mask=mask, use_cache=False)(ids, use_cache=False)
 
 
@@ -574,7 +572,7 @@ def test_what_the_graph_has_in_it_and_changes_is_noticed(change: Any) -> None:
     pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X)
     assert torch.equal(pg(X), model(X) * 2)
     change(model)
-    with pytest.raises(GraphError, match="'<root>' .Outer. does not hold for this call"):
+    with pytest.raises(GraphError, match="'<root>' .Outer. is not valid for this call"):
         pg(X)
 
 
@@ -613,7 +611,7 @@ def test_numbers_that_a_submodule_returns_are_compared() -> None:
     model = Uses()
     pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X.abs())
     assert torch.equal(pg(X.abs() + 1), model(X.abs() + 1) * 2)
-    with pytest.raises(GraphError, match="'<root>' .Uses. does not hold for this call"):
+    with pytest.raises(GraphError, match="'<root>' .Uses. is not valid for this call"):
         pg(-X.abs())
 
 
@@ -633,7 +631,7 @@ def test_switches_that_no_graph_has_in_it(switch: Any, adds: bool) -> None:
                 return self.linear(x) + 1 if adds else self.linear(x)
 
     pg = PatchableGraph(Switching(), ExtractionOptions(postprocessing_function=double), X)
-    with pytest.raises(GraphError, match="'<root>' .Switching. does not hold for this call"):
+    with pytest.raises(GraphError, match="'<root>' .Switching. is not valid for this call"):
         pg(X)
 
 
@@ -646,7 +644,7 @@ def test_what_code_may_ask_of_a_tensor(asks: Any) -> None:
     pg = PatchableGraph(Asks(), ExtractionOptions(postprocessing_function=double), X)
     assert torch.equal(pg(X + 1), (X + 1) * 6)
     other = torch.randn(4, 3).T.requires_grad_()
-    with pytest.raises(GraphError, match="'<root>' .Asks. does not hold for this call"):
+    with pytest.raises(GraphError, match="'<root>' .Asks. is not valid for this call"):
         pg(other)
 
 
@@ -658,7 +656,7 @@ def test_other_dtypes_and_switches_around_are_compared() -> None:
     pg = PatchableGraph(Casting(), ExtractionOptions(postprocessing_function=double), X)
     with torch.no_grad():
         assert torch.equal(pg(X), Casting()(X) * 2)
-    with pytest.raises(GraphError, match="does not hold for this call"):
+    with pytest.raises(GraphError, match="is not valid for this call"):
         pg(X.double())
 
 

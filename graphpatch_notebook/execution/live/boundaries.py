@@ -27,7 +27,7 @@ from graphpatch_notebook.checks.sharding import is_parallel_machinery
 from graphpatch_notebook.errors import PatchShapeError
 from graphpatch_notebook.execution.live.apply import Applier
 from graphpatch_notebook.execution.live.frames import FrameRun, RunningFrames
-from graphpatch_notebook.execution.live.operations import LiveMode, is_in_checkpoint
+from graphpatch_notebook.execution.live.patched_operations import LiveMode, is_in_checkpoint
 from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, holding_tensors, original_of, tensor_at
 from graphpatch_notebook.execution.live.tracebacks import explain
 from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan

@@ -23,7 +23,7 @@ from graphpatch_notebook.capture.observers import TRANSPARENT
 from graphpatch_notebook.capture.records import Frame, Node, Ref, SourceLine, line_at
 from graphpatch_notebook.errors import GraphPatchError, add_note, has_note
 from graphpatch_notebook.execution.live.frames import FrameRun
-from graphpatch_notebook.execution.live.operations import LiveMode
+from graphpatch_notebook.execution.live.patched_operations import LiveMode
 from graphpatch_notebook.graphs import GraphModule
 from graphpatch_notebook.graphs.generated_code import name_assigned_at
 from graphpatch_notebook.inspection.error_notes import arguments_at_capture, arguments_text, failure_note

@@ -23,7 +23,7 @@ from graphpatch_notebook.experiments.engine.cells import Cell, Cells
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
-from graphpatch_notebook.experiments.engine.sweep_setup import MEMORY, SweepRequest, why_plain
+from graphpatch_notebook.experiments.engine.sweep_setup import KEEPS_STATE, SweepRequest, why_plain
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, declares
@@ -307,7 +307,7 @@ def _run_without_patches(
         model = captured(pg).module
         change = change_by(lambda: request.baseline(pg), model, state) if draws else state.change(besides=SHARED)
     has_memory = change is None and referred != ReferredValues(metric)
-    return baseline, MEMORY if has_memory else change
+    return baseline, KEEPS_STATE if has_memory else change
 
 
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:

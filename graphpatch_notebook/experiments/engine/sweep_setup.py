@@ -27,7 +27,7 @@ from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
 
 _ONE_BY_ONE = "cells ran one by one, each in full"
-MEMORY = "the metric, or the model, changes what the metric refers to when it is called"
+KEEPS_STATE = "the metric, or the model, changes what the metric refers to when it is called"
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,14 @@ def sweep_setup(
     Args:
         pg: The graph.
         request: What is asked of the cells.
-        look: A look at the model, if nothing has changed since, and `why_plain` gave no reason.
+        look: A partial snapshot of the model, if it is unchanged since, and `why_plain` gave no reason.
         known: The metric without patches, if it is known.
     """
     targets = _targets(pg, request.paths)
     state = ModuleState(captured(pg).module) if look is None else look.complete()
     with on_error(state.restore):
         why = why_plain(pg) if look is None else None
-        setup = _looked_at(pg, request, targets, state, why, known)
+        setup = _setup_after_clean_run(pg, request, targets, state, why, known)
         if setup.clean is None or setup.clean.last_read:  # else the model ran once, and has changed nothing
             state.restore()
     if request.backward and setup.baseline.values.size != 1:
@@ -166,7 +166,7 @@ def _targets(pg: PatchableGraph, paths: Sequence[str]) -> list[Target]:
     return list(targets.values())
 
 
-def _looked_at(
+def _setup_after_clean_run(
     pg: PatchableGraph,
     request: SweepRequest,
     targets: Sequence[Target],
@@ -193,7 +193,7 @@ def _looked_at(
         state.restore()
         is_asked_again = not has_memory or setup.is_trimmed
         baseline = request.baseline(pg) if is_asked_again else setup.baseline
-        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or MEMORY}")
+        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or KEEPS_STATE}")
     if may_share:
         try:
             return setup._with_batch(targets)

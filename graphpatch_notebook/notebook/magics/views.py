@@ -1,4 +1,4 @@
-"""The commands that show something: the status, the tree, `ls`, `find`, `code` and `shape`. They change nothing."""
+"""The commands that show something, and change no chosen patch: the tree, lists, `find`, code, shapes and views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers requests of the front end (`Requests` in js/src/kernel/protocol.ts). Pure functions, without widgets.
+"""Answers requests of the front end (`Requests` in js/src/kernel/protocol.ts). Functions without widgets.
 
 `HANDLERS` has the requests of all views: patches, runs, export. A view adds its own.
 

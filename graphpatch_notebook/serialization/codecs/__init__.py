@@ -1,1 +1,1 @@
-"""Writes and reads `values`, `tensors`, functions and classes (`names`) and `value_reads`; `reading` is for JSON."""
+"""Writes and reads `values`, `tensors`, functions and classes (`names`); `reading` checks JSON."""

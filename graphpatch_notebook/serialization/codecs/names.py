@@ -20,8 +20,8 @@ from torch import Tensor
 from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.graphs.build import Container, NamedFunction
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
-from graphpatch_notebook.serialization.codecs.value_reads import unchanged
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded_key, encoded_key
+from graphpatch_notebook.serialization.value_reads import unchanged
 from graphpatch_notebook.torch_compat import assert_that, native_namespaces, overload_path, set_grad_enabled
 from graphpatch_notebook.values import take
 
