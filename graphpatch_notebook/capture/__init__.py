@@ -1,11 +1,11 @@
 """Capture: one eager run of a model on example inputs becomes a tree of frames with named nodes.
 
 `record` runs the model under a `recorder`, which sees torch functions through a function mode, and module calls through
-swapped forwards (`observers`). `frame_recorder` records one module call, as the classes in `records`; `functions` lists the calls that
-become nodes. `naming/` identifies an operation by its place in the user's code, and names it after the variable that
-holds it. Sizes stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`; `held_values` finds
-the values that modules hold; `packed_weights` reads quantized ones. `custom_graphs` records custom graphs,
-`decompositions` opens functions. `data_loops` and the doubts in `records` say what may differ on other inputs.
+swapped forwards (`observers`). `frame_recorder` records one module call, as the classes in `records`; `functions` lists
+the calls that become nodes. `naming/` identifies an operation by its place in the user's code, and names it after the
+variable that holds it. Sizes stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`;
+`held_values` finds the values that modules hold; `packed_weights` reads quantized ones. `custom_graphs` records custom
+graphs, `decompositions` opens functions. `data_loops` and the doubts in `records` say what may differ on other inputs.
 
 Other packages import what is listed below, and these modules as they are: `records`, the classes that a capture
 consists of; `inputs`, `held_values` and `functions`, which are about calls, modules and torch functions;

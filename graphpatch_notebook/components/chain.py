@@ -35,6 +35,7 @@ from graphpatch_notebook.components.operations import (
     SOFTMAXES,
     VIEWS,
 )
+from graphpatch_notebook.paths import format_path
 
 StepKind: TypeAlias = Literal["add", "bias", "norm", "scale", "same"]
 
@@ -134,11 +135,13 @@ class Trails:
 
     Attributes:
         norms: The norm that returns a value.
+        edited: The paths of norms whose graphs the user edited; these are not in `norms`.
     """
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.norms: dict[Value, Norm] = {}
+        self.edited: list[str] = []
         for frame in flow.frames:  # outer ones first: a norm may consist of norms
             if frame.call is not None and (norm := self._norm(frame)) is not None:
                 self.norms.setdefault(norm.returned.value, norm)
@@ -148,8 +151,7 @@ class Trails:
         if frame.opaque_reason is not None:
             return None
         frames = list(islice(frame.walk(), _NORM_FRAMES + 1))
-        # Where the user edited its graph, the norm is a call in that graph: the module computes something else.
-        if len(frames) > _NORM_FRAMES or any(inner.is_edited for inner in frames):
+        if len(frames) > _NORM_FRAMES:
             return None
         ops = {node.op for inner in frames for node in inner.graph_nodes if node.kind == "op"}
         if not ops & MOMENTS or ops & (SOFTMAXES | LINEAR_MAPS):
@@ -160,7 +162,16 @@ class Trails:
         if len(returned) > 1:  # an exported norm also returns its input, if other operations read the cast input
             returned = [place for place in returned if not self.is_same(place.value, given[0].value)]
         is_norm = bool(given) and len(returned) == 1 and given[0].value.shape == returned[0].value.shape
+        # Where the user edited its graph, the norm is a call in that graph: the module computes something else.
+        if is_norm and any(inner.is_edited and inner.custom_graph is None for inner in frames):
+            self.edited.append(format_path(frame.path))
+            return None
         return Norm(frame, given[0], returned[0]) if is_norm else None
+
+    def why_no_norm(self, reads: str) -> str:
+        """Returns a message: that no norm reads something."""
+        edited = f"; the graphs of norms were edited: {', '.join(map(repr, self.edited))}" if self.edited else ""
+        return f"no norm reads {reads}{edited}"
 
     def source(self, value: Value, ops: Collection[str] | None = None, *, is_whole: bool = False) -> Value | None:
         """Returns the only value that a norm, or an operation among `ops`, reads; `None` if there are several.

@@ -323,7 +323,7 @@ class _ComponentFinder:
         if norm is not None:
             self._add_value(f"{start}{norm_name(kind)}", norm, layer.frame, layer.axes(norm))
         else:
-            self.found.missing[f"{start}{norm_name(kind)}"] = "no norm reads the stream for it"
+            self.found.missing[f"{start}{norm_name(kind)}"] = self._trails.why_no_norm("the stream for it")
         if len(write.attentions) > 1:
             paths = list(dict.fromkeys(repr(self._path(each.z, layer.frame)) for each in write.attentions))
             returned = ", ".join([*paths[:3], *["..."][: len(paths) - 3]])
@@ -398,7 +398,7 @@ class _ComponentFinder:
                 axes = stream_axes(end.norm.shape, is_sequence_first=is_first)
                 self._add_value(f"{prefix}@final_norm", end.norm, self._flow.root, axes)
             else:
-                self.found.missing[f"{prefix}@final_norm"] = "no norm reads what the last layer returns"
+                self.found.missing[f"{prefix}@final_norm"] = self._trails.why_no_norm("what the last layer returns")
         last = next(((stack, end.logits) for stack, end in ends if end.logits is not None), None)
         if last is None:
             self.found.missing["@logits"] = "no result of the model is a linear map of the last layer's output"

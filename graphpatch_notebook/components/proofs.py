@@ -8,7 +8,7 @@ whose control does not fail proves nothing, and leaves a doubt. To rerun a norm,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import memory_of
 from graphpatch_notebook.capture.records import Frame, refs_in
 from graphpatch_notebook.components.attention import Attention, Part, Parts
 from graphpatch_notebook.components.chain import Layer, Stack, Step, Trails, region
@@ -112,6 +113,7 @@ class _Prover:
         self._known = known
         self._run = run
         self._values: dict[str, Tensor] = {}
+        self._weights = {memory_of(weight) for weight in self._flow.root.module.parameters()} - {None}
         self.verdicts = Verdicts()
         for _, layers in evidence.stacks:
             for layer in layers:
@@ -130,7 +132,7 @@ class _Prover:
     def _recorded(self, paths: Iterable[str]) -> dict[str, Tensor]:
         """Runs the model, and returns copies of values."""
         kept: dict[str, Tensor] = {}
-        if patches := {path: keeping(kept, path) for path in sorted({*paths}) if path in self._known}:
+        if patches := {path: keeping(kept, path, self._weights) for path in sorted({*paths}) if path in self._known}:
             self._run(patches)
         return kept
 
@@ -601,10 +603,13 @@ def _config_numbers(module: Any, names: tuple[str, ...]) -> Iterator[int]:
             yield from (value for value in values if type(value) is int)
 
 
-def keeping(kept: dict[str, Tensor], path: str) -> Patch[Any]:
+def keeping(kept: dict[str, Tensor], path: str, weights: Container[Any] = ()) -> Patch[Any]:
+    """Returns a patch that keeps a copy of a value, but not of what has the memory of one of the weights."""
+
     def keep(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            kept.setdefault(path, value.detach().clone())  # the model may write into it later
+        if isinstance(value, Tensor) and path not in kept:
+            # The model may write into other values later.
+            kept[path] = value.detach() if memory_of(value) in weights else value.detach().clone()
         return value
 
     return CustomPatch(custom_op=keep, requires_clone=False)

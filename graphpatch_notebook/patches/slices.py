@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,8 +93,8 @@ def index_text(index: TensorIndex) -> str:
     """Returns an index as Python source between brackets.
 
     Example:
-        >>> index_text((..., slice(2, None), [0, 1]))
-        '..., 2:, [0, 1]'
+        >>> index_text((..., slice(2, None), [0, 1], np.int64(3)))
+        '..., 2:, [0, 1], 3'
     """
     return ", ".join(map(_part_text, index if isinstance(index, tuple) else (index,))) or "()"
 
@@ -145,8 +146,10 @@ def _part_text(part: Any) -> str:
     if isinstance(part, slice):
         parts = ["" if bound is None else repr(bound) for bound in (part.start, part.stop, part.step)]
         return ":".join(parts if parts[2] else parts[:2])
-    if isinstance(part, Tensor) and part.numel() > 16:
-        return f"a tensor of {part.dtype} of shape {tuple(part.shape)}"
+    if isinstance(part, (Tensor, np.ndarray)) and len(part.reshape(-1)) > 16:
+        return f"{'a tensor' if isinstance(part, Tensor) else 'an array'} of {part.dtype} of shape {tuple(part.shape)}"
+    if isinstance(part, (np.generic, np.ndarray)):
+        part = part.tolist()
     return "..." if part is Ellipsis else repr(part)
 
 

@@ -15,6 +15,7 @@ from graphpatch_notebook.capture.functions import raw_name
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import Component
 from graphpatch_notebook.components.chain import Norm
+from graphpatch_notebook.components.flow import called
 from graphpatch_notebook.components.mlp import members_like
 from graphpatch_notebook.components.operations import SAME_VALUES, SCALINGS, VIEWS
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
@@ -469,6 +470,7 @@ class _Attribution:
         for kind in dict.fromkeys(kind for kind, _ in self._parts.writes):
             found |= self._of_kind(kind)
         found["bias"] = (["batch"], self._constant)
+        self._check_total([values for _, values in found.values()])
         arrays = {name: DataArray(values.cpu().numpy(), dims=dims) for name, (dims, values) in found.items()}
         attrs = {"logit": self._logit.tolist(), "position": self._positions.tolist()}
         # The operations after the unembedding may be a cap or a scale: the sum is that before these.
@@ -480,6 +482,15 @@ class _Attribution:
                 ExperimentWarning,
             )
         return Dataset(arrays, {"layer": list(range(self._parts.count))}, attrs)
+
+    def _check_total(self, contributions: Sequence[Tensor]) -> None:
+        """Checks that all contributions, whose last dimension is the batch, add up to the logit."""
+        by_row = torch.cat([values.reshape(-1, len(self._positions)) for values in contributions])
+        if bool(((by_row.sum(0) - self._logit).abs() > self._tolerance * by_row.abs().sum(0)).any()):
+            raise ExperimentError(
+                f"the contributions do not add up to the logit: {self._parts.norm!r} is not the norm that it was when "
+                "its weights were measured"
+            )
 
     def _share(self, name: str) -> Tensor:
         value = self._values[name]
@@ -580,7 +591,7 @@ class _LinearNorm:
             signs[-3:] = torch.tensor([1, 1, -2])
         asked = torch.stack([torch.zeros_like(signs), signs, signs + 3])[None]
         with torch.no_grad():
-            zero, plain, shifted = frame.module(asked)[0].double()
+            zero, plain, shifted = called(frame, frame.module, (asked,), {})[0].double()
         path = format_path(frame.path)
         return cls(path, (plain - zero) / signs.double(), zero, bool((plain - shifted).abs().max() < tolerance))
 

@@ -269,6 +269,8 @@ class _Edges:
     ) -> str | None:
         """Returns the first held component that a sender reaches, if any."""
         held = [path for path in self.held if path in patches]
+        if not held:
+            return None
         values, _ = self._reach(inputs, patches, held)
         order = {path: number for number, path in enumerate(self._pg.nodes)}
         reached = [path for path in held if not _is_same(values[path], corrupted[path])]

@@ -133,7 +133,8 @@ class Readouts:
         if inputs.rows is not None and not 0 <= row < inputs.rows:
             raise ExperimentError(f"row {row} is not one of the {inputs.rows} rows of the batch")
         self._metric = partial(_logits_of_row, keys_of_logits(pg, logits), logits.axes, row)
-        self._top, self._wanted = top, checked_tokens(target, logits)
+        tokens = getattr(target, "tolist", lambda: target)()  # of positions; those of a tensor would be of rows
+        self._top, self._wanted = top, checked_tokens(tokens, logits)
         self.row, self.rows = row, inputs.rows or 1
         self._forget()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import textwrap
@@ -384,6 +385,7 @@ def commands() -> dict[str, Command]:
     return {command.name: command for command in (*_LOOKING, *map(_choosing, PATCH_KINDS.values()), *_EDITING)}
 
 
+@functools.cache
 def _choosing(kind: PatchKind) -> Command:
     place, sliced = ("PATH[slice]", _SLICE) if kind.has_slice else ("PATH", "")
     positional: tuple[ArgumentKind, ...] = ("node", "new")

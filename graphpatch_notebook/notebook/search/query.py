@@ -49,6 +49,8 @@ def matches_sizes(sizes: Sizes, shape: Sequence[int]) -> bool:
         >>> matches_sizes((..., 8), (2, 3, 8)), matches_sizes((2, None), (2, 3, 8))
         (True, False)
     """
+    if len(sizes) == 3 and sizes[0] is sizes[2] is ...:  # by far the most common, and faster
+        return len(shape) > 0 if sizes[1] is None else sizes[1] in shape
     if not sizes:
         return not shape
     first, *rest = sizes
