@@ -186,9 +186,9 @@ export class PatchEditor implements Part {
   private showErrors(draft: Draft): void {
     const local = localError(draft);
     // If the kernel is lost, the reason beside Apply is enough.
-    const { state: said } = this.checker;
-    const isHeard = said.state === "wrong" && this.view.kernel.state !== "lost";
-    const error = local ?? (isHeard ? (said.error as FieldError) : null);
+    const { state } = this.checker;
+    const isHeard = state.state === "wrong" && this.view.kernel.state !== "lost";
+    const error = local ?? (isHeard ? (state.error as FieldError) : null);
     const isBesideField = this.form.showError(error);
     this.failure.hidden = this.failure.textContent === "";
     if (error !== null && !isBesideField) {
@@ -198,12 +198,12 @@ export class PatchEditor implements Part {
   }
 
   private showPreview(draft: Draft): void {
-    const { state: said } = this.checker;
-    if (said.state === "asked") this.preview.markOutdated();
-    if (said.state === "wrong") this.preview.clear();
-    if (said.state !== "fine") return;
-    this.preview.show(said.checked, hasField(draft.kind, "name"));
-    this.form.suggestName(said.checked.name);
+    const { state } = this.checker;
+    if (state.state === "asked") this.preview.markOutdated();
+    if (state.state === "wrong") this.preview.clear();
+    if (state.state !== "fine") return;
+    this.preview.show(state.checked, hasField(draft.kind, "name"));
+    this.form.suggestName(state.checked.name);
   }
 
   /** Returns why the patch cannot be applied now; `null` if it can. */

@@ -114,7 +114,7 @@ function drawMatrix(
   plane: Matrix,
   colorAt: (value: number, index: number) => Rgb | null,
   cell: CellSize,
-  isLeft: (index: number) => boolean = () => true,
+  isKept: (index: number) => boolean = () => true,
 ): void {
   canvas.width = plane.columns * cell.width;
   canvas.height = plane.rows * cell.height;
@@ -130,7 +130,7 @@ function drawMatrix(
     if (rgb === null) missing.push(index);
     else pixels.data.set(rgb, 4 * index);
     pixels.data[4 * index + 3] = 255;
-    if (!isLeft(index)) fade(pixels, index, 1);
+    if (!isKept(index)) fade(pixels, index, 1);
   });
   image.getContext("2d")?.putImageData(pixels, 0, 0);
   context.imageSmoothingEnabled = false;

@@ -83,7 +83,7 @@ export function makeResultHeatmap(
     columnLabels: labelsOf(columns),
     describe: (row, column) => describeCell(result, row, column),
     onSelect: choose,
-    ...(linked && { isKept: linked.isLeft }),
+    ...(linked && { isKept: linked.isKept }),
   };
   const size = { rows: rows.values.length, columns: columns.values.length };
   const figure = new HeatmapFigure(result, readMatrix({ ...size, buffer: 0 }, [values]), {
@@ -138,7 +138,7 @@ function linkCells({ filter, model, selection }: ResultView) {
     selection,
     filter,
     itemOf,
-    isLeft: (row: number, column: number) => filter.keeps(itemOf(row, column)),
+    isKept: (row: number, column: number) => filter.keeps(itemOf(row, column)),
     places,
     click: (row: number, column: number, isMore: boolean) => selection.click(itemOf(row, column), isMore),
   };

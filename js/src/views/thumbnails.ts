@@ -82,7 +82,7 @@ export class Thumbnails {
   }
 
   /** Draws all heads, for a width in CSS pixels. */
-  draw(patterns: Patterns, width: number, { patternOf, map, limit, isKept: isLeft }: DrawOptions): void {
+  draw(patterns: Patterns, width: number, { patternOf, map, limit, isKept }: DrawOptions): void {
     this.patterns = patterns;
     const { layers } = patterns.about;
     this.heads = Math.max(...layers.map(({ heads }) => heads));
@@ -105,7 +105,7 @@ export class Thumbnails {
     for (const [layer, { heads }] of layers.entries()) {
       for (let head = 0; head < heads; head++) {
         const image = toImage(patternOf({ layer, head }), side, map, limit);
-        if (!isLeft({ layer, head })) fade(image);
+        if (!isKept({ layer, head })) fade(image);
         context.putImageData(image, Math.round(head * step * this.ratio), Math.round(layer * step * this.ratio));
       }
     }

@@ -29,8 +29,8 @@ export function connectFilter(view: View, state: TreeState): void {
       if (state.filter !== null) state.setFilter(null);
     }
     const all = [...state.components.values()].flat();
-    const isLeft = ({ name }: Component) => filter.keeps(itemOf(name));
-    state.setFilteredRows(filter.isFromOtherView ? all.filter(isLeft).map(({ row }) => row) : null);
+    const isKept = ({ name }: Component) => filter.keeps(itemOf(name));
+    state.setFilteredRows(filter.isFromOtherView ? all.filter(isKept).map(({ row }) => row) : null);
   };
   view.onRemove(filter.onChange(applyFilter));
   view.onRemove(
