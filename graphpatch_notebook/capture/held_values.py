@@ -1,12 +1,15 @@
-"""What modules hold, where it is, and which tensor is which.
+"""What modules hold, where it is, what their code reads from outside of them, and which tensor is which.
 
-`Walk` finds what is in the attributes of modules, in containers and in plain objects; `find_source` where a tensor that
-no op made is held; `alias`, `memory_of` and `still_used` distinguish tensors that share memory.
+`Walk` finds what is in the attributes of modules, in containers and in plain objects, and in the globals, closures and
+classes of their code (`outer_values_of_modules`); `find_source` finds where a tensor that no op made is held; `alias`,
+`memory_of` and `still_used` distinguish tensors that share memory.
 """
 
 from __future__ import annotations
 
+import dis
 import enum
+import functools
 import random
 import sys
 import types
@@ -19,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Kind
 from graphpatch_notebook.torch_compat import is_fully_sharded, without_torch_functions
-from graphpatch_notebook.values import readable_children
+from graphpatch_notebook.values import ABSENT, readable_children
 
 MANY = 1000
 """Larger containers are data: their items are not searched."""
@@ -114,6 +118,20 @@ class Walk:
     def modules(self) -> Iterator[Module]:
         """Yields the modules that were found."""
         return (module for _, _, module, name in self.places if not name and module is not None)
+
+    def add_outer_values(self) -> list[tuple[OuterValue, Any]]:
+        """Searches what the code of the modules reads from outside of them, too; returns these variables and values.
+
+        Objects of classes of other files are not searched: models do not count in these, but they may be the program's.
+        """
+        outer_values = [(outer, outer.value()) for outer in outer_values_of_modules(self.modules())]
+        self._most = len(self.places) + MANY
+        for outer, value in outer_values:
+            kind = type(value)
+            if kind not in PLAIN_VALUES and (_contents(kind) is not _Contents.OBJECT or kind.__module__ == outer.home):
+                self._look(outer.name, value, None, 0)
+        self._modules.clear()  # those in globals are not parts of the model
+        return outer_values
 
     def _look_at(self, module: Module) -> None:
         begin = len(self.places), len(self.empty), len(self.tensors)
@@ -223,6 +241,163 @@ def _is_generator(kind: type) -> bool:
     return issubclass(kind, (Iterator, torch.Generator, random.Random, *kinds)) and not issubclass(
         kind, random.SystemRandom
     )
+
+
+# -- what code reads from outside of it --------------------------------------------------------------------------------
+
+_CODE = frozenset(
+    {types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod}
+)
+"""The classes of most outer values, which hold no data."""
+
+_NO_FUNCTIONS = frozenset({*PLAIN_VALUES, *DICTS, list, set, tuple, deque})  # most attributes of a module
+
+
+class OuterValue(NamedTuple):
+    """A variable that code reads from outside of it, an attribute of a class, or what a function holds.
+
+    Attributes:
+        holder: The globals, the cell of a closure, the class, or the function.
+        is_written: Whether the code assigns to it.
+        home: The name of the Python module of the code.
+    """
+
+    name: str
+    holder: Any
+    key: str = ""
+    is_written: bool = False
+    home: str = ""
+
+    def value(self) -> Any:
+        """Returns its current value; `ABSENT` if it has none."""
+        if type(self.holder) is types.CellType:
+            return _content(self.holder)
+        if type(self.holder) is types.FunctionType:
+            return getattr(self.holder, self.key)
+        return (self.holder if type(self.holder) is dict else vars(self.holder)).get(self.key, ABSENT)
+
+    def assign(self, value: Any) -> None:
+        """Gives the variable a value; `ABSENT` removes it."""
+        if type(self.holder) is types.CellType:
+            if value is ABSENT:
+                del self.holder.cell_contents
+            else:
+                self.holder.cell_contents = value
+        elif type(self.holder) is dict:
+            if value is ABSENT:
+                self.holder.pop(self.key, None)
+            else:
+                self.holder[self.key] = value
+        elif value is ABSENT:
+            delattr(self.holder, self.key)
+        else:
+            setattr(self.holder, self.key, value)
+
+
+def outer_objects(module: Module) -> list[Any]:
+    """Returns the data in globals and closure variables that the module's own functions use."""
+    outer_values = (outer for function in _functions(module) for outer in outer_values_of(function))
+    return [value for outer in outer_values if type(value := outer.value()) not in _CODE]
+
+
+def outer_values_of_modules(modules: Iterable[Module]) -> list[OuterValue]:
+    """Returns the data in class attributes of modules, and in globals and closure variables that their functions use.
+
+    What functions hold (attributes, and defaults) is among them. One module of each class is examined.
+    """
+    by_class = {type(module): module for module in modules}
+    functions = list(dict.fromkeys(function for module in by_class.values() for function in _functions(module)))
+    written = {name for function in functions for name in _names_of(function.__code__).written}
+    found = [
+        OuterValue(f"{base.__name__}.{name}", base, name, name in written, base.__module__)
+        for base in dict.fromkeys(base for kind in by_class for base in kind.__mro__)
+        if base is not Module and issubclass(base, Module)
+        for name, value in [*vars(base).items()]
+        if type(value) not in _CODE and "__" not in name
+    ]
+    variables: dict[tuple[int, str], OuterValue] = {}
+    for function in functions:
+        found += [OuterValue(function.__name__, function, key) for key in ("__dict__", "__defaults__")]
+        for outer in outer_values_of(function):
+            place = id(outer.holder), outer.key
+            if outer.is_written or place not in variables:
+                variables[place] = outer
+    found += [o for o in variables.values() if "__" not in o.name and type(o.value()) not in _CODE]
+    return found
+
+
+def outer_values_of(function: types.FunctionType) -> Iterator[OuterValue]:
+    """Yields the globals and the closure variables that a function may read, or one that is defined inside it."""
+    code, variables, home = function.__code__, function.__globals__, function.__module__
+    names = _names_of(code)
+    for name in names.variables:
+        if name in variables or name in names.written:
+            yield OuterValue(name, variables, name, name in names.written, home)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield OuterValue(name, cell, "", name in names.written, home)
+
+
+class _Names(NamedTuple):
+    """The names in a code object: of globals, and of globals, closure variables and attributes that are assigned."""
+
+    variables: tuple[str, ...]
+    written: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of(code: types.CodeType) -> _Names:
+    variables: dict[str, None] = {}
+    written: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        action, _, where = instruction.opname.partition("_")
+        if where in ("GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS"):
+            variables[instruction.argval] = None
+        if action in ("STORE", "DELETE") and where in ("GLOBAL", "DEREF", "ATTR"):
+            written.add(instruction.argval)
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            variables |= dict.fromkeys(_names_of(part).variables)
+            written |= _names_of(part).written
+    return _Names(tuple(variables), frozenset(written))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names of globals and attributes in a code object, and in the functions defined inside it."""
+    inner = (name for part in code.co_consts if isinstance(part, types.CodeType) for name in names_in(part))
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _functions(module: Module) -> list[types.FunctionType]:
+    """Returns `forward`, the function that it wraps, methods, functions in closures, and helpers in the same file."""
+    found: dict[types.FunctionType, None] = {}
+    attributes = [value for value in module.__dict__.values() if type(value) not in _NO_FUNCTIONS]
+    waiting: list[Any] = [original_forward(module), *attributes]
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType) and function not in found:
+            found[function] = None
+            waiting.append(getattr(function, "__wrapped__", None))
+            waiting += [_content(cell) for cell in function.__closure__ or ()]
+            waiting += _helpers(function, type(module))
+    return list(found)
+
+
+def _helpers(function: types.FunctionType, kind: type) -> Iterator[types.FunctionType]:
+    """Yields the functions of the same file that a function names: globals, and methods of a class."""
+    variables = function.__globals__
+    for name in names_in(function.__code__):
+        value = variables[name] if name in variables else getattr(kind, name, None)
+        if type(value) is types.FunctionType and value.__module__ == function.__module__:
+            yield value
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return ABSENT
 
 
 # -- modules, and the tensors in them ----------------------------------------------------------------------------------

@@ -21,19 +21,17 @@ from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.held_values import (
     DICTS,
-    MANY,
     NOT_STATE,
     PLAIN_VALUES,
     REGISTRIES,
+    OuterValue,
     Walk,
     is_own_generator,
     memory_of,
     registered_modules,
     state_attributes,
 )
-from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.outer_values import COMPARED, outer_values_of_modules
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
@@ -242,8 +240,10 @@ class ModuleState:
     """All that a run may change in a model, at one moment: to see what has changed since, and to put it back.
 
     It covers all modules that can be reached: attributes, what containers and plain objects among them hold (the
-    config, caches), parameters, buffers, hooks, training flags, and random generators. Buffers and other tensors are
-    copied. Weights and tensors of more than `LARGE` bytes are not: a write into these is seen, and stays.
+    config, caches), parameters, buffers, hooks, training flags, and random generators; and the globals, closure
+    variables and class attributes that their code reads. Buffers and other tensors are copied. Weights and tensors of
+    more than `LARGE` bytes are not: a write into these is seen, and stays. So is another value of a variable that the
+    code does not assign to: others have assigned it.
 
     Args:
         root: The model, or a part of it.
@@ -253,6 +253,7 @@ class ModuleState:
 
     def __init__(self, root: Module, generators: Iterable[Any] = (), *, is_look: bool = False) -> None:
         self._root = root
+        self._outer: list[tuple[OuterValue, Any]] = []
         with without_torch_functions():
             self._walk = Walk([*filter(is_own_generator, generators), root])
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
@@ -264,17 +265,11 @@ class ModuleState:
 
     def complete(self) -> ModuleState:
         """Makes this a full snapshot, if it is a partial one after which `change_in` found nothing; returns it."""
-        outer = [*outer_values_of_modules(self._walk.modules(), original_forward)]
         with without_torch_functions():
-            drawn_from = {id(value): value for _, _, value in outer if is_own_generator(value)}
-            self._walk.generators += drawn_from.values()
+            self._outer = self._walk.add_outer_values()
             self._generators = [_state_of(generator) for generator in self._walk.generators]
+            self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self._copies = _copies(self._walk)
-        self._outer = [
-            (kind, place, value.copy() if hasattr(value, "copy") else value)
-            for kind, place, value in outer
-            if type(value) in COMPARED and (not hasattr(value, "copy") or len(value) <= MANY)
-        ]
         self._random = SharedRandomState()
         return self
 
@@ -354,7 +349,9 @@ class ModuleState:
     def _filled(self) -> Iterator[Change]:
         """Yields what is in containers that were empty, which have no names of their own: a new walk finds them."""
         empty = {id(container) for container in self._walk.empty}
-        for container, saved, module, name in Walk([self._root]).places:
+        walk = Walk([self._root])
+        walk.add_outer_values()
+        for container, saved, module, name in walk.places:
             if id(container) in empty:
                 yield from (self._change_of(module, f"{name}.{key}", ABSENT, item) for key, item in _items(saved))
 
@@ -363,18 +360,15 @@ class ModuleState:
         kind = _KINDS.get(registry, ChangeKind.HOOK if "_hooks" in registry else ChangeKind.ATTRIBUTE)
         if kind is ChangeKind.ATTRIBUTE and isinstance(before, Tensor) and before is after:
             kind = ChangeKind.TENSOR
+        if module is None:
+            kind, inner, name = ChangeKind.GLOBAL, "", name if before is after else name.rpartition(".")[0]
         path = next((path for path, one in registered_modules(self._root) if one is module), "")
         return Change(kind, path, type(module).__name__, inner if registry in REGISTRIES else name, before, after)
 
     def _outer_changes(self) -> Iterator[Change]:
-        for kind, outer, saved in self._outer:
-            value = outer.value()
-            try:
-                is_equal = value is saved or bool(value == saved)
-            except (RuntimeError, ValueError):  # tensors and arrays do not have a single truth value
-                is_equal = False
-            if not is_equal:
-                yield Change(ChangeKind.GLOBAL, "", kind.__name__, outer.name, saved, value)
+        for outer, saved in self._outer:
+            if not is_same(saved, value := outer.value()):
+                yield Change(ChangeKind.GLOBAL, "", "", outer.name, saved, value)
 
     def _random_changes(self, besides: Iterable[str] = ()) -> Iterator[Change]:
         drawn = [owner for owner in self._random.differing(SharedRandomState()) if owner not in besides]
@@ -398,8 +392,8 @@ class ModuleState:
         numbers = {module: "" if module == id(self._root) else f"{i}." for i, module in enumerate(self._walk.spans)}
         held = zip(self._walk.tensors, self._copies, strict=True)
         return {
-            numbers[id(module)] + name.removeprefix("_buffers."): content
-            for (_, module, name), content in held
+            numbers.get(id(module), f"{number} ") + name.removeprefix("_buffers."): content
+            for number, ((_, module, name), content) in enumerate(held)
             if content is not None
         }
 
@@ -423,6 +417,9 @@ class ModuleState:
                 for key, value in saved.items():
                     if getattr(owner, key, ABSENT) is not value:
                         object.__setattr__(owner, key, value)
+            for outer, saved in self._outer:
+                if outer.is_written and not is_same(saved, outer.value()):
+                    outer.assign(saved)
             for (tensor, _, _), content in zip(self._walk.tensors, self._copies, strict=True):
                 if content is not None and not _is_equal(tensor, content):
                     _write(tensor, content, counts_writes)

@@ -26,9 +26,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.held_values import MANY, is_own_generator, memory_of, slots_of
+from graphpatch_notebook.capture.held_values import (
+    MANY,
+    is_own_generator,
+    memory_of,
+    names_in,
+    outer_values_of,
+    slots_of,
+)
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, comparable_state
-from graphpatch_notebook.checks.outer_values import names_in, outer_values_of
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.torch_compat import version_of

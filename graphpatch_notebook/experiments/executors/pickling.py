@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.checks.outer_values import outer_values_of
+from graphpatch_notebook.capture.held_values import outer_values_of
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph
