@@ -92,16 +92,18 @@ class Walk:
         slotted: Objects with slots, and what these hold.
         tensors: The tensors, each with its module and name.
         generators: The random generators, but for those that all code shares.
+        functions: The functions and methods in attributes and containers.
         spans: For each module, by id, which of the places, the empty containers and the tensors are its own.
         seen: The ids of all that was found.
     """
 
-    def __init__(self, start: Iterable[Any]) -> None:
+    def __init__(self, start: Iterable[Any], *, is_deep: bool = True) -> None:
         self.places: list[Holder] = []
         self.empty: list[Any] = []
         self.slotted: list[Holder] = []
         self.tensors: list[tuple[Tensor, Module | None, str]] = []
         self.generators: list[Any] = []
+        self.functions: list[Any] = []
         self.spans: dict[int, tuple[slice, slice, slice]] = {}
         self.seen: set[int] = set()
         self._modules: list[Module | None] = []
@@ -109,8 +111,15 @@ class Walk:
         self._most = MANY
         for value in start:
             self._look("", value, None, 0)
-        while self._modules:
-            module = self._modules.pop()
+        if not is_deep:  # the modules among `start` only
+            waiting, self._modules = self._modules, []
+            self._look_at_all(waiting)
+            self._modules.clear()
+        self._look_at_all(self._modules)
+
+    def _look_at_all(self, waiting: list[Module | None]) -> None:
+        while waiting:
+            module = waiting.pop()
             if module is not None and id(module) not in self.seen:
                 self.seen.add(id(module))
                 self._look_at(module)
@@ -124,7 +133,7 @@ class Walk:
 
         Objects of classes of other files are not searched: models do not count in these, but they may be the program's.
         """
-        outer_values = [(outer, outer.value()) for outer in outer_values_of_modules(self.modules())]
+        outer_values = [(outer, outer.value()) for outer in outer_values_of_modules(self.modules(), self.functions)]
         self._most = len(self.places) + MANY
         for outer, value in outer_values:
             kind = type(value)
@@ -161,6 +170,8 @@ class Walk:
     def _look(self, name: str, value: Any, module: Module | None, depth: int) -> None:
         contents = _contents_by_class.get(type(value)) or _contents(type(value))
         if contents is _Contents.NOTHING or id(value) in self.seen or depth > _DEEPEST:
+            if type(value) in _FUNCTIONS:
+                self.functions.append(value)
             return
         if contents is _Contents.MODULE:
             self._modules.append(value)
@@ -245,12 +256,9 @@ def _is_generator(kind: type) -> bool:
 
 # -- what code reads from outside of it --------------------------------------------------------------------------------
 
-_CODE = frozenset(
-    {types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod}
-)
+_FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
+_CODE = frozenset({*_FUNCTIONS, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod})
 """The classes of most outer values, which hold no data."""
-
-_NO_FUNCTIONS = frozenset({*PLAIN_VALUES, *DICTS, list, set, tuple, deque})  # most attributes of a module
 
 
 class OuterValue(NamedTuple):
@@ -296,21 +304,22 @@ class OuterValue(NamedTuple):
 
 def outer_objects(module: Module) -> list[Any]:
     """Returns the data in globals and closure variables that the module's own functions use."""
-    outer_values = (outer for function in _functions(module) for outer in outer_values_of(function))
+    functions = functions_of([module], [value for value in module.__dict__.values() if type(value) in _FUNCTIONS])
+    outer_values = (outer for function in functions for outer in outer_values_of(function))
     return [value for outer in outer_values if type(value := outer.value()) not in _CODE]
 
 
-def outer_values_of_modules(modules: Iterable[Module]) -> list[OuterValue]:
-    """Returns the data in class attributes of modules, and in globals and closure variables that their functions use.
+def outer_values_of_modules(modules: Iterable[Module], held: Iterable[Any]) -> list[OuterValue]:
+    """Returns the data in class attributes of modules, and the globals and closure variables that their functions use.
 
-    What functions hold (attributes, and defaults) is among them. One module of each class is examined.
+    What functions hold (attributes, and defaults) is among them. `held` are the functions that the modules hold.
     """
-    by_class = {type(module): module for module in modules}
-    functions = list(dict.fromkeys(function for module in by_class.values() for function in _functions(module)))
+    modules = list(modules)
+    functions = functions_of(modules, held)
     written = {name for function in functions for name in _names_of(function.__code__).written}
     found = [
         OuterValue(f"{base.__name__}.{name}", base, name, name in written, base.__module__)
-        for base in dict.fromkeys(base for kind in by_class for base in kind.__mro__)
+        for base in dict.fromkeys(base for kind in dict.fromkeys(map(type, modules)) for base in kind.__mro__)
         if base is not Module and issubclass(base, Module)
         for name, value in [*vars(base).items()]
         if type(value) not in _CODE and "__" not in name
@@ -322,7 +331,7 @@ def outer_values_of_modules(modules: Iterable[Module]) -> list[OuterValue]:
             place = id(outer.holder), outer.key
             if outer.is_written or place not in variables:
                 variables[place] = outer
-    found += [o for o in variables.values() if "__" not in o.name and type(o.value()) not in _CODE]
+    found += [outer for outer in variables.values() if "__" not in outer.name]
     return found
 
 
@@ -368,20 +377,32 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _functions(module: Module) -> list[types.FunctionType]:
-    """Returns `forward`, the function that it wraps, methods, functions in closures, and helpers in the same file."""
+def functions_of(modules: Iterable[Module], held: Iterable[Any]) -> list[types.FunctionType]:
+    """Returns the forwards of modules, the functions that they wrap, methods, those in closures, and helpers in a file.
+
+    `held` are the functions that the modules hold.
+    """
     found: dict[types.FunctionType, None] = {}
-    attributes = [value for value in module.__dict__.values() if type(value) not in _NO_FUNCTIONS]
-    waiting: list[Any] = [original_forward(module), *attributes]
+    kinds: set[type] = set()
+    for module in modules:
+        kind = type(module)
+        waiting = [] if kind in kinds and "forward" not in module.__dict__ else [original_forward(module)]
+        kinds.add(kind)
+        _follow(waiting, kind, found)
+    _follow(list(held), Module, found)
+    return list(found)
+
+
+def _follow(waiting: list[Any], kind: type, found: dict[types.FunctionType, None]) -> None:
     while waiting:
-        function = waiting.pop()
-        function = getattr(function, "__func__", function)
+        function, owner = waiting.pop(), kind
+        if type(function) is types.MethodType:
+            function, owner = function.__func__, type(function.__self__)
         if isinstance(function, types.FunctionType) and function not in found:
             found[function] = None
             waiting.append(getattr(function, "__wrapped__", None))
             waiting += [_content(cell) for cell in function.__closure__ or ()]
-            waiting += _helpers(function, type(module))
-    return list(found)
+            waiting += _helpers(function, owner)
 
 
 def _helpers(function: types.FunctionType, kind: type) -> Iterator[types.FunctionType]:
@@ -389,6 +410,7 @@ def _helpers(function: types.FunctionType, kind: type) -> Iterator[types.Functio
     variables = function.__globals__
     for name in names_in(function.__code__):
         value = variables[name] if name in variables else getattr(kind, name, None)
+        value = value.fget if type(value) is property else value
         if type(value) is types.FunctionType and value.__module__ == function.__module__:
             yield value
 

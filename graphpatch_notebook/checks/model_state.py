@@ -11,7 +11,7 @@ import random
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.held_values import (
     DICTS,
+    MANY,
     NOT_STATE,
     PLAIN_VALUES,
     REGISTRIES,
@@ -29,9 +30,12 @@ from graphpatch_notebook.capture.held_values import (
     is_own_generator,
     memory_of,
     registered_modules,
+    slots_of,
     state_attributes,
 )
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.equality import difference
+from graphpatch_notebook.checks.hooks import is_inert
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
@@ -300,12 +304,6 @@ class ModuleState:
         with without_torch_functions():
             return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
 
-    def replaced_in(self, module: Module) -> list[Change]:
-        """Returns all changes in one module, except for writes into its tensors."""
-        places, empty, _ = self._span(module)
-        with without_torch_functions():
-            return list(self._changes((places, empty, slice(0))))
-
     def _span(self, module: Module | None) -> tuple[slice, slice, slice]:
         return _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
 
@@ -476,6 +474,74 @@ class Fingerprint:
         )
 
     __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
+
+
+class Holdings:
+    """What the code of modules may read besides its inputs: what modules, objects, containers and variables hold.
+
+    To tell whether a record of the code still is one. It does not notice writes into tensors and new hooks, and keeps
+    no tensor alive. Of modules in modules it only notices whether they are the same ones, unless `is_deep`.
+    """
+
+    def __init__(self, modules: Sequence[Module], *, is_deep: bool = False) -> None:
+        self._modules, self._is_deep = modules, is_deep
+        walk = Walk(modules, is_deep=is_deep)
+        outer_values = walk.add_outer_values()
+        # By id: another container or object at its place is noticed where it is held.
+        self._held: dict[Any, Any] = {id(held): _kept(items, name) for held, items, _, name in walk.places}
+        self._held |= {id(owner): _kept(items, name) for owner, items, _, name in walk.slotted}
+        self._held |= {(id(outer.holder), outer.key): [_kept_value(value)] for outer, value in outer_values}
+        self._holders = [outer.holder for outer, _ in outer_values]  # alive, so that their ids stay their own
+        self._empty = set(map(id, walk.empty))
+
+    @classmethod
+    def read_by(cls, frame: Frame) -> Holdings:
+        """Returns what the code of a frame may read: what its module, those in it, and those that it calls hold."""
+        inside = [module for module in frame.module._modules.values() if module is not None]
+        return cls([frame.module, *inside, *(node.frame.module for node in frame.calls())])
+
+    def is_as_now(self) -> bool:
+        """Whether all of it is still the same."""
+        return Holdings(self._modules, is_deep=self._is_deep).is_in(self)
+
+    def is_in(self, earlier: Holdings) -> bool:
+        """Whether all of it is as in `earlier`, which is of the same modules or of more."""
+        held = earlier._held
+        return self._empty.isdisjoint(held) and all(
+            _is_kept(held.get(key), kept) for key, kept in self._held.items()
+        )
+
+
+def _kept(items: Any, name: str) -> Any:
+    """Returns what a container holds, without tensors; of hooks of users, their keys."""
+    if "_hooks" in name:
+        return frozenset(key for key, hook in items.items() if callable(hook) and not is_inert(hook))
+    if type(items) is not dict:
+        return [value if type(value) in PLAIN_VALUES else _kept_value(value) for value in items]
+    # Contents of dicts are noticed by themselves: registries of hooks are empty most of the time.
+    values = [value for value in items.values() if type(value) not in DICTS]
+    return [*items, *[value if type(value) in PLAIN_VALUES else _kept_value(value) for value in values]]
+
+
+def _kept_value(value: Any) -> Any:
+    if type(value) in PLAIN_VALUES:
+        return value
+    if isinstance(value, (list, dict, set, deque)):
+        return type(value)
+    if isinstance(value, (tuple, frozenset)):
+        return tuple(map(_kept_value, value)) if len(value) <= MANY else len(value)
+    try:
+        return weakref.ref(value)  # of a value, the same object each time
+    except TypeError:
+        return type(value) if slots_of(value) else value
+
+
+def _is_kept(before: Any, now: Any) -> bool:
+    if isinstance(now, frozenset):
+        return before is None or before <= now
+    if isinstance(now, (list, tuple)):
+        return type(before) is type(now) and len(before) == len(now) and all(map(_is_kept, before, now))
+    return is_same(before, now)
 
 
 def _hook_registries(modules: Iterable[Module]) -> set[int]:

@@ -17,8 +17,8 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared, run_and_compare
 from graphpatch_notebook.checks.hooks import HookOwner, owner_of
-from graphpatch_notebook.checks.model_state import ModuleState, copied
-from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
+from graphpatch_notebook.checks.model_state import Holdings, ModuleState, copied
+from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule, LastComparison
 from graphpatch_notebook.graphs.modules import GraphModule, run_live
 from graphpatch_notebook.graphs.running import (
     is_hooked,
@@ -216,7 +216,7 @@ class _Verifier:
 
     def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: RunComparison) -> None:
         self.found[graph_module] = comparison
-        graph_module.last_comparison = signature, comparison
+        graph_module.last_comparison = LastComparison(signature, Holdings.read_by(graph_module.frame), comparison)
 
     def _graph_module(self, module: Module) -> GraphModule | None:
         """Returns the graph module of the frame that begins, if it was called during capture."""
