@@ -502,4 +502,4 @@ def test_what_code_reads_from_outside_is_decided_in_one_place() -> None:
         for node in ast.walk(parse(file))
         if isinstance(node, ast.Attribute) and node.attr in ("cell_contents", "co_freevars")
     }
-    assert asking == {"checks/outer_values.py"}
+    assert asking == {"capture/held_values.py"}

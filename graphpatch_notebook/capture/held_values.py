@@ -1,7 +1,7 @@
 """What modules hold, where it is, what their code reads from outside of them, and which tensor is which.
 
 `Walk` finds what is in the attributes of modules, in containers and in plain objects, and in the globals, closures and
-classes of their code (`outer_values_of_modules`); `find_source` finds where a tensor that no op made is held; `alias`,
+classes of their code (`outer_values_of`); `find_source` finds where a tensor that no op made is held; `alias`,
 `memory_of` and `still_used` distinguish tensors that share memory.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import operator
 import random
 import sys
 import types
@@ -97,7 +98,7 @@ class Walk:
         seen: The ids of all that was found.
     """
 
-    def __init__(self, start: Iterable[Any], *, is_deep: bool = True) -> None:
+    def __init__(self, start: Iterable[Any]) -> None:
         self.places: list[Holder] = []
         self.empty: list[Any] = []
         self.slotted: list[Holder] = []
@@ -111,15 +112,8 @@ class Walk:
         self._most = MANY
         for value in start:
             self._look("", value, None, 0)
-        if not is_deep:  # the modules among `start` only
-            waiting, self._modules = self._modules, []
-            self._look_at_all(waiting)
-            self._modules.clear()
-        self._look_at_all(self._modules)
-
-    def _look_at_all(self, waiting: list[Module | None]) -> None:
-        while waiting:
-            module = waiting.pop()
+        while self._modules:
+            module = self._modules.pop()
             if module is not None and id(module) not in self.seen:
                 self.seen.add(id(module))
                 self._look_at(module)
@@ -129,18 +123,17 @@ class Walk:
         return (module for _, _, module, name in self.places if not name and module is not None)
 
     def add_outer_values(self) -> list[tuple[OuterValue, Any]]:
-        """Searches what the code of the modules reads from outside of them, too; returns these variables and values.
-
-        Objects of classes of other files are not searched: models do not count in these, but they may be the program's.
-        """
-        outer_values = [(outer, outer.value()) for outer in outer_values_of_modules(self.modules(), self.functions)]
-        self._most = len(self.places) + MANY
-        for outer, value in outer_values:
-            kind = type(value)
-            if kind not in PLAIN_VALUES and (_contents(kind) is not _Contents.OBJECT or kind.__module__ == outer.home):
-                self._look(outer.name, value, None, 0)
-        self._modules.clear()  # those in globals are not parts of the model
+        """Searches what the code of the modules reads from outside of them, too; returns these variables and values."""
+        outer_values = outer_values_of(self.modules(), self.functions)
+        self.add([(outer.name, value) for outer, value in outer_values if outer.is_searched(type(value))])
         return outer_values
+
+    def add(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Searches values that no module holds, each with its name; not the modules among them."""
+        self._most = len(self.places) + MANY
+        for name, value in named:
+            self._look(name, value, None, 0)
+        self._modules.clear()
 
     def _look_at(self, module: Module) -> None:
         begin = len(self.places), len(self.empty), len(self.tensors)
@@ -170,7 +163,7 @@ class Walk:
     def _look(self, name: str, value: Any, module: Module | None, depth: int) -> None:
         contents = _contents_by_class.get(type(value)) or _contents(type(value))
         if contents is _Contents.NOTHING or id(value) in self.seen or depth > _DEEPEST:
-            if type(value) in _FUNCTIONS:
+            if type(value) in FUNCTIONS and "_hooks" not in name:
                 self.functions.append(value)
             return
         if contents is _Contents.MODULE:
@@ -199,7 +192,7 @@ class Walk:
             if container is not None and not isinstance(container, (tuple, frozenset)):
                 self.empty.append(container)
             return
-        items: Any = dict(container) if isinstance(container, dict) else list(container)
+        items: Any = raw_dict(container) if isinstance(container, dict) else list(container)
         if not isinstance(container, (tuple, frozenset)):
             self.places.append((container, items, module, name))
         if name not in REGISTRIES and (len(items) > MANY or len(self.places) > self._most):
@@ -215,6 +208,11 @@ def state_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
         for name in NOT_STATE:
             held.pop(name, None)
     return held
+
+
+def raw_dict(container: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns a copy of what a dict holds, whatever its class makes of it: some make modules of classes."""
+    return dict((OrderedDict if isinstance(container, OrderedDict) else dict).items(container))
 
 
 def _attributes_of(value: Any) -> Any:
@@ -256,8 +254,8 @@ def _is_generator(kind: type) -> bool:
 
 # -- what code reads from outside of it --------------------------------------------------------------------------------
 
-_FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
-_CODE = frozenset({*_FUNCTIONS, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod})
+FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
+_CODE = frozenset({*FUNCTIONS, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod})
 """The classes of most outer values, which hold no data."""
 
 
@@ -276,13 +274,19 @@ class OuterValue(NamedTuple):
     is_written: bool = False
     home: str = ""
 
+    def is_searched(self, kind: type) -> bool:
+        """Whether models may write into values of a class: not into objects of other files, which the program shares."""
+        contents = _contents(kind)
+        return contents is not _Contents.NOTHING and (contents is not _Contents.OBJECT or kind.__module__ == self.home)
+
     def value(self) -> Any:
         """Returns its current value; `ABSENT` if it has none."""
-        if type(self.holder) is types.CellType:
-            return _content(self.holder)
-        if type(self.holder) is types.FunctionType:
-            return getattr(self.holder, self.key)
-        return (self.holder if type(self.holder) is dict else vars(self.holder)).get(self.key, ABSENT)
+        holder, key = self.holder, self.key
+        if type(holder) is dict:
+            return holder.get(key, ABSENT)
+        if type(holder) is types.CellType:
+            return _content(holder)
+        return getattr(holder, key) if type(holder) is types.FunctionType else vars(holder).get(key, ABSENT)
 
     def assign(self, value: Any) -> None:
         """Gives the variable a value; `ABSENT` removes it."""
@@ -304,38 +308,65 @@ class OuterValue(NamedTuple):
 
 def outer_objects(module: Module) -> list[Any]:
     """Returns the data in globals and closure variables that the module's own functions use."""
-    functions = functions_of([module], [value for value in module.__dict__.values() if type(value) in _FUNCTIONS])
-    outer_values = (outer for function in functions for outer in outer_values_of(function))
-    return [value for outer in outer_values if type(value := outer.value()) not in _CODE]
+    held = [value for value in module.__dict__.values() if type(value) in FUNCTIONS]
+    return [value for _, value in outer_values_of([module], held) if type(value) not in _CODE]
 
 
-def outer_values_of_modules(modules: Iterable[Module], held: Iterable[Any]) -> list[OuterValue]:
-    """Returns the data in class attributes of modules, and the globals and closure variables that their functions use.
+_reached: dict[Any, tuple[list[OuterValue], Identities]] = {}
 
-    What functions hold (attributes, and defaults) is among them. `held` are the functions that the modules hold.
+
+def outer_values_of(modules: Iterable[Module], held: Iterable[Any]) -> list[tuple[OuterValue, Any]]:
+    """Returns the globals, closure variables and attributes of classes that the code of modules names, and the values.
+
+    What its functions hold (attributes, and defaults) is among them. `held` are the functions that the modules hold.
     """
-    modules = list(modules)
-    functions = functions_of(modules, held)
+    forwards: list[tuple[Any, type]] = []
+    kinds: set[type] = set()
+    for module in modules:
+        if (kind := type(module)) not in kinds or "forward" in module.__dict__:
+            kinds.add(kind)
+            forwards.append((original_forward(module), kind))
+    start = (*((getattr(f, "__func__", f), kind) for f, kind in forwards), *((function, Module) for function in held))
+    known, identities = _reached.get(start, ([], None))
+    values = [outer.value() for outer in known]
+    if identities is None or identities != Identities(values):
+        # All that decides on what is found is among it, so the same values lead to the same variables.
+        known = _found_from(start)
+        values = [outer.value() for outer in known]
+        while len(_reached) >= _MOST_REACHED:
+            _reached.pop(next(iter(_reached)), None)
+        _reached[start] = known, Identities(values)
+    return list(zip(known, values, strict=True))
+
+
+_MOST_REACHED = 100
+
+
+def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
+    functions: dict[types.FunctionType, None] = {}
+    for function, kind in start:
+        _follow([function], kind, functions)
+    named = {name for function in functions for name in names_in(function.__code__)}
     written = {name for function in functions for name in _names_of(function.__code__).written}
-    found = [
-        OuterValue(f"{base.__name__}.{name}", base, name, name in written, base.__module__)
-        for base in dict.fromkeys(base for kind in dict.fromkeys(map(type, modules)) for base in kind.__mro__)
-        if base is not Module and issubclass(base, Module)
-        for name, value in [*vars(base).items()]
-        if type(value) not in _CODE and "__" not in name
-    ]
     variables: dict[tuple[int, str], OuterValue] = {}
     for function in functions:
-        found += [OuterValue(function.__name__, function, key) for key in ("__dict__", "__defaults__")]
-        for outer in outer_values_of(function):
+        for key in ("__dict__", "__defaults__"):
+            variables[id(function), key] = OuterValue(function.__name__, function, key)
+        for outer in variables_of(function):
             place = id(outer.holder), outer.key
             if outer.is_written or place not in variables:
                 variables[place] = outer
-    found += [outer for outer in variables.values() if "__" not in outer.name]
-    return found
+    bases = dict.fromkeys(base for _, kind in start for base in kind.__mro__ if issubclass(base, Module))
+    return [outer for outer in variables.values() if "__" not in outer.name] + [
+        OuterValue(f"{base.__name__}.{name}", base, name, name in written, base.__module__)
+        for base in bases
+        if base is not Module
+        for name, value in vars(base).items()
+        if "__" not in name and (name in named or type(value) not in _CODE)
+    ]
 
 
-def outer_values_of(function: types.FunctionType) -> Iterator[OuterValue]:
+def variables_of(function: types.FunctionType) -> Iterator[OuterValue]:
     """Yields the globals and the closure variables that a function may read, or one that is defined inside it."""
     code, variables, home = function.__code__, function.__globals__, function.__module__
     names = _names_of(code)
@@ -344,6 +375,47 @@ def outer_values_of(function: types.FunctionType) -> Iterator[OuterValue]:
             yield OuterValue(name, variables, name, name in names.written, home)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield OuterValue(name, cell, "", name in names.written, home)
+
+
+class Identities:
+    """Which objects some values are; equal to others if all are the same objects, or plain values of the same type.
+
+    It keeps no tensor alive, and does not look into containers other than tuples.
+    """
+
+    __slots__ = ("_kinds", "_plain", "_same")
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        values = list(values)
+        self._plain = [value for value in values if type(value) in PLAIN_VALUES]
+        self._kinds: list[Any] = [*map(type, values)]
+        self._same: list[Any] = []
+        for value in [value for value in values if type(value) not in _LOOKED_INTO]:
+            if isinstance(value, (tuple, frozenset)) and len(value) <= MANY:
+                inside = Identities(value)
+                self._plain += inside._plain
+                self._kinds += [*inside._kinds, len(value)]
+                self._same += inside._same
+                continue
+            try:
+                self._same.append(weakref.ref(value))  # the same one each time
+            except TypeError:
+                if not isinstance(value, (list, dict, set, deque)) and not slots_of(value):
+                    self._same.append(value)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Identities)
+            and self._kinds == other._kinds
+            and self._plain == other._plain
+            and len(self._same) == len(other._same)
+            and all(map(operator.is_, self._same, other._same))
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it is only compared
+
+
+_LOOKED_INTO = frozenset({*PLAIN_VALUES, *DICTS, list, set, deque})
 
 
 class _Names(NamedTuple):
@@ -375,22 +447,6 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     """Returns the names of globals and attributes in a code object, and in the functions defined inside it."""
     inner = (name for part in code.co_consts if isinstance(part, types.CodeType) for name in names_in(part))
     return tuple(dict.fromkeys([*code.co_names, *inner]))
-
-
-def functions_of(modules: Iterable[Module], held: Iterable[Any]) -> list[types.FunctionType]:
-    """Returns the forwards of modules, the functions that they wrap, methods, those in closures, and helpers in a file.
-
-    `held` are the functions that the modules hold.
-    """
-    found: dict[types.FunctionType, None] = {}
-    kinds: set[type] = set()
-    for module in modules:
-        kind = type(module)
-        waiting = [] if kind in kinds and "forward" not in module.__dict__ else [original_forward(module)]
-        kinds.add(kind)
-        _follow(waiting, kind, found)
-    _follow(list(held), Module, found)
-    return list(found)
 
 
 def _follow(waiting: list[Any], kind: type, found: dict[types.FunctionType, None]) -> None:

@@ -11,7 +11,7 @@ import random
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,20 @@ from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.held_values import (
     DICTS,
-    MANY,
     NOT_STATE,
     PLAIN_VALUES,
     REGISTRIES,
+    Identities,
     OuterValue,
     Walk,
     is_own_generator,
     memory_of,
+    outer_values_of,
+    raw_dict,
     registered_modules,
-    slots_of,
     state_attributes,
 )
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.hooks import is_inert
@@ -476,72 +478,68 @@ class Fingerprint:
     __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
 
 
+_CONTAINERS = frozenset({*DICTS, set, list})
+
+
 class Holdings:
     """What the code of modules may read besides its inputs: what modules, objects, containers and variables hold.
 
-    To tell whether a record of the code still is one. It does not notice writes into tensors and new hooks, and keeps
-    no tensor alive. Of modules in modules it only notices whether they are the same ones, unless `is_deep`.
+    To tell whether a record of the code still is one. It does not notice writes into tensors, other parameters and
+    buffers, and new hooks, and keeps no tensor alive. Of modules in modules it notices whether they are the same ones.
     """
 
-    def __init__(self, modules: Sequence[Module], *, is_deep: bool = False) -> None:
-        self._modules, self._is_deep = modules, is_deep
-        walk = Walk(modules, is_deep=is_deep)
-        outer_values = walk.add_outer_values()
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._modules = list(modules)
         # By id: another container or object at its place is noticed where it is held.
-        self._held: dict[Any, Any] = {id(held): _kept(items, name) for held, items, _, name in walk.places}
-        self._held |= {id(owner): _kept(items, name) for owner, items, _, name in walk.slotted}
-        self._held |= {(id(outer.holder), outer.key): [_kept_value(value)] for outer, value in outer_values}
+        self._held: dict[Any, Any] = {}
+        self._hooks: dict[tuple[int, str], set[Any]] = {}
+        walk, inside = Walk([]), []
+        for module in self._modules:
+            held = module.__dict__ if "forward" not in module.__dict__ else state_attributes(module.__dict__)
+            parts = dict(module._modules.items())
+            forward = original_forward(module)
+            values = [getattr(forward, "__func__", forward), *held.values(), *parts.values()]
+            self._held[id(module)] = list(held), list(parts), Identities(values)
+            for name, value in [(n, v) for n, v in held.items() if type(v) not in PLAIN_VALUES]:
+                if type(value) in _CONTAINERS and not value:  # most are registries of hooks, without any
+                    continue
+                if "_hooks" in name:
+                    self._hooks[id(module), name] = {key for key, hook in value.items() if not is_inert(hook)}
+                elif name not in REGISTRIES:
+                    inside.append((name, value))
+        walk.add(inside)
+        outer_values = outer_values_of(self._modules, walk.functions)
+        walk.add([(outer.name, value) for outer, value in outer_values if outer.is_searched(type(value))])
         self._holders = [outer.holder for outer, _ in outer_values]  # alive, so that their ids stay their own
-        self._empty = set(map(id, walk.empty))
+        self._held |= {
+            (id(outer.holder), outer.key): (type(value), value) if type(value) in PLAIN_VALUES else Identities((value,))
+            for outer, value in outer_values
+        }
+        for container, items, _, _ in walk.places + walk.slotted:
+            self._held[id(container)] = Identities((*items, *items.values()) if type(items) is dict else items)
+        self._empty = {id(container) for container in walk.empty if container is not None}
 
     @classmethod
-    def read_by(cls, frame: Frame) -> Holdings:
-        """Returns what the code of a frame may read: what its module, those in it, and those that it calls hold."""
-        inside = [module for module in frame.module._modules.values() if module is not None]
-        return cls([frame.module, *inside, *(node.frame.module for node in frame.calls())])
+    def read_by(cls, *frames: Frame) -> Holdings:
+        """Returns what the code of frames may read: what their modules, those in them, and those that they call hold."""
+        modules = dict.fromkeys(frame.module for frame in frames)
+        modules |= dict.fromkeys(node.frame.module for frame in frames for node in frame.calls())
+        inside = (part for module in [*modules] for part in module._modules.values() if part is not None)
+        return cls(modules | dict.fromkeys(inside))
 
     def is_as_now(self) -> bool:
         """Whether all of it is still the same."""
-        return Holdings(self._modules, is_deep=self._is_deep).is_in(self)
+        return Holdings(self._modules).is_in(self)
 
     def is_in(self, earlier: Holdings) -> bool:
         """Whether all of it is as in `earlier`, which is of the same modules or of more."""
-        held = earlier._held
-        return self._empty.isdisjoint(held) and all(
-            _is_kept(held.get(key), kept) for key, kept in self._held.items()
+        return (
+            self._empty.isdisjoint(earlier._held)
+            and all(
+                hooks <= self._hooks.get(place, set()) for place, hooks in earlier._hooks.items() if place[0] in self._held
+            )
+            and all(earlier._held.get(key) == now for key, now in self._held.items())
         )
-
-
-def _kept(items: Any, name: str) -> Any:
-    """Returns what a container holds, without tensors; of hooks of users, their keys."""
-    if "_hooks" in name:
-        return frozenset(key for key, hook in items.items() if callable(hook) and not is_inert(hook))
-    if type(items) is not dict:
-        return [value if type(value) in PLAIN_VALUES else _kept_value(value) for value in items]
-    # Contents of dicts are noticed by themselves: registries of hooks are empty most of the time.
-    values = [value for value in items.values() if type(value) not in DICTS]
-    return [*items, *[value if type(value) in PLAIN_VALUES else _kept_value(value) for value in values]]
-
-
-def _kept_value(value: Any) -> Any:
-    if type(value) in PLAIN_VALUES:
-        return value
-    if isinstance(value, (list, dict, set, deque)):
-        return type(value)
-    if isinstance(value, (tuple, frozenset)):
-        return tuple(map(_kept_value, value)) if len(value) <= MANY else len(value)
-    try:
-        return weakref.ref(value)  # of a value, the same object each time
-    except TypeError:
-        return type(value) if slots_of(value) else value
-
-
-def _is_kept(before: Any, now: Any) -> bool:
-    if isinstance(now, frozenset):
-        return before is None or before <= now
-    if isinstance(now, (list, tuple)):
-        return type(before) is type(now) and len(before) == len(now) and all(map(_is_kept, before, now))
-    return is_same(before, now)
 
 
 def _hook_registries(modules: Iterable[Module]) -> set[int]:
@@ -557,7 +555,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def _items(container: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(container.items() if isinstance(container, dict) else enumerate(container))
+    return iter(raw_dict(container).items() if isinstance(container, dict) else enumerate(container))
 
 
 def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
@@ -566,7 +564,8 @@ def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
         return False
     if type(saved) is not dict:
         return all(map(operator.is_, container, saved))
-    now = state_attributes(container) if is_module and len(container) != len(saved) else container
+    now = container if type(container) is dict else raw_dict(container)
+    now = state_attributes(now) if is_module and len(now) != len(saved) else now
     return (
         len(now) == len(saved)
         and all(map(operator.is_, now.values(), saved.values()))

@@ -103,7 +103,7 @@ def _doubt(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dic
     if last is None or last.signature.differences([*inputs_of_call(graph_module.frame, args, kwargs).values()]):
         return "it was not compared on such inputs"
     if not last.holdings.is_as_now():
-        return "its module holds other values than when they were compared"
+        return "what its module holds, or what its code reads, has changed since it was compared"
     return None if last.found.is_equal else str(last.found)
 
 

@@ -31,8 +31,8 @@ from graphpatch_notebook.capture.held_values import (
     is_own_generator,
     memory_of,
     names_in,
-    outer_values_of,
     slots_of,
+    variables_of,
 )
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, comparable_state
 from graphpatch_notebook.interrupts import afterwards
@@ -185,7 +185,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[Hashable, Any]]:
 
     The attributes that it names of classes and Python modules are among them.
     """
-    for outer in outer_values_of(function):
+    for outer in variables_of(function):
         owner = outer.value()
         yield (id(outer.holder), outer.key), owner
         if isinstance(owner, (type, ModuleType)):
