@@ -275,7 +275,7 @@ class OuterValue(NamedTuple):
     home: str = ""
 
     def is_searched(self, kind: type) -> bool:
-        """Whether models may write into values of a class: not into objects of other files, which the program shares."""
+        """Whether models may write into values of a class: not into objects of other files, which others share."""
         contents = _contents(kind)
         return contents is not _Contents.NOTHING and (contents is not _Contents.OBJECT or kind.__module__ == self.home)
 
@@ -377,6 +377,37 @@ def variables_of(function: types.FunctionType) -> Iterator[OuterValue]:
         yield OuterValue(name, cell, "", name in names.written, home)
 
 
+def plain_values_read(module: Module) -> dict[str, Any]:
+    """Returns the plain values that the code of a module names: of its attributes and variables, and inside of these.
+
+    For functions, it has their names.
+
+    Example:
+        >>> plain_values_read(torch.nn.ReLU())
+        {'inplace': False}
+    """
+    walk, functions = Walk([]), dict[types.FunctionType, None]()
+    attributes = [(name, value) for name, value in module.__dict__.items() if "_hooks" not in name]
+    walk.add([(name, value) for name, value in attributes if name not in (*REGISTRIES, *NOT_STATE)])
+    _follow([original_forward(module), *walk.functions], type(module), functions)
+    outer_values = outer_values_of([module], walk.functions)
+    walk.add([(outer.name, value) for outer, value in outer_values if outer.is_searched(type(value))])
+    named = {text for function in functions for text in (*names_in(function.__code__), *function.__code__.co_consts)}
+    named -= {"training"}
+    found = {name: value for name, value in attributes if name in named}
+    found |= {outer.name: value for outer, value in outer_values}
+    for _, items, _, name in walk.places + walk.slotted:
+        inside = items.items() if type(items) is dict else enumerate(items)
+        found |= {f"{name}.{key}": value for key, value in inside if type(items) is not dict or key in named}
+    for name, child in module._modules.items():
+        if name in named and child is not None:
+            found |= {f"{name}.{key}": value for key, value in child.__dict__.items() if key in named}
+    tuples = [(name, value) for name, value in found.items() if isinstance(value, tuple)]
+    found |= {f"{name}.{number}": item for name, value in tuples for number, item in enumerate(value)}
+    found |= {name: value.__qualname__ for name, value in found.items() if type(value) in (*FUNCTIONS, type(len))}
+    return {name: value for name, value in found.items() if type(value) in PLAIN_VALUES}
+
+
 class Identities:
     """Which objects some values are; equal to others if all are the same objects, or plain values of the same type.
 
@@ -452,8 +483,8 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 def _follow(waiting: list[Any], kind: type, found: dict[types.FunctionType, None]) -> None:
     while waiting:
         function, owner = waiting.pop(), kind
-        if type(function) is types.MethodType:
-            function, owner = function.__func__, type(function.__self__)
+        if isinstance(function, types.MethodType):
+            function, owner = function.__func__, type(getattr(function, "__self__"))  # noqa: B009
         if isinstance(function, types.FunctionType) and function not in found:
             found[function] = None
             waiting.append(getattr(function, "__wrapped__", None))

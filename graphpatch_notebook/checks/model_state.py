@@ -521,7 +521,7 @@ class Holdings:
 
     @classmethod
     def read_by(cls, *frames: Frame) -> Holdings:
-        """Returns what the code of frames may read: what their modules, those in them, and those that they call hold."""
+        """Returns what the code of frames may read: what modules hold, those in them, and those that they call."""
         modules = dict.fromkeys(frame.module for frame in frames)
         modules |= dict.fromkeys(node.frame.module for frame in frames for node in frame.calls())
         inside = (part for module in [*modules] for part in module._modules.values() if part is not None)
@@ -531,13 +531,18 @@ class Holdings:
         """Whether all of it is still the same."""
         return Holdings(self._modules).is_in(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Holdings:
+        result = Holdings(copy.deepcopy(self._modules, memo))
+        if not self.is_as_now():
+            result._held.clear()
+        return result
+
     def is_in(self, earlier: Holdings) -> bool:
         """Whether all of it is as in `earlier`, which is of the same modules or of more."""
+        hooks = {place: hooks for place, hooks in earlier._hooks.items() if place[0] in self._held}
         return (
             self._empty.isdisjoint(earlier._held)
-            and all(
-                hooks <= self._hooks.get(place, set()) for place, hooks in earlier._hooks.items() if place[0] in self._held
-            )
+            and all(before <= self._hooks.get(place, set()) for place, before in hooks.items())
             and all(earlier._held.get(key) == now for key, now in self._held.items())
         )
 

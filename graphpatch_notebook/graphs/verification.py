@@ -12,7 +12,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture import Doubt, Reason, listed_doubts
 from graphpatch_notebook.capture.held_values import outer_objects, reachable_modules
 from graphpatch_notebook.capture.inputs import inputs_of_call
-from graphpatch_notebook.capture.observers import Swaps, invoke, original_forward
+from graphpatch_notebook.capture.observers import Swaps, invoke
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared, run_and_compare
