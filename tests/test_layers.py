@@ -444,7 +444,7 @@ def offered(package: str) -> set[str]:
 # Private names of others that may be read: what `torch.nn.Module` keeps where it offers no public way to it, and of
 # `sys`, `inspect`, IPython and the random generators; documented ones of `NodePath`, whose other names are children.
 READABLE = set(
-    "_parameters _buffers _modules _non_persistent_buffers_set _version _is_view _getframe _current_frames _apply "
+    "_parameters _buffers _modules _non_persistent_buffers_set _is_view _getframe _current_frames _apply "
     "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _ParameterKind _repr_pretty_ "
     "_repr_mimebundle_ _inst _rand _code _shape".split()
 )

@@ -503,7 +503,7 @@ class Holdings:
             for name, value in [(n, v) for n, v in held.items() if type(v) not in PLAIN_VALUES]:
                 if type(value) in _CONTAINERS and not value:  # most are registries of hooks, without any
                     continue
-                if "_hooks" in name:
+                if "_hooks" in name and type(value) in DICTS:
                     self._hooks[id(module), name] = {key for key, hook in value.items() if not is_inert(hook)}
                 elif name not in REGISTRIES:
                     inside.append((name, value))
