@@ -187,7 +187,7 @@ def has_plain_fields(patch: Patch[Any]) -> bool:
     get = patch.__dict__.get
     if get("steps") is not None or get("positions") is not None or get("position_dim") is not None:
         return False
-    return {type(patch.any_shape), type(patch.allow_empty)} == {bool}
+    return all(type(flag) is bool for flag in (patch.any_shape, patch.allow_empty))
 
 
 def declares(patch: Patch[Any], name: str) -> bool:
@@ -197,7 +197,7 @@ def declares(patch: Patch[Any], name: str) -> bool:
         >>> declares(ZeroPatch(), "is_pure"), declares(type("Other", (ZeroPatch,), {})(), "is_pure")
         (True, False)
     """
-    return bool(vars(type(patch)).get(name, False))
+    return bool(type(patch).__dict__.get(name))
 
 
 class RunStopped(BaseException):  # not an error: the model must not handle it
@@ -240,7 +240,8 @@ class _SlicedPatch(Patch[Any]):
     slice: TensorIndex
 
     def selection_problem(self, sizes: Sequence[int | None] | None, shown: str) -> str | None:
-        return None if self.slice is None else selection_problem(self.slice, sizes, shown, allow_empty=self.allow_empty)
+        index = self.slice
+        return None if index is None else selection_problem(index, sizes, shown, allow_empty=self.allow_empty)
 
     def _check_taken(self, index: TensorIndex, value: Tensor) -> None:
         if index is not None and not self.allow_empty and selects_nothing(index, value.shape):
