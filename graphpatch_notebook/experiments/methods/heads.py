@@ -11,23 +11,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, refs_in
+from graphpatch_notebook.checks.dimensions import dimensions_of
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution import row_dimension, sequence_dim
 from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.experiments.methods.positions import (
     PositionCells,
-    PositionDim,
     Positions,
     RowPositions,
     position_cells,
-    position_dims,
 )
 from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
 from graphpatch_notebook.inspection.resolution import Target, axes_of, is_patchable
@@ -205,15 +207,20 @@ _HEADED = {"head", "query", "key"}
 
 
 def head_layout(
-    pg: PatchableGraph, shapes: Mapping[str, Shape], count: Any, rows: int | None, position_dim: PositionDim = None
+    pg: PatchableGraph,
+    shapes: Mapping[str, Shape],
+    count: Any,
+    rows: int | None,
+    sequences: Mapping[str, int] = MappingProxyType({}),
 ) -> HeadLayout:
     """Returns the positions of `count` heads in values.
 
     Heads have the dimension that a component at the path says. Elsewhere they are equal parts of the last dimension, or
     have a dimension of their own: in a value with at least four dimensions, one of size `count` that is not the first,
-    the last or the sequence dimension.
+    the last, the batch or the sequence, preferably one that does not follow the sizes of inputs.
 
-    The shapes of values are given by path; `rows` is the batch size, if known.
+    The shapes of values are given by path, and their sequence dimensions if the user chose positions; `rows` is the
+    batch size, if known.
     """
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ExperimentError(f"heads must be the number of heads, a positive integer, not {count!r}")
@@ -226,7 +233,7 @@ def head_layout(
         if ("head",) in known and shape[known.index(("head",))] == count:
             dims[path] = known.index(("head",))
             continue
-        dims[path] = _dim(path, shape, count, _sequence_dim(pg, path, position_dim))
+        dims[path] = _dim(pg.nodes.root, path, places[path], shape, count, sequences.get(path))
         _check_rows(path, shape, count, rows)
     _check_counts(pg, places, shapes, count)
     _check_heads_are_separate(places)
@@ -236,8 +243,18 @@ def head_layout(
     return HeadLayout(dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
 
 
-def _dim(path: str, shape: Shape, count: int, sequence: int | None) -> int:
+def _dim(root: Frame, path: str, target: Target, shape: Shape, count: int, sequence: int | None) -> int:
+    kept, whole, known = target.kept_dims, target.whole, dimensions_of(root)
+    if sequence is None:
+        with suppress(ValueError):
+            sequence = kept.index(sequence_dim(root, target)[0])
     own = [dim for dim in range(1, len(shape) - 1) if shape[dim] == count and dim != sequence] if len(shape) > 3 else []
+    if own and isinstance(whole, TensorSpec) and known.is_known(whole):
+        with suppress(ValueError):
+            row = kept.index(row_dimension(root, target, None if sequence is None else kept[sequence]))
+            own = [dim for dim in own if dim != row]
+        profiles = known.profiles(whole)
+        own = [dim for dim in own if not known.follows_inputs(profiles[kept[dim]])] or own
     if len(own) > 1:
         raise ExperimentError(
             f"{path!r} has shape {shape}: the {count} heads could be in any of the dimensions "
@@ -250,14 +267,6 @@ def _dim(path: str, shape: Shape, count: int, sequence: int | None) -> int:
     if sequence == len(shape) - 1:
         raise ExperimentError(f"{path!r} has shape {shape}: its last dimension is the sequence, and has no heads")
     return len(shape) - 1
-
-
-def _sequence_dim(pg: PatchableGraph, path: str, position_dim: PositionDim) -> int | None:
-    """Returns the sequence dimension of a value, if known."""
-    try:
-        return position_dims(pg, [path], position_dim)[path]
-    except ExperimentError:
-        return None
 
 
 def _check_rows(path: str, shape: Shape, count: int, rows: int | None) -> None:
@@ -309,7 +318,7 @@ class ValueParts:
     """The parts of values that the cells of a sweep are about: a head of a value, a position, both, or all of it.
 
     Without a number of heads, all heads are one part; without positions, all positions are.
-    `rows` is the batch size, if known.
+    `rows` is the batch size, if known; `sequences` has the sequence dimension by path, if there are positions.
 
     Attributes:
         axes: The axes of the sweep: `path`, and `head` and `position` for parts of values.
@@ -323,7 +332,7 @@ class ValueParts:
         rows: int | None,
         heads: int | None,
         positions: Positions | RowPositions,
-        position_dim: PositionDim,
+        sequences: Mapping[str, int],
     ) -> None:
         self._values = values
         self._heads: HeadLayout | None = None
@@ -331,10 +340,10 @@ class ValueParts:
         self.axes: dict[str, Any] = {"path": list(values)}
         if heads is not None:
             shapes = {path: tuple(value.shape) for path, value in values.items()}
-            self._heads = head_layout(pg, shapes, heads, rows, position_dim)
+            self._heads = head_layout(pg, shapes, heads, rows, sequences)
             self.axes["head"] = range(heads)
         if positions is not None:
-            self._positions = position_cells(pg, positions, values, position_dims(pg, list(values), position_dim))
+            self._positions = position_cells(pg, positions, values, sequences)
             self.axes["position"] = self._positions.labels
         self.has_rows = self._positions is not None and bool(self._positions.columns)
 

@@ -403,8 +403,11 @@ def test_dimensions_of_heads_and_positions_of_one_size(pg: PatchableGraph) -> No
         gpt2(), ids, extraction_options=ExtractionOptions(decompose=["scaled_dot_product_attention"])
     )
     options: dict[str, Any] = {"metric": METRIC, "heads": 4, "progress": False, "batch": None}
-    with pytest.raises(ExperimentError, match=r"could be in any of the dimensions 1, 2; give inputs of another"):
-        ablate(opened, ["transformer.h_0.attn.dot_products"], ids, **options)
+    products = "transformer.h_0.attn.dot_products"  # (batch, heads, positions, positions)
+    found = ablate(opened, [products], ids, **options)
+    for head in range(4):
+        with torch.no_grad(), opened.patch({products: ZeroPatch(slice=(slice(None), head))}):
+            assert found.values[0, head] == METRIC(opened(ids)).item()
     paths = [
         "transformer.h_0.attn.view_2",
         "transformer.h_0.attn.query_states",
