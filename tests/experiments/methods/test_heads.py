@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph
+from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import (
     LogitDifference,
     Noise,
