@@ -9,7 +9,6 @@ Values with mixed heads are rejected where the captured graph shows it: the valu
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, refs_in
+from graphpatch_notebook.capture.records import CallNode, Frame
 from graphpatch_notebook.checks.dimensions import dimensions_of
+from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution import row_dimension, sequence_dim
@@ -31,11 +31,10 @@ from graphpatch_notebook.experiments.methods.positions import (
     RowPositions,
     position_cells,
 )
-from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
 from graphpatch_notebook.inspection.resolution import Target, axes_of, is_patchable
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.paths import format_path, parse_path
-from graphpatch_notebook.values import TensorSpec, leaves
+from graphpatch_notebook.paths import parse_path
+from graphpatch_notebook.values import TensorSpec
 
 _ATTENTIONS = ("scaled_dot_product_attention", "flex_attention")
 _WITH_PROJECTION = "multi_head_attention_forward"
@@ -45,46 +44,46 @@ _CONVOLUTIONS = ("conv1d", "conv2d")
 _SUMS = ("add", "iadd", "add_", "sub", "isub", "sub_", "rsub")
 
 
-def mixing_of(target: Target) -> str | None:
+def mixing_of(flow: Flow, target: Target) -> str | None:
     """Returns what to give in place of a value in which the heads of an attention are mixed.
 
     `None` if they are not, or it is unknown.
     """
-    waiting, seen = deque([SourceValue(target.node, target.frame, target.dig)]), set[Any]()
-    while waiting:
-        value = waiting.popleft()  # breadth first: the attention of this layer before those of earlier layers
-        if value.key in seen:
-            continue
-        seen.add(value.key)
-        made = value.node.whole
-        if made.op == _WITH_PROJECTION:
+    frame, node = target.frame, target.node
+    if node.kind == "output" and frame.opaque_reason is not None and frame.call is not None:
+        node = frame.call
+    start = flow.resolve(node, target.dig)
+
+    def behind(value: Value) -> list[Value]:
+        is_end = value.node.whole.op == _WITH_PROJECTION or _multiplies(flow, value)
+        return [] if is_end else flow.moving(value.node)
+
+    # Nearest first: the attention of this layer before those of earlier layers.
+    for value in walk([] if start is None else [start], behind):
+        if value.node.whole.op == _WITH_PROJECTION:
             if value.node.position in (None, 0):  # the other is the pattern
                 return f"open it: ExtractionOptions(decompose=[{_WITH_PROJECTION!r}])"
-            continue
-        projected = _projected(value)
-        if projected is not None:
-            product = _product_behind(projected)
-            if product is not None and _width(projected.node) > _width(product):
-                separate = _input_of_projection(projected)
+        elif (projected := _projected(flow, value)) is not None:
+            product = _product_behind(flow, projected)
+            if product is not None and projected.shape[-1:] > product.shape[-1:]:
+                separate = _input_of_projection(flow, value, projected)
                 return "give the input of that projection" if separate is None else f"give {separate!r}"
-        elif not _multiplies(value):
-            waiting += sources_of(value)
     return None
 
 
-def _projected(value: SourceValue) -> SourceValue | None:
+def _projected(flow: Flow, value: Value) -> Value | None:
     """Returns the value that is multiplied with a weight, if the given value is such a product."""
-    node, frame = value.node, value.frame
-    if node.kind == "output" and frame.opaque_reason is not None:  # a quantized linear map
-        given = [inner for inner in frame.inputs() if isinstance(inner.spec, TensorSpec)]
-        is_map = len(given) == 1 and not any(True for _ in frame.calls()) and _has_matrix(frame)
-        return SourceValue(given[0], frame) if is_map else None
-    factors = _factors(value)
-    weights = [factor for factor in factors if _is_state(factor)]
+    node = value.node
+    if isinstance(node, CallNode):  # a quantized linear map
+        given = [place.value for place in flow.inputs(node.frame) if isinstance(place.value.spec, TensorSpec)]
+        is_map = len(given) == 1 and not any(True for _ in node.frame.calls()) and _has_matrix(node.frame)
+        return given[0] if is_map else None
+    factors = _factors(flow, value)
+    weights = [factor for factor in factors if flow.is_held(factor)]
     others = [factor for factor in factors if factor not in weights]
-    if len(weights) != 1 or len(others) != 1 or not isinstance(others[0].node.spec, TensorSpec):
+    if len(weights) != 1 or len(others) != 1:
         return None
-    shape = list(getattr(weights[0].node.spec, "shape", ()))
+    shape = weights[0].shape
     if node.whole.op in _CONVOLUTIONS:  # depthwise convolutions do not mix channels
         return others[0] if shape[1] > 1 and not set(shape[2:]) - {1} else None
     return others[0] if len(shape) == 2 else None  # other weights may belong to one head each
@@ -95,95 +94,52 @@ def _has_matrix(frame: Frame) -> bool:
     return any(state.ndim > 1 for states in (module.parameters(), module.buffers()) for state in states)
 
 
-def _multiplies(value: SourceValue) -> bool:
+def _multiplies(flow: Flow, value: Value) -> bool:
     """Whether a value is a product."""
-    node = value.node
-    is_opaque = node.kind == "output" and value.frame.opaque_reason is not None
-    return is_opaque or node.whole.op in _ATTENTIONS or bool(_factors(value))
+    return isinstance(value.node, CallNode) or value.node.whole.op in _ATTENTIONS or bool(_factors(flow, value))
 
 
-def _factors(value: SourceValue) -> list[SourceValue]:
+def _factors(flow: Flow, value: Value) -> list[Value]:
     """Returns the tensors that an operation multiplies with each other."""
-    made = value.node.whole
-    if made.kind != "op":
-        return []
-    if made.op in _MATMULS:
-        given = refs_in((made.args, made.kwargs))
-    elif made.op in _ADDING_MATMULS:
-        given = refs_in(made.args[1:])
-    elif made.op in _CONVOLUTIONS:
-        given = refs_in(made.args[:2])
-    else:
-        return []
-    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_size]
-    return tensors[:2]  # the third of a linear map is its bias
+    op = value.node.whole.op
+    if op in _ADDING_MATMULS:
+        return flow.reads(value.node)[1:3]
+    return flow.reads(value.node)[:2] if op in _MATMULS or op in _CONVOLUTIONS else []  # the third is a bias
 
 
-def _is_state(value: SourceValue) -> bool:
-    """Whether a value is a parameter or buffer, or computed from these only, such as a transposed weight."""
-    waiting, has_state, seen = [value], False, set[Any]()
-    while waiting:
-        inner = waiting.pop()
-        if inner.key in seen:
-            continue
-        seen.add(inner.key)
-        if inner.node.kind in HELD_KINDS:
-            has_state = True
-            continue
-        sources = list(sources_of(inner))
-        if not sources:
-            return False
-        waiting += sources
-    return has_state
-
-
-def _product_behind(value: SourceValue) -> Node | None:
+def _product_behind(flow: Flow, value: Value) -> Value | None:
     """Returns the attention product that a value is computed from, without a weight or a sum in between."""
-    seen: dict[Any, Node | None] = {}
+    seen: dict[Value, Value | None] = {}
 
-    def search(value: SourceValue) -> Node | None:
-        if value.key not in seen:
-            seen[value.key] = None
-            seen[value.key] = found(value)
-        return seen[value.key]
+    def search(value: Value) -> Value | None:
+        if value not in seen:
+            seen[value] = None
+            seen[value] = found(value)
+        return seen[value]
 
-    def found(value: SourceValue) -> Node | None:
-        made = value.node.whole
-        if made.op in _ATTENTIONS:
-            return value.node
-        if _multiplies(value):
-            factors = _factors(value)
-            is_product = len(factors) > 1 and not any(map(_is_state, factors))
-            return value.node if is_product else None
-        sources = [source for source in sources_of(value) if source.node.kind not in HELD_KINDS]
-        products = [search(source) for source in sources]
-        if made.op in _SUMS and None in products:
+    def found(value: Value) -> Value | None:
+        if value.node.whole.op in _ATTENTIONS:
+            return value
+        if _multiplies(flow, value):
+            factors = _factors(flow, value)
+            return value if len(factors) > 1 and not any(map(flow.is_held, factors)) else None
+        products = [search(source) for source in flow.moving(value.node)]
+        if value.node.whole.op in _SUMS and None in products:
             return None  # a residual stream
         return next((product for product in products if product is not None), None)
 
     return search(value)
 
 
-def _input_of_projection(projected: SourceValue) -> str | None:
+def _input_of_projection(flow: Flow, product: Value, read: Value) -> str | None:
     """Returns the path of the input of a projection, or of its module; `None` if it cannot be patched."""
-    value, given = projected, projected
-    while value.node.kind == "op" and len(sources := list(sources_of(value))) == 1:
-        value = sources[0]
-        given = value if value.node.kind == "input" else given
-    if value.node.kind == "input":
-        given = value
-    if isinstance(given.node, CallNode) and given.node.frame.nodes:
-        given = SourceValue(given.node.frame.output_node, given.node.frame, given.dig)
-    if not is_patchable(given.node) or given.dig:
-        return None
-    if any(dig for dig, _ in leaves(given.node.spec)):
-        return None
-    return format_path((*given.frame.path, given.node.name))
-
-
-def _width(node: Node) -> int:
-    shape = getattr(node.spec, "shape", ())
-    return shape[-1] if shape else 0
+    node = product.node
+    frame = node.frame if isinstance(node, CallNode) else flow.frame_of[node]
+    given = {place.value: place.path for place in flow.inputs(frame)}
+    for value in walk([read], lambda value: moving if len(moving := flow.moving(value.node)) == 1 else ()):
+        if value in given:
+            return given[value]
+    return flow.boundary_path(read, frame) if is_patchable(read.node) else None
 
 
 Shape: TypeAlias = "tuple[int, ...]"
@@ -236,7 +192,7 @@ def head_layout(
         dims[path] = _dim(pg.nodes.root, path, places[path], shape, count, sequences.get(path))
         _check_rows(path, shape, count, rows)
     _check_counts(pg, places, shapes, count)
-    _check_heads_are_separate(places)
+    _check_heads_are_separate(pg, places)
     for path, names in axes.items():
         if count > 1 and names and not _HEADED.intersection(names):
             raise ExperimentError(f"{path!r} is not a value of attention: it has no heads ({', '.join(names)})")
@@ -304,9 +260,10 @@ def _heads_around(pg: PatchableGraph, target: Target, shape: Shape) -> dict[int,
     return found
 
 
-def _check_heads_are_separate(places: Mapping[str, Target]) -> None:
+def _check_heads_are_separate(pg: PatchableGraph, places: Mapping[str, Target]) -> None:
     """Rejects values in which heads are mixed."""
-    repairs = {path: mixing_of(target) for path, target in places.items()}
+    flow = pg.components.evidence.trails.flow
+    repairs = {path: mixing_of(flow, target) for path, target in places.items()}
     if problems := [f"{path!r}: {repair}" for path, repair in repairs.items() if repair is not None]:
         raise ExperimentError(
             "heads= needs values with separate heads; after the output projection of an attention, each number depends "

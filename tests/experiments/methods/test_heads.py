@@ -262,7 +262,8 @@ RESULTS = re.compile(r"\.(self_)?(attn|attention|SelfAttention|EncDecAttention)\
 def test_what_is_offered_is_not_refused_and_results_of_attention_are(case: Case) -> None:
     pg = capture_of(case).pg
     paths = [path for path, node in pg.nodes.items() if node.shape is not None and node.dtype.is_floating_point]
-    mixed = {path: repair for path, target in targets(pg, paths).items() if (repair := mixing_of(target))}
+    flow = pg.components.evidence.trails.flow
+    mixed = {path: repair for path, target in targets(pg, paths).items() if (repair := mixing_of(flow, target))}
     for path, repair in mixed.items():
         separate = re.fullmatch("give '(.+)'", repair)
         assert separate is not None, path
