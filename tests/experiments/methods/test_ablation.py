@@ -139,19 +139,6 @@ def test_parameters_can_be_set_to_zero_and_no_more() -> None:
         ablate(pg, [path], IDS, metric=METRIC, method="mean", reference=IDS, progress=False)
 
 
-def test_a_model_without_tokens() -> None:
-    model, x = mixer(), torch.randn(5, 6)
-    pg = PatchableGraph(model, x)
-    found = ablate(pg, ["layers_1.output"], x, metric=torch.sum, positions=True, position_dim=0, progress=False)
-
-    def zero(position: int) -> Edit:
-        return putting(torch.zeros(5, 6), position)
-
-    for position in range(5):
-        with torch.no_grad(), edited(model, {"layers.1": zero(position)}):
-            assert found.values[0, position] == pytest.approx(model(x).sum().item(), abs=2e-6)
-
-
 @pytest.fixture(scope="module")
 def pg() -> PatchableGraph:
     return PatchableGraph(gpt2(), IDS)
