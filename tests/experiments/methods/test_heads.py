@@ -417,6 +417,29 @@ def test_dimensions_of_heads_and_positions_of_one_size(pg: PatchableGraph) -> No
     assert (found.values[0] == found.values[1]).all()
 
 
+class PositionsFirst(nn.Module):
+    """Values of shape (positions, batch, heads, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(input_ids).transpose(0, 1)
+        z = x.view(*x.shape[:2], 4, 2)
+        return self.mix(z.sin().flatten(2))
+
+
+def test_heads_are_not_the_batch() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(11, (4, 5))  # as many rows as heads
+    pg = PatchableGraph(PositionsFirst(), ids)
+    found = ablate(pg, ["z"], ids, metric=torch.sum, heads=4, progress=False, batch=None)
+    for head in range(4):
+        with torch.no_grad(), pg.patch({"z": ZeroPatch(slice=(..., head, slice(None)))}):
+            assert found.values[0, head] == pg(ids).sum().item()
+
+
 def test_heads_among_the_rows_of_the_batch_are_refused() -> None:
     torch.manual_seed(0)
     pg = PatchableGraph(BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=23)).eval(), IDS)
