@@ -619,7 +619,7 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 
 def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
-    state = [not (isinstance(tensor, Parameter) or name.startswith("_parameters.")) for tensor, _, name in walk.tensors]
+    state = [not (name.startswith("_parameters.") or isinstance(tensor, Parameter)) for tensor, _, name in walk.tensors]
     pairs = list(zip(walk.tensors, state, strict=True))
     others = [tensor for (tensor, _, _), is_state in pairs if not is_state] if any(state) else []
     weights = {memory_of(tensor) for tensor in others} - {None}

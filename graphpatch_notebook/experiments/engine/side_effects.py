@@ -95,7 +95,11 @@ class ReferredValues:
         modules = (part for held in self._held if isinstance(held, Module) for part in held.modules())
         return any(
             isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held, *modules)
-        ) or not self._places().isdisjoint(other._places())
+        ) or self.shares_with(other)
+
+    def shares_with(self, other: ReferredValues) -> bool:
+        """Whether both refer to an object, a variable or memory that may change."""
+        return not self._places().isdisjoint(other._places())
 
     def _places(self) -> set[Hashable]:
         """Returns what identifies the objects that may change, and the variables that may be assigned to."""
