@@ -422,7 +422,7 @@ class Identities:
         self._kinds: list[Any] = [*map(type, values)]
         self._same: list[Any] = []
         for value in [value for value in values if type(value) not in _LOOKED_INTO]:
-            if isinstance(value, (tuple, frozenset)) and len(value) <= MANY:
+            if issubclass(type(value), (tuple, frozenset)) and len(value) <= MANY:  # of a proxy, `isinstance` may raise
                 inside = Identities(value)
                 self._plain += inside._plain
                 self._kinds += [*inside._kinds, len(value)]
@@ -431,7 +431,7 @@ class Identities:
             try:
                 self._same.append(weakref.ref(value))  # the same one each time
             except TypeError:
-                if not isinstance(value, (list, dict, set, deque)) and not slots_of(value):
+                if not issubclass(type(value), (list, dict, set, deque)) and not slots_of(value):
                     self._same.append(value)
 
     def __eq__(self, other: object) -> bool:
