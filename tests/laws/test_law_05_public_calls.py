@@ -355,11 +355,23 @@ def test_public_calls_leave_what_they_say(case: Case, action: Callable[[Subject,
     subject.check(lambda subject: action(subject, tmp_path))
 
 
-class Stops(nn.Module):
-    """Raises in the middle of one of its runs, when it has changed itself already."""
+class Countdown:
+    """Raises an error in one of its calls. It is called by a model, and not a part of its state."""
 
     left = -1
     error: type[BaseException] = KeyboardInterrupt
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("injected")
+
+
+countdown = Countdown()
+
+
+class Stops(nn.Module):
+    """Raises in the middle of one of its runs, when it has changed itself already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,9 +383,7 @@ class Stops(nn.Module):
         self.runs += 1
         self.kept["outputs"].append(torch.rand(1))
         self.total += 1
-        Stops.left -= 1
-        if Stops.left == 0:
-            raise Stops.error("injected")
+        countdown()
         return self.linear(x)
 
 
@@ -389,14 +399,14 @@ def test_errors_and_interrupts_leave_nothing(
 ) -> None:
     case = Case(name="stops", build=stopping, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True)
     subject = Subject(case)
-    monkeypatch.setattr(Stops, "error", error)
+    monkeypatch.setattr(countdown, "error", error)
     for left in (1, 2):
 
         def stopped(subject: Subject, left: int = left) -> int:
-            Stops.left = left
+            countdown.left = left
             with contextlib.suppress(KeyboardInterrupt, ArithmeticError, GraphPatchError, AssertionError):
                 action(subject, tmp_path)
-            Stops.left = -1
+            countdown.left = -1
             return 0
 
         subject.check(stopped)
