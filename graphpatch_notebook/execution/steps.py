@@ -23,7 +23,8 @@ from graphpatch_notebook.execution.positions import DECODER_TOKENS, TOKENS, Indi
 from graphpatch_notebook.inspection.resolution import Target
 
 CACHES = (
-    "past_key_values", "past_key_value", "cache_params", "layer_past", "past", "past_buckets_states", "mems", "state",
+    "cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "past", "past_buckets_states", "mems",
+    "state",
 )  # fmt: skip
 
 
