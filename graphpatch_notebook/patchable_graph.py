@@ -130,8 +130,11 @@ class PatchableGraph(_LikeItsModel):
             raise TypeError(
                 f"PatchableGraph needs a torch.nn.Module, not {shown}: PatchableGraph(model, *example_inputs)"
             )
-        parameters = signature_of(given.forward).parameters
-        options, example_args, example_kwargs = options_among(example_args, example_kwargs, parameters)
+        options, example_args, example_kwargs = options_among(
+            example_args,
+            example_kwargs,
+            lambda name: any(name in signature_of(one.forward).parameters for one in given.modules()),
+        )
         super().__init__()
         examples, before = ExampleInputs(example_args, example_kwargs), SharedRandomState()
         try:
