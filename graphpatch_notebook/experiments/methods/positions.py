@@ -70,6 +70,8 @@ def by_problem(problems: Mapping[str, str]) -> list[str]:
 
 def _dim(root: Frame, target: Target, given: int | None) -> int | str:
     """Returns the dimension, or why it is unknown."""
+    if given is not None and type(given) is not int:
+        return f"position_dim must be an int, or a dict from paths to ints, not {given!r}"
     if _takes_tokens(root):
         try:
             restriction = restriction_of(root, target, ProbePatch(positions=0, position_dim=given))
@@ -81,8 +83,6 @@ def _dim(root: Frame, target: Target, given: int | None) -> int | str:
         return target.kept_dims.index(along[0])
     if given is None:
         return "the model does not take input_ids or inputs_embeds; give the dimension, such as position_dim=1"
-    if type(given) is not int:
-        return f"position_dim must be an int, or a dict from paths to ints, not {given!r}"
     if not isinstance(target.spec, TensorSpec):
         return f"only tensors have positions, but this was {target.spec} when it was captured"
     rank = len(target.spec.shape)
