@@ -264,8 +264,8 @@ class AttributionRuns:
         if not np.allclose(numbers, number, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ExperimentError(
                 f"the metric differs between the processes: {', '.join(f'{each:.5g}' for each in numbers)} on the "
-                "clean inputs. If the output of the model is split over processes, the metric must put its parts together; "
-                "otherwise give all processes the same inputs and the same metric"
+                "clean inputs. If the output of the model is split over processes, the metric must put its parts "
+                "together; otherwise give all processes the same inputs and the same metric"
             )
         return number
 
