@@ -26,6 +26,9 @@ from graphpatch_notebook.values import readable_children
 MANY = 1000
 """Larger containers are data: their items are not searched."""
 
+WRITTEN_WEIGHTS: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""Parameters that the model wrote into while it was captured, by id, as `torch.nn.Embedding(max_norm=...)` does."""
+
 NOT_STATE = ("forward", "_old_forward", "_hf_hook")
 """This package swaps forwards; the hook of accelerate records what it loaded."""
 

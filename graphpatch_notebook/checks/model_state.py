@@ -25,6 +25,7 @@ from graphpatch_notebook.capture.held_values import (
     NOT_STATE,
     PLAIN_VALUES,
     REGISTRIES,
+    WRITTEN_WEIGHTS,
     Walk,
     is_own_generator,
     memory_of,
@@ -243,7 +244,8 @@ class ModuleState:
 
     It covers all modules that can be reached: attributes, what containers and plain objects among them hold (the
     config, caches), parameters, buffers, hooks, training flags, and random generators. Buffers and other tensors are
-    copied. Weights and tensors of more than `LARGE` bytes are not: a write into these is seen, and stays.
+    copied. Weights are not, except for those that the model writes into itself, nor are tensors of more than `LARGE`
+    bytes: a write into these is seen, and stays.
 
     Args:
         root: The model, or a part of it.
@@ -552,7 +554,11 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 
 def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
-    state = [not (isinstance(tensor, Parameter) or name.startswith("_parameters.")) for tensor, _, name in walk.tensors]
+    state = [
+        not (isinstance(tensor, Parameter) or name.startswith("_parameters."))
+        or WRITTEN_WEIGHTS.get(id(tensor)) is tensor
+        for tensor, _, name in walk.tensors
+    ]
     pairs = list(zip(walk.tensors, state, strict=True))
     others = [tensor for (tensor, _, _), is_state in pairs if not is_state] if any(state) else []
     weights = {memory_of(tensor) for tensor in others} - {None}

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook import PatchableGraph, UnstoredFrameWarning, ZeroPatch
 from graphpatch_notebook.errors import ExperimentError, GraphPatchError
 from graphpatch_notebook.experiments import (
     ablate,
@@ -67,6 +67,27 @@ def drawing() -> nn.Module:
 
 
 CASES.append(Case(name="drawing", build=drawing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
+
+
+class Writing(nn.Module):
+    """Writes into its weights, as codebooks that follow a moving average do, and `torch.nn.Embedding` by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(6, 6), nn.Embedding(9, 6, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        return self.linear(x) + self.embedding(x.long())[:, 0]
+
+
+def writing() -> nn.Module:
+    torch.manual_seed(0)
+    return Writing().eval()
+
+
+CASES.append(Case(name="writing", build=writing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
 
 
 def described(value: Any, names: dict[int, str], seen: frozenset[int] = frozenset()) -> Any:
@@ -360,6 +381,16 @@ def test_a_saved_swin_still_runs(tmp_path: Path) -> None:
     pg.save(tmp_path / "swin.safetensors")
     assert_same(state_of(model), before)
     assert torch.equal(model(x).logits, expected)
+
+
+def test_saving_does_not_scale_the_rows_of_an_embedding(tmp_path: Path) -> None:
+    """Runs at other sizes look up other rows."""
+    model = nn.Embedding(9, 6, max_norm=0.5)
+    pg = PatchableGraph(model, torch.tensor([[3, 4]]))
+    before = model.weight.detach().clone()
+    with pytest.warns(UnstoredFrameWarning, match="writes into its parameter 'weight'"):
+        pg.save(tmp_path / "embedding.safetensors")
+    assert torch.equal(model.weight, before)
 
 
 class Totals(nn.Module):
