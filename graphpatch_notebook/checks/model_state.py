@@ -555,7 +555,7 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
     state = [
-        not (isinstance(tensor, Parameter) or name.startswith("_parameters."))
+        not (name.startswith("_parameters.") or isinstance(tensor, Parameter))
         or WRITTEN_WEIGHTS.get(id(tensor)) is tensor
         for tensor, _, name in walk.tensors
     ]

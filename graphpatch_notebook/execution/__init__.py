@@ -36,7 +36,8 @@ from graphpatch_notebook.execution.positions import (
     restriction_of,
     row_and_position_dims,
     row_dimension,
-    sequence_dims,
+    sequence_dim,
+    takes_tokens,
     token_inputs,
 )
 from graphpatch_notebook.execution.recording import Recording, record, results_of
@@ -103,8 +104,9 @@ __all__ = [
     "results_of",
     "row_and_position_dims",
     "row_dimension",
-    "sequence_dims",
+    "sequence_dim",
     "storage_of",
+    "takes_tokens",
     "target_of_call",
     "tensor_at",
     "tensors_among",

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.model_state import Fingerprint, ModuleState
@@ -273,7 +274,7 @@ def watched_run(
     marks = {target.path: Mark(tree=tree, noticed=noticed) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
-    with frames_seen(watch, captured(pg).module.modules()), pg.patch(patches).quiet():
+    with frames_seen(watch, all_modules(captured(pg).module)), pg.patch(patches).quiet():
         return marks, pg(*fresh.args, **fresh.kwargs)
 
 

@@ -7,6 +7,7 @@ recorded results, unless making their patch maps changes values that the metric 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,12 +186,12 @@ class MadeCells:
     look: ModuleState | None
     baseline: Measurement | None = None
 
-    @property
+    @functools.cached_property
     def shared(self) -> list[Cell]:
         """Pure cells, with private copies of their patch maps. They may run in any order, and together."""
         return [cell for cell in self.made if isinstance(cell.patches, PurePatches)]
 
-    @property
+    @functools.cached_property
     def alone(self) -> list[Cell]:
         """The other cells in `made`. Each runs as in a plain loop, after the pure ones."""
         return [cell for cell in self.made if not isinstance(cell.patches, PurePatches)]
@@ -226,14 +227,16 @@ def made_cells(
     made: list[Cell] = []
     impure: list[tuple[Cell, ReferredValues]] = []
     baseline: Measurement | None = None
-    is_metric_same = is_given_same = True
+    is_metric_same = is_given_same = may_change = True
     while len(made) < count and (is_all or why is None):
         cell = cells.made(len(made))
-        if _is_looked_at(len(made), count):  # a change may be undone before the end
+        if cell.number == count - 1 or (may_change and _is_looked_at(cell.number)):  # a change may be undone later
             is_metric_same = is_metric_same and referred == ReferredValues(metric)
             is_given_same = is_given_same and given == ReferredValues(inputs.args, inputs.kwargs)
         if cell.number == 0 and reason is None and count > 1:
-            may_depend = ReferredValues(cells.make_patches, has_contents=False).may_change_with(referred, look)
+            reached = ReferredValues(cells.make_patches, has_contents=False)
+            may_depend = reached.may_change_with(referred, look)
+            may_change = may_depend or reached.shares_with(given)
             draws = bool(random_state.differing(SharedRandomState()))
             if not is_metric_same:
                 reason = None if is_all else "make_patches changes what the metric refers to, or that holds an iterator"
@@ -283,8 +286,8 @@ def _check_unchanged(impure: Sequence[tuple[Cell, ReferredValues]]) -> None:
             )
 
 
-def _is_looked_at(number: int, count: int) -> bool:
-    return number < _EACH or number & (number + 1) == 0 or number == count - 1
+def _is_looked_at(number: int) -> bool:
+    return number < _EACH or number & (number + 1) == 0
 
 
 def _run_without_patches(

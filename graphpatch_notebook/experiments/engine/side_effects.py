@@ -89,7 +89,11 @@ class ReferredValues:
         modules = (part for held in self._held if isinstance(held, Module) for part in held.modules())
         return any(
             isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held, *modules)
-        ) or not self._places().isdisjoint(other._places())
+        ) or self.shares_with(other)
+
+    def shares_with(self, other: ReferredValues) -> bool:
+        """Whether both refer to an object, a variable or memory that may change."""
+        return not self._places().isdisjoint(other._places())
 
     def _places(self) -> set[Hashable]:
         """Returns what identifies the objects that may change, and the variables that may be assigned to."""
@@ -179,8 +183,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[Hashable, Any]]:
 
     The attributes that it names of classes and Python modules are among them.
     """
-    for outer in outer_values_of(function):
-        owner = outer.value()
+    for outer, owner in outer_values_of(function):
         yield (id(outer.holder), outer.key), owner
         if isinstance(owner, (type, ModuleType)):
             named = names_in(function.__code__)
