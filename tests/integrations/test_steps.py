@@ -346,6 +346,38 @@ def test_tuples_as_caches() -> None:
     assert [value.shape for value in steps.activations] == [(2, 1, 6)]
 
 
+class WithOwnCache(nn.Module):
+    """Its cache has a name, and a class, that no library knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+
+    def forward(self, input_ids: Tensor, kv_caches: Any = None) -> Tensor:
+        hidden = self.embed(input_ids)
+        if kv_caches is not None:
+            before = kv_caches[0]
+            kv_caches[0] = (
+                (hidden[:, None], None) if before is None else (torch.cat([before[0], hidden[:, None]], 2), None)
+            )
+        return hidden
+
+
+def test_caches_by_other_names() -> None:
+    pg, ids = PatchableGraph(WithOwnCache(), tokens(2, 4) % 9), tokens(2, 4) % 9
+    records = [RecordPatch(steps="prefill"), RecordPatch(steps=2), RecordPatch(positions=[1, 5])]
+    cache: list[Any] = [None]
+    with pg.patch({"embed.output": records}):
+        for given in (ids, ids[:, :1], ids[:, :1]):
+            pg(given, cache)
+    assert [[value.shape[1] for value in record.activations] for record in records] == [[4], [1], [1, 1]]
+    with (
+        pg.patch({"embed.output": ZeroPatch(steps=0)}),
+        pytest.raises(PatchValueError, match="given as kv_caches does"),
+    ):
+        pg(ids, kv_caches={0: None})
+
+
 @pytest.mark.parametrize(
     "cache", [{"keys": torch.ones(1)}, torch.ones(3), [torch.ones(2, 2)]], ids=["dict", "tensor", "list"]
 )
