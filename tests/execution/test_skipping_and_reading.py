@@ -154,6 +154,8 @@ def test_a_skip_in_a_generation(gpt2: PatchableGraph) -> None:
         with gpt2.patch({"transformer.h_1": SkipPatch()}):
             with pytest.raises(GraphPatchError, match="use_cache=False"):
                 gpt2.generate(TOKENS, max_new_tokens=2)
+            with pytest.raises(GraphPatchError, match="use_cache=False"):
+                gpt2(TOKENS[:, :1], gpt2._module(TOKENS, use_cache=True).past_key_values)  # by position
             found = gpt2.generate(TOKENS, max_new_tokens=6, do_sample=False, use_cache=False)
         with skipped_by_hand(gpt2.transformer.h[1]):
             expected = gpt2.generate(TOKENS, max_new_tokens=6, do_sample=False, use_cache=False)
