@@ -122,13 +122,13 @@ def _tree(file: str) -> ast.AST:
 
 
 def _names_from(function: ast.AST, line: int) -> set[str]:
-    """Returns the variables that hold the value read at `line`, or a value computed from it."""
+    """Returns the variables and attributes that hold the value read at `line`, or a value computed from it."""
     found: set[str] = set()
     statements = [each for each in ast.walk(function) if isinstance(each, ast.stmt)]
     for each in sorted(statements, key=lambda statement: statement.lineno):
         source, targets = _assigned(each)
         if source is not None and _is_decided(source, line, found):
-            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            found.update(name for target in targets for name in _names_in(target))
     return found
 
 
@@ -142,13 +142,28 @@ def _assigned(statement: ast.stmt) -> tuple[ast.expr | None, list[ast.expr]]:
         return statement.iter, [statement.target]
     call = statement.value if isinstance(statement, ast.Expr) else None
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        return call, [call.func]
+        return call, [call.func.value]
     return None, []
 
 
+def _names_in(target: ast.expr) -> Iterator[str]:
+    """Yields the variables and attributes (`self.rows`) that are changed where something is put into `target`."""
+    if isinstance(target, (ast.Name, ast.Attribute)):
+        yield ast.unparse(target)
+    elif isinstance(target, (ast.Tuple, ast.List)):
+        for each in target.elts:
+            yield from _names_in(each)
+    elif isinstance(target, (ast.Subscript, ast.Starred)):
+        yield from _names_in(target.value)
+    elif isinstance(target, ast.Call) and isinstance(target.func, ast.Attribute):  # `rows.setdefault(0, [])`
+        yield from _names_in(target.func.value)
+
+
 def _is_decided(expression: ast.AST, line: int, names: set[str]) -> bool:
-    is_read = isinstance(expression, (ast.expr, ast.stmt)) and _holds(expression, line)
-    return is_read or any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(expression))
+    if isinstance(expression, (ast.expr, ast.stmt)) and _holds(expression, line):
+        return True
+    read = (each for each in ast.walk(expression) if isinstance(each, (ast.Name, ast.Attribute))) if names else ()
+    return any(ast.unparse(each) in names for each in read)
 
 
 def _conditions(loop: ast.For | ast.AsyncFor | ast.While, line: int, names: set[str]) -> list[ast.If]:

@@ -706,6 +706,30 @@ def routed(x: Tensor, router: Router) -> Any:
     return total
 
 
+class Keeping(nn.Module):
+    """Keeps what it read in attributes: one loop is over these, the other is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log, self.layers = [], [torch.cos, torch.cos]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds = x[:, 0].long().tolist()
+        self.log.append(x.sum().item())
+        for layer in self.layers:
+            x = layer(x)
+        for kind in self.kinds:
+            x = (x * kind).tanh()
+        return x
+
+
+def test_attributes_are_not_confused() -> None:
+    pg = PatchableGraph(Keeping(), torch.tensor([[3.0, 1.0], [-2.0, 1.0]]))
+    found = {pg.nodes[path].op for paths in in_data_loops(pg).values() for path in paths}
+    assert "tanh" in found
+    assert "cos" not in found
+
+
 class InSomeTurns(nn.Module):
     """Which turn of a loop an operation is in, or what it works on, depends on values."""
 
