@@ -90,9 +90,10 @@ class PrivateCopies:
         if not kind.__dataclass_fields__.keys() >= patch.__dict__.keys():
             raise ImpureError(f"a {kind.__name__} has an attribute of its own")
         copied: Patch[Any] = object.__new__(kind)
-        copied.__dict__.update(
-            {name: value if type(value) in _PLAIN else self._value(value) for name, value in patch.__dict__.items()}
-        )
+        held = copied.__dict__
+        held.update(patch.__dict__)
+        for name in [name for name, value in held.items() if type(value) not in _PLAIN]:
+            held[name] = self._value(held[name])
         return copied
 
     def _value(self, value: Any) -> Any:
