@@ -31,7 +31,7 @@ from graphpatch_notebook import (
     StopPatch,
     ZeroPatch,
 )
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from tests.experiments.engine.loops import TOLERANCE, differing, numbers
 from tests.laws.captures import capture_of
 from tests.zoo import Call, case_by_name, seed_all
@@ -401,25 +401,98 @@ def test_patches_that_change_before_they_run_are_refused(kind: str, how: str, tm
         pg.sweep({"cell": range(3)}, make, *call.args, metric=torch.sum, **options)
 
 
-@pytest.mark.filterwarnings("default::graphpatch_notebook.GraphPatchWarning")
-@pytest.mark.parametrize("is_stateful", [True, False])
-def test_patches_with_a_state_warn_where_cells_run_in_any_order(is_stateful: bool) -> None:
-    pg, _, call = chain()
-    calls, factors = [0], {"factor": 2.0}
+class Normed(Chain):
+    """Writes into its buffers while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def ordered(kind: str) -> Iterator[Any]:
+    """Yields what a sweep whose cells depend on their order is made of: a graph, a maker of patch maps, a metric."""
+    model = {"the model draws": lambda: seeded(Chain, training=True), "a buffer": lambda: seeded(Normed, training=True)}
+    yield PatchableGraph(model.get(kind, lambda: seeded(Chain))(), floats(1, 3, 4))
+    calls: list[float] = []
 
     def count(value: Tensor) -> Tensor:
-        calls[0] += 1
-        return value + calls[0]
+        calls.append(1.0)
+        return value + len(calls)
+
+    ops: dict[str, list[Callable[[Tensor], Any]]] = {
+        "torch": [lambda value: value + torch.randn(4)],
+        "Python": [lambda value: value + random.random()],
+        "numpy": [lambda value: value + np.random.rand()],
+        "counts": [count],
+        "reads, then counts": [lambda value: value + len(calls), count],
+    }
 
     def make(number: int) -> dict[str, Any]:
-        function = count if is_stateful else lambda value: value * factors["factor"] + number
+        if kind in ops and number != 2:
+            return {"a.output": CustomPatch(custom_op=ops[kind][number % len(ops[kind])])}
+        return {"a.output": AddPatch(value=2.5 * number)}
+
+    yield make
+    yield drawn if kind == "the metric draws" else torch.sum
+
+
+@pytest.mark.filterwarnings("default::graphpatch_notebook.GraphPatchWarning")
+@pytest.mark.parametrize("count", [3, 9])
+@pytest.mark.parametrize(
+    "kind",
+    ["torch", "Python", "numpy", "counts", "reads, then counts", "the model draws", "a buffer", "the metric draws"],
+)
+def test_cells_that_depend_on_their_order_are_the_loop_with_an_executor(kind: str, count: int) -> None:
+    x, found, left = floats(1, 3, 4), [], []
+    for is_swept in (False, True):
+        pg, make, metric = ordered(kind)
+        seed_all(0)
+        np.random.seed(0)
+        if is_swept:
+            with ThreadPoolExecutor(2) as executor, pytest.warns(ExperimentWarning) as caught:
+                result = pg.sweep({"cell": range(count)}, make, x, metric=metric, executor=executor, progress=False)
+            assert re.search("this process, one after the other", str(caught[0].message))
+            found.append(result.values.tolist())
+        else:
+            with torch.no_grad():
+                found.append([])
+                for number in range(count):
+                    with pg.patch(make(number)):
+                        found[-1].append(metric(pg(x)).item())
+        buffers = [buffer.tolist() for buffer in pg._module.buffers()]
+        left.append([torch.rand(1).item(), random.random(), np.random.rand(), *buffers])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert left[0] == left[1]
+    assert len(set(found[0])) > 1
+
+
+@pytest.mark.filterwarnings("default::graphpatch_notebook.GraphPatchWarning")
+@pytest.mark.parametrize("state", ["generator", "list", None])
+def test_patches_that_get_a_state_later_warn_where_cells_run_in_any_order(state: str | None) -> None:
+    pg, _, call = chain()
+    calls = [0]
+
+    def make(number: int) -> dict[str, Any]:
+        def function(value: Tensor) -> Tensor:
+            if number < 4 or state is None:
+                return value * number
+            if state == "generator":
+                return value + torch.rand(1)
+            calls[0] += 1
+            return value + calls[0]
+
         return {"a.output": [CustomPatch(custom_op=function), ProbePatch()]}
 
     with ThreadPoolExecutor(2) as executor, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = pg.sweep({"cell": range(6)}, make, *call.args, metric=torch.sum, executor=executor, progress=False)
     assert found.shape == (6,)
-    assert [bool(re.search("may not be those of a loop", str(each.message))) for each in caught] == [True] * is_stateful
+    told = [bool(re.search("may not be those of a loop", str(each.message))) for each in caught]
+    assert told == [True] * (state is not None)
 
 
 def swept(pg: PatchableGraph, cells: Cells, call: Call, batch: Any) -> Any:

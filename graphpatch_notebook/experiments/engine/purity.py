@@ -270,6 +270,12 @@ def made_cells(
     return MadeCells(made, range(len(made), count), why, _entries(pg, made), None if is_changed else look, baseline)
 
 
+def why_in_order(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> str | None:
+    """Returns why all cells must run in order, as a message: runs without patches change what others depend on."""
+    _, change = _run_without_patches(pg, inputs, metric, ReferredValues(metric), draws=True, backward=False)
+    return None if change is None else str(change)
+
+
 def _check_unchanged(impure: Sequence[tuple[Cell, ReferredValues]]) -> None:
     """Checks that patches refer to what they referred to when they were made.
 

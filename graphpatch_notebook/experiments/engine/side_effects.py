@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from inspect import getattr_static
 from itertools import islice
@@ -27,7 +28,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import MANY, is_own_generator, memory_of, slots_of
-from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, comparable_state
+from graphpatch_notebook.checks.model_state import (
+    Change,
+    ChangeKind,
+    Fingerprint,
+    ModuleState,
+    SharedRandomState,
+    comparable_state,
+)
 from graphpatch_notebook.checks.outer_values import names_in, outer_values_of
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -42,6 +50,7 @@ _NUMBERS = (float, complex)  # which may be NaN
 _LIBRARIES = ("torch.", "graphpatch_notebook.")
 _CLOSED = (PatchableGraph, BuiltinFunctionType, ModuleType, type, PurePath)  # a path caches its text
 _IMMUTABLE = (tuple, frozenset, range, slice, torch.dtype, torch.device, ModuleType, PurePath)
+_CODE = (BuiltinFunctionType, type, ModuleType)
 _BUILTIN = ("builtins", "numpy")  # functions, methods and classes
 
 
@@ -90,6 +99,14 @@ class ReferredValues:
         return any(
             isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held, *modules)
         ) or not self._places().isdisjoint(other._places())
+
+    @property
+    def code(self) -> frozenset[Hashable]:
+        """The code of the functions, and the classes of the objects."""
+        return frozenset(
+            held.__code__ if isinstance(held, FunctionType) else held if isinstance(held, _CODE) else type(held)
+            for held in self._held
+        )
 
     def _places(self) -> set[Hashable]:
         """Returns what identifies the objects that may change, and the variables that may be assigned to."""
@@ -208,19 +225,36 @@ def change_by(run: Callable[[], object], model: Module, state: ModuleState) -> C
 
 def draws_from_python(run: Callable[[], object], model: Module) -> bool:
     """Whether `run` draws from Python's generator, given that some thread did. Restores the state of the model."""
-    if threading.active_count() == 1 or sys.getprofile() is not None:
+    if not _may_be_of_others():
         return True
+    with afterwards(ModuleState(model).restore), noticed_draws() as drawn:
+        run()
+    return "Python" in drawn
+
+
+@contextmanager
+def noticed_draws() -> Iterator[list[str]]:
+    """Yields a list to which the owners of the shared generators that the block draws from are added at its end."""
     generator: Any = random.random.__self__  # type: ignore[attr-defined]  # others call this, or getrandbits
+    drawn: list[str] = []
     calls: list[Any] = []
 
     def notice(_frame: Any, event: str, called: Any) -> None:
         if event == "c_call" and getattr(called, "__self__", None) is generator:
             calls.append(called)
 
-    with afterwards(ModuleState(model).restore):
+    is_profiled, before = _may_be_of_others(), SharedRandomState()
+    if is_profiled:
         sys.setprofile(notice)
-        try:
-            run()
-        finally:
+    try:
+        yield drawn
+    finally:
+        if is_profiled:
             sys.setprofile(None)
-    return bool(calls)
+        changed = before.differing(SharedRandomState())
+        drawn += [owner for owner in changed if owner != "Python" or calls or not is_profiled]
+
+
+def _may_be_of_others() -> bool:
+    """Whether other threads may draw from Python's generator, and calls in this one can be profiled."""
+    return threading.active_count() > 1 and sys.getprofile() is None

@@ -27,7 +27,7 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.purity import is_pure
 from graphpatch_notebook.experiments.engine.runner import CellRunner
-from graphpatch_notebook.experiments.engine.side_effects import ReferredValues
+from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, noticed_draws
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
 from graphpatch_notebook.interrupts import afterwards
@@ -164,12 +164,15 @@ def _outcome(runner: Runner, pieces: Sequence[tuple[int, Any]], messages: list[s
 
 
 class WatchedRunner(CellRunner):
-    """Runs cells, and notes those whose patches change what they refer to."""
+    """Runs cells, and notes those whose patches change what they refer to, or draw from the shared generators."""
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
         refers = self._impure(cells)
-        results = super().run(cells)
-        if refers is not None and refers != self._impure(cells):
+        if refers is None and self._setup.clean is not None:  # nothing draws
+            return super().run(cells)
+        with noticed_draws() as drawn:
+            results = super().run(cells)
+        if drawn or (refers is not None and refers != self._impure(cells)):
             results = [replace(result, has_changed_state=True) for result in results]
         return results
 
@@ -192,8 +195,9 @@ class _WorkersRunner(WatchedRunner):
 
 
 _STATEFUL = (
-    "patches of some cells change what they refer to when they run, or use an iterator; with executor=, cells run in "
-    "any order and in several workers, so their numbers may not be those of a loop: leave out executor= to get these"
+    "patches of some cells change what they refer to when they run, use an iterator, or draw from the generators that "
+    "all code shares, which patches with the same code did not do here; with executor=, cells run in any order and in "
+    "several workers, so their numbers may not be those of a loop: leave out executor= to get these"
 )
 
 
