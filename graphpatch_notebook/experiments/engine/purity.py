@@ -7,6 +7,7 @@ recorded results, unless making their patch maps changes values that the metric 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from graphpatch_notebook.experiments.engine.cells import Cell, Cells
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
-from graphpatch_notebook.experiments.engine.sweep_setup import KEEPS_STATE, SweepRequest, why_plain
+from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest, why_plain
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, declares
@@ -161,8 +162,6 @@ _ALL_FIRST = (
     "with checkpoint= or executor= all patch maps are made before any cell runs: leave these out, or write the loop: "
     "with pg.patch(make_patches(...)): ..."
 )
-_EACH = 8
-"""After this many cells, referred values are checked less often: a check takes as long as making a patch map."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +207,35 @@ class MadeCells:
         return [f"{count:,} of {total:,} cells ran one by one, each in full: {self.why}"] if count else []
 
 
+class _Watched:
+    """Values that making patch maps must not change: a change may be undone before the end.
+
+    Args:
+        values: The values.
+
+    Attributes:
+        before: What they refer to.
+        is_same: Whether no change was seen.
+    """
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self._values, self._may_change = values, True
+        self.before = ReferredValues(*values)
+        self._small = ReferredValues(*values, most_bytes=_FEW_BYTES)
+        self.is_same = True
+
+    def look(self, *, is_full: bool) -> None:
+        """Looks for changes, those in large tensors too or not."""
+        if self._may_change and self.is_same:
+            before, most_bytes = (self.before, math.inf) if is_full else (self._small, _FEW_BYTES)
+            self.is_same = before == ReferredValues(*self._values, most_bytes=most_bytes)
+
+    def expect(self, making: ReferredValues) -> bool:
+        """Whether what makes patch maps, and refers to these values, may change them; otherwise no look is needed."""
+        self._may_change = making.may_meet(self.before)
+        return self._may_change
+
+
 def made_cells(
     pg: PatchableGraph, cells: Cells, inputs: Inputs, metric: Callable[[Any], Any], *, is_all: bool, backward: bool
 ) -> MadeCells:
@@ -222,23 +250,24 @@ def made_cells(
     copies = PrivateCopies(keeps_gradients=backward)
     reason, why = why_plain(pg), None
     look, random_state = ModuleState(captured(pg).module, is_look=True), SharedRandomState()
-    referred, given = ReferredValues(metric), ReferredValues(inputs.args, inputs.kwargs)
+    read, given = _Watched((metric,)), _Watched((inputs.args, inputs.kwargs))
     made: list[Cell] = []
     impure: list[tuple[Cell, ReferredValues]] = []
     baseline: Measurement | None = None
-    is_metric_same = is_given_same = True
     while len(made) < count and (is_all or why is None):
         cell = cells.made(len(made))
-        if _is_looked_at(len(made), count):  # a change may be undone before the end
-            is_metric_same = is_metric_same and referred == ReferredValues(metric)
-            is_given_same = is_given_same and given == ReferredValues(inputs.args, inputs.kwargs)
+        for watched in (read, given):
+            watched.look(is_full=cell.number in (0, count - 1))
         if cell.number == 0 and reason is None and count > 1:
-            may_depend = ReferredValues(cells.make_patches, has_contents=False).may_change_with(referred, look)
+            making = ReferredValues(cells.make_patches, most_bytes=0)
+            may_depend = read.expect(making) or making.may_read(look)
+            given.expect(making)
             draws = bool(random_state.differing(SharedRandomState()))
-            if not is_metric_same:
-                reason = None if is_all else "make_patches changes what the metric refers to, or that holds an iterator"
+            if not read.is_same:
+                held = read.before.unreadable or "what make_patches changes"
+                reason = None if is_all else f"the metric refers to {held}"
             elif may_depend or draws:
-                baseline, change = _run_without_patches(pg, inputs, metric, referred, draws=draws, backward=backward)
+                baseline, change = _run_without_patches(pg, inputs, metric, read.before, draws=draws, backward=backward)
                 is_random = isinstance(change, Change) and change.kind is ChangeKind.RANDOM
                 if is_random or (may_depend and change is not None):
                     reason = f"make_patches may depend on what runs change: {change}"
@@ -259,8 +288,8 @@ def made_cells(
     is_changed = look.change_in(None) is not None or why_plain(pg) is not None
     what = [
         *(["the model"] if is_changed else []),
-        *(["what the model runs on"] if not is_given_same else []),
-        *(["what the metric refers to"] if not is_metric_same else []),
+        *(["what the model runs on"] if not given.is_same else []),
+        *(["what the metric refers to"] if not read.is_same else []),
     ]
     if what and isinstance(made[0].patches, PurePatches):
         raise ExperimentError(
@@ -289,10 +318,6 @@ def _check_unchanged(impure: Sequence[tuple[Cell, ReferredValues]]) -> None:
             )
 
 
-def _is_looked_at(number: int, count: int) -> bool:
-    return number < _EACH or number & (number + 1) == 0 or number == count - 1
-
-
 def _run_without_patches(
     pg: PatchableGraph,
     inputs: Inputs,
@@ -312,8 +337,7 @@ def _run_without_patches(
         baseline = request.baseline(pg)
         model = captured(pg).module
         change = change_by(lambda: request.baseline(pg), model, state) if draws else state.change(besides=SHARED)
-    has_memory = change is None and referred != ReferredValues(metric)
-    return baseline, KEEPS_STATE if has_memory else change
+    return baseline, change or referred.change_by_call(metric)
 
 
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:

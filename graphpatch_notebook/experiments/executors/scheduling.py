@@ -177,7 +177,7 @@ _ONLY_HERE = (
 
 
 def _code_of(cell: Cell) -> frozenset[Any]:
-    return ReferredValues(cell.patches, has_contents=False).code
+    return ReferredValues(cell.patches, most_bytes=0).code
 
 
 def run_here(runner: CellRunner, chunks: Chunks, ledger: Ledger) -> None:

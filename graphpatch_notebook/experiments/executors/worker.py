@@ -181,7 +181,7 @@ class WatchedRunner(CellRunner):
         several: list[Sequence[Any]] = [value if isinstance(value, (list, tuple)) else [value] for value in values]
         # What a probe has seen is for the user, or for functions, which refer to it.
         found = [patch for patches in several for patch in patches if not declares(patch, "only_keeps")]
-        return ReferredValues(*found) if found else None
+        return ReferredValues(*found, has_files=False) if found else None
 
 
 class _WorkersRunner(WatchedRunner):
