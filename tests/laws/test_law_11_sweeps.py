@@ -6,6 +6,7 @@ reuses what it can. Each is made twice, for the loop and for the sweep; what the
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import warnings
@@ -31,9 +32,11 @@ from graphpatch_notebook import (
     StopPatch,
     ZeroPatch,
 )
+from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from tests.experiments.engine.loops import TOLERANCE, differing, numbers
 from tests.laws.captures import capture_of
+from tests.laws.channels import channels
 from tests.zoo import Call, case_by_name, seed_all
 from tests.zoo.case import floats, seeded
 
@@ -382,6 +385,53 @@ def test_patch_maps_that_read_what_runs_change_equal_loops(name: str, batch: Any
                         found[-1].append(metric(pg(x)).item())
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     assert len(set(found[0])) == 5
+
+
+def handing_on(name: str, direction: str) -> Iterator[Any]:
+    """Yields a maker of patch maps and a metric, where one hands numbers on to the other, or to its next call."""
+    write, read = channels()[name]
+
+    def make(number: int) -> dict[str, Any]:
+        if direction == "to the metric":
+            write(0.3 + number)
+        value = math.tanh(read()) if direction == "from the metric" else 0.1
+        return {["a.output", "b.output"][number % 2]: AddPatch(value=value + number)}
+
+    def metric(output: Tensor) -> Tensor:
+        value = output.mean() if direction == "from the metric" else output.mean() + math.tanh(read())
+        if direction != "to the metric":
+            write(round(output.sum().item(), 4))
+        return value.double()
+
+    yield from (make, metric)
+
+
+@pytest.mark.parametrize("direction", ["from the metric", "to the metric", "from the metric to itself"])
+def test_what_is_handed_on_is_handed_on_in_a_sweep(direction: str) -> None:
+    """Next to the loop, with the metric of the run without patches after the first patch map is made."""
+    pg, _, call = chain()
+    wrong = {}
+    for name in channels():
+        for batch in ("auto", None):
+            seed_all(0)
+            np.random.seed(0)
+            make, metric = handing_on(name, direction)
+            with torch.no_grad():
+                maps, shared = [make(0)], SharedRandomState()
+                metric(call.run(pg))
+                shared.restore()
+                expected = []
+                for number in range(6):
+                    maps += [make(number)] if number else []
+                    with pg.patch(maps[number]):
+                        expected.append(metric(call.run(pg)).item())
+            seed_all(0)
+            np.random.seed(0)
+            make, metric = handing_on(name, direction)
+            found = pg.sweep({"cell": range(6)}, make, *call.args, metric=metric, batch=batch, progress=False)
+            if found.values.tolist() != pytest.approx(expected, abs=TOLERANCE):
+                wrong[name, batch] = found.values.tolist(), expected, found.attrs["remarks"]
+    assert not wrong
 
 
 @pytest.mark.parametrize("kind", ["late", "reused"])
