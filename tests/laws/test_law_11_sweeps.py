@@ -541,8 +541,77 @@ def test_patches_that_get_a_state_later_warn_where_cells_run_in_any_order(state:
         warnings.simplefilter("always")
         found = pg.sweep({"cell": range(6)}, make, *call.args, metric=torch.sum, executor=executor, progress=False)
     assert found.shape == (6,)
-    told = [bool(re.search("may not be those of a loop", str(each.message))) for each in caught]
-    assert told == [True] * (state is not None)
+    warned = [bool(re.search("may not be those of a loop", str(each.message))) for each in caught]
+    assert warned == [True] * (state is not None)
+
+
+OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "gradients": lambda _: {"backward": True},
+    "checkpoint": lambda file: {"checkpoint": file, "checkpoint_key": "1"},
+    "executor": lambda _: {"executor": ThreadPoolExecutor(2)},
+}
+
+
+def told(caught: list[warnings.WarningMessage]) -> bool:
+    return any(re.search("those of a loop", str(each.message)) for each in caught)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("model", [*MODELS, "a buffer", "memory"])
+def test_random_sweeps_with_options_equal_loops_or_say_so(model: str, option: str, tmp_path: Path) -> None:
+    """Also where the model changes itself; a sweep that is refused runs no cell."""
+    makers = {"a buffer": lambda: seeded(Normed, training=True), "memory": lambda: seeded(Remembers)}
+    outcomes = set()
+    for seed in range(30):
+        rng, found, left = random.Random(seed), [], []
+        kinds = rng.sample(PURE, rng.randint(1, 2)) + rng.sample(REUSED, 1) + rng.sample(IMPURE, rng.choice([0, 1, 1]))
+        for is_swept in (False, True):
+            pg, paths, call = MODELS.get(model, chain)()
+            pg = PatchableGraph(makers[model](), *call.args) if model in makers else pg
+            pg._module.zero_grad()
+            cells = Cells(seed, paths, [pg.nodes[path].shape for path in paths], kinds)
+            make = cells.make if seed % 2 else lambda number, cells=cells: {**cells.make(number)}
+            metric = cells.metric if option != "gradients" else lambda output, cells=cells: cells.metric(output).sum()
+            seed_all(seed)
+            if is_swept:
+                options = OPTIONS[option](tmp_path / str(seed)) | {"batch": rng.choice(["auto", 3, None])}
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    try:
+                        result = pg.sweep(
+                            {"n": range(CELLS)},
+                            make,
+                            *call.args,
+                            metric=metric,
+                            progress=False,
+                            **options,
+                            **call.kwargs,
+                        )
+                    except ExperimentError as error:
+                        assert option != "gradients" or "StopPatch" in str(error)
+                        outcomes.add("refused")
+                        break
+                found.append([*result.values])
+            else:
+                with torch.set_grad_enabled(option == "gradients"):
+                    found.append([])
+                    for number in range(CELLS):
+                        with pg.patch(make(number)):
+                            value = metric(call.run(pg))
+                            if option == "gradients" and value.requires_grad:
+                                value.backward()
+                            found[-1].append(numbers(value))
+            gradients = [torch.zeros(1) if each.grad is None else each.grad for each in pg._module.parameters()]
+            left.append([*cells.state(), *gradients, *(buffer.clone() for buffer in pg._module.buffers())])
+        else:
+            problems = [differing(one, two, TOLERANCE) for one, two in zip(*found, strict=True)]
+            problems += [
+                None if one.shape == two.shape and torch.allclose(one, two, 1e-4, 1e-5) else f"{one} is not {two}"
+                for one, two in zip(*left, strict=True)
+            ]
+            assert told(caught) or not any(problems), f"{seed=}, {kinds}: {[*filter(None, problems)]}; {result.attrs}"
+            outcomes.add("told" if told(caught) else "equal")
+    assert "equal" in outcomes
 
 
 def swept(pg: PatchableGraph, cells: Cells, call: Call, batch: Any) -> Any:

@@ -75,6 +75,8 @@ _UNSEEN = frozenset({"eval", "exec", "globals", "__import__", "setattr", "delatt
 _FILES = frozenset(
     {"open", "read_text", "read_bytes", "write_text", "write_bytes", "iterdir", "glob", "touch", "unlink"}
 )
+_LOOKUPS = frozenset({"getattr", "vars", "__dict__"})
+_KEPT = frozenset({"activation", "activations"})
 _STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF", "STORE_ATTR", "DELETE_ATTR"})
 
 
@@ -127,7 +129,11 @@ class ReferredValues:
             waiting += self._named()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ReferredValues) and self._marks == other._marks
+        return isinstance(other, ReferredValues) and self.unreadable is None and self.has_same_marks(other)
+
+    def has_same_marks(self, other: ReferredValues) -> bool:
+        """Whether no change was detected, even if some values cannot be read."""
+        return self._marks == other._marks
 
     __hash__ = None  # type: ignore[assignment]  # it is only compared
 
@@ -150,6 +156,10 @@ class ReferredValues:
         modules = (part for held in self._held.values() if isinstance(held, Module) for part in held.modules())
         return any(isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held.values(), *modules))
 
+    def may_read_probe(self, patch: Any) -> bool:
+        """Whether functions among these values may read what this patch keeps."""
+        return id(patch) in self._held and not _KEPT.isdisjoint(self._names)
+
     @property
     def code(self) -> frozenset[Hashable]:
         """The code of the functions, and the classes of the objects."""
@@ -160,7 +170,6 @@ class ReferredValues:
 
     def _leave_out(self, what: str) -> None:
         self.unreadable = self.unreadable or what
-        self._marks.append(object())
 
     def _parts(self, value: Any) -> Iterable[Any]:
         """Marks a value, and returns the values that are parts of it."""
@@ -268,8 +277,12 @@ class ReferredValues:
         if not isinstance(value, Iterator):
             self._marks.append(comparable_state(value))
             return ()
-        self._leave_out(f"a {type(value).__name__}")
-        return gc.get_referents(value)
+        try:  # those of containers tell where they are
+            parts: Any = value.__reduce__()[1:]
+        except TypeError:
+            self._leave_out(f"a {type(value).__name__}")
+            return gc.get_referents(value)
+        return [*parts[0], *parts[1:]]
 
     def _parts_of_hidden(self, value: Any, kind: type) -> Iterable[Any]:
         """Marks an object that is written in C by its pickled state."""
@@ -287,8 +300,10 @@ class ReferredValues:
     def _named(self) -> Iterable[Any]:
         """Returns what is named in a scope, and was not yet returned."""
         found = []
+        is_any_named = not _LOOKUPS.isdisjoint(self._names)
         for owner, scope in self._scopes.items():
-            for name in self._names:
+            is_whole = is_any_named and not isinstance(self._held[owner], ModuleType)
+            for name in [*scope] if is_whole else self._names:
                 if name in scope and (owner, name) not in self._variables:
                     self._variables.add((owner, name))
                     found.append(scope[name])

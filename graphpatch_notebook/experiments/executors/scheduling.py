@@ -16,6 +16,7 @@ from graphpatch_notebook.experiments.engine.purity import is_pure
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint
+from graphpatch_notebook.experiments.executors.worker import CHANGES_STATE
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -153,8 +154,8 @@ class Dispatched:
             results = self._runner.run([(cell.number, cell.patches) for cell in chunk])
             self._ledger.keep(results)
             if any(result.has_changed_state for result in results):
-                if not self._is_stateful and self._waiting:
-                    warn_each_time(_ONLY_HERE.format(chunk[0]), ExperimentWarning)
+                if not self._is_stateful:
+                    warn_each_time(MADE_BEFORE, ExperimentWarning)
                 self._is_stateful = True
             elif all(result.error is None for result in results):
                 self._tried.add(code)
@@ -168,11 +169,11 @@ class Dispatched:
         return not is_pure(cell.patches) and (self._is_stateful or _code_of(cell) not in self._tried)
 
 
-_ONLY_HERE = (
-    "patches of some cells (first {}) change what they refer to when they run, use an iterator, or draw from the "
-    "generators that all code shares, so they must run in order: these cells run in this process, one after the other, "
-    "and not by executor=. To run them elsewhere, give each cell what it needs, such as a generator of its own: "
-    "torch.Generator().manual_seed(cell)"
+MADE_BEFORE = (
+    f"patches of some cells {CHANGES_STATE}. With executor=, such cells run in this process, one after the other. "
+    "With executor= or checkpoint=, make_patches is called for all cells before any runs: their numbers are those of a "
+    "loop only if it does not read, or draw from, the same. Otherwise, give each cell what it needs, such as a "
+    "generator of its own: torch.Generator().manual_seed(cell)"
 )
 
 

@@ -163,8 +163,24 @@ def _outcome(runner: Runner, pieces: Sequence[tuple[int, Any]], messages: list[s
     return Outcome(results, messages, list(runner.remarks), worker, seconds)
 
 
+CHANGES_STATE = (
+    "change what they refer to when they run, use an iterator, or draw from the generators that all code shares"
+)
+_STATEFUL = (
+    f"patches of some cells {CHANGES_STATE}, which patches with the same code did not do here; with executor=, cells "
+    "run in any order and in several workers, so their numbers may not be those of a loop: leave "
+    "out executor= to get these"
+)
+
+
 class WatchedRunner(CellRunner):
-    """Runs cells, and notes those whose patches change what they refer to, or draw from the shared generators."""
+    """Runs cells, and notes those whose patches change what they refer to, or draw from the shared generators.
+
+    Attributes:
+        has_drawn: Whether some have drawn.
+    """
+
+    has_drawn = False
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
         refers = self._impure(cells)
@@ -174,6 +190,7 @@ class WatchedRunner(CellRunner):
             results = super().run(cells)
         if drawn or (refers is not None and refers != self._impure(cells)):
             results = [replace(result, has_changed_state=True) for result in results]
+            self.has_drawn = self.has_drawn or bool(drawn)
         return results
 
     def _impure(self, cells: Sequence[tuple[int, PatchMap]]) -> ReferredValues | None:
@@ -192,13 +209,6 @@ class _WorkersRunner(WatchedRunner):
         if any(result.has_changed_state for result in results):
             warn_each_time(_STATEFUL, ExperimentWarning)
         return results
-
-
-_STATEFUL = (
-    "patches of some cells change what they refer to when they run, use an iterator, or draw from the generators that "
-    "all code shares, which patches with the same code did not do here; with executor=, cells run in any order and in "
-    "several workers, so their numbers may not be those of a loop: leave out executor= to get these"
-)
 
 
 @dataclass(frozen=True)

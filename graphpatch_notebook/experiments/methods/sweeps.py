@@ -12,12 +12,13 @@ from graphpatch_notebook import interrupts
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.purity import made_cells, why_in_order
+from graphpatch_notebook.experiments.engine.purity import MadeCells, made_cells, why_in_order
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
 from graphpatch_notebook.experiments.executors.dispatch import Dispatch, check_executor, task_maker
 from graphpatch_notebook.experiments.executors.scheduling import (
+    MADE_BEFORE,
     Dispatched,
     Ledger,
     Progress,
@@ -110,8 +111,9 @@ def run_sweep(
             ledger.keep([_made_and_run(runner, making, number)])
 
     is_whole = _runs_through(run, len(cells), len(results), progress)
-    remarks = [*made.remarks, *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
-    remarks = list(dict.fromkeys(remarks))
+    _warn_of_draws(made, runner)
+    all_remarks = [*made.remarks, *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
+    remarks = list(dict.fromkeys(all_remarks))
     if not is_whole:
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells did not run and are NaN")
     result, is_finished = _in_spite_of_interrupts(
@@ -120,6 +122,12 @@ def run_sweep(
     if not (is_whole and is_finished):
         raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
     return result
+
+
+def _warn_of_draws(made: MadeCells, runner: CellRunner) -> None:
+    """Warns if making all patch maps, before any cell ran, has drawn from the generators that patches draw from."""
+    if made.draws and isinstance(runner, WatchedRunner) and runner.has_drawn:
+        warn_each_time(MADE_BEFORE, ExperimentWarning)
 
 
 def _in_spite_of_interrupts(make: Callable[[], DataArray]) -> tuple[DataArray, bool]:
@@ -151,14 +159,13 @@ def _check_probes(cells: Sequence[Cell]) -> None:
     """Checks that no patch keeps values of several cells: in another order, they would be of any of these."""
     keeping: dict[int, Cell] = {}
     for cell in cells:
-        for path, given in cell.patches.items():
-            for patch in given if isinstance(given, (list, tuple)) else [given]:
-                if isinstance(patch, Patch) and patch.only_keeps and keeping.setdefault(id(patch), cell) is not cell:
-                    raise ExperimentError(
-                        f"several cells ({keeping[id(patch)]}; {cell}) have the same {type(patch).__name__} on "
-                        f"{str(path)!r}: with executor= they run in any order, so it would hold what any of them kept. "
-                        "Make one for each cell, or leave out executor="
-                    )
+        for patch in cell.all_patches:
+            if isinstance(patch, Patch) and patch.only_keeps and keeping.setdefault(id(patch), cell) is not cell:
+                raise ExperimentError(
+                    f"several cells ({keeping[id(patch)]}; {cell}) have the same {type(patch).__name__}: with "
+                    "executor= they run in any order, so it would hold what any of them kept. Make one for each cell, "
+                    "or leave out executor="
+                )
 
 
 _IN_ORDER = (
