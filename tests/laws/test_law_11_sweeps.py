@@ -574,21 +574,14 @@ def test_random_sweeps_with_options_equal_loops_or_say_so(model: str, option: st
             metric = cells.metric if option != "gradients" else lambda output, cells=cells: cells.metric(output).sum()
             seed_all(seed)
             if is_swept:
-                options = OPTIONS[option](tmp_path / str(seed)) | {"batch": rng.choice(["auto", 3, None])}
+                options = OPTIONS[option](tmp_path / str(seed)) | {"batch": rng.choice(["auto", 3, None])} | call.kwargs
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     try:
-                        result = pg.sweep(
-                            {"n": range(CELLS)},
-                            make,
-                            *call.args,
-                            metric=metric,
-                            progress=False,
-                            **options,
-                            **call.kwargs,
-                        )
-                    except ExperimentError as error:
-                        assert option != "gradients" or "StopPatch" in str(error)
+                        result = pg.sweep({"n": range(8)}, make, *call.args, metric=metric, progress=False, **options)
+                    except ExperimentError:
+                        if option == "gradients":
+                            raise
                         outcomes.add("refused")
                         break
                 found.append([*result.values])
@@ -611,7 +604,8 @@ def test_random_sweeps_with_options_equal_loops_or_say_so(model: str, option: st
             ]
             assert told(caught) or not any(problems), f"{seed=}, {kinds}: {[*filter(None, problems)]}; {result.attrs}"
             outcomes.add("told" if told(caught) else "equal")
-    assert "equal" in outcomes
+    # A file needs all patch maps first, and `make_patches` may read what these models change.
+    assert "equal" in outcomes or (option == "checkpoint" and model not in {"chain", "language model"})
 
 
 def swept(pg: PatchableGraph, cells: Cells, call: Call, batch: Any) -> Any:
