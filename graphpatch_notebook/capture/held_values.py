@@ -301,6 +301,18 @@ def registered_modules(module: Module) -> Iterator[tuple[str, Module]]:
         waiting.extend((f"{path}.{n}" if path else n, m) for n, m in current._modules.items() if m is not None)
 
 
+def all_modules(module: Module) -> list[Module]:
+    """Returns `module` and all modules in it, each once: faster than `module.modules()`, which makes their names."""
+    found = [module]
+    seen = {id(module)}
+    for current in found:
+        for inside in current._modules.values() if current._modules else ():
+            if inside is not None and id(inside) not in seen:
+                seen.add(id(inside))
+                found.append(inside)
+    return found
+
+
 def module_at(module: Module, path: str) -> Module | None:
     """Returns the submodule at an attribute path; `None` where there is none."""
     found: Module | None = module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch.nn import Module
@@ -62,17 +62,26 @@ def outer_values_of_modules(
                 yield kind, outer, value
 
 
-def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple[OuterValue, Any]]:
-    """Yields the variables that the module's own functions use, with their values, but for code."""
-    for function in _functions(module, forward):
-        yield from ((o, value) for o in outer_values_of(function) if type(value := o.value()) not in _CODE)
+def _outer_values(module: Module, forward: Callable[..., Any]) -> list[tuple[OuterValue, Any]]:
+    """Returns the variables that the module's own functions use, with their values, but for code."""
+    return [pair for function in _functions(module, forward) for pair in outer_values_of(function, besides=_CODE)]
 
 
-def outer_values_of(function: types.FunctionType) -> Iterator[OuterValue]:
-    """Yields the globals and the closure variables that a function may read, or one that is defined inside it."""
+def outer_values_of(function: types.FunctionType, *, besides: Container[type] = ()) -> list[tuple[OuterValue, Any]]:
+    """Returns the globals and the closure variables that a function, or one that is defined inside it, may read.
+
+    Each comes with its value (`None` for a global that does not exist); those with values of some classes are left out.
+    """
     code, variables = function.__code__, function.__globals__
-    yield from (OuterValue(name, variables, name) for name in names_in(code))
-    yield from map(OuterValue, code.co_freevars, function.__closure__ or ())
+    found = [
+        (OuterValue(name, variables, name), value)
+        for name in names_in(code)
+        if type(value := variables.get(name)) not in besides  # first: most are code
+    ]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if type(value := _content(cell)) not in besides:
+            found.append((OuterValue(name, cell), value))
+    return found
 
 
 @functools.lru_cache(maxsize=256)

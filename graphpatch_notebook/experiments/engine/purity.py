@@ -7,6 +7,7 @@ recorded results, unless making their patch maps changes values that the metric 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
@@ -90,9 +92,10 @@ class PrivateCopies:
         if not kind.__dataclass_fields__.keys() >= patch.__dict__.keys():
             raise ImpureError(f"a {kind.__name__} has an attribute of its own")
         copied: Patch[Any] = object.__new__(kind)
-        copied.__dict__.update(
-            {name: value if type(value) in _PLAIN else self._value(value) for name, value in patch.__dict__.items()}
-        )
+        held = copied.__dict__
+        held.update(patch.__dict__)
+        for name in [name for name, value in held.items() if type(value) not in _PLAIN]:
+            held[name] = self._value(held[name])
         return copied
 
     def _value(self, value: Any) -> Any:
@@ -186,12 +189,12 @@ class MadeCells:
     baseline: Measurement | None = None
     draws: bool = False
 
-    @property
+    @functools.cached_property
     def shared(self) -> list[Cell]:
         """Pure cells, with private copies of their patch maps. They may run in any order, and together."""
         return [cell for cell in self.made if isinstance(cell.patches, PurePatches)]
 
-    @property
+    @functools.cached_property
     def alone(self) -> list[Cell]:
         """The other cells in `made`. Each runs as in a plain loop, after the pure ones."""
         return [cell for cell in self.made if not isinstance(cell.patches, PurePatches)]
@@ -274,7 +277,7 @@ class _Dependence:
             return f"the metric refers to {self._read.before.unreadable or 'what make_patches changes'}"
         may_depend = self._read.may_change or self._making.may_read(self.look)
         # A model in training mode may draw random numbers, and patch maps of later cells, too.
-        is_training = any(module.training for module in captured(self._pg).module.modules())
+        is_training = any(module.training for module in all_modules(captured(self._pg).module))
         if not (may_depend or self.draws or is_training):
             return None
         change = self._change_by_run()

@@ -254,11 +254,11 @@ class ReferredValues:
         self._stored |= (stored := _stored_in(function.__code__))
         if any(name.startswith("__") for name in stored):
             self._leave_out("parts of Python itself")
-        for outer in outer_values_of(function):
+        for outer, value in outer_values_of(function):
             is_global = outer.holder is function.__globals__
             if not is_global or outer.key in outer.holder:
                 self._variables.add((id(outer.holder), outer.name))
-                yield outer.value()
+                yield value
             elif outer.name in self._stored:
                 self._variables.add((id(outer.holder), outer.name))
             elif outer.name in sys.modules:  # imported in the function

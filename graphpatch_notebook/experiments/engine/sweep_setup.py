@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import FUSED_MODULES, NEVER, has_hooks, innermost, own_tensors
@@ -205,7 +206,7 @@ def _setup_after_clean_run(
 
 def why_plain(pg: PatchableGraph) -> str | None:
     """Returns why all cells must run as in a plain loop, as a message; `None` if cells may share work."""
-    modules = list(captured(pg).module.modules())
+    modules = all_modules(captured(pg).module)
     if has_global_hooks() or any(map(has_hooks, modules)):
         return "there are hooks on modules, which may keep what they see"
     if captured(pg).runs_own_graphs:
@@ -234,7 +235,7 @@ def _trimmed(
     the same: frames that write into it would have to run in each cell.
     """
     inputs, metric = request.inputs, request.metric
-    holds_fused = any(isinstance(module, FUSED_MODULES) for module in captured(pg).module.modules())
+    holds_fused = any(isinstance(module, FUSED_MODULES) for module in all_modules(captured(pg).module))
     # Torch's fused kernels may have run in the clean run and not in patched ones, or the reverse.
     is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
     full = known or (request.baseline(pg) if is_fused else None)

@@ -125,4 +125,4 @@ def _variable(held: Any, module: Module) -> str | None:
     function = getattr(held, "__func__", held)
     if not isinstance(function, types.FunctionType):
         return None
-    return next((outer.name for outer in outer_values_of(function) if outer.value() is module), None)
+    return next((outer.name for outer, value in outer_values_of(function) if value is module), None)
