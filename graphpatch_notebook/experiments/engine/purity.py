@@ -228,8 +228,9 @@ class _Watched:
     def __init__(self, values: tuple[Any, ...], making: ReferredValues) -> None:
         self._values = values
         self.before = ReferredValues(*values)
-        self._small = ReferredValues(*values, most_bytes=_FEW_BYTES)
         self.may_change, self.is_same = making.may_meet(self.before), True
+        if self.may_change:
+            self._small = ReferredValues(*values, most_bytes=_FEW_BYTES)
 
     def look(self, *, is_full: bool) -> None:
         """Looks for changes, those in large tensors too or not."""

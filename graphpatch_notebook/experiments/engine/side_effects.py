@@ -316,7 +316,7 @@ def _is_closed(value: Any) -> bool:
         return True
     if isinstance(value, (FunctionType, type)):
         return _is_library(value)
-    kind = type(value)
+    kind: Any = type(value)
     if not _has_hidden_state(kind) or is_own_generator(value):
         return False
     if kind.__module__ == "torch._C" or isinstance(value, (random.Random, np.random.RandomState)):
@@ -358,6 +358,7 @@ def _stored_in(code: CodeType) -> frozenset[str]:
     return frozenset([*(i.argval for i in dis.get_instructions(code) if i.opname in _STORES), *inner])
 
 
+@functools.lru_cache(maxsize=1024)
 def _has_hidden_state(kind: type) -> bool:
     """Whether objects of a class have fields that only C code can read: they are larger than their attributes need."""
     pointer = tuple.__itemsize__
