@@ -31,6 +31,9 @@ from graphpatch_notebook.values import ABSENT, readable_children
 MANY = 1000
 """Larger containers are data: their items are not searched."""
 
+WRITTEN_WEIGHTS: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""Parameters that the model wrote into while it was captured, by id, as `torch.nn.Embedding(max_norm=...)` does."""
+
 NOT_STATE = ("forward", "_old_forward", "_hf_hook")
 """This package swaps forwards; the hook of accelerate records what it loaded."""
 
@@ -366,12 +369,15 @@ def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
     ]
 
 
-def variables_of(function: types.FunctionType) -> Iterator[OuterValue]:
-    """Yields the globals and the closure variables that a function may read, or one that is defined inside it."""
+def variables_of(function: types.FunctionType, *, has_all_names: bool = False) -> Iterator[OuterValue]:
+    """Yields the globals and the closure variables that a function may read, or one that is defined inside it.
+
+    With all names, also those of attributes, and of globals that do not exist.
+    """
     code, variables, home = function.__code__, function.__globals__, function.__module__
     names = _names_of(code)
-    for name in names.variables:
-        if name in variables or name in names.written:
+    for name in names_in(code) if has_all_names else names.variables:
+        if has_all_names or name in variables or name in names.written:
             yield OuterValue(name, variables, name, name in names.written, home)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield OuterValue(name, cell, "", name in names.written, home)

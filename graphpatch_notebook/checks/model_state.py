@@ -24,6 +24,7 @@ from graphpatch_notebook.capture.held_values import (
     NOT_STATE,
     PLAIN_VALUES,
     REGISTRIES,
+    WRITTEN_WEIGHTS,
     Identities,
     OuterValue,
     Walk,
@@ -247,9 +248,9 @@ class ModuleState:
 
     It covers all modules that can be reached: attributes, what containers and plain objects among them hold (the
     config, caches), parameters, buffers, hooks, training flags, and random generators; and the globals, closure
-    variables and class attributes that their code reads. Buffers and other tensors are copied. Weights and tensors of
-    more than `LARGE` bytes are not: a write into these is seen, and stays. So is another value of a variable that the
-    code does not assign to: others have assigned it.
+    variables and class attributes that their code reads. Buffers and other tensors are copied. Weights are not, except
+    for those that the model writes into itself, nor are tensors of more than `LARGE` bytes: a write into these is seen,
+    and stays. So is another value of a variable that the code does not assign to: others have assigned it.
 
     Args:
         root: The model, or a part of it.
@@ -335,7 +336,7 @@ class ModuleState:
             for key, before in saved.items():
                 if not is_same(before, after := getattr(owner, key, ABSENT)):
                     yield self._change_of(module, f"{name}.{key}", before, after)
-        filled = [container for container in self._walk.empty[empty] if container]
+        filled = [*filter(None, self._walk.empty[empty])]
         if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
         held = zip(self._walk.tensors[tensors], self._versions[tensors], self._copies[tensors], strict=True)
@@ -461,9 +462,11 @@ class Fingerprint:
         self._ids = list(map(id, held))
         # A new object may get the id of a freed one. So small values are kept, and tensors have weak references.
         self._tensors = [weakref.ref(tensor) for tensor, _, _ in walk.tensors if id(tensor) in walk.seen]
-        kept = [value for value in held if type(value) not in DICTS]
         self._kept = [
-            v for v in kept if type(v) in PLAIN_VALUES or (callable(v) and not isinstance(v, (Module, Tensor)))
+            value
+            for value in held
+            if (kind := type(value)) in PLAIN_VALUES
+            or (kind not in DICTS and callable(value) and not isinstance(value, (Module, Tensor)))
         ]
 
     def __eq__(self, other: object) -> bool:
@@ -619,7 +622,11 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 
 def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
-    state = [not (name.startswith("_parameters.") or isinstance(tensor, Parameter)) for tensor, _, name in walk.tensors]
+    state = [
+        not (name.startswith("_parameters.") or isinstance(tensor, Parameter))
+        or WRITTEN_WEIGHTS.get(id(tensor)) is tensor
+        for tensor, _, name in walk.tensors
+    ]
     pairs = list(zip(walk.tensors, state, strict=True))
     others = [tensor for (tensor, _, _), is_state in pairs if not is_state] if any(state) else []
     weights = {memory_of(tensor) for tensor in others} - {None}

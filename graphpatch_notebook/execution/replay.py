@@ -272,6 +272,11 @@ def _is_stateless(module: Module) -> bool:
     return getattr(original_forward(module), "__func__", None) is type(module).forward  # not replaced
 
 
+def does_nothing(module: Module) -> bool:
+    """Whether a module is one of torch's own that returns what it is given."""
+    return type(module) in (nn.Dropout, nn.Identity) and not module.training and _is_stateless(module)
+
+
 def _problem_of_result(given: ExampleInputs, output: Any) -> str | None:
     """Returns why a run cannot skip a frame with these inputs and this result; `None` if it can.
 

@@ -185,9 +185,13 @@ def has_plain_fields(patch: Patch[Any]) -> bool:
         (True, False)
     """
     get = patch.__dict__.get
-    if get("steps") is not None or get("positions") is not None or get("position_dim") is not None:
-        return False
-    return all(type(flag) is bool for flag in (patch.any_shape, patch.allow_empty))
+    return (
+        get("steps") is get("positions") is get("position_dim") is None
+        and {type(patch.any_shape), type(patch.allow_empty)} == _BOOL
+    )
+
+
+_BOOL = {bool}
 
 
 def declares(patch: Patch[Any], name: str) -> bool:

@@ -120,6 +120,27 @@ def counting() -> nn.Module:
 CASES.append(Case(name="counting", build=counting, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
 
 
+class Writing(nn.Module):
+    """Writes into its weights, as codebooks that follow a moving average do, and `torch.nn.Embedding` by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(6, 6), nn.Embedding(9, 6, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        return self.linear(x) + self.embedding(x.long())[:, 0]
+
+
+def writing() -> nn.Module:
+    torch.manual_seed(0)
+    return Writing().eval()
+
+
+CASES.append(Case(name="writing", build=writing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
+
+
 def described(value: Any, names: dict[int, str], seen: frozenset[int] = frozenset()) -> Any:
     """Returns what a value is, in a form that is equal for equal values of two models."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -425,6 +446,17 @@ def test_a_saved_swin_still_runs(tmp_path: Path) -> None:
     pg.save(tmp_path / "swin.safetensors")
     assert_same(state_of(model), before)
     assert torch.equal(model(x).logits, expected)
+
+
+def test_saving_does_not_scale_the_rows_of_an_embedding(tmp_path: Path) -> None:
+    """Runs at other sizes look up other rows."""
+    model = nn.Embedding(9, 6, max_norm=0.5)
+    pg = PatchableGraph(model, torch.tensor([[3, 4]]))
+    before = model.weight.detach().clone()
+    pg.save(tmp_path / "embedding.safetensors")
+    assert torch.equal(model.weight, before)
+    ids = torch.tensor([[0, 8, 3]])
+    assert torch.equal(PatchableGraph.load(tmp_path / "embedding.safetensors")(ids), model(ids))
 
 
 class Totals(nn.Module):

@@ -138,8 +138,9 @@ def attribute(
 
     Raises:
         UnknownPathError: A path does not exist. Raised before the model runs.
-        ExperimentError: The metric does not return a single number with a gradient; positions are unknown or out of
-            range; the inputs differ in shape; or, for `"secant"`, the model takes other steps in the two runs.
+        ExperimentError: The metric does not return a single number with a gradient, or not the same one in all
+            processes of a sharded model; positions are unknown or out of range; the inputs differ in shape; or, for
+            `"secant"`, the model takes other steps in the two runs.
 
     Example:
         >>> import torch

@@ -21,6 +21,7 @@ from graphpatch_notebook.execution import (
     FrameRecording,
     FrameTree,
     FrameWatch,
+    does_nothing,
     frames_seen,
     own_tensors,
     storage_of,
@@ -274,7 +275,10 @@ def watched_run(
     marks = {target.path: Mark(tree=tree, noticed=noticed) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
-    with frames_seen(watch, all_modules(captured(pg).module)), pg.patch(patches).quiet():
+    patched = {frame.module for target in targets for frame in _chain(target)}
+    # To record a dropout costs more than to repeat it.
+    seen = [one for one in all_modules(captured(pg).module) if not does_nothing(one) or one in patched]
+    with frames_seen(watch, seen), pg.patch(patches).quiet():
         return marks, pg(*fresh.args, **fresh.kwargs)
 
 

@@ -28,7 +28,6 @@ from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
 
 _ONE_BY_ONE = "cells ran one by one, each in full"
-KEEPS_STATE = "the metric, or the model, changes what the metric refers to when it is called"
 
 
 @dataclass(frozen=True)
@@ -189,12 +188,12 @@ def _setup_after_clean_run(
     setup = _trimmed(pg, request, targets, state, known, may_share=may_share)
     assert setup.clean is not None
     reason: object = setup.clean.state_change or change_by(lambda: request.baseline(pg), captured(pg).module, state)
-    has_memory = reason is None and referred != ReferredValues(request.metric)
-    if reason is not None or has_memory:
+    memory = None if reason is not None else referred.change_by_call(request.metric)
+    if reason is not None or memory is not None:
         state.restore()
-        is_asked_again = not has_memory or setup.is_trimmed
+        is_asked_again = memory is None or setup.is_trimmed
         baseline = request.baseline(pg) if is_asked_again else setup.baseline
-        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or KEEPS_STATE}")
+        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or memory}")
     if may_share:
         try:
             return setup._with_batch(targets)

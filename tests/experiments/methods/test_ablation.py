@@ -172,6 +172,7 @@ POOLED = MEAN | {"mean_over": "batch and positions"}
         ({"positions": False}, "positions must be integers, or True for all, not False"),
         ({"heads": 6, "paths": ["transformer.wte.input"], "positions": 0}, "is the sequence, and has no heads"),
         ({"positions": 6}, "position 6 is out of range"),
+        ({"positions": 0, "position_dim": "1"}, "position_dim must be an int, not '1'"),
         ({"paths": f"transformer.h_0.{GPT2_OUTPUT}"}, r"paths must be a list"),
     ],
 )
