@@ -19,7 +19,7 @@ from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.keywords import check_input_names
-from graphpatch_notebook.checks.model_state import ModuleState, SharedRandomState, copied
+from graphpatch_notebook.checks.model_state import Holdings, ModuleState, SharedRandomState, copied
 from graphpatch_notebook.components import Components, ProofRun, Weights, find
 from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
@@ -148,6 +148,7 @@ class PatchableGraph(_LikeItsModel):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.differing(SharedRandomState())
+        root_frame.capture.holdings = Holdings.read_by(*root_frame.walk())
         root_frame = with_whole_records(root_frame)
         publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))

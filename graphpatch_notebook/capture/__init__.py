@@ -193,7 +193,11 @@ def _check_unused(root: Frame, options: ExtractionOptions) -> None:
 
 def _replace_sizes(root: Module, recorder: Recorder) -> None:
     """Puts plain integers in place of sizes that the model kept for itself, and its own tensors in place of aliases."""
-    for container, held, _, _ in Walk([root]).places:
+    walk = Walk([root])
+    for outer, value in walk.add_outer_values():
+        if outer.is_written and (plain := _plain(value, recorder)) is not value:
+            outer.assign(plain)
+    for container, held, _, _ in walk.places:
         if not isinstance(container, dict):
             values = [_plain(value, recorder) for value in held]
             if any(map(operator.is_not, values, held)):

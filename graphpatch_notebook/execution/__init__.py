@@ -32,6 +32,7 @@ from graphpatch_notebook.execution.live.stand_in import (
 from graphpatch_notebook.execution.plan import FUSED_MODULES, Entry
 from graphpatch_notebook.execution.positions import (
     DECODER_TOKENS,
+    PositionsError,
     Restriction,
     restriction_of,
     row_and_position_dims,
@@ -79,6 +80,7 @@ __all__ = [
     "GenerationStep",
     "GenerationSteps",
     "PatchContext",
+    "PositionsError",
     "Recording",
     "Restriction",
     "StepCount",

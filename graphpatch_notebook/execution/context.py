@@ -422,7 +422,8 @@ def report_idle(context: ActiveContext, *, is_by_user: bool) -> None:
     if calls.direct is not None and context.own and not calls.is_used and not context.after_call:
         reports.give(
             f"{count_of_patches(context.own)} never fired in this context: the {type(calls.direct).__name__} itself "
-            "was called in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it"
+            "was called in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it",
+            context.own,
         )
         return
     if context.origin.is_of_one_call:  # the next call may be the next step

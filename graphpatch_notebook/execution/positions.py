@@ -60,6 +60,14 @@ class Restriction:
         return any(chosen is not None and not chosen.chosen for chosen in (self.steps, self.positions))
 
 
+class PositionsError(ValueError):
+    """A value does not have positions that a patch can select. `reason` is the message without the repair."""
+
+    def __init__(self, reason: str, repair: str) -> None:
+        super().__init__(f"{reason}; {repair}")
+        self.reason = reason
+
+
 def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restriction | None:
     """Returns where `patch` has an effect on `target` (`None`: everywhere), or raises a `ValueError` with a repair."""
     if patch.steps is None and patch.positions is None:
@@ -68,9 +76,9 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
     if patch.positions is None:
         return Restriction(steps, None)
     if not takes_tokens(root):
-        raise ValueError(
-            "positions are known for models that take input_ids or inputs_embeds, and were captured with them; use "
-            "slice= to choose a part of the value"
+        raise PositionsError(
+            "positions are known for models that take input_ids or inputs_embeds, and were captured with them",
+            "use slice= to choose a part of the value",
         )
     dim, is_encoder = sequence_dim(root, target, patch.position_dim)
     positions = selection(
@@ -181,7 +189,7 @@ def sequence_dim(
         of_input: The sequence of a model that does not take tokens, if a dimension of its input is said to be that.
     """
     if target.node.kind in HELD_KINDS:
-        raise ValueError(f"a {target.node.kind} has no positions; drop positions=")
+        raise PositionsError(f"a {target.node.kind} has no positions", "drop positions=")
     if not isinstance(target.whole, TensorSpec):
         raise ValueError(f"positions are those of a tensor, but this was {target.whole} when it was captured")
     shape, sequence, kept = tuple(target.whole.shape), _sequence(root) or of_input, target.kept_dims
@@ -208,9 +216,10 @@ def sequence_dim(
         if given is None or dim in asked
     ]
     if known.is_placed_by_values(target.frame, target.node, target.whole, asked, filter(None, sequences.values())):
-        raise ValueError(
+        raise PositionsError(
             f"the entries of its shape {shape} are chosen, or sorted, by values (tokens that are routed to an expert, "
-            "say), so they are not at positions of the sequence, however many they are; choose a part with slice="
+            "say), so they are not at positions of the sequence, however many they are",
+            "choose a part with slice=",
         )
     if len(found) > 1 or (given is None and found and found[0][0] == len(shape) - 1):
         axes = axes_of(root, target)
@@ -219,13 +228,13 @@ def sequence_dim(
         if given is None and "query" in axes and not any(dim in along for dim, _ in found):
             raise ValueError(_only_keys(shape, sequence[0], kept, [dim for dim, _ in found]))
     if cut := [dim for dim, _ in found if dim not in target.whole_dims]:
-        raise ValueError(
-            f"{target.text!r} takes a part of dimension {cut[0]}, which has the positions; drop positions="
+        raise PositionsError(
+            f"{target.text!r} takes a part of dimension {cut[0]}, which has the positions", "drop positions="
         )
     if len(found) == 1:
         return found[0]
     encoder_length = None if of_encoder is None else of_encoder[0]
-    raise ValueError(_unclear(shape, sequence[0], encoder_length, given, [dim for dim, _ in found]))
+    raise _unclear(shape, sequence[0], encoder_length, given, [dim for dim, _ in found])
 
 
 def _is_inside(encoder: Module | None, target: Target) -> bool:
@@ -242,19 +251,20 @@ def _only_keys(shape: tuple[int, ...], length: int, kept: list[int], dims: list[
 
 def _unclear(
     shape: tuple[int, ...], length: int, encoder_length: int | None, given: int | None, dims: list[int]
-) -> str:
+) -> ValueError:
     lengths = f"{length} tokens" + ("" if encoder_length is None else f" and an encoder's {encoder_length} positions")
     if not dims:
-        repair = "choose a part of the value with slice= and a step with steps="
-        if given is not None:
-            return f"dimension {given} of its shape {shape} is not the example's sequence, {lengths}; {repair}"
-        return f"no dimension of its shape {shape} is the example's sequence, {lengths}; {repair}"
+        which, is_it = ("no dimension", "is") if given is None else (f"dimension {given}", "is not")
+        return PositionsError(
+            f"{which} of its shape {shape} {is_it} the example's sequence, {lengths}",
+            "choose a part of the value with slice= and a step with steps=",
+        )
     if len(set(dims)) < len(dims):
-        return (
+        return ValueError(
             f"the example had {lengths}, so it is not known whose positions its shape {shape} has; make the "
             "PatchableGraph with an example whose encoder and decoder sequences differ in length"
         )
-    return (
+    return ValueError(
         f"several dimensions of its shape {shape} have the length of the example's sequence, {lengths}; say which one "
         f"is meant: position_dim={dims[0]} or {', '.join(map(str, dims[1:]))}"
     )

@@ -641,7 +641,7 @@ class FromPatch(_SlicedPatch):
 def is_overwritten(value: Any, version: int | None) -> bool:
     """Whether a kept tensor was written into since it had this version."""
     # A parameter is the model's state, which an optimizer may change.
-    return version is not None and value._version != version and not (value.is_leaf and value.requires_grad)
+    return version is not None and version_of(value) != version and not (value.is_leaf and value.requires_grad)
 
 
 def check_unchanged(value: Any, version: int | None) -> None:

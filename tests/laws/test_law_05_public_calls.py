@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 import types
 from collections import deque
@@ -68,6 +69,56 @@ def drawing() -> nn.Module:
 
 CASES.append(Case(name="drawing", build=drawing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
 
+COUNTING = """
+import collections
+import torch
+from torch import nn
+
+COUNT, LATEST, SEEN = 0, collections.deque(maxlen=2), {"sizes": [], "calls": collections.Counter()}
+TOTAL, BOX = torch.zeros(6), type("Box", (), {"__module__": __name__})()
+
+def note(x):
+    global COUNT, FIRST
+    COUNT += 1
+    FIRST = COUNT == 1
+    SEEN["sizes"].append(tuple(x.shape))
+    SEEN["calls"][x.dtype] += 1
+
+def made():
+    calls = 0
+
+    class Counting(nn.Module):
+        runs = 0
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            nonlocal calls
+            calls += 1
+            type(self).runs += 1
+            BOX.latest = COUNT
+            LATEST.append(COUNT)
+            TOTAL.add_(1)
+            note(x)
+            return self.linear(x)
+
+    return Counting()
+"""
+
+
+def counting() -> nn.Module:
+    """Returns a model that counts its runs outside of it, in globals that no other model has."""
+    torch.manual_seed(0)
+    variables: dict[str, Any] = {"__name__": "counting"}
+    exec(COUNTING, variables)
+    model: nn.Module = variables["made"]()
+    return model.eval()
+
+
+CASES.append(Case(name="counting", build=counting, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
+
 
 class Writing(nn.Module):
     """Writes into its weights, as codebooks that follow a moving average do, and `torch.nn.Embedding` by itself."""
@@ -128,6 +179,10 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
     }
     found |= {f"weight {path}": described(weight, {}) for path, weight in model.named_parameters()}
+    forward = type(model).forward
+    if forward.__module__ == "counting":
+        found |= {name: described(value, names) for name, value in forward.__globals__.items() if name.isupper()}
+        found["calls"] = inspect.getclosurevars(forward).nonlocals["calls"], vars(type(model))["runs"]
     shared = torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
     return {**found, **dict(zip(("torch", "Python", "numpy"), shared, strict=True))}
 

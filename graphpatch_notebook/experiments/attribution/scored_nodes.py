@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -297,9 +296,7 @@ class PositionAxis:
             row = None if rows is None else row_dimension(self._root, target, dim)
             return Restriction(None, _ALL, dim, is_encoder, row)
 
-        self._places, problems = found_or_problems(targets, place)
-        # Drop the repair, which is for patches with positions.
-        self.problems = {path: re.sub("; (drop|choose|use) .*", "", why) for path, why in problems.items()}
+        self._places, self.problems = found_or_problems(targets, place, has_repairs=False)
         if selected.targets or not self._places:
             check_problems(self.problems)
         self._columns: tuple[tuple[int, ...], ...] = ()

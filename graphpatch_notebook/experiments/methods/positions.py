@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import row_dimension, sequence_dim
+from graphpatch_notebook.execution import PositionsError, row_dimension, sequence_dim
 from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -66,9 +66,12 @@ _Found = TypeVar("_Found")
 
 
 def found_or_problems(
-    targets: Mapping[str, Target], find: Callable[[str, Target], _Found]
+    targets: Mapping[str, Target], find: Callable[[str, Target], _Found], *, has_repairs: bool = True
 ) -> tuple[dict[str, _Found], dict[str, str]]:
-    """Returns by path what a function finds in a value, and the text of each `ValueError` that it raises."""
+    """Returns by path what a function finds in a value, and the text of each `ValueError` that it raises.
+
+    Without repairs, the text does not say how to patch the value instead.
+    """
     problems: dict[str, str] = {}
 
     found: dict[str, _Found] = {}
@@ -77,6 +80,8 @@ def found_or_problems(
             result = find(path, target)
         except ValueError as problem:
             problems[path] = str(problem)
+            if isinstance(problem, PositionsError) and not has_repairs:
+                problems[path] = problem.reason
             continue
         found[path] = result
     return found, problems
