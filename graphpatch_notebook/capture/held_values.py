@@ -350,7 +350,7 @@ def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
     for function, kind in start:
         _follow([function], kind, functions)
     named = {name for function in functions for name in names_in(function.__code__)}
-    written = {name for function in functions for name in _names_of(function.__code__).written}
+    written = {name for function in functions for name in names_of(function.__code__).written}
     variables: dict[tuple[int, str], OuterValue] = {}
     for function in functions:
         for key in ("__dict__", "__defaults__"):
@@ -369,15 +369,12 @@ def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
     ]
 
 
-def variables_of(function: types.FunctionType, *, has_all_names: bool = False) -> Iterator[OuterValue]:
-    """Yields the globals and the closure variables that a function may read, or one that is defined inside it.
-
-    With all names, also those of attributes, and of globals that do not exist.
-    """
+def variables_of(function: types.FunctionType) -> Iterator[OuterValue]:
+    """Yields the globals and the closure variables that a function may read, or one that is defined inside it."""
     code, variables, home = function.__code__, function.__globals__, function.__module__
-    names = _names_of(code)
-    for name in names_in(code) if has_all_names else names.variables:
-        if has_all_names or name in variables or name in names.written:
+    names = names_of(code)
+    for name in names.variables:
+        if name in variables or name in names.written:
             yield OuterValue(name, variables, name, name in names.written, home)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield OuterValue(name, cell, "", name in names.written, home)
@@ -455,7 +452,7 @@ class Identities:
 _LOOKED_INTO = frozenset({*PLAIN_VALUES, *DICTS, list, set, deque})
 
 
-class _Names(NamedTuple):
+class Names(NamedTuple):
     """The names in a code object: of globals, and of globals, closure variables and attributes that are assigned."""
 
     variables: tuple[str, ...]
@@ -463,7 +460,8 @@ class _Names(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_of(code: types.CodeType) -> _Names:
+def names_of(code: types.CodeType) -> Names:
+    """Returns the names of outer variables in a code object, and in the functions defined inside it."""
     variables: dict[str, None] = {}
     written: set[str] = set()
     for instruction in dis.get_instructions(code):
@@ -474,9 +472,9 @@ def _names_of(code: types.CodeType) -> _Names:
             written.add(instruction.argval)
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
-            variables |= dict.fromkeys(_names_of(part).variables)
-            written |= _names_of(part).written
-    return _Names(tuple(variables), frozenset(written))
+            variables |= dict.fromkeys(names_of(part).variables)
+            written |= names_of(part).written
+    return Names(tuple(variables), frozenset(written))
 
 
 @functools.lru_cache(maxsize=4096)

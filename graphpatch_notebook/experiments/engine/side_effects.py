@@ -10,7 +10,6 @@ profiled: if another thread draws from these, the run is reported to draw.
 from __future__ import annotations
 
 import copyreg
-import dis
 import functools
 import gc
 import logging
@@ -29,7 +28,6 @@ from functools import partial
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -44,7 +42,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from graphpatch_notebook.capture.held_values import is_own_generator, memory_of, names_in, slots_of, variables_of
+from graphpatch_notebook.capture.held_values import (
+    is_own_generator,
+    memory_of,
+    names_in,
+    names_of,
+    slots_of,
+    variables_of,
+)
 from graphpatch_notebook.checks.model_state import (
     Change,
     ChangeKind,
@@ -76,7 +81,6 @@ _FILES = frozenset(
 )
 _LOOKUPS = frozenset({"getattr", "vars", "__dict__"})
 _KEPT = frozenset({"activation", "activations"})
-_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF", "STORE_ATTR", "DELETE_ATTR"})
 
 
 class ReferredValues:
@@ -249,23 +253,23 @@ class ReferredValues:
         return []
 
     def _parts_of_function(self, function: FunctionType) -> Iterable[Any]:
-        self._names.update(dict.fromkeys(names_in(function.__code__)))
-        self._stored |= (stored := _stored_in(function.__code__))
+        named, stored = names_in(function.__code__), names_of(function.__code__).written
+        self._names.update(dict.fromkeys(named))
+        self._stored |= stored
         if any(name.startswith("__") for name in stored):
             self._leave_out("parts of Python itself")
-        for outer in variables_of(function, has_all_names=True):
-            value = outer.value()
-            is_global = outer.holder is function.__globals__
-            if not is_global or outer.key in outer.holder:
-                self._variables.add((id(outer.holder), outer.name))
+        for outer in variables_of(function):
+            self._variables.add((id(outer.holder), outer.name))
+            if (value := outer.value()) is not ABSENT:
                 yield value
-            elif outer.name in self._stored:
-                self._variables.add((id(outer.holder), outer.name))
-            elif outer.name in sys.modules:  # imported in the function
-                yield sys.modules[outer.name]
-            elif outer.name in _UNSEEN:
-                self._leave_out(f"what {outer.name}() does")
-            elif outer.name in _FILES and self._has_files:
+        for name in named:
+            if name in function.__globals__ or name in self._stored:
+                continue
+            if name in sys.modules:  # imported in the function
+                yield sys.modules[name]
+            elif name in _UNSEEN:
+                self._leave_out(f"what {name}() does")
+            elif name in _FILES and self._has_files:
                 self._leave_out("files")
         yield from function.__defaults__ or ()
         yield from (function.__kwdefaults__ or {}).values()
@@ -349,13 +353,6 @@ def _is_read(name: str, part: Any) -> bool:
     if isinstance(part, (FunctionType, property, staticmethod, classmethod)):
         return name == "forward" or (name.startswith("__") and name.endswith("__") and name not in _SPECIAL)
     return not (name.startswith("__") or name == "_abc_impl" or hasattr(type(part), "__get__"))
-
-
-@functools.lru_cache(maxsize=256)
-def _stored_in(code: CodeType) -> frozenset[str]:
-    """Returns the names of the outer variables and attributes that code assigns to."""
-    inner = (name for part in code.co_consts if isinstance(part, CodeType) for name in _stored_in(part))
-    return frozenset([*(i.argval for i in dis.get_instructions(code) if i.opname in _STORES), *inner])
 
 
 @functools.lru_cache(maxsize=1024)
