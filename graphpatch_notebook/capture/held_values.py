@@ -452,7 +452,7 @@ class Identities:
 _LOOKED_INTO = frozenset({*PLAIN_VALUES, *DICTS, list, set, deque})
 
 
-class Names(NamedTuple):
+class CodeNames(NamedTuple):
     """The names in a code object: of globals, and of globals, closure variables and attributes that are assigned."""
 
     variables: tuple[str, ...]
@@ -460,7 +460,7 @@ class Names(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def names_of(code: types.CodeType) -> Names:
+def names_of(code: types.CodeType) -> CodeNames:
     """Returns the names of outer variables in a code object, and in the functions defined inside it."""
     variables: dict[str, None] = {}
     written: set[str] = set()
@@ -474,7 +474,7 @@ def names_of(code: types.CodeType) -> Names:
         if isinstance(part, types.CodeType):
             variables |= dict.fromkeys(names_of(part).variables)
             written |= names_of(part).written
-    return Names(tuple(variables), frozenset(written))
+    return CodeNames(tuple(variables), frozenset(written))
 
 
 @functools.lru_cache(maxsize=4096)
