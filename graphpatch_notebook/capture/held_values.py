@@ -398,7 +398,8 @@ def plain_values_read(module: Module) -> dict[str, Any]:
     named = {text for function in functions for text in (*names_in(function.__code__), *function.__code__.co_consts)}
     named -= {"training"}
     found = {name: value for name, value in attributes if name in named}
-    found |= {outer.name: value for outer, value in outer_values}
+    # A function without defaults has `None`.
+    found |= {o.name: value for o, value in outer_values if value is not None or type(o.holder) not in FUNCTIONS}
     for _, items, _, name in walk.places + walk.slotted:
         inside = items.items() if type(items) is dict else enumerate(items)
         found |= {f"{name}.{key}": value for key, value in inside if type(items) is not dict or key in named}

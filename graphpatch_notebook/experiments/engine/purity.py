@@ -281,7 +281,7 @@ class _Dependence:
             return None
         change = self._change_by_run()
         is_random = isinstance(change, Change) and change.kind is ChangeKind.RANDOM
-        depends = change is not None and (may_depend or not is_all or (is_random and self.draws))
+        depends = (may_depend and change is not None) or (is_random and (self.draws or not is_all))
         return f"make_patches may depend on what runs change: {change}" if depends else None
 
     def check(self, *, draws: bool) -> bool:
