@@ -141,8 +141,7 @@ def inner_call_sites(inner: InnerSteps, *flags: Any) -> dict[str, CallSites]:
     found: dict[str, CallSites] = {}
 
     def see(name: str, caller: FrameType, value: Any) -> Any:
-        _, chain = call_sites.chain(caller)
-        found.setdefault(name, tuple(reversed(chain)))
+        found.setdefault(name, call_sites.steps_of(call_sites.chain(caller) or ()))
         return value
 
     with torch.no_grad():

@@ -184,24 +184,27 @@ class Recorder(TorchFunctionMode):
         __tracebackhide__ = True
         frame = self.stack[-1]
         python_frame = call_sites.caller(1)
-        if call_sites.is_offloading(python_frame):
-            result = func(*args, **kwargs)
-            frame.pass_through(args[0] if args else None, result)
-            return result
-        occurrence, site = None, None
+        occurrence, site = 0, None
         refs: tuple[Any, Any] | None = None
+        is_offloading = False
         # Errors in our own code must not reach the user's model: the frame becomes opaque instead.
         try:
             site = self.sites.site(python_frame)
-            occurrence = frame.count(site) if site is not None else 0
-            refs = frame.refs(args), frame.refs(kwargs)
+            is_offloading = site is not None and self.sites.is_offloading(site, python_frame)
+            if not is_offloading:
+                occurrence = frame.count(site) if site is not None else 0
+                refs = frame.refs(args), frame.refs(kwargs)
         except Exception as failure:
             self._fail(frame, failure)
+        if is_offloading:
+            result = func(*args, **kwargs)
+            frame.pass_through(args[0] if args else None, result)
+            return result
         # Custom operators may write into any argument; their names do not show it.
         watched = (*args, *kwargs.values()) if is_overload(func) else args[:1]
         before = [(value, version_of(value)) for value in watched if isinstance(value, Tensor)]
         result = self.run_op(func, name, args, kwargs, (site, occurrence))
-        if refs is None or occurrence is None:
+        if refs is None:
             return result
         try:
             node = OpNode(
