@@ -113,7 +113,7 @@ class SiteEntries(list[Entry]):
 
 OpEntries: TypeAlias = "dict[int, SiteEntries]"
 """The entries on the ops of one call site, by occurrence."""
-EntriesByChain: TypeAlias = "dict[tuple[int, ...], OpEntries]"
+EntriesByChain: TypeAlias = "dict[tuple[int, ...] | None, OpEntries]"
 
 
 class PatchedCode(dict[int, "EntriesByChain | None"]):

@@ -143,14 +143,14 @@ class SiteTable:
 
     def _add(self, key: tuple[int, ...]) -> Site:
         site = self._sites[key] = Site(steps_of(key))
-        *outer, leaf = [facts_of(code) for code, _ in site.steps] or [None]
-        if leaf is not None and (leaf.is_offloading or any(facts.is_hook_of_offloading for facts in outer)):
+        steps = [facts_of(code) for code, _ in site.steps]
+        if steps and (steps[-1].is_offloading or any(facts.is_hook_of_offloading for facts in steps)):
             self._offloading.add(site)
         return site
 
 
 def chain(frame: FrameType | None) -> tuple[int, ...] | None:
-    """Returns the chain of call sites down to `frame`, innermost first: for each step, the id of its code and an offset.
+    """Returns the chain of call sites down to `frame`, innermost first: the id of the code and the offset of each step.
 
     `None` if no `forward` called it.
     """
