@@ -67,7 +67,13 @@ class PatchShapeError(GraphPatchError, ValueError):
 
 
 class PatchNotFiredError(GraphPatchError, RuntimeError):
-    """A patch of a strict context never fired during a call."""
+    """A patch of a strict context never fired during a call.
+
+    Attributes:
+        paths: The paths of such patches.
+    """
+
+    paths: tuple[str, ...] = ()
 
 
 class ShardedCallError(GraphPatchError, RuntimeError):

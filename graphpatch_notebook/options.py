@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from torch.fx import Graph
@@ -138,14 +139,15 @@ def _option_text(value: Any) -> str:
 
 
 def options_among(
-    args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Collection[str] | None = None
+    args: tuple[Any, ...], kwargs: dict[str, Any], is_input: Callable[[str], bool] | None = None
 ) -> tuple[ExtractionOptions, tuple[Any, ...], dict[str, Any]]:
     """Returns the options that are given with example inputs (else the default ones), and the inputs without them.
 
     Args:
         args: What was given, positional.
         kwargs: What was given by keyword.
-        parameters: The names of the inputs of the model. With them, other inputs cannot have the name of an option.
+        is_input: Whether a module of the model has an input of this name. With it, other inputs cannot have the name of
+            an option, or nearly so.
 
     Raises:
         TypeError: There are options, or fields of them, where the model would get them.
@@ -158,22 +160,28 @@ def options_among(
         found.append(inputs.pop(given))
     if len(found) > 1:
         raise TypeError(f"ExtractionOptions are given twice, first of the inputs and as {given}; give them once")
-    if any(isinstance(arg, ExtractionOptions) for arg in args):
+    if any(isinstance(arg, ExtractionOptions) or arg is ExtractionOptions for arg in args):
         raise TypeError(
             "ExtractionOptions among the example inputs would go to the model; they come first: "
-            "PatchableGraph(model, options, *inputs)"
+            "PatchableGraph(model, ExtractionOptions(...), *inputs)"
         )
     for name, value in inputs.items():
         if isinstance(value, ExtractionOptions):
             raise TypeError(f"ExtractionOptions given as {name}= would go to the model; give them as {given}=")
-    if parameters is not None and given in inputs and given not in parameters:
-        raise TypeError(f"{given} takes ExtractionOptions(...), not {_option_text(inputs[given])}")
-    options = {option.name for option in fields(ExtractionOptions)}
-    if parameters is not None and (lost := [name for name in inputs if name in options and name not in parameters]):
-        rest = [*(["*inputs"] if args else []), *(f"{name}=..." for name in inputs if name not in lost)]
-        meant = f"ExtractionOptions({', '.join(f'{name}=...' for name in lost)})"
+    if is_input is None:
+        return (found[0] if found else ExtractionOptions()), args, inputs
+    options = [given, *(option.name for option in fields(ExtractionOptions))]
+    meant = {
+        name: near[0] for name in inputs if (near := get_close_matches(name, options, 1, 0.7)) and not is_input(name)
+    }
+    if given in meant.values():
+        name = next(name for name in meant if meant[name] == given)
+        raise TypeError(f"{given} takes ExtractionOptions(...), not {_option_text(inputs[name])}")
+    if meant:
+        rest = [*(["*inputs"] if args else []), *(f"{name}=..." for name in inputs if name not in meant)]
+        right = f"ExtractionOptions({', '.join(f'{option}=...' for option in meant.values())})"
         raise TypeError(
-            f"{', '.join(lost)} given by keyword would go to the model, which takes no such input; options come first: "
-            f"PatchableGraph({', '.join(['model', meant, *rest])})"
+            f"{', '.join(meant)} given by keyword would go to the model, which takes no such input; options come "
+            f"first: PatchableGraph({', '.join(['model', right, *rest])})"
         )
     return (found[0] if found else ExtractionOptions()), args, inputs

@@ -19,7 +19,7 @@ from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.keywords import check_input_names
-from graphpatch_notebook.checks.model_state import ModuleState, SharedRandomState, copied
+from graphpatch_notebook.checks.model_state import Holdings, ModuleState, SharedRandomState, copied
 from graphpatch_notebook.components import Components, ProofRun, Weights, find
 from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
@@ -130,8 +130,11 @@ class PatchableGraph(_LikeItsModel):
             raise TypeError(
                 f"PatchableGraph needs a torch.nn.Module, not {shown}: PatchableGraph(model, *example_inputs)"
             )
-        parameters = signature_of(given.forward).parameters
-        options, example_args, example_kwargs = options_among(example_args, example_kwargs, parameters)
+        options, example_args, example_kwargs = options_among(
+            example_args,
+            example_kwargs,
+            lambda name: any(name in signature_of(one.forward).parameters for one in given.modules()),
+        )
         super().__init__()
         examples, before = ExampleInputs(example_args, example_kwargs), SharedRandomState()
         try:
@@ -145,6 +148,7 @@ class PatchableGraph(_LikeItsModel):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.differing(SharedRandomState())
+        root_frame.capture.holdings = Holdings.read_by(*root_frame.walk())
         root_frame = with_whole_records(root_frame)
         publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
@@ -888,9 +892,11 @@ class PatchableGraph(_LikeItsModel):
                 future. Threads share the graph of this process. Other executors (processes, `joblib`'s, a Dask `Client`
                 or its `get_executor()`) need a `recipe`; weights are not sent to workers. If a worker is lost, its
                 chunk is submitted again. If the executor breaks or loses all workers, the remaining chunks run in this
-                process, with an `ExperimentWarning`, except those that may have caused the loss. Another one says if
-                functions in patches change what they refer to: cells run in any order. For the same reason, each cell
-                needs probes of its own.
+                process, with an `ExperimentWarning`, except those that may have caused the loss. Cells that depend on
+                their order run in this process, in order, and another warning says so: all of them, if a run without
+                patches changes the model, random numbers or the metric; and those whose functions change what they
+                refer to or draw from shared random generators, which the first cell with the same code shows here.
+                Each cell needs probes of its own.
             recipe: How another process gets the graph: a function without arguments that returns it, with the same
                 mode, dtype and weights as here, or the name of a file written by `pg.save`. Each process calls it once.
                 The metric without patches must be the same there up to rounding; otherwise its cells fail.

@@ -116,7 +116,7 @@ def test_close_allows_the_tolerance_only_for_floating_point() -> None:
 def test_flatten_opens_caches() -> None:
     case = case_by_name("llama-sdpa")
     paths = [path for path, _ in flatten(case.variants(case.build())["cache_step"].kwargs)]
-    assert "['past_key_values'].layers[1].keys" in paths
+    assert any(path.endswith("].layers[1].keys") for path in paths)
 
 
 def test_copy_call_copies_tensors_and_keeps_aliases() -> None:

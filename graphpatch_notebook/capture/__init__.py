@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.data_loops import (
     PART_FUNCTIONS,
@@ -33,7 +33,7 @@ from graphpatch_notebook.capture.data_loops import (
     part_count_by_values,
 )
 from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
-from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk, reachable_modules
+from graphpatch_notebook.capture.held_values import PLAIN_VALUES, WRITTEN_WEIGHTS, Walk, reachable_modules
 from graphpatch_notebook.capture.meta_device import (
     META,
     OnMeta,
@@ -55,7 +55,7 @@ from graphpatch_notebook.errors import CaptureError, CompilationWarning, Decompo
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import eager_code, is_any_compiled
+from graphpatch_notebook.torch_compat import eager_code, is_any_compiled, version_of
 from graphpatch_notebook.values import rebuilt
 
 __all__ = [
@@ -105,8 +105,10 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     __tracebackhide__ = True
     options.check()
     recorder = Recorder(module, options)
+    weights = [(weight, version_of(weight)) for weight in module.parameters() if type(weight) is Parameter]
     with WithoutWeights() if parameter_without_values(module) else nullcontext() as without_weights:
         root = record(recorder, args, kwargs)
+    WRITTEN_WEIGHTS.update({id(weight): weight for weight, version in weights if version_of(weight) != version})
     if without_weights is not None and without_weights.guessed:
         message = (
             f"the model reads values that depend on its weights, which are on the meta device "
@@ -191,7 +193,11 @@ def _check_unused(root: Frame, options: ExtractionOptions) -> None:
 
 def _replace_sizes(root: Module, recorder: Recorder) -> None:
     """Puts plain integers in place of sizes that the model kept for itself, and its own tensors in place of aliases."""
-    for container, held, _, _ in Walk([root]).places:
+    walk = Walk([root])
+    for outer, value in walk.add_outer_values():
+        if outer.is_written and (plain := _plain(value, recorder)) is not value:
+            outer.assign(plain)
+    for container, held, _, _ in walk.places:
         if not isinstance(container, dict):
             values = [_plain(value, recorder) for value in held]
             if any(map(operator.is_not, values, held)):

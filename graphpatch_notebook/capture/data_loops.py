@@ -13,9 +13,8 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.functions import SIZE_READS
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, Site, SourceLine, line_at, map_leaves, refs_in
-from graphpatch_notebook.values import ContainerSpec, TensorSpec
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, leaves
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SIZES = frozenset(name.strip("_") for name in SIZE_READS)
 
@@ -38,7 +37,7 @@ def data_loops(root: Frame) -> dict[int, SourceLine]:
 def _marked(frame: Frame) -> Iterator[tuple[Node, SourceLine]]:
     reads = [
         *(read.site for read in frame.value_reads),
-        *(node.site for node in frame.nodes if node.site is not None and _reads_count(node)),
+        *(node.site for node in frame.nodes if node.site is not None and (_reads_count(node) or _returns_read(node))),
     ]
     loops = [loop for read in reads for loop in _loops_over(read)]
     for node in frame.nodes if loops else ():
@@ -55,18 +54,30 @@ def _reads_count(node: Node) -> bool:
     return part_count_by_values(node) is not None or (node.op in _SIZES and comes_of_values(node))
 
 
+def _returns_read(node: Node) -> bool:
+    """Whether a module returns plain numbers, and read values into Python to get them."""
+    return (
+        isinstance(node, CallNode)
+        and any(isinstance(spec, ScalarSpec) and spec.value is not None for _, spec in leaves(node.spec))
+        and any(frame.value_reads for frame in node.frame.walk())
+    )
+
+
 def _loops_over(read: Site) -> Iterator[tuple[str, int, int, SourceLine]]:
     """Yields the loops that a value read into Python at `read` decides on: file, first and last line, head."""
     for code, offset in read.steps:
         line = line_at(code, offset)
-        for first, last, head in _loops_of(code.co_filename, line):
+        for first, last, head in _loops_of(code.co_filename, line, code.co_name == "<lambda>"):
             yield code.co_filename, first, last, SourceLine(code.co_filename, head, code.co_name)
 
 
 @functools.lru_cache(maxsize=256)
-def _loops_of(file: str, line: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns the loops that depend on the value read at `line`: the first and the last line of each, and its head."""
-    function = _function_at(file, line)
+def _loops_of(file: str, line: int, is_in_lambda: bool) -> tuple[tuple[int, int, int], ...]:
+    """Returns the lines whose turns depend on the value read at `line`: the first, the last, and the head of the loop.
+
+    These are loops that go over it or end by it, and in other loops the parts that run only in some turns.
+    """
+    function = _function_at(file, line, is_in_lambda)
     if function is None:
         return ()
     names = _names_from(function, line)
@@ -76,14 +87,29 @@ def _loops_of(file: str, line: int) -> tuple[tuple[int, int, int], ...]:
             head = loop.test if isinstance(loop, ast.While) else loop.iter
             if _is_decided(head, line, names) or _breaks(loop, line, names):
                 found.append((loop.body[0].lineno, _last_line(loop.body[-1]), loop.lineno))
-        elif isinstance(loop, _COMPREHENSIONS) and any(_is_decided(g.iter, line, names) for g in loop.generators):
-            found.append((loop.lineno, _last_line(loop), loop.lineno))
+            else:
+                for condition in _conditions(loop, line, names):
+                    skips = any(isinstance(inner, ast.Continue) for inner in ast.walk(condition))
+                    last = _last_line(loop.body[-1] if skips else condition)
+                    only_skips = isinstance(condition.body[0], ast.Continue)
+                    first = _last_line(condition) + 1 if only_skips else condition.body[0].lineno
+                    found.append((first, last, loop.lineno))
+        else:
+            if isinstance(loop, _COMPREHENSIONS):
+                parts = [part for generator in loop.generators for part in (generator.iter, *generator.ifs)]
+            elif isinstance(loop, ast.Call) and isinstance(loop.func, ast.Name) and loop.func.id in ("map", "filter"):
+                parts = loop.args[1:]
+            else:
+                continue
+            if any(_is_decided(part, line, names) for part in parts):
+                found.append((loop.lineno, _last_line(loop), loop.lineno))
     return tuple(found)
 
 
-def _function_at(file: str, line: int) -> ast.AST | None:
-    """Returns the innermost function around a line of a file."""
-    around = [each for each in ast.walk(_tree(file)) if isinstance(each, _FUNCTIONS) and _holds(each, line)]
+def _function_at(file: str, line: int, is_in_lambda: bool) -> ast.AST | None:
+    """Returns the innermost function around a line of a file: a lambda only if the line is in one."""
+    kinds = ast.Lambda if is_in_lambda else (ast.FunctionDef, ast.AsyncFunctionDef)
+    around = [each for each in ast.walk(_tree(file)) if isinstance(each, kinds) and _holds(each, line)]
     return max(around, key=lambda function: function.lineno, default=None)
 
 
@@ -96,24 +122,58 @@ def _tree(file: str) -> ast.AST:
 
 
 def _names_from(function: ast.AST, line: int) -> set[str]:
-    """Returns the variables that hold the value read at `line`, or a value computed from it."""
+    """Returns the variables and attributes that hold the value read at `line`, or a value computed from it."""
     found: set[str] = set()
-    assignments = [each for each in ast.walk(function) if isinstance(each, (ast.Assign, ast.AnnAssign, ast.AugAssign))]
-    for each in sorted(assignments, key=lambda assignment: assignment.lineno):
-        if each.value is not None and _is_decided(each.value, line, found):
-            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
-            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    statements = [each for each in ast.walk(function) if isinstance(each, ast.stmt)]
+    for each in sorted(statements, key=lambda statement: statement.lineno):
+        source, targets = _assigned(each)
+        if source is not None and _is_decided(source, line, found):
+            found.update(name for target in targets for name in _names_in(target))
     return found
 
 
+def _assigned(statement: ast.stmt) -> tuple[ast.expr | None, list[ast.expr]]:
+    """Returns what a statement puts somewhere, and where: also `rows.append(row)`."""
+    if isinstance(statement, ast.Assign):
+        return statement.value, statement.targets
+    if isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
+        return statement.value, [statement.target]
+    if isinstance(statement, (ast.For, ast.AsyncFor)):
+        return statement.iter, [statement.target]
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        return call, [call.func.value]
+    return None, []
+
+
+def _names_in(target: ast.expr) -> Iterator[str]:
+    """Yields the variables and attributes (`self.rows`) that are changed where something is put into `target`."""
+    if isinstance(target, (ast.Name, ast.Attribute)):
+        yield ast.unparse(target)
+    elif isinstance(target, (ast.Tuple, ast.List)):
+        for each in target.elts:
+            yield from _names_in(each)
+    elif isinstance(target, (ast.Subscript, ast.Starred)):
+        yield from _names_in(target.value)
+    elif isinstance(target, ast.Call) and isinstance(target.func, ast.Attribute):  # `rows.setdefault(0, [])`
+        yield from _names_in(target.func.value)
+
+
 def _is_decided(expression: ast.AST, line: int, names: set[str]) -> bool:
-    is_read = isinstance(expression, (ast.expr, ast.stmt)) and _holds(expression, line)
-    return is_read or any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(expression))
+    if isinstance(expression, (ast.expr, ast.stmt)) and _holds(expression, line):
+        return True
+    read = (each for each in ast.walk(expression) if isinstance(each, (ast.Name, ast.Attribute))) if names else ()
+    return any(ast.unparse(each) in names for each in read)
+
+
+def _conditions(loop: ast.For | ast.AsyncFor | ast.While, line: int, names: set[str]) -> list[ast.If]:
+    """Returns the conditions in a loop that depend on what was read."""
+    return [each for each in ast.walk(loop) if isinstance(each, ast.If) and _is_decided(each.test, line, names)]
 
 
 def _breaks(loop: ast.For | ast.AsyncFor | ast.While, line: int, names: set[str]) -> bool:
     """Whether a loop is left where a condition on what was read holds."""
-    conditions = [each for each in ast.walk(loop) if isinstance(each, ast.If) and _is_decided(each.test, line, names)]
+    conditions = _conditions(loop, line, names)
     return any(isinstance(inner, (ast.Break, ast.Return)) for each in conditions for inner in ast.walk(each))
 
 

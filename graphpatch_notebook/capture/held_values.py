@@ -1,12 +1,16 @@
-"""What modules hold, where it is, and which tensor is which.
+"""What modules hold, where it is, what their code reads from outside of them, and which tensor is which.
 
-`Walk` finds what is in the attributes of modules, in containers and in plain objects; `find_source` where a tensor that
-no op made is held; `alias`, `memory_of` and `still_used` distinguish tensors that share memory.
+`Walk` finds what is in the attributes of modules, in containers and in plain objects, and in the globals, closures and
+classes of their code (`outer_values_of`); `find_source` finds where a tensor that no op made is held; `alias`,
+`memory_of` and `still_used` distinguish tensors that share memory.
 """
 
 from __future__ import annotations
 
+import dis
 import enum
+import functools
+import operator
 import random
 import sys
 import types
@@ -20,12 +24,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Kind
 from graphpatch_notebook.torch_compat import is_fully_sharded, without_torch_functions
-from graphpatch_notebook.values import PLAIN_TENSORS, readable_children
+from graphpatch_notebook.values import ABSENT, PLAIN_TENSORS, readable_children
 
 MANY = 1000
 """Larger containers are data: their items are not searched."""
+
+WRITTEN_WEIGHTS: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""Parameters that the model wrote into while it was captured, by id, as `torch.nn.Embedding(max_norm=...)` does."""
 
 NOT_STATE = ("forward", "_old_forward", "_hf_hook")
 """This package swaps forwards; the hook of accelerate records what it loaded."""
@@ -89,6 +97,7 @@ class Walk:
         slotted: Objects with slots, and what these hold.
         tensors: The tensors, each with its module and name.
         generators: The random generators, but for those that all code shares.
+        functions: The functions and methods in attributes and containers.
         spans: For each module, by id, which of the places, the empty containers and the tensors are its own.
         seen: The ids of all that was found.
     """
@@ -99,6 +108,7 @@ class Walk:
         self.slotted: list[Holder] = []
         self.tensors: list[tuple[Tensor, Module | None, str]] = []
         self.generators: list[Any] = []
+        self.functions: list[Any] = []
         self.spans: dict[int, tuple[slice, slice, slice]] = {}
         self.seen: set[int] = set()
         self._modules: list[Module | None] = []
@@ -115,6 +125,19 @@ class Walk:
     def modules(self) -> Iterator[Module]:
         """Yields the modules that were found."""
         return (module for _, _, module, name in self.places if not name and module is not None)
+
+    def add_outer_values(self) -> list[tuple[OuterValue, Any]]:
+        """Searches what the code of the modules reads from outside of them, too; returns these variables and values."""
+        outer_values = outer_values_of(self.modules(), self.functions)
+        self.add([(outer.name, value) for outer, value in outer_values if outer.is_searched(type(value))])
+        return outer_values
+
+    def add(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Searches values that no module holds, each with its name; not the modules among them."""
+        self._most = len(self.places) + MANY
+        for name, value in named:
+            self._look(name, value, None, 0)
+        self._modules.clear()
 
     def _look_at(self, module: Module) -> None:
         begin = len(self.places), len(self.empty), len(self.tensors)
@@ -144,6 +167,8 @@ class Walk:
     def _look(self, name: str, value: Any, module: Module | None, depth: int) -> None:
         contents = _contents_by_class.get(type(value)) or _contents(type(value))
         if contents is _Contents.NOTHING or id(value) in self.seen or depth > _DEEPEST:
+            if type(value) in FUNCTIONS and "_hooks" not in name:
+                self.functions.append(value)
             return
         if contents is _Contents.MODULE:
             self._modules.append(value)
@@ -171,7 +196,7 @@ class Walk:
             if container is not None and not isinstance(container, (tuple, frozenset)):
                 self.empty.append(container)
             return
-        items: Any = dict(container) if isinstance(container, dict) else list(container)
+        items: Any = raw_dict(container) if isinstance(container, dict) else list(container)
         if not isinstance(container, (tuple, frozenset)):
             self.places.append((container, items, module, name))
         if name not in REGISTRIES and (len(items) > MANY or len(self.places) > self._most):
@@ -187,6 +212,11 @@ def state_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
         for name in NOT_STATE:
             held.pop(name, None)
     return held
+
+
+def raw_dict(container: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns a copy of what a dict holds, whatever its class makes of it: some make modules of classes."""
+    return dict((OrderedDict if isinstance(container, OrderedDict) else dict).items(container))
 
 
 def _attributes_of(value: Any) -> Any:
@@ -224,6 +254,264 @@ def _is_generator(kind: type) -> bool:
     return issubclass(kind, (Iterator, torch.Generator, random.Random, *kinds)) and not issubclass(
         kind, random.SystemRandom
     )
+
+
+# -- what code reads from outside of it --------------------------------------------------------------------------------
+
+FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
+_CODE = frozenset({*FUNCTIONS, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod})
+"""The classes of most outer values, which hold no data."""
+
+
+class OuterValue(NamedTuple):
+    """A variable that code reads from outside of it, an attribute of a class, or what a function holds.
+
+    Attributes:
+        holder: The globals, the cell of a closure, the class, or the function.
+        is_written: Whether the code assigns to it.
+        home: The name of the Python module of the code.
+    """
+
+    name: str
+    holder: Any
+    key: str = ""
+    is_written: bool = False
+    home: str = ""
+
+    def is_searched(self, kind: type) -> bool:
+        """Whether models may write into values of a class: not into objects of other files, which others share."""
+        contents = _contents(kind)
+        return contents is not _Contents.NOTHING and (contents is not _Contents.OBJECT or kind.__module__ == self.home)
+
+    def value(self) -> Any:
+        """Returns its current value; `ABSENT` if it has none."""
+        holder, key = self.holder, self.key
+        if type(holder) is dict:
+            return holder.get(key, ABSENT)
+        if type(holder) is types.CellType:
+            return _content(holder)
+        return getattr(holder, key) if type(holder) is types.FunctionType else vars(holder).get(key, ABSENT)
+
+    def assign(self, value: Any) -> None:
+        """Gives the variable a value; `ABSENT` removes it."""
+        if type(self.holder) is types.CellType:
+            if value is ABSENT:
+                del self.holder.cell_contents
+            else:
+                self.holder.cell_contents = value
+        elif type(self.holder) is dict:
+            if value is ABSENT:
+                self.holder.pop(self.key, None)
+            else:
+                self.holder[self.key] = value
+        elif value is ABSENT:
+            delattr(self.holder, self.key)
+        else:
+            setattr(self.holder, self.key, value)
+
+
+def outer_objects(module: Module) -> list[Any]:
+    """Returns the data in globals and closure variables that the module's own functions use."""
+    held = [value for value in module.__dict__.values() if type(value) in FUNCTIONS]
+    return [value for _, value in outer_values_of([module], held) if type(value) not in _CODE]
+
+
+_reached: dict[Any, tuple[list[OuterValue], Identities]] = {}
+
+
+def outer_values_of(modules: Iterable[Module], held: Iterable[Any]) -> list[tuple[OuterValue, Any]]:
+    """Returns the globals, closure variables and attributes of classes that the code of modules names, and the values.
+
+    What its functions hold (attributes, and defaults) is among them. `held` are the functions that the modules hold.
+    """
+    forwards: list[tuple[Any, type]] = []
+    kinds: set[type] = set()
+    for module in modules:
+        if (kind := type(module)) not in kinds or "forward" in module.__dict__:
+            kinds.add(kind)
+            forwards.append((original_forward(module), kind))
+    start = (*((getattr(f, "__func__", f), kind) for f, kind in forwards), *((function, Module) for function in held))
+    known, identities = _reached.get(start, ([], None))
+    values = [outer.value() for outer in known]
+    if identities is None or identities != Identities(values):
+        # All that decides on what is found is among it, so the same values lead to the same variables.
+        known = _found_from(start)
+        values = [outer.value() for outer in known]
+        while len(_reached) >= _MOST_REACHED:
+            _reached.pop(next(iter(_reached)), None)
+        _reached[start] = known, Identities(values)
+    return list(zip(known, values, strict=True))
+
+
+_MOST_REACHED = 100
+
+
+def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
+    functions: dict[types.FunctionType, None] = {}
+    for function, kind in start:
+        _follow([function], kind, functions)
+    named = {name for function in functions for name in names_in(function.__code__)}
+    written = {name for function in functions for name in names_of(function.__code__).written}
+    variables: dict[tuple[int, str], OuterValue] = {}
+    for function in functions:
+        for key in ("__dict__", "__defaults__"):
+            variables[id(function), key] = OuterValue(function.__name__, function, key)
+        for outer in variables_of(function):
+            place = id(outer.holder), outer.key
+            if outer.is_written or place not in variables:
+                variables[place] = outer
+    bases = dict.fromkeys(base for _, kind in start for base in kind.__mro__ if issubclass(base, Module))
+    return [outer for outer in variables.values() if "__" not in outer.name] + [
+        OuterValue(f"{base.__name__}.{name}", base, name, name in written, base.__module__)
+        for base in bases
+        if base is not Module
+        for name, value in vars(base).items()
+        if "__" not in name and (name in named or type(value) not in _CODE)
+    ]
+
+
+def variables_of(function: types.FunctionType) -> Iterator[OuterValue]:
+    """Yields the globals and the closure variables that a function may read, or one that is defined inside it."""
+    code, variables, home = function.__code__, function.__globals__, function.__module__
+    names = names_of(code)
+    for name in names.variables:
+        if name in variables or name in names.written:
+            yield OuterValue(name, variables, name, name in names.written, home)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield OuterValue(name, cell, "", name in names.written, home)
+
+
+def plain_values_read(module: Module) -> dict[str, Any]:
+    """Returns the plain values that the code of a module names: of its attributes and variables, and inside of these.
+
+    For functions, it has their names.
+
+    Example:
+        >>> plain_values_read(torch.nn.ReLU())
+        {'inplace': False}
+    """
+    walk, functions = Walk([]), dict[types.FunctionType, None]()
+    attributes = [(name, value) for name, value in module.__dict__.items() if "_hooks" not in name]
+    walk.add([(name, value) for name, value in attributes if name not in (*REGISTRIES, *NOT_STATE)])
+    _follow([original_forward(module), *walk.functions], type(module), functions)
+    outer_values = outer_values_of([module], walk.functions)
+    walk.add([(outer.name, value) for outer, value in outer_values if outer.is_searched(type(value))])
+    named = {text for function in functions for text in (*names_in(function.__code__), *function.__code__.co_consts)}
+    named -= {"training"}
+    found = {name: value for name, value in attributes if name in named}
+    found |= {outer.name: value for outer, value in outer_values}
+    for _, items, _, name in walk.places + walk.slotted:
+        inside = items.items() if type(items) is dict else enumerate(items)
+        found |= {f"{name}.{key}": value for key, value in inside if type(items) is not dict or key in named}
+    for name, child in module._modules.items():
+        if name in named and child is not None:
+            found |= {f"{name}.{key}": value for key, value in child.__dict__.items() if key in named}
+    tuples = [(name, value) for name, value in found.items() if isinstance(value, tuple)]
+    found |= {f"{name}.{number}": item for name, value in tuples for number, item in enumerate(value)}
+    found |= {name: value.__qualname__ for name, value in found.items() if type(value) in (*FUNCTIONS, type(len))}
+    return {name: value for name, value in found.items() if type(value) in PLAIN_VALUES}
+
+
+class Identities:
+    """Which objects some values are; equal to others if all are the same objects, or plain values of the same type.
+
+    It keeps no tensor alive, and does not look into containers other than tuples.
+    """
+
+    __slots__ = ("_kinds", "_plain", "_same")
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        values = list(values)
+        self._plain = [value for value in values if type(value) in PLAIN_VALUES]
+        self._kinds: list[Any] = [*map(type, values)]
+        self._same: list[Any] = []
+        for value in [value for value in values if type(value) not in _LOOKED_INTO]:
+            if issubclass(type(value), (tuple, frozenset)) and len(value) <= MANY:  # of a proxy, `isinstance` may raise
+                inside = Identities(value)
+                self._plain += inside._plain
+                self._kinds += [*inside._kinds, len(value)]
+                self._same += inside._same
+                continue
+            try:
+                self._same.append(weakref.ref(value))  # the same one each time
+            except TypeError:
+                if not issubclass(type(value), (list, dict, set, deque)) and not slots_of(value):
+                    self._same.append(value)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Identities)
+            and self._kinds == other._kinds
+            and self._plain == other._plain
+            and len(self._same) == len(other._same)
+            and all(map(operator.is_, self._same, other._same))
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it is only compared
+
+
+_LOOKED_INTO = frozenset({*PLAIN_VALUES, *DICTS, list, set, deque})
+
+
+class CodeNames(NamedTuple):
+    """The names in a code object: of globals, and of globals, closure variables and attributes that are assigned."""
+
+    variables: tuple[str, ...]
+    written: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> CodeNames:
+    """Returns the names of outer variables in a code object, and in the functions defined inside it."""
+    variables: dict[str, None] = {}
+    written: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        action, _, where = instruction.opname.partition("_")
+        if where in ("GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS"):
+            variables[instruction.argval] = None
+        if action in ("STORE", "DELETE") and where in ("GLOBAL", "DEREF", "ATTR"):
+            written.add(instruction.argval)
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            variables |= dict.fromkeys(names_of(part).variables)
+            written |= names_of(part).written
+    return CodeNames(tuple(variables), frozenset(written))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names of globals and attributes in a code object, and in the functions defined inside it."""
+    inner = (name for part in code.co_consts if isinstance(part, types.CodeType) for name in names_in(part))
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _follow(waiting: list[Any], kind: type, found: dict[types.FunctionType, None]) -> None:
+    while waiting:
+        function, owner = waiting.pop(), kind
+        if isinstance(function, types.MethodType):
+            function, owner = function.__func__, type(getattr(function, "__self__"))  # noqa: B009
+        if isinstance(function, types.FunctionType) and function not in found:
+            found[function] = None
+            waiting.append(getattr(function, "__wrapped__", None))
+            waiting += [_content(cell) for cell in function.__closure__ or ()]
+            waiting += _helpers(function, owner)
+
+
+def _helpers(function: types.FunctionType, kind: type) -> Iterator[types.FunctionType]:
+    """Yields the functions of the same file that a function names: globals, and methods of a class."""
+    variables = function.__globals__
+    for name in names_in(function.__code__):
+        value = variables[name] if name in variables else getattr(kind, name, None)
+        value = value.fget if type(value) is property else value
+        if type(value) is types.FunctionType and value.__module__ == function.__module__:
+            yield value
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return ABSENT
 
 
 # -- modules, and the tensors in them ----------------------------------------------------------------------------------
@@ -300,6 +588,18 @@ def registered_modules(module: Module) -> Iterator[tuple[str, Module]]:
         seen.add(id(current))
         yield path, current
         waiting.extend((f"{path}.{n}" if path else n, m) for n, m in current._modules.items() if m is not None)
+
+
+def all_modules(module: Module) -> list[Module]:
+    """Returns `module` and all modules in it, each once: faster than `module.modules()`, which makes their names."""
+    found = [module]
+    seen = {id(module)}
+    for current in found:
+        for inside in current._modules.values() if current._modules else ():
+            if inside is not None and id(inside) not in seen:
+                seen.add(id(inside))
+                found.append(inside)
+    return found
 
 
 def module_at(module: Module, path: str) -> Module | None:

@@ -276,38 +276,44 @@ class ExampleInputs:
         now = self._look()
         for where, (value, mark) in self._before.items():
             if where not in now:
-                return f"{where} is gone"
+                return f"{_text_of(where)} is gone"
             value_now, mark_now = now[where]
             if value is not value_now and isinstance(value, IMMUTABLE) and isinstance(value_now, IMMUTABLE):
                 if not is_same_plain(value, value_now):
-                    return f"{where} was {value!r}, and is {value_now!r}"
+                    return f"{_text_of(where)} was {value!r}, and is {value_now!r}"
             elif value is not value_now:
-                return f"{where} is another object"
+                return f"{_text_of(where)} is another object"
             elif mark != mark_now:
-                return f"{where} {_difference(mark, mark_now)}"
+                return f"{_text_of(where)} {_difference(mark, mark_now)}"
         more = next((where for where in now if where not in self._before), None)
-        return None if more is None else f"{more} is new"
+        return None if more is None else f"{_text_of(more)} is new"
 
     def _look(self) -> _Seen:
         found: _Seen = {}
         containers: set[int] = set()
-        for number, value in enumerate(self.args):
-            _add(found, f"argument {number}", value, containers)
-        for name, value in self.kwargs.items():
-            _add(found, name, value, containers)
+        with without_torch_functions():  # some subclasses have no shape otherwise: see `describe`
+            for name, value in (*enumerate(self.args), *self.kwargs.items()):
+                _add(found, (name,), value, containers)
         return found
 
 
-_Seen: TypeAlias = "dict[str, tuple[Any, Any]]"
+_InputPlace: TypeAlias = "tuple[Any, ...]"
+"""The number or the name of an argument, and the keys into it."""
+
+_Seen: TypeAlias = "dict[_InputPlace, tuple[Any, Any]]"
 """Values, and what a write into one of them changes, by place."""
 
 
-def _add(found: _Seen, where: str, value: Any, containers: set[int]) -> None:
+def _text_of(where: _InputPlace) -> str:
+    first = f"argument {where[0]}" if isinstance(where[0], int) else where[0]
+    return ".".join([first, *map(key_text, where[1:])])
+
+
+def _add(found: _Seen, where: _InputPlace, value: Any, containers: set[int]) -> None:
     if len(found) == _MOST_SEEN:
         return
     if isinstance(value, Tensor):
-        with without_torch_functions():  # some subclasses have no shape otherwise: see `describe`
-            found[where] = value, (version_of(value), tuple(value.shape), value.requires_grad)
+        found[where] = value, (version_of(value), value.shape, value.requires_grad)
         return
     found[where] = value, None
     if isinstance(value, IMMUTABLE) or id(value) in containers:
@@ -317,10 +323,10 @@ def _add(found: _Seen, where: str, value: Any, containers: set[int]) -> None:
     if inside is None and not callable(value):
         inside = list(getattr(value, "__dict__", {}).items())
     for key, child in inside or ():
-        _add(found, f"{where}.{key_text(key)}", child, containers)
+        _add(found, (*where, key), child, containers)
 
 
 def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
     if before[1] != after[1]:
-        return f"had the shape {before[1]}, and has {after[1]}"
+        return f"had the shape {tuple(before[1])}, and has {tuple(after[1])}"
     return "was written into" if before[0] != after[0] else "has another requires_grad than before"

@@ -428,10 +428,15 @@ def listed_doubts(doubts: list[Doubt]) -> str:
 
 @dataclass(slots=True, eq=False)
 class Capture:
-    """What all frames of a capture share: how it was captured, and the results of analyses by their function."""
+    """What all frames of a capture share: how it was captured, and the results of analyses by their function.
+
+    Attributes:
+        holdings: What the modules held afterwards (`checks.model_state.Holdings`); `None` if that is not known.
+    """
 
     options: ExtractionOptions | None = None
     findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
+    holdings: Any = None
 
 
 @dataclass(slots=True, eq=False)

@@ -8,5 +8,4 @@ hooks            whose hook is it?
 equality         are two values equal, bit for bit?
 sharding         is the model sharded over several processes?
 keywords         is a keyword input a misspelled option?
-outer_values     what the code of a module reads from outside of it
 """

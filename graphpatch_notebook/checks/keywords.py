@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -54,13 +54,14 @@ def _similar_options(names: tuple[str, ...], function: Callable[..., Any]) -> di
     return {name: found for name in names if name not in _OF_MODELS and (found := nearest_option(name, options))}
 
 
-def option_names(function: Callable[..., Any]) -> list[str]:
+@functools.lru_cache(maxsize=256)
+def option_names(function: Callable[..., Any]) -> Sequence[str]:
     """Returns the names of the keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
-def nearest_option(name: str, options: list[str]) -> str | None:
+def nearest_option(name: str, options: Sequence[str]) -> str | None:
     """Returns the option with the most similar name."""
     for option in options:
         if (len(name) > 2 and option.startswith(name)) or name.startswith(f"{option}_"):

@@ -21,19 +21,24 @@ from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.held_values import (
     DICTS,
-    MANY,
     NOT_STATE,
     PLAIN_VALUES,
     REGISTRIES,
+    WRITTEN_WEIGHTS,
+    Identities,
+    OuterValue,
     Walk,
     is_own_generator,
     memory_of,
+    outer_values_of,
+    raw_dict,
     registered_modules,
     state_attributes,
 )
 from graphpatch_notebook.capture.observers import original_forward
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.outer_values import COMPARED, outer_values_of_modules
+from graphpatch_notebook.checks.hooks import is_inert
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
@@ -242,8 +247,10 @@ class ModuleState:
     """All that a run may change in a model, at one moment: to see what has changed since, and to put it back.
 
     It covers all modules that can be reached: attributes, what containers and plain objects among them hold (the
-    config, caches), parameters, buffers, hooks, training flags, and random generators. Buffers and other tensors are
-    copied. Weights and tensors of more than `LARGE` bytes are not: a write into these is seen, and stays.
+    config, caches), parameters, buffers, hooks, training flags, and random generators; and the globals, closure
+    variables and class attributes that their code reads. Buffers and other tensors are copied. Weights are not, except
+    for those that the model writes into itself, nor are tensors of more than `LARGE` bytes: a write into these is seen,
+    and stays. So is another value of a variable that the code does not assign to: others have assigned it.
 
     Args:
         root: The model, or a part of it.
@@ -253,6 +260,7 @@ class ModuleState:
 
     def __init__(self, root: Module, generators: Iterable[Any] = (), *, is_look: bool = False) -> None:
         self._root = root
+        self._outer: list[tuple[OuterValue, Any]] = []
         with without_torch_functions():
             self._walk = Walk([*filter(is_own_generator, generators), root])
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
@@ -264,17 +272,11 @@ class ModuleState:
 
     def complete(self) -> ModuleState:
         """Makes this a full snapshot, if it is a partial one after which `change_in` found nothing; returns it."""
-        outer = [*outer_values_of_modules(self._walk.modules(), original_forward)]
         with without_torch_functions():
-            drawn_from = {id(value): value for _, _, value in outer if is_own_generator(value)}
-            self._walk.generators += drawn_from.values()
+            self._outer = self._walk.add_outer_values()
             self._generators = [_state_of(generator) for generator in self._walk.generators]
+            self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self._copies = _copies(self._walk)
-        self._outer = [
-            (kind, place, value.copy() if hasattr(value, "copy") else value)
-            for kind, place, value in outer
-            if type(value) in COMPARED and (not hasattr(value, "copy") or len(value) <= MANY)
-        ]
         self._random = SharedRandomState()
         return self
 
@@ -305,12 +307,6 @@ class ModuleState:
         with without_torch_functions():
             return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
 
-    def replaced_in(self, module: Module) -> list[Change]:
-        """Returns all changes in one module, except for writes into its tensors."""
-        places, empty, _ = self._span(module)
-        with without_torch_functions():
-            return list(self._changes((places, empty, slice(0))))
-
     def _span(self, module: Module | None) -> tuple[slice, slice, slice]:
         return _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
 
@@ -340,7 +336,7 @@ class ModuleState:
             for key, before in saved.items():
                 if not is_same(before, after := getattr(owner, key, ABSENT)):
                     yield self._change_of(module, f"{name}.{key}", before, after)
-        filled = [container for container in self._walk.empty[empty] if container]
+        filled = [*filter(None, self._walk.empty[empty])]
         if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
         held = zip(self._walk.tensors[tensors], self._versions[tensors], self._copies[tensors], strict=True)
@@ -354,7 +350,9 @@ class ModuleState:
     def _filled(self) -> Iterator[Change]:
         """Yields what is in containers that were empty, which have no names of their own: a new walk finds them."""
         empty = {id(container) for container in self._walk.empty}
-        for container, saved, module, name in Walk([self._root]).places:
+        walk = Walk([self._root])
+        walk.add_outer_values()
+        for container, saved, module, name in walk.places:
             if id(container) in empty:
                 yield from (self._change_of(module, f"{name}.{key}", ABSENT, item) for key, item in _items(saved))
 
@@ -363,18 +361,15 @@ class ModuleState:
         kind = _KINDS.get(registry, ChangeKind.HOOK if "_hooks" in registry else ChangeKind.ATTRIBUTE)
         if kind is ChangeKind.ATTRIBUTE and isinstance(before, Tensor) and before is after:
             kind = ChangeKind.TENSOR
+        if module is None:
+            kind, inner, name = ChangeKind.GLOBAL, "", name if before is after else name.rpartition(".")[0]
         path = next((path for path, one in registered_modules(self._root) if one is module), "")
         return Change(kind, path, type(module).__name__, inner if registry in REGISTRIES else name, before, after)
 
     def _outer_changes(self) -> Iterator[Change]:
-        for kind, outer, saved in self._outer:
-            value = outer.value()
-            try:
-                is_equal = value is saved or bool(value == saved)
-            except (RuntimeError, ValueError):  # tensors and arrays do not have a single truth value
-                is_equal = False
-            if not is_equal:
-                yield Change(ChangeKind.GLOBAL, "", kind.__name__, outer.name, saved, value)
+        for outer, saved in self._outer:
+            if not is_same(saved, value := outer.value()):
+                yield Change(ChangeKind.GLOBAL, "", "", outer.name, saved, value)
 
     def _random_changes(self, besides: Iterable[str] = ()) -> Iterator[Change]:
         drawn = [owner for owner in self._random.differing(SharedRandomState()) if owner not in besides]
@@ -398,8 +393,8 @@ class ModuleState:
         numbers = {module: "" if module == id(self._root) else f"{i}." for i, module in enumerate(self._walk.spans)}
         held = zip(self._walk.tensors, self._copies, strict=True)
         return {
-            numbers[id(module)] + name.removeprefix("_buffers."): content
-            for (_, module, name), content in held
+            numbers.get(id(module), f"{number} ") + name.removeprefix("_buffers."): content
+            for number, ((_, module, name), content) in enumerate(held)
             if content is not None
         }
 
@@ -423,6 +418,9 @@ class ModuleState:
                 for key, value in saved.items():
                     if getattr(owner, key, ABSENT) is not value:
                         object.__setattr__(owner, key, value)
+            for outer, saved in self._outer:
+                if outer.is_written and not is_same(saved, outer.value()):
+                    outer.assign(saved)
             for (tensor, _, _), content in zip(self._walk.tensors, self._copies, strict=True):
                 if content is not None and not _is_equal(tensor, content):
                     _write(tensor, content, counts_writes)
@@ -464,9 +462,11 @@ class Fingerprint:
         self._ids = list(map(id, held))
         # A new object may get the id of a freed one. So small values are kept, and tensors have weak references.
         self._tensors = [weakref.ref(tensor) for tensor, _, _ in walk.tensors if id(tensor) in walk.seen]
-        kept = [value for value in held if type(value) not in DICTS]
         self._kept = [
-            v for v in kept if type(v) in PLAIN_VALUES or (callable(v) and not isinstance(v, (Module, Tensor)))
+            value
+            for value in held
+            if (kind := type(value)) in PLAIN_VALUES
+            or (kind not in DICTS and callable(value) and not isinstance(value, (Module, Tensor)))
         ]
 
     def __eq__(self, other: object) -> bool:
@@ -479,6 +479,75 @@ class Fingerprint:
         )
 
     __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
+
+
+_CONTAINERS = frozenset({*DICTS, set, list})
+
+
+class Holdings:
+    """What the code of modules may read besides its inputs: what modules, objects, containers and variables hold.
+
+    To tell whether a record of the code still is one. It does not notice writes into tensors, other parameters and
+    buffers, and new hooks, and keeps no tensor alive. Of modules in modules it notices whether they are the same ones.
+    """
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._modules = list(modules)
+        # By id: another container or object at its place is noticed where it is held.
+        self._held: dict[Any, Any] = {}
+        self._hooks: dict[tuple[int, str], set[Any]] = {}
+        walk, inside = Walk([]), []
+        for module in self._modules:
+            held = module.__dict__ if "forward" not in module.__dict__ else state_attributes(module.__dict__)
+            parts = dict(module._modules.items())
+            forward = original_forward(module)
+            values = [getattr(forward, "__func__", forward), *held.values(), *parts.values()]
+            self._held[id(module)] = list(held), list(parts), Identities(values)
+            for name, value in [(n, v) for n, v in held.items() if type(v) not in PLAIN_VALUES]:
+                if type(value) in _CONTAINERS and not value:  # most are registries of hooks, without any
+                    continue
+                if "_hooks" in name and type(value) in DICTS:
+                    self._hooks[id(module), name] = {key for key, hook in value.items() if not is_inert(hook)}
+                elif name not in REGISTRIES:
+                    inside.append((name, value))
+        walk.add(inside)
+        outer_values = outer_values_of(self._modules, walk.functions)
+        walk.add([(outer.name, value) for outer, value in outer_values if outer.is_searched(type(value))])
+        self._holders = [outer.holder for outer, _ in outer_values]  # alive, so that their ids stay their own
+        self._held |= {
+            (id(outer.holder), outer.key): (type(value), value) if type(value) in PLAIN_VALUES else Identities((value,))
+            for outer, value in outer_values
+        }
+        for container, items, _, _ in walk.places + walk.slotted:
+            self._held[id(container)] = Identities((*items, *items.values()) if type(items) is dict else items)
+        self._empty = {id(container) for container in walk.empty if container is not None}
+
+    @classmethod
+    def read_by(cls, *frames: Frame) -> Holdings:
+        """Returns what the code of frames may read: what modules hold, those in them, and those that they call."""
+        modules = dict.fromkeys(frame.module for frame in frames)
+        modules |= dict.fromkeys(node.frame.module for frame in frames for node in frame.calls())
+        inside = (part for module in [*modules] for part in module._modules.values() if part is not None)
+        return cls(modules | dict.fromkeys(inside))
+
+    def is_as_now(self) -> bool:
+        """Whether all of it is still the same."""
+        return Holdings(self._modules).is_in(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Holdings:
+        result = Holdings(copy.deepcopy(self._modules, memo))
+        if not self.is_as_now():
+            result._held.clear()
+        return result
+
+    def is_in(self, earlier: Holdings) -> bool:
+        """Whether all of it is as in `earlier`, which is of the same modules or of more."""
+        hooks = {place: hooks for place, hooks in earlier._hooks.items() if place[0] in self._held}
+        return (
+            self._empty.isdisjoint(earlier._held)
+            and all(before <= self._hooks.get(place, set()) for place, before in hooks.items())
+            and all(earlier._held.get(key) == now for key, now in self._held.items())
+        )
 
 
 def _hook_registries(modules: Iterable[Module]) -> set[int]:
@@ -494,7 +563,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def _items(container: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(container.items() if isinstance(container, dict) else enumerate(container))
+    return iter(raw_dict(container).items() if isinstance(container, dict) else enumerate(container))
 
 
 def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
@@ -503,7 +572,8 @@ def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
         return False
     if type(saved) is not dict:
         return all(map(operator.is_, container, saved))
-    now = state_attributes(container) if is_module and len(container) != len(saved) else container
+    now = container if type(container) is dict else raw_dict(container)
+    now = state_attributes(now) if is_module and len(now) != len(saved) else now
     return (
         len(now) == len(saved)
         and all(map(operator.is_, now.values(), saved.values()))
@@ -552,7 +622,11 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 
 def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
-    state = [not (isinstance(tensor, Parameter) or name.startswith("_parameters.")) for tensor, _, name in walk.tensors]
+    state = [
+        not (name.startswith("_parameters.") or isinstance(tensor, Parameter))
+        or WRITTEN_WEIGHTS.get(id(tensor)) is tensor
+        for tensor, _, name in walk.tensors
+    ]
     pairs = list(zip(walk.tensors, state, strict=True))
     others = [tensor for (tensor, _, _), is_state in pairs if not is_state] if any(state) else []
     weights = {memory_of(tensor) for tensor in others} - {None}

@@ -195,10 +195,10 @@ class CompiledModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates text as the model's own `generate` does, with the patches, at compiled speed.
 
-        Needs a static cache: `cache_implementation="static"`, or one of transformers as `past_key_values`. The first
-        step, over the prompt, runs the model with the patches as it is, since each length of a prompt would be compiled
-        anew. The later ones are one compiled graph: other prompts, other values of patches and other caches do not
-        compile again, another batch size or length of the cache does.
+        Needs a static cache: `cache_implementation="static"`, or one of transformers as `cache` (of older ones, as
+        `past_key_values`). The first step, over the prompt, runs the model with the patches as it is, since each length
+        of a prompt would be compiled anew. The later ones are one compiled graph: other prompts, other values of
+        patches and other caches do not compile again, another batch size or length of the cache does.
 
         Args:
             args: As for the model's own `generate`.
@@ -364,7 +364,7 @@ class _Generation:
             if not any(getattr(value, "is_compileable", False) for value in (*args, *kwargs.values())):
                 raise GraphError(
                     "compiled generations need a cache whose tensors keep their sizes and places: give "
-                    'cache_implementation="static", or a StaticCache as past_key_values'
+                    'cache_implementation="static", or a StaticCache as cache= (past_key_values= of older transformers)'
                 )
             self._is_first = False
             return self._steps.run(*args, **kwargs)
@@ -412,14 +412,14 @@ def check_no_counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> None
         raise GraphError(
             f"each step changes {changed[0]!r}, which is not in a tensor, so that the steps cannot be one compiled "
             "graph: caches of transformers count so for layers with a sliding window. The numbers are the same with a "
-            f"cache that keeps all positions, so give one:\n{_FULL_CACHE}"
+            f"cache that keeps all positions, so give one:\n{_FULL_CACHE.format(changed[0].partition('|')[0])}"
         )
 
 
 _FULL_CACHE = """\
     full = copy.deepcopy(model.config)
     full.sliding_window, full.layer_types = None, ["full_attention"] * full.num_hidden_layers
-    compiled.generate(..., past_key_values=StaticCache(config=full, max_cache_len=256))"""
+    compiled.generate(..., {}=StaticCache(config=full, max_cache_len=256))"""
 
 
 def _place(target: Target) -> Any:

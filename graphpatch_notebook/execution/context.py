@@ -35,7 +35,7 @@ from graphpatch_notebook.execution.plan import Entry, RunPlan
 from graphpatch_notebook.execution.reports import Reports, count_of_patches, warn_of_data_loops, warn_of_other_uses
 from graphpatch_notebook.execution.skipped_calls import refuse_with_cache
 from graphpatch_notebook.execution.splices import check_splices
-from graphpatch_notebook.execution.steps import GenerationSteps, StepCount
+from graphpatch_notebook.execution.steps import GenerationSteps, StepCount, is_given_cache
 from graphpatch_notebook.interrupts import Block, afterwards, discards_value
 from graphpatch_notebook.patches.kinds import Patch, RunStopped
 from graphpatch_notebook.torch_compat import (
@@ -302,7 +302,9 @@ def call_patched(
         else None
     )
     if plan.skips:
-        refuse_with_cache(plan.skips, kwargs, is_direct)
+        has_cache = not is_direct or is_given_cache(plan.root.frame, args, kwargs)
+        if has_cache and kwargs.get("use_cache") is not False:
+            refuse_with_cache(plan.skips)
     run = new_run(root, plan, context.hooks, steps, reports.repetitions)
     calls.has_runs = calls.is_used = True
     outer = observer.get()
@@ -420,7 +422,8 @@ def report_idle(context: ActiveContext, *, is_by_user: bool) -> None:
     if calls.direct is not None and context.own and not calls.is_used and not context.after_call:
         reports.give(
             f"{count_of_patches(context.own)} never fired in this context: the {type(calls.direct).__name__} itself "
-            "was called in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it"
+            "was called in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it",
+            context.own,
         )
         return
     if context.origin.is_of_one_call:  # the next call may be the next step

@@ -265,7 +265,7 @@ def _entries(root: Frame, target: Target, given: Any, problems: list[str]) -> li
 
 def _stands_alone(patch: Patch[Any]) -> bool:
     """Whether a patch has an entry of its own."""
-    is_restricted = patch.steps is not None or patch.positions is not None
+    is_restricted = patch.__dict__.get("steps") is not None or patch.__dict__.get("positions") is not None
     return is_restricted or patch.stops_run or patch.replaces_call or bool(patch.sources)
 
 

@@ -17,7 +17,7 @@ from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
 from graphpatch_notebook.inspection.resolution import Target, axes_of
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.selections import Selection, selection
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, tensor_specs
 
 TOKENS = ("input_ids", "inputs_embeds")
 DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
@@ -60,6 +60,14 @@ class Restriction:
         return any(chosen is not None and not chosen.chosen for chosen in (self.steps, self.positions))
 
 
+class PositionsError(ValueError):
+    """A value does not have positions that a patch can select. `reason` is the message without the repair."""
+
+    def __init__(self, reason: str, repair: str) -> None:
+        super().__init__(f"{reason}; {repair}")
+        self.reason = reason
+
+
 def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restriction | None:
     """Returns where `patch` has an effect on `target` (`None`: everywhere), or raises a `ValueError` with a repair."""
     if patch.steps is None and patch.positions is None:
@@ -67,7 +75,12 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
     steps = None if patch.steps is None else selection(patch.steps, "steps", allow_empty=patch.allow_empty)
     if patch.positions is None:
         return Restriction(steps, None)
-    dim, is_encoder = _dimension(root, target, patch.position_dim)
+    if not takes_tokens(root):
+        raise PositionsError(
+            "positions are known for models that take input_ids or inputs_embeds, and were captured with them",
+            "use slice= to choose a part of the value",
+        )
+    dim, is_encoder = sequence_dim(root, target, patch.position_dim)
     positions = selection(
         patch.positions, "positions", allow_empty=patch.allow_empty, allow_negative=patch.is_for_one_run
     )
@@ -81,22 +94,24 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
     return Restriction(steps, positions, dim, is_encoder, row_dimension(root, target, dim))
 
 
-def row_dimension(root: Frame, target: Target, position_dim: int) -> int:
-    """Returns the dimension of a target's whole value that holds the batch and nothing else; raises a `ValueError`."""
-    spec, whole = _token_spec(root), target.whole
-    assert isinstance(whole, TensorSpec)
-    known = dimensions_of(root)
-    batch = None if spec is None else known.profiles(spec)[0]
-    found = [] if batch is None else [dim for dim in known.dims_like(whole, batch) if dim != position_dim]
+def row_dimension(root: Frame, target: Target, position_dim: int | None) -> int:
+    """Returns the dimension of a target's whole value that holds the batch and nothing else; raises a `ValueError`.
+
+    The batch is the first dimension of the tokens, or of the first input. `position_dim` is that of the sequence.
+    """
+    tensors = (spec for node in root.inputs() for spec in tensor_specs(node.spec) if spec.shape)
+    spec, whole, known = _token_spec(root) or next(tensors, None), target.whole, dimensions_of(root)
+    if not isinstance(whole, TensorSpec):
+        raise ValueError(f"it was {whole} when it was captured, and only tensors have rows")
+    shape = tuple(whole.shape)
+    found = [] if spec is None else known.dims_like(whole, known.profiles(spec)[0])
+    found = [dim for dim in found if dim != position_dim]
     if len(found) > 1:
         axes = axes_of(root, target)
         found = [dim for dim in found if axes[dim : dim + 1] == ("batch",)] or found
     if len(found) != 1:
-        raise ValueError(
-            f"positions for each row need to know which dimension of its shape {tuple(whole.shape)} holds the batch: "
-            f"{'none does' if not found else f'dimensions {found} may'}; give the same positions for all rows, or use "
-            "slice="
-        )
+        which = f"dimensions {', '.join(map(str, found))} may" if found else "none does"
+        raise ValueError(f"it is not known which dimension of its shape {shape} holds the batch: {which}")
     if found[0] not in target.whole_dims:
         raise ValueError(f"{target.text!r} takes a part of dimension {found[0]}, which has the rows of the batch")
     return found[0]
@@ -109,29 +124,13 @@ def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None,
     are the same if one dimension holds the positions of all rows, one row after the other, as of a router's logits.
     Keys and values of attention have the positions that are attended to. If that is not known, raises a `ValueError`.
     """
-    axes = axes_of(root, target)
-    if "batch" in axes and len(along := sequence_dims(axes)) <= 1:
-        row_dim, kept = axes.index("batch"), target.kept_dims
-        keys = [dim for dim, axis in enumerate(axes) if axis == "key"]
-        along = [dim for dim in along or keys if dim in kept]
-        if _token_spec(root) is None or not along:
-            return row_dim, None, False
-        if axes[along[0]] != "key":
-            return row_dim, along[0], _is_inside(encoder_of(root), target)
-        return row_dim, *_dimension(root, target, None)
-    whole = target.whole
-    if not isinstance(whole, TensorSpec) or not whole.shape:
-        raise ValueError(f"it was {whole} when it was captured, and only tensors have rows")
-    if _token_spec(root) is None:
-        return 0, None, False
-    known = dimensions_of(root)
-    if axes[:1] == ("token",) and _holds_all_positions(root, target):
+    if axes_of(root, target)[:1] == ("token",) and _holds_all_positions(root, target):
         return 0, 0, _is_inside(encoder_of(root), target)
+    whole, dim, is_encoder = target.whole, None, False
     sequences = filter(None, (_sequence(root), _encoder_sequence(root)))
-    dim, is_encoder = None, False
-    if any(known.dims_like(whole, sequence) for sequence in sequences):
-        dim, is_encoder = _dimension(root, target, None)
-    return row_dimension(root, target, -1 if dim is None else dim), dim, is_encoder
+    if isinstance(whole, TensorSpec) and any(dimensions_of(root).dims_like(whole, profile) for profile in sequences):
+        dim, is_encoder = sequence_dim(root, target)
+    return row_dimension(root, target, dim), dim, is_encoder
 
 
 def _holds_all_positions(root: Frame, target: Target) -> bool:
@@ -170,22 +169,43 @@ def encoder_of(root: Frame) -> Module | None:
     return encoder if isinstance(encoder, Module) and encoder is not root.module else None
 
 
-def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, bool]:
-    """Returns the sequence dimension of the value, and whether the sequence is that of the encoder."""
+def takes_tokens(root: Frame) -> bool:
+    """Whether the model was captured with tokens, or with embeddings of tokens."""
+    return _token_spec(root) is not None
+
+
+def sequence_dim(
+    root: Frame, target: Target, given: int | None = None, of_input: Profile | None = None
+) -> tuple[int, bool]:
+    """Returns the dimension of a target's whole value that runs along the sequence, and whether an encoder has that.
+
+    All that has positions asks here. If it is not known, or cannot be what was given, raises a `ValueError`.
+
+    Args:
+        root: The root frame of the capture.
+        target: The value.
+        given: A dimension of the target's part, as the user said (`position_dim=`); of a model that does not take
+            tokens, this is the sequence.
+        of_input: The sequence of a model that does not take tokens, if a dimension of its input is said to be that.
+    """
     if target.node.kind in HELD_KINDS:
-        raise ValueError(f"a {target.node.kind} has no positions; drop positions=")
+        raise PositionsError(f"a {target.node.kind} has no positions", "drop positions=")
     if not isinstance(target.whole, TensorSpec):
         raise ValueError(f"positions are those of a tensor, but this was {target.whole} when it was captured")
-    shape, sequence = tuple(target.whole.shape), _sequence(root)
-    if sequence is None:
-        raise ValueError(
-            "positions are known for models that take input_ids or inputs_embeds, and were captured with them; use "
-            "slice= to choose a part of the value"
-        )
-    kept = target.kept_dims
+    shape, sequence, kept = tuple(target.whole.shape), _sequence(root) or of_input, target.kept_dims
+    if given is not None and type(given) is not int:
+        raise ValueError(f"position_dim must be an int, not {given!r}")
     if given is not None and not -len(kept) <= given < len(kept):
         part = tuple(shape[dim] for dim in kept)
         raise ValueError(f"position_dim={given} is out of range for the value recorded here, of shape {part}")
+    asked = kept if given is None else [kept[given]]
+    if sequence is None:
+        along = asked if given is not None else [dim for dim in sequence_dims(axes_of(root, target)) if dim in kept]
+        if len(along) != 1:
+            raise ValueError(
+                "the model does not take input_ids or inputs_embeds; give the dimension, such as position_dim=1"
+            )
+        return along[0], False
     of_encoder = _encoder_sequence(root)
     sequences = {True: of_encoder} if _is_inside(encoder_of(root), target) else {False: sequence, True: of_encoder}
     known = dimensions_of(root)
@@ -193,13 +213,13 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
         (dim, is_encoder)
         for is_encoder, profile in sequences.items()
         for dim in (known.dims_like(target.whole, profile) if profile is not None else ())
-        if given is None or dim == kept[given]
+        if given is None or dim in asked
     ]
-    asked = kept if given is None else [kept[given]]
     if known.is_placed_by_values(target.frame, target.node, target.whole, asked, filter(None, sequences.values())):
-        raise ValueError(
+        raise PositionsError(
             f"the entries of its shape {shape} are chosen, or sorted, by values (tokens that are routed to an expert, "
-            "say), so they are not at positions of the sequence, however many they are; choose a part with slice="
+            "say), so they are not at positions of the sequence, however many they are",
+            "choose a part with slice=",
         )
     if len(found) > 1 or (given is None and found and found[0][0] == len(shape) - 1):
         axes = axes_of(root, target)
@@ -208,13 +228,13 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
         if given is None and "query" in axes and not any(dim in along for dim, _ in found):
             raise ValueError(_only_keys(shape, sequence[0], kept, [dim for dim, _ in found]))
     if cut := [dim for dim, _ in found if dim not in target.whole_dims]:
-        raise ValueError(
-            f"{target.text!r} takes a part of dimension {cut[0]}, which has the positions; drop positions="
+        raise PositionsError(
+            f"{target.text!r} takes a part of dimension {cut[0]}, which has the positions", "drop positions="
         )
     if len(found) == 1:
         return found[0]
     encoder_length = None if of_encoder is None else of_encoder[0]
-    raise ValueError(_unclear(shape, sequence[0], encoder_length, given, [dim for dim, _ in found]))
+    raise _unclear(shape, sequence[0], encoder_length, given, [dim for dim, _ in found])
 
 
 def _is_inside(encoder: Module | None, target: Target) -> bool:
@@ -231,19 +251,20 @@ def _only_keys(shape: tuple[int, ...], length: int, kept: list[int], dims: list[
 
 def _unclear(
     shape: tuple[int, ...], length: int, encoder_length: int | None, given: int | None, dims: list[int]
-) -> str:
+) -> ValueError:
     lengths = f"{length} tokens" + ("" if encoder_length is None else f" and an encoder's {encoder_length} positions")
     if not dims:
-        repair = "choose a part of the value with slice= and a step with steps="
-        if given is not None:
-            return f"dimension {given} of its shape {shape} is not the example's sequence, {lengths}; {repair}"
-        return f"no dimension of its shape {shape} is the example's sequence, {lengths}; {repair}"
+        which, is_it = ("no dimension", "is") if given is None else (f"dimension {given}", "is not")
+        return PositionsError(
+            f"{which} of its shape {shape} {is_it} the example's sequence, {lengths}",
+            "choose a part of the value with slice= and a step with steps=",
+        )
     if len(set(dims)) < len(dims):
-        return (
+        return ValueError(
             f"the example had {lengths}, so it is not known whose positions its shape {shape} has; make the "
             "PatchableGraph with an example whose encoder and decoder sequences differ in length"
         )
-    return (
+    return ValueError(
         f"several dimensions of its shape {shape} have the length of the example's sequence, {lengths}; say which one "
         f"is meant: position_dim={dims[0]} or {', '.join(map(str, dims[1:]))}"
     )

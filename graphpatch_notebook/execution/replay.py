@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn import Module
 
-from graphpatch_notebook.capture.held_values import memory_of
+from graphpatch_notebook.capture.held_values import all_modules, memory_of
 from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.hooks import is_inert
@@ -238,14 +238,14 @@ class FrameRecording:
     def close(self) -> bool:
         """Ends the recording; returns whether the model wrote into the result of a frame: if so, record again."""
         is_spoilt = False
-        hooked = [module for module in self._model.modules() if has_hooks(module)]
+        hooked = [module for module in all_modules(self._model) if has_hooks(module)]
         if self.state_change is None and self._state is not None:
             found = self._state.change_in(None)
             self.state_change = None if found is None else str(found)
         for node, marks in self._kept:
             if not node.is_written_later and any(version_of(tensor) != version for tensor, version in marks):
                 node.is_written_later = is_spoilt = True
-            inside = node.module.modules() if hooked and node.module is not None else ()
+            inside = all_modules(node.module) if hooked and node.module is not None else ()
             if any(module is not node.module and module in hooked for module in inside):
                 node.problem, node.value, node.pair = "there are hooks on modules inside it", None, None
         for node, tensor, version in self._given:
@@ -270,6 +270,11 @@ def _is_stateless(module: Module) -> bool:
     if type(module) not in _STATELESS:
         return False
     return getattr(original_forward(module), "__func__", None) is type(module).forward  # not replaced
+
+
+def does_nothing(module: Module) -> bool:
+    """Whether a module is one of torch's own that returns what it is given."""
+    return type(module) in (nn.Dropout, nn.Identity) and not module.training and _is_stateless(module)
 
 
 def _problem_of_result(given: ExampleInputs, output: Any) -> str | None:

@@ -97,7 +97,7 @@ class Reports:
     def unfired(self, unfired: Sequence[tuple[Entry, str]], where: str) -> None:
         """Reports patches that never fired, each with the reason."""
         reasons = "; ".join(f"{entry.target.text!r}: {why}" for entry, why in unfired)
-        self.give(f"{count_of_patches(unfired)} never fired {where}: {reasons}")
+        self.give(f"{count_of_patches(unfired)} never fired {where}: {reasons}", [entry for entry, _ in unfired])
 
     def unreached(self, unreached: Unreached, where: str) -> None:
         """Reports patches whose steps or positions were not reached."""
@@ -106,15 +106,18 @@ class Reports:
         if missed := unreached.missed:
             listed = "; ".join(f"{entry.target.text!r}: {what}" for entry, what in missed)
             self.give(
-                f"{count_of_patches(missed)} fired only at some of the listed steps or positions {where}: {listed}"
+                f"{count_of_patches(missed)} fired only at some of the listed steps or positions {where}: {listed}",
+                [entry for entry, _ in missed],
             )
 
-    def give(self, message: str) -> None:
-        """Gives one message."""
+    def give(self, message: str, entries: Sequence[Entry]) -> None:
+        """Gives one message about patches."""
         if self.is_quiet:
             return
         if self.is_strict:
-            raise PatchNotFiredError(message)
+            error = PatchNotFiredError(message)
+            error.paths = tuple(entry.target.text for entry in entries)
+            raise error
         if message not in self._given:
             self._given.add(message)
             warn_each_time(message, PatchNotFiredWarning)

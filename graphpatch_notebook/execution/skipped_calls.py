@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -96,12 +96,8 @@ def passing_input(target: Target) -> str | None:
     return first.target if is_alike else None
 
 
-def refuse_with_cache(entries: Sequence[Entry], kwargs: Mapping[str, Any], is_direct: bool) -> None:
+def refuse_with_cache(entries: Sequence[Entry]) -> None:
     """Raises a `GraphPatchError` if a call is to be skipped that fills the cache of a generation."""
-    if is_direct and not any(kwargs.get(name) is not None for name in CACHES):
-        return
-    if kwargs.get("use_cache") is False:
-        return
     for entry in entries:
         if any(parameter.name in CACHES for frame in entry.target.frame.walk() for parameter in frame.parameters):
             raise GraphPatchError(

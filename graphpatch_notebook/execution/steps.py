@@ -23,7 +23,8 @@ from graphpatch_notebook.execution.positions import DECODER_TOKENS, TOKENS, Indi
 from graphpatch_notebook.inspection.resolution import Target
 
 CACHES = (
-    "past_key_values", "past_key_value", "cache_params", "layer_past", "past", "past_buckets_states", "mems", "state",
+    "cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "past", "past_buckets_states", "mems",
+    "state",
 )  # fmt: skip
 
 
@@ -129,8 +130,8 @@ class GenerationSteps:
             past = self._past(args, kwargs) if step.past is None else step.past
             step.number = self.count.last = 0 if past == 0 else self.count.last + 1
             if self._is_outside:
-                asked = (self._input(name, args, kwargs) for name in ("use_cache", *CACHES))
-                self.may_continue = any(given is not None and given is not False for given in asked)
+                asked = self._input("use_cache", args, kwargs)
+                self.may_continue = asked not in (None, False) or bool(caches_of(self._root, args, kwargs))
                 if step.number == 0:
                     self.before = self.count.take(self._restricted)
                     self.count.forget()
@@ -162,8 +163,7 @@ class GenerationSteps:
             )
 
     def _past(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        caches = ((name, self._input(name, args, kwargs)) for name in CACHES)
-        return max((_length_of(name, cache) for name, cache in caches if cache is not None), default=0)
+        return max((_length_of(*given) for given in caches_of(self._root, args, kwargs).items()), default=0)
 
     def _input(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _input_of(self._root, name, args, kwargs)
@@ -305,7 +305,22 @@ class GenerationSteps:
 
 def is_given_cache(root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a model is given a cache, so that its first token may not be at position 0."""
-    return any(_input_of(root, name, args, kwargs) is not None for name in CACHES)
+    return bool(caches_of(root, args, kwargs))
+
+
+def caches_of(root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the caches that a call of a model is given, by the names of its inputs."""
+    names = dict.fromkeys([*(parameter.name for parameter in root.parameters), *kwargs])
+    given = ((name, _input_of(root, name, args, kwargs)) for name in names)
+    return {name: value for name, value in given if value is not None and _is_cache(name, value)}
+
+
+def _is_cache(name: str, value: Any) -> bool:
+    if name in CACHES or hasattr(value, "get_seq_length"):
+        return True
+    # One by another name, as models written by hand have it. Positions in it, flags and lengths are none.
+    is_plain = isinstance(value, (Tensor, str, bool, int, float))
+    return not is_plain and ("cache" in name or name.startswith("past"))
 
 
 def _input_of(root: Frame, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -336,7 +351,7 @@ def _length_of(name: str, cache: Any) -> int:
             raise unknown from error
     if not isinstance(cache, (tuple, list)):
         raise unknown
-    if not cache:
+    if all(layer is None for layer in cache):
         return 0
     keys = cache[0][0] if isinstance(cache[0], (tuple, list)) and cache[0] else None
     if not isinstance(keys, Tensor) or keys.dim() != 4:

@@ -8,7 +8,7 @@ import keyword
 import threading
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import fx
 from torch.compiler import is_compiling
@@ -19,6 +19,7 @@ from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import RunComparison
+from graphpatch_notebook.checks.model_state import Holdings
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.graphs.copies import copied_graph
@@ -31,6 +32,14 @@ from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import is_tracing, never_compiled
 
 _build_lock = threading.RLock()
+
+
+class LastComparison(NamedTuple):
+    """The last comparison of a graph with its module by `verify`: the call, what the code could read, the result."""
+
+    signature: CallSignature
+    holdings: Holdings
+    found: RunComparison
 
 
 @final
@@ -52,7 +61,7 @@ class CompiledGraphModule(GraphModule):
             return relu
     """
 
-    _last_comparison: tuple[CallSignature, RunComparison] | None = None
+    last_comparison: LastComparison | None = None
     _built: BuiltGraph | None = None
     _edited_calls: EditedCalls | None = None
     _generated: dict[frozenset[str], GeneratedCode]
@@ -126,15 +135,6 @@ class CompiledGraphModule(GraphModule):
     def doubts(self) -> list[str]:
         """Why the graph may differ from the module, on other inputs or on all; a sentence each."""
         return list(map(str, self._frame.doubts))
-
-    @property
-    def last_comparison(self) -> tuple[CallSignature, RunComparison] | None:
-        """The result of the last comparison of the graph with the module by `verify`, and the signature of the call."""
-        return self._last_comparison
-
-    @last_comparison.setter
-    def last_comparison(self, comparison: tuple[CallSignature, RunComparison]) -> None:
-        self._last_comparison = comparison
 
     @property
     def has_own_graph(self) -> bool:
@@ -268,7 +268,7 @@ class CompiledGraphModule(GraphModule):
     def copied_attributes(self) -> dict[str, Any]:
         """Returns the attributes of a copy. Code is generated again when it is needed, graphs are built again."""
         empty: dict[str, Any] = {"_generated": {}, "_callee_by_frame": {}}
-        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_edited_calls", "_last_comparison"))
+        return super().copied_attributes() | empty | dict.fromkeys(("_built", "_edited_calls", "last_comparison"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraphModule:
         result: CompiledGraphModule = super().__deepcopy__(memo)

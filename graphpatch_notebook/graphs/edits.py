@@ -39,7 +39,7 @@ from graphpatch_notebook.checks.call_signature import (
     current_settings,
 )
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared
-from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState
+from graphpatch_notebook.checks.model_state import Holdings
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
 from graphpatch_notebook.graphs.build import AUXILIARY, connect_records
 from graphpatch_notebook.graphs.running import unobserved
@@ -77,10 +77,8 @@ class EditedCalls:
             bool(doubts - {Reason.ROUNDS}) or bool(self._example.objects) or any(map(_returns_numbers, frame.calls()))
         )
         self._is_rounded = Reason.ROUNDS in doubts
-        # Beside its inputs, code may read attributes, submodules and hooks, of the module and of the modules it calls.
-        self._looked_at = [frame.module, *(node.frame.module for node in frame.calls())]
-        self._look = ModuleState(frame.module, is_look=True)
-        self._is_as_captured = True
+        self._holdings = Holdings.read_by(frame)
+        self._is_as_captured = self._holdings.is_in(frame.capture.holdings or self._holdings)
         self._held: set[Hashable] = set()  # the signatures of calls that it was compared in, and held for
         self._has_warned = False
 
@@ -119,11 +117,8 @@ class EditedCalls:
 
     def _look_again(self) -> None:
         """Drops earlier comparisons if the modules have changed in other ways than by writes and new hooks."""
-        changes = [change for module in self._looked_at for change in self._look.replaced_in(module)]
-        if changes:
-            self._look = ModuleState(self._frame.module, is_look=True)
-        if any(change.kind is not ChangeKind.HOOK or change.before is not ABSENT for change in changes):
-            self._is_as_captured = False
+        if not self._holdings.is_as_now():
+            self._holdings, self._is_as_captured = Holdings.read_by(self._frame), False
             self._held.clear()
 
     def _is_left_out(self, difference: Difference) -> bool:

@@ -100,9 +100,11 @@ class GraphInterpreter:
 def _doubt(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Returns why the graph may not equal the module in calls like this one."""
     last = graph_module.last_comparison
-    if last is None or last[0].differences(list(inputs_of_call(graph_module.frame, args, kwargs).values())):
+    if last is None or last.signature.differences([*inputs_of_call(graph_module.frame, args, kwargs).values()]):
         return "it was not compared on such inputs"
-    return None if last[1].is_equal else str(last[1])
+    if not last.holdings.is_as_now():
+        return "what its module holds, or what its code reads, has changed since it was compared"
+    return None if last.found.is_equal else str(last.found)
 
 
 class _FrameInterpreter(fx.Interpreter):

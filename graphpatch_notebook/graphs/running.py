@@ -26,7 +26,7 @@ from graphpatch_notebook.capture.observers import (
 )
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.interrupts import afterwards, holding
-from graphpatch_notebook.torch_compat import forward_hooks, forward_pre_hooks
+from graphpatch_notebook.torch_compat import forward_hooks, forward_pre_hooks, version_of
 
 
 class RunningGraph:
@@ -138,10 +138,10 @@ def call_with_hooks(module: Module, recorded: Collection[int], args: tuple[Any, 
 
 
 def _run_recorded(module: Module, hook: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    tensors = [tensor for tensor in plain_tensors(given) if not tensor.is_inference()]
-    versions = [tensor._version for tensor in tensors]
+    tensors = plain_tensors(given)
+    versions = [*map(version_of, tensors)]
     hook(module, *given)
-    if [tensor._version for tensor in tensors] != versions:
+    if [*map(version_of, tensors)] != versions:
         name = getattr(hook, "__qualname__", type(hook).__name__)
         raise GraphError(
             f"the forward hook {name} of a {type(module).__name__} writes into a tensor in place, as the edited graph "

@@ -10,16 +10,15 @@ from typing import Any, Literal, TypeAlias
 from torch.nn import Module
 
 from graphpatch_notebook.capture import Doubt, Reason, listed_doubts
-from graphpatch_notebook.capture.held_values import reachable_modules
+from graphpatch_notebook.capture.held_values import outer_objects, reachable_modules
 from graphpatch_notebook.capture.inputs import inputs_of_call
-from graphpatch_notebook.capture.observers import Swaps, invoke, original_forward
+from graphpatch_notebook.capture.observers import Swaps, invoke
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared, run_and_compare
 from graphpatch_notebook.checks.hooks import HookOwner, owner_of
-from graphpatch_notebook.checks.model_state import ModuleState, copied
-from graphpatch_notebook.checks.outer_values import outer_objects
-from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
+from graphpatch_notebook.checks.model_state import Holdings, ModuleState, copied
+from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule, LastComparison
 from graphpatch_notebook.graphs.modules import GraphModule, run_live
 from graphpatch_notebook.graphs.running import (
     is_hooked,
@@ -217,7 +216,7 @@ class _Verifier:
 
     def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: RunComparison) -> None:
         self.found[graph_module] = comparison
-        graph_module.last_comparison = signature, comparison
+        graph_module.last_comparison = LastComparison(signature, Holdings.read_by(graph_module.frame), comparison)
 
     def _graph_module(self, module: Module) -> GraphModule | None:
         """Returns the graph module of the frame that begins, if it was called during capture."""
@@ -257,7 +256,7 @@ def _unknown_values(frame: Frame) -> Iterator[Doubt]:
     constants = [node for node in frame.nodes if node.kind == "constant"]
     if not constants:
         return
-    held = set(map(id, outer_objects(frame.module, original_forward(frame.module)).values()))
+    held = set(map(id, outer_objects(frame.module)))
     for value in frame.module.__dict__.values():
         held.update(id(item) for _, item in children(value) or ())
     yield from (Doubt(Reason.HOLDS_UNKNOWN_VALUE, str(n.spec)) for n in constants if id(n.target()) not in held)

@@ -165,7 +165,7 @@ class Patch(Generic[T]):
         Args:
             shape: The recorded shape of the node's value; `None` if the value is not a tensor, or not known.
         """
-        return _restriction_problem(self, shape)
+        return _restriction_problem(self)
 
     def selection_problem(self, sizes: Sequence[int | None] | None, shown: str) -> str | None:
         """Returns which part of the patch's slice is out of range or selects nothing, or `None` if no part is.
@@ -185,9 +185,13 @@ def has_plain_fields(patch: Patch[Any]) -> bool:
         (True, False)
     """
     get = patch.__dict__.get
-    if get("steps") is not None or get("positions") is not None or get("position_dim") is not None:
-        return False
-    return {type(patch.any_shape), type(patch.allow_empty)} == {bool}
+    return (
+        get("steps") is get("positions") is get("position_dim") is None
+        and {type(patch.any_shape), type(patch.allow_empty)} == _BOOL
+    )
+
+
+_BOOL = {bool}
 
 
 def declares(patch: Patch[Any], name: str) -> bool:
@@ -197,7 +201,7 @@ def declares(patch: Patch[Any], name: str) -> bool:
         >>> declares(ZeroPatch(), "is_pure"), declares(type("Other", (ZeroPatch,), {})(), "is_pure")
         (True, False)
     """
-    return bool(vars(type(patch)).get(name, False))
+    return bool(type(patch).__dict__.get(name))
 
 
 class RunStopped(BaseException):  # not an error: the model must not handle it
@@ -209,7 +213,7 @@ class RunStopped(BaseException):  # not an error: the model must not handle it
         self.patch = patch
 
 
-def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | None:
+def _restriction_problem(patch: Patch[Any]) -> str | None:
     if has_plain_fields(patch):
         return None
     try:
@@ -222,15 +226,8 @@ def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | N
     for name in ("any_shape", "allow_empty"):
         if not isinstance(flag := getattr(patch, name), bool):
             return f"{name} must be True or False, not {flag!r}"
-    dim = patch.position_dim
-    if dim is None:
-        return None
-    if type(dim) is not int:
-        return f"position_dim must be an int, not {dim!r}"
-    if patch.positions is None:
-        return f"position_dim={dim} has no effect without positions=..."
-    if shape is not None and not -len(shape) <= dim < len(shape):
-        return f"position_dim={dim} is out of range for the value recorded here, of shape {tuple(shape)}"
+    if patch.positions is None and patch.position_dim is not None:
+        return f"position_dim={patch.position_dim!r} has no effect without positions=..."
     return None
 
 
@@ -240,7 +237,8 @@ class _SlicedPatch(Patch[Any]):
     slice: TensorIndex
 
     def selection_problem(self, sizes: Sequence[int | None] | None, shown: str) -> str | None:
-        return None if self.slice is None else selection_problem(self.slice, sizes, shown, allow_empty=self.allow_empty)
+        index = self.slice
+        return None if index is None else selection_problem(index, sizes, shown, allow_empty=self.allow_empty)
 
     def _check_taken(self, index: TensorIndex, value: Tensor) -> None:
         if index is not None and not self.allow_empty and selects_nothing(index, value.shape):
@@ -643,7 +641,7 @@ class FromPatch(_SlicedPatch):
 def is_overwritten(value: Any, version: int | None) -> bool:
     """Whether a kept tensor was written into since it had this version."""
     # A parameter is the model's state, which an optimizer may change.
-    return version is not None and value._version != version and not (value.is_leaf and value.requires_grad)
+    return version is not None and version_of(value) != version and not (value.is_leaf and value.requires_grad)
 
 
 def check_unchanged(value: Any, version: int | None) -> None:

@@ -98,7 +98,7 @@ def _between(numbers: Sequence[int], start: int, stop: int) -> list[int]:
 def selection(given: Any, what: str, *, allow_empty: bool = False, allow_negative: bool = False) -> Selection:
     """Returns the selection for the field `what` of a patch, from what the user wrote.
 
-    With `allow_negative`, numbers may count from the end, which must then be known.
+    With `allow_negative`, numbers may count from the end, which is known where values are read, not patched.
 
     Raises:
         ValueError: `given` is not a selection, or is empty without `allow_empty`.
@@ -116,7 +116,7 @@ def selection(given: Any, what: str, *, allow_empty: bool = False, allow_negativ
         return _selection_of_rows(rows, given, what, allow_empty=allow_empty, allow_negative=allow_negative)
     chosen = _chosen(given, what)
     if not chosen and not allow_empty:
-        raise ValueError(f"{what}={given!r} selects nothing; if that is meant, give the patch allow_empty=True")
+        raise ValueError(f"{what}={given!r} selects nothing{_repair(allow_negative)}")
     parts = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
     if not allow_negative and any(part is not None and part < 0 for part in parts):
         raise ValueError(_negative(given, what))
@@ -144,7 +144,7 @@ def _selection_of_rows(rows: list[Any], given: Any, what: str, *, allow_empty: b
         ) from None
     if not all(chosen) and not allow_empty:
         row = chosen.index(())
-        raise ValueError(f"{what}={given!r} selects nothing in row {row}; if that is meant, give allow_empty=True")
+        raise ValueError(f"{what}={given!r} selects nothing in row {row}{_repair(allow_negative)}")
     together = tuple(dict.fromkeys(itertools.chain(*chosen)))
     if not allow_negative and any(number < 0 for number in together):
         raise ValueError(_negative(given, what))
@@ -183,6 +183,10 @@ def _checked(given: slice, what: str) -> tuple[int, ...] | slice:
         raise ValueError(f"{what}={given!r} must be ascending")
     is_empty = stop is not None and 0 <= stop <= max(start or 0, 0)
     return () if is_empty else slice(start, stop, step)
+
+
+def _repair(is_read: bool) -> str:
+    return "" if is_read else "; if that is meant, give the patch allow_empty=True"
 
 
 def _negative(given: Any, what: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -167,15 +167,16 @@ def indexed_dimensions(index: TensorIndex) -> int:
     return sum(map(_used_by, parts))
 
 
-def _placed(index: TensorIndex, rank: int) -> Iterator[tuple[Any, int]]:
-    """Yields the parts of an index, each with the first dimension that it uses."""
-    dim = 0
+def _placed(index: TensorIndex, rank: int) -> list[tuple[Any, int]]:
+    """Returns the parts of an index, each with the first dimension that it uses."""
+    found, dim = [], 0
     for part in index if isinstance(index, tuple) else (index,):
         if part is Ellipsis:
             dim += rank - indexed_dimensions(index)
         else:
-            yield part, dim
+            found.append((part, dim))
             dim += _used_by(part)
+    return found
 
 
 _NOTHING = "selects nothing"

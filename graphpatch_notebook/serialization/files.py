@@ -22,7 +22,7 @@ def checked_target(file: Any, function: str) -> Path | IO[bytes]:
         FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
         TypeError: It is neither the name of a file nor an open binary file.
     """
-    if hasattr(file, "write") and not isinstance(file, (os.PathLike, io.TextIOBase)):
+    if hasattr(file, "write") and not isinstance(file, os.PathLike) and not _is_text(file):
         return file  # type: ignore[no-any-return]
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError(
@@ -36,13 +36,20 @@ def checked_target(file: Any, function: str) -> Path | IO[bytes]:
     return path
 
 
+def _is_text(file: Any) -> bool:
+    return hasattr(file, "encoding")  # also the files of `tempfile` and `codecs`, which are no `TextIOBase`
+
+
 def write_document(file: Path | IO[bytes], key: str, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Writes a JSON document, under this key, and its tensors."""
     from safetensors.torch import save, save_file
 
     metadata = {"format": "pt", key: json.dumps(content, allow_nan=False, separators=(",", ":"))}
     if not isinstance(file, Path):
-        file.write(save(tensors, metadata))
+        data = save(tensors, metadata)
+        while data:  # a file without a buffer may write less: 2 GB at a time, on Linux
+            count: Any = file.write(data)  # a file of the user may return nothing
+            data = data[count:] if isinstance(count, int) else b""
         return
     with whole_file(file) as written:
         save_file(tensors, written, metadata=metadata)
@@ -67,15 +74,21 @@ def read_document(
     """
     from safetensors import SafetensorError
 
-    source = Path(file) if isinstance(file, (str, os.PathLike)) else file
-    if not isinstance(source, Path) and (not hasattr(source, "read") or isinstance(source, io.TextIOBase)):
+    source: Any = Path(file) if isinstance(file, (str, os.PathLike)) else file
+    if not isinstance(source, Path) and (not hasattr(source, "read") or _is_text(source)):
         raise TypeError(
             f"{function} takes the name of a file, or a file that is open for bytes, not {type(file).__name__}"
         )
     name = name_of(source)
+    data = None if isinstance(source, Path) else source.read()
     try:
-        metadata, tensors = _contents(source, writer) if isinstance(source, Path) else _contents_of_bytes(source.read())
-    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        if data is None:
+            metadata, tensors = _contents(source, writer)
+        else:
+            metadata, tensors, size = _contents_of_bytes(data)
+            if size < len(data) and hasattr(source, "seekable") and source.seekable():
+                source.seek(size - len(data), io.SEEK_CUR)
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
         if isinstance(error, (FileNotFoundError, IsADirectoryError)):
             raise
         raise SerializationError(
@@ -98,11 +111,14 @@ def _contents(file: Path, writer: str) -> tuple[dict[str, str], dict[str, Tensor
         return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
 
 
-def _contents_of_bytes(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _contents_of_bytes(data: bytes) -> tuple[dict[str, str], dict[str, Tensor], int]:
+    """Returns the metadata, the tensors, and how many bytes they take: others may follow in an open file."""
     from safetensors.torch import load as loaded
 
     if not data:
         raise ValueError("there is nothing to read at its current position: file.seek(0) goes back to the start")
-    tensors = loaded(data)  # which checks the header that is read here
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return header.get("__metadata__") or {}, tensors
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    metadata = header.pop("__metadata__", None) or {}
+    size = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    return metadata, loaded(data[:size]), size

@@ -28,7 +28,7 @@ from graphpatch_notebook.checks.call_signature import (
 )
 from graphpatch_notebook.checks.dimensions import InputDim, dimensions_of
 from graphpatch_notebook.checks.meta_runs import MetaRunError, Variation, input_shapes, recorded_on_meta
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import Holdings, ModuleState
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
@@ -135,10 +135,14 @@ class Form:
 
 
 class Guard:
-    """Finds calls that a loaded graph with these modules is not valid for."""
+    """Finds calls that a loaded graph with these modules is not valid for.
 
-    def __init__(self, form: Form, modules: Sequence[Module]) -> None:
+    With a model, `holdings` are what its modules held, and `changed` is what they held otherwise when it was saved.
+    """
+
+    def __init__(self, form: Form, modules: Sequence[Module], holdings: Holdings | None, changed: str | None) -> None:
         self.form = form
+        self._holdings, self._changed = holdings, changed
         self._modes = [(module, module.training) for module in modules]
         self._dtypes = [
             (registry, name, tensor.dtype)
@@ -159,6 +163,8 @@ class Guard:
             if tensor is None or tensor.dtype != dtype:
                 now = "gone" if tensor is None else f"of {tensor.dtype}"
                 return f"the tensor {name!r} was of {dtype} when the graph was captured, and is {now}"
+        if self._changed is not None or not (self._holdings is None or self._holdings.is_as_now()):
+            return f"{self._changed or 'what the code of the model reads'} has changed since it was saved"
         return self.form.problem(args, kwargs, advice)
 
 

@@ -14,8 +14,10 @@ from typing import IO, Any
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture.held_values import plain_values_read
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.equality import difference
+from graphpatch_notebook.checks.model_state import Holdings
 from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
@@ -27,6 +29,7 @@ from graphpatch_notebook.serialization.files import read_document
 from graphpatch_notebook.serialization.forms import Guard, decoded_form
 from graphpatch_notebook.serialization.frames import FrameReader, decoded_lines
 from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleReader
+from graphpatch_notebook.values import is_same_plain
 
 SCHEMA = 1
 """The version of the layout of documents. Increased whenever an older reader would misread a newer document."""
@@ -115,7 +118,10 @@ def _assembled(
         assert isinstance(first.module, LoadedRoot)
         model = None if originals is None else originals[root]
         has_edits = any(frame.is_edited for frame in reader.frames)
-        first.module.set_guard(Guard(form, list(watched.values())), model, has_edits=has_edits)
+        stored = {n: module for n, module in (originals or {}).items() if n not in live}
+        holdings = Holdings(stored.values()) if stored else None
+        guard = Guard(form, list(watched.values()), holdings, _changed_read(fields, stored))
+        first.module.set_guard(guard, model, has_edits=has_edits)
     allowed.check(file)
     unstored = {format_path(f.path): f.opaque_reason for f in reader.frames if f.opaque_reason is not None}
     return Loaded(first.module, first, options, unstored)
@@ -185,6 +191,17 @@ def check_weights(
                         "was saved; load these weights into the model first: "
                         "model.load_state_dict(safetensors.torch.load_file(file), strict=False)"
                     )
+
+
+def _changed_read(fields: Mapping[str, JsonValue], stored: Mapping[int, Module]) -> str | None:
+    """Returns a plain value that the code of a model reads, and that was another one when the graph was saved."""
+    for number, item in enumerate(fields["modules"].items()):
+        if number in stored and "read" in (entries := item.entries()):
+            now = plain_values_read(stored[number])
+            for name, entry in entries["read"].entries().items():
+                if name in now and not is_same_plain(now[name], decoded(entry)):
+                    return f"{name!r} ({type(stored[number]).__name__})"
+    return None
 
 
 def _where(module: Module, fields: Mapping[str, JsonValue], originals: Mapping[int, Module]) -> str:

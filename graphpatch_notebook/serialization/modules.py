@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
-from graphpatch_notebook.capture.held_values import module_at
+from graphpatch_notebook.capture.held_values import module_at, plain_values_read
 from graphpatch_notebook.capture.inputs import signature_with
 from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import InputParameter
@@ -23,7 +24,7 @@ from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
 from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.serialization.codecs.tensors import TensorTable
-from graphpatch_notebook.serialization.codecs.values import UnstorableError
+from graphpatch_notebook.serialization.codecs.values import UnstorableError, encoded
 from graphpatch_notebook.serialization.forms import Guard
 
 CONTAINERS: dict[str, type[Module]] = {cls.__name__: cls for cls in (ModuleDict, ModuleList, Sequential)}
@@ -54,7 +55,8 @@ _NOT_CALLED = (
 class LoadedModule(Module):
     """A module of the saved model, without its code: its parameters, buffers, children and tensor attributes.
 
-    `tensor_paths` are the attribute paths behind names that graphs use.
+    `tensor_paths` are the attribute paths behind names that graphs use, `stored_read` the plain values that the code of
+    the module read, as JSON.
     """
 
     tensor_paths: dict[str, str]
@@ -64,6 +66,7 @@ class LoadedModule(Module):
         super().__init__()
         state = self.__dict__
         state["tensor_paths"] = {}
+        state["stored_read"] = {}
         state["forward"] = StoredForward(type(self).__name__, (), _NOT_CALLED)
 
     def __getattr__(self, name: str) -> Any:
@@ -275,6 +278,7 @@ class ModuleTable:
             "buffers": buffers,
             "children": [[n, None if m is None else self._numbers[id(m)]] for n, m in module._modules.items()],
             "lost": lost,
+            "read": _encoded_reads(module),
             **{kind: list(map(list, extras.get(kind, {}).items())) for kind in ("attributes", "called", "paths")},
         }
 
@@ -287,6 +291,16 @@ class ModuleTable:
         except UnstorableError:
             lost.append(name)
             return None
+
+
+def _encoded_reads(module: Module) -> dict[str, Any]:
+    if isinstance(module, LoadedModule):  # its code is not here
+        return module.__dict__["stored_read"]  # type: ignore[no-any-return]
+    found = {}
+    for name, value in plain_values_read(module).items():
+        with suppress(UnstorableError):
+            found[name] = encoded(value)
+    return found
 
 
 def _noted(held: dict[str, Any], kind: str, what: Any) -> str:
@@ -326,7 +340,7 @@ class ModuleReader:
         self._root = root
         self.modules: list[Module] = []
         self._heights: list[int] = []
-        entries = [entry.fields(*_FIELDS) for entry in item.items()]
+        entries = [entry.fields(*_FIELDS, optional=("read",)) for entry in item.items()]
         for number, fields in enumerate(entries):
             self._add(number, fields)
         # Calls between modules may have cycles.
@@ -353,6 +367,8 @@ class ModuleReader:
         self._fill(module, fields, original)
         if isinstance(module, LoadedModule):
             self._add_attributes(module, fields)
+            if "read" in fields:
+                module.__dict__["stored_read"] = fields["read"].value
         elif fields["attributes"].items() or fields["paths"].items():
             raise fields["attributes"].error(f"a {name} has no graph that could need them")
         self.modules.append(module)

@@ -22,6 +22,7 @@ from tests.benchmarks.memory import peak_bytes
 from tests.benchmarks.models import GPT2_124M, GPT2_SMALL, Benchmarked
 from tests.benchmarks.ratios import median_times
 from tests.benchmarks.report import Row, report, row
+from tests.zoo.transformers_models import with_cache
 
 
 def corrupted(tokens: Tensor) -> Tensor:
@@ -282,19 +283,19 @@ def compiled_step(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
     token, length = ids[:, :1], ids.shape[1]
     caches = {name: StaticCache(config=model.config, max_cache_len=2 * length) for name in ("plain", "patched")}
     for cache in caches.values():
-        model(ids, past_key_values=cache)
-    pg = PatchableGraph(model, token, past_key_values=caches["patched"])
+        model(ids, **with_cache(model, cache))
+    pg = PatchableGraph(model, token, **with_cache(model, caches["patched"]))
     steer = AddPatch(value=torch.zeros(model.config.n_embd), slice=(slice(None), -1))
     patches = {"layers[1].resid_post": steer, "layers[2].mlp.post": ZeroPatch(slice=(..., slice(0, 8)))}
     calls = {
         "plain": torch.compile(model),
-        "patched": pg.compile(patches, token, past_key_values=caches["patched"], allow_doubts=True),
+        "patched": pg.compile(patches, token, **with_cache(model, caches["patched"]), allow_doubts=True),
     }
 
     def step(name: str) -> Tensor:
         for layer in caches[name].layers:
             layer.cumulative_length.fill_(length)
-        return calls[name](token, past_key_values=caches[name]).logits  # type: ignore[no-any-return]
+        return calls[name](token, **with_cache(model, caches[name])).logits  # type: ignore[no-any-return]
 
     works = {name: partial(step, name) for name in calls}
     times = median_times(works, benchmarked.rounds // 20 + 2 if quick else benchmarked.rounds)

@@ -331,7 +331,13 @@ def test_other_values_of_that_keyword_are_the_models() -> None:
 @pytest.mark.parametrize(
     ("args", "names", "message"),
     [
-        ((X, ExtractionOptions()), (), r"they come first: PatchableGraph\(model, options, \*inputs\)"),
+        (
+            (X, ExtractionOptions()),
+            (),
+            r"they come first: PatchableGraph\(model, ExtractionOptions\(\.\.\.\), \*inputs\)",
+        ),
+        ((ExtractionOptions, X), (), "they come first"),
+        ((X,), ("extraction_option",), "given as extraction_option= would go to the model"),
         ((ExtractionOptions(), X, ExtractionOptions()), (), "they come first"),
         ((ExtractionOptions(), X), ("extraction_options",), "given twice, first of the inputs and as extraction_opt"),
         ((X,), ("options",), "given as options= would go to the model; give them as extraction_options=$"),

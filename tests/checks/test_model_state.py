@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections import OrderedDict, deque
@@ -175,6 +176,56 @@ def test_values_in_code_and_classes_of_inner_modules_are_part_of_the_state(name:
     assert state.change() is None
     edit()
     assert str(state.change()) == f"it changes the global {name!r} while it runs"
+
+
+def counting(name: str, code: str, **variables: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Returns a model whose code is `code`, and its globals."""
+    lines = ["class Counting(Module):", "    def forward(self, x):", f"        global {name}", f"        {code}"]
+    variables |= {"Module": nn.Module, "__name__": "counting"}
+    exec("\n".join([*lines, "        return x"]), variables)
+    return variables["Counting"](), variables
+
+
+@pytest.mark.parametrize(("code", "before", "after"), [
+    ("N += 1", 0, 1), ("N = [*N, 1]", [0], [0, 1]), ("N.append(1)", [0], [0, 1]), ("del N", 0, None),
+    ("N['a']['b'] = 1", {"a": {}}, {"a": {"b": 1}}),
+])  # fmt: skip
+def test_globals_that_the_code_writes_are_put_back(code: str, before: Any, after: Any) -> None:
+    model, variables = counting("N", code, N=before)
+    expected = copy.deepcopy(before)
+    state = ModuleState(model)
+    model(1)
+    assert variables.get("N") == after
+    assert str(state.change()).startswith("it changes the global 'N")
+    state.restore()
+    assert state.change() is None
+    assert variables["N"] is before
+    assert before == expected
+
+
+def test_globals_that_only_others_assign_to_are_left_alone() -> None:
+    model, variables = counting("N", "x = x + SCALE", SCALE=2)
+    state = ModuleState(model)
+    variables["SCALE"] = 3
+    state.restore()
+    assert variables["SCALE"] == 3
+
+
+class Making(OrderedDict):  # type: ignore[type-arg]
+    """Makes something of each item that is looked up."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError(key)
+
+
+def test_dicts_of_other_classes_are_not_asked_for_their_items() -> None:
+    model = Held()
+    model.made = Making(a=1)
+    state = ModuleState(model)
+    OrderedDict.__setitem__(model.made, "a", 2)
+    assert str(state.change()) == "Held changes its 'made.a' while it runs"
+    state.restore()
+    assert list(model.made.values()) == [1]
 
 
 def test_weights_are_not_copied_and_a_write_into_them_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

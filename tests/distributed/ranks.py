@@ -179,6 +179,7 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
                     X + 1,
                     method="relp",
                 ),
+                "metric": lambda: attribute(pg, lambda output: output[..., dist.get_rank()].sum(), X, X + 1),
                 "longer": lambda: patched(pg, {"blocks_0.hidden": CustomPatch(lambda value: value[..., :-1])}),
             },
         ),

@@ -56,6 +56,7 @@ def test_refusals(found: list[dict[str, Any]]) -> None:
         assert "executor= would mix that up" in each["executor"]
         assert "baselines=['shuffled_labels', 'bag_of_tokens']" in each["ridge"]
         assert "computes with DTensors, which derivative rules cannot follow" in each["rules"]
+        assert each["metric"].startswith("ExperimentError: the metric differs between the processes: ")
         assert "'blocks_0.hidden' has 16 entries in dimension 2, distributed over processes" in each["longer"]
 
 

@@ -22,6 +22,7 @@ from tests.experiments.hooked import GPT2_OUTPUT
 from tests.hooks import registered
 from tests.integrations.test_torch_compile import MASKED_BY_VMAP, gpt2
 from tests.zoo import installed
+from tests.zoo.transformers_models import with_cache
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
 
@@ -325,9 +326,9 @@ def test_generations_with_static_caches_compile_once() -> None:
     cache = StaticCache(config=model.config, max_cache_len=8)
     for prompt in (ids, ids[:, :3], ids + 1 - 2 * (ids == 31)):  # other prompts
         cache.reset()
-        check(prompt, past_key_values=cache)
+        check(prompt, **with_cache(model, cache))
     assert backend.frame_count == 1
-    check(ids, past_key_values=StaticCache(config=model.config, max_cache_len=12))
+    check(ids, **with_cache(model, StaticCache(config=model.config, max_cache_len=12)))
     assert backend.frame_count == 2
 
     runs: list[int] = []
@@ -418,22 +419,22 @@ def test_one_step_with_a_cache_given_by_hand() -> None:
 
     def filled(prompt: Tensor, length: int = 8) -> Any:
         cache = StaticCache(config=model.config, max_cache_len=length)
-        model(prompt, past_key_values=cache, use_cache=True)
+        model(prompt, **with_cache(model, cache), use_cache=True)
         return cache
 
     token, example = ids[:, :1], filled(ids[:, :3])
-    pg = PatchableGraph(model, token, past_key_values=example, use_cache=True)
+    pg = PatchableGraph(model, token, **with_cache(model, example), use_cache=True)
     zero = ZeroPatch(slice=(..., slice(0, 4)))
     compiled = pg.compile(
-        {"transformer.h_0.mlp.output": zero}, token, past_key_values=example, use_cache=True, backend="eager"
+        {"transformer.h_0.mlp.output": zero}, token, **with_cache(model, example), use_cache=True, backend="eager"
     )
     caches, before = (filled(ids), filled(ids)), example.layers[0].keys.clone()
     for _ in range(2):
         with model.transformer.h[0].mlp.register_forward_hook(lambda _m, _a, output: zero.op(output.clone())):
-            expected = model(token, past_key_values=caches[0], use_cache=True).logits
-        torch.testing.assert_close(compiled(token, past_key_values=caches[1], use_cache=True).logits, expected)
+            expected = model(token, **with_cache(model, caches[0]), use_cache=True).logits
+        torch.testing.assert_close(compiled(token, **with_cache(model, caches[1]), use_cache=True).logits, expected)
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
         torch.testing.assert_close((one.keys, one.cumulative_length), (other.keys, other.cumulative_length))
     assert torch.equal(before, example.layers[0].keys)
     with pytest.raises(GraphError, match=r"layers\.sub_0\.keys' is Tensor\(2, 2, 9, 8\), and was Tensor\(2, 2, 8, 8\)"):
-        compiled(token, past_key_values=filled(ids, 9), use_cache=True)
+        compiled(token, **with_cache(model, filled(ids, 9)), use_cache=True)

@@ -32,6 +32,7 @@ from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
 from tests.tiny_models import gpt2
+from tests.zoo.transformers_models import with_cache
 
 IDS = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
 MLP, STREAM = "transformer.h_1.mlp.output", "transformer.h_0.output"
@@ -116,9 +117,9 @@ def test_steps_are_counted_over_direct_calls(pg: PatchableGraph) -> None:
 
     def decode(graph: PatchableGraph) -> list[Tensor]:
         first = graph(IDS, use_cache=True)
-        second = graph(IDS[:, :1], past_key_values=first.past_key_values, use_cache=True)
-        third = graph(IDS[:, :1], past_key_values=second.past_key_values, use_cache=True)
-        fourth = graph(IDS[:, :1], past_key_values=third.past_key_values, use_cache=True)
+        second = graph(IDS[:, :1], **with_cache(graph._module, first.past_key_values), use_cache=True)
+        third = graph(IDS[:, :1], **with_cache(graph._module, second.past_key_values), use_cache=True)
+        fourth = graph(IDS[:, :1], **with_cache(graph._module, third.past_key_values), use_cache=True)
         return [first.logits, second.logits, third.logits, fourth.logits]
 
     with pg.patch(steps):

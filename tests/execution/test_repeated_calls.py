@@ -652,6 +652,107 @@ def test_loops_that_values_end() -> None:
     assert "stack" not in found
 
 
+class Router(nn.Module):
+    def forward(self, x: Tensor) -> list[int]:
+        return torch.unique(x[:, 0].long()).tolist()
+
+
+def skipped(x: Tensor, _: Router) -> Any:
+    total = x.cos()
+    for row in x.unbind():
+        if row.sum() < 0:
+            continue
+        total = total + row.tanh()
+    return total
+
+
+def in_a_branch(x: Tensor, _: Router) -> Any:
+    total = x.cos()
+    for row in x.unbind():
+        total = total * 2
+        if row.sum() > 0:
+            total = total + row.tanh()
+    return total
+
+
+def filtered(x: Tensor, _: Router) -> Any:
+    return sum(row.tanh() for row in x.unbind() if row.sum() > 0)
+
+
+def collected(x: Tensor, _: Router) -> Any:
+    total, rows = x.cos(), {}
+    for number, kind in enumerate(x[:, 0].long().tolist()):
+        rows.setdefault(kind, []).append(number)
+    for chosen in rows.values():
+        total = total + x[chosen].tanh().sum()
+    return total
+
+
+def in_order(x: Tensor, _: Router) -> Any:
+    total = x.cos()
+    for kind in sorted(x[:, 0].long().tolist(), key=lambda kind: -kind):
+        total = total + (x * kind).tanh()
+    return total
+
+
+def mapped(x: Tensor, _: Router) -> Any:
+    return sum(map(lambda kind: (x * kind).tanh(), x[:, 0].long().tolist()))  # noqa: C417
+
+
+def routed(x: Tensor, router: Router) -> Any:
+    total = x.cos()
+    for kind in router(x):
+        total = total + (x * kind).tanh()
+    return total
+
+
+class Keeping(nn.Module):
+    """Keeps what it read in attributes: one loop is over these, the other is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log, self.layers = [], [torch.cos, torch.cos]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds = x[:, 0].long().tolist()
+        self.log.append(x.sum().item())
+        for layer in self.layers:
+            x = layer(x)
+        for kind in self.kinds:
+            x = (x * kind).tanh()
+        return x
+
+
+def test_attributes_are_not_confused() -> None:
+    pg = PatchableGraph(Keeping(), torch.tensor([[3.0, 1.0], [-2.0, 1.0]]))
+    found = {pg.nodes[path].op for paths in in_data_loops(pg).values() for path in paths}
+    assert "tanh" in found
+    assert "cos" not in found
+
+
+class InSomeTurns(nn.Module):
+    """Which turn of a loop an operation is in, or what it works on, depends on values."""
+
+    def __init__(self, way: Callable[[Tensor, Router], Any]) -> None:
+        super().__init__()
+        self.way, self.router = way, Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(x, self.router).exp()
+
+
+@pytest.mark.parametrize("way", [skipped, in_a_branch, filtered, collected, in_order, mapped, routed])
+def test_operations_whose_turn_depends_on_values(way: Callable[[Tensor, Router], Any]) -> None:
+    pg = PatchableGraph(InSomeTurns(way), torch.tensor([[3.0, 1.0], [-2.0, 1.0], [3.0, 0.5]]))
+    found = {path for paths in in_data_loops(pg).values() for path in paths}
+    turns = {path for path, node in pg.nodes.items() if node.op == "tanh"}
+    assert len(turns) > 1
+    assert turns <= found
+    assert not {pg.nodes[path].op for path in found} & {"cos", "exp"}
+    if way is in_a_branch:
+        assert not any(pg.nodes[path].op == "mul" for path in found)
+
+
 def test_the_turns_of_an_expert_loop() -> None:
     case = case_by_name("mixtral-expert-loop-eager")
     pg = PatchableGraph(case.build(), **case.example().kwargs)

@@ -154,6 +154,8 @@ def test_a_skip_in_a_generation(gpt2: PatchableGraph) -> None:
         with gpt2.patch({"transformer.h_1": SkipPatch()}):
             with pytest.raises(GraphPatchError, match="use_cache=False"):
                 gpt2.generate(TOKENS, max_new_tokens=2)
+            with pytest.raises(GraphPatchError, match="use_cache=False"):
+                gpt2(TOKENS[:, :1], gpt2._module(TOKENS, use_cache=True).past_key_values)  # by position
             found = gpt2.generate(TOKENS, max_new_tokens=6, do_sample=False, use_cache=False)
         with skipped_by_hand(gpt2.transformer.h[1]):
             expected = gpt2.generate(TOKENS, max_new_tokens=6, do_sample=False, use_cache=False)
@@ -270,3 +272,19 @@ def test_a_decoder_reads_its_encoder_in_one_forward_only() -> None:
     for options in ({}, {"use_cache": False}, {"num_beams": 3}):
         with pytest.raises(PatchValueError, match=f"reads '{source}', which was not"), pg.patch({target: patch}):
             pg.generate(call.kwargs["input_ids"], max_new_tokens=3, do_sample=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("positions", "why"),
+    [
+        ([4], r"its positions \(4\) were not reached: the last call had 0 to 3"),
+        ([3, 9], r"not at positions 9 \(of 3, 9\)"),
+    ],
+)
+def test_positions_that_a_reading_patch_did_not_reach_are_reported(
+    gpt2: PatchableGraph, positions: list[int], why: str
+) -> None:
+    patch = FromPatch("transformer.h_0.mlp.output", positions=positions)
+    with pytest.warns(PatchNotFiredWarning, match=why) as caught, gpt2.patch({MLP: patch}):
+        gpt2(TOKENS)
+    assert len(caught) == 1

@@ -435,3 +435,8 @@ def test_a_model_that_handles_the_end_as_an_error_is_an_error() -> None:
     with pytest.raises(GraphPatchError, match="'inner.output', but the model handled that as an error"):
         pg.run_until("inner.output", x)
     assert torch.equal(pg.record("inner.output", x)["inner.output"], pg._module.inner(x))
+
+
+def test_positions_that_are_none_cannot_be_recorded(gpt2: PatchableGraph) -> None:
+    with pytest.raises(PatchMapError, match=r"pg.record: positions=\(\) selects nothing$"):
+        gpt2.record("transformer.h_0.mlp.output", TOKENS, positions=[])

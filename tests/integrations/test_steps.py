@@ -33,6 +33,7 @@ from tests.hooks import registered
 from tests.integrations.generations import LENGTH, NEW, WAYS, captured, generated, prompt, same
 from tests.zoo import CASES, installed
 from tests.zoo.case import tokens
+from tests.zoo.transformers_models import with_cache
 
 PATHS = {
     "gpt2-sdpa": ("transformer.h.0.mlp", "transformer.h_0.mlp.output"),
@@ -65,7 +66,7 @@ def hooked(model: nn.Module, attribute_path: str, change: Callable[[Tensor, int,
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal step, past
         step += 1
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
         past = int(cache.get_seq_length()) if cache is not None else 0
 
     def edit(module: nn.Module, args: Any, output: Any) -> Any:
@@ -178,7 +179,7 @@ def test_ambiguous_tokens_of_several_sequences_are_refused() -> None:
             PatchShapeError, match="has 3 entries in dimension 3 at step 1, where the model is given 1 tokens"
         ),
     ):
-        pg(tokens(3, 1), past_key_values=cache)
+        pg(tokens(3, 1), **with_cache(model, cache))
 
 
 def test_tokens_of_several_sequences_in_one_row_are_refused() -> None:
@@ -252,15 +253,15 @@ def test_patches_on_one_node_do_not_disturb_each_other() -> None:
 
 
 def test_nested_contexts_count_on() -> None:
-    _, pg = captured("gpt2-sdpa")
+    model, pg = captured("gpt2-sdpa")
     path = PATHS["gpt2-sdpa"][1]
     outer, inner = RecordPatch(steps=[0, 2, 3]), RecordPatch(steps=2)
     with torch.no_grad(), pg.patch({path: outer}):
         cache = pg(tokens(1, 4), use_cache=True).past_key_values
-        cache = pg(tokens(1, 1), past_key_values=cache, use_cache=True).past_key_values
+        cache = pg(tokens(1, 1), **with_cache(model, cache), use_cache=True).past_key_values
         with pg.patch({path: inner}):
-            cache = pg(tokens(1, 2), past_key_values=cache, use_cache=True).past_key_values
-        pg(tokens(1, 1), past_key_values=cache, use_cache=True)
+            cache = pg(tokens(1, 2), **with_cache(model, cache), use_cache=True).past_key_values
+        pg(tokens(1, 1), **with_cache(model, cache), use_cache=True)
     assert [value.shape[1] for value in outer.activations] == [4, 2, 1]
     assert [value.shape[1] for value in inner.activations] == [2]
 
@@ -277,7 +278,7 @@ def test_steps_are_counted_in_a_loop_of_the_user() -> None:
         cache, given, logits = None, ids, []
         for _ in range(steps):
             with torch.no_grad():
-                output = run(given, past_key_values=cache, use_cache=True)
+                output = run(given, **with_cache(model, cache), use_cache=True)
             cache, given = output.past_key_values, output.logits[:, -1:].argmax(-1)
             logits.append(output.logits)
         return logits
@@ -303,7 +304,7 @@ def test_a_cache_filled_before_the_context_counts_as_step_one() -> None:
     with torch.no_grad():
         cache = model(tokens(1, 4), use_cache=True).past_key_values
         with pytest.warns(PatchNotFiredWarning, match="in this context"), pg.patch({path: records}):
-            pg(tokens(1, 1), past_key_values=cache)
+            pg(tokens(1, 1), **with_cache(model, cache))
     assert [len(record.activations) for record in records] == [0, 1, 1]
 
 
@@ -314,7 +315,7 @@ def test_an_empty_cache_counts_as_no_cache(is_legacy: bool) -> None:
     model, pg = captured("gpt2-sdpa")
     record = RecordPatch(steps="prefill")
     with pg.patch({PATHS["gpt2-sdpa"][1]: record}):
-        pg(tokens(1, 4), past_key_values=None if is_legacy else DynamicCache(config=model.config))
+        pg(tokens(1, 4), **with_cache(model, None if is_legacy else DynamicCache(config=model.config)))
     assert len(record.activations) == 1
 
 
@@ -343,6 +344,38 @@ def test_tuples_as_caches() -> None:
         pg(tokens(2, 1) % 9, past_key_values=past)
     assert [value.shape for value in record.activations] == [(2, 1, 6)] * 2
     assert [value.shape for value in steps.activations] == [(2, 1, 6)]
+
+
+class WithOwnCache(nn.Module):
+    """Its cache has a name, and a class, that no library knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+
+    def forward(self, input_ids: Tensor, kv_caches: Any = None) -> Tensor:
+        hidden = self.embed(input_ids)
+        if kv_caches is not None:
+            before = kv_caches[0]
+            kv_caches[0] = (
+                (hidden[:, None], None) if before is None else (torch.cat([before[0], hidden[:, None]], 2), None)
+            )
+        return hidden
+
+
+def test_caches_by_other_names() -> None:
+    pg, ids = PatchableGraph(WithOwnCache(), tokens(2, 4) % 9), tokens(2, 4) % 9
+    records = [RecordPatch(steps="prefill"), RecordPatch(steps=2), RecordPatch(positions=[1, 5])]
+    cache: list[Any] = [None]
+    with pg.patch({"embed.output": records}):
+        for given in (ids, ids[:, :1], ids[:, :1]):
+            pg(given, cache)
+    assert [[value.shape[1] for value in record.activations] for record in records] == [[4], [1], [1, 1]]
+    with (
+        pg.patch({"embed.output": ZeroPatch(steps=0)}),
+        pytest.raises(PatchValueError, match="given as kv_caches does"),
+    ):
+        pg(ids, kv_caches={0: None})
 
 
 @pytest.mark.parametrize(
@@ -730,12 +763,12 @@ def test_values_at_other_steps_only_are_reported() -> None:
 
 
 def test_direct_calls_report_no_other_steps() -> None:
-    _, pg = captured("gpt2-sdpa")
+    model, pg = captured("gpt2-sdpa")
     path = PATHS["gpt2-sdpa"][1]
     with warnings.catch_warnings(), torch.no_grad(), pg.patch({path: [ZeroPatch(steps=1), ZeroPatch(positions=4)]}):
         warnings.simplefilter("error")
         cache = pg(tokens(1, 4), use_cache=True).past_key_values
-        pg(tokens(1, 1), past_key_values=cache)
+        pg(tokens(1, 1), **with_cache(model, cache))
 
 
 def test_steps_that_no_direct_call_reaches_are_reported_when_the_context_ends() -> None:

@@ -15,6 +15,7 @@ from tests.experiments.hooked import GPT2_OUTPUT
 from tests.laws.captures import identity, outside_fused_calls
 from tests.zoo import CASES, Case
 from tests.zoo.case import tokens
+from tests.zoo.transformers_models import with_cache
 from tests.zoo.values import bit_equal
 
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
@@ -151,7 +152,7 @@ def _two_calls(model: Any) -> list[Any]:
     with torch.no_grad():
         first = model(tokens(2, 6), use_cache=True)
         cache = first.past_key_values
-        second = model(tokens(2, 2, seed=1), past_key_values=cache, use_cache=True)
+        second = model(tokens(2, 2, seed=1), **with_cache(getattr(model, "_module", model), cache), use_cache=True)
     assert second.past_key_values is cache
     return [
         first.logits,

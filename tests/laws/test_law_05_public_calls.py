@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 import types
 from collections import deque
@@ -68,6 +69,77 @@ def drawing() -> nn.Module:
 
 CASES.append(Case(name="drawing", build=drawing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
 
+COUNTING = """
+import collections
+import torch
+from torch import nn
+
+COUNT, LATEST, SEEN = 0, collections.deque(maxlen=2), {"sizes": [], "calls": collections.Counter()}
+TOTAL, BOX = torch.zeros(6), type("Box", (), {"__module__": __name__})()
+
+def note(x):
+    global COUNT, FIRST
+    COUNT += 1
+    FIRST = COUNT == 1
+    SEEN["sizes"].append(tuple(x.shape))
+    SEEN["calls"][x.dtype] += 1
+
+def made():
+    calls = 0
+
+    class Counting(nn.Module):
+        runs = 0
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            nonlocal calls
+            calls += 1
+            type(self).runs += 1
+            BOX.latest = COUNT
+            LATEST.append(COUNT)
+            TOTAL.add_(1)
+            note(x)
+            return self.linear(x)
+
+    return Counting()
+"""
+
+
+def counting() -> nn.Module:
+    """Returns a model that counts its runs outside of it, in globals that no other model has."""
+    torch.manual_seed(0)
+    variables: dict[str, Any] = {"__name__": "counting"}
+    exec(COUNTING, variables)
+    model: nn.Module = variables["made"]()
+    return model.eval()
+
+
+CASES.append(Case(name="counting", build=counting, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
+
+
+class Writing(nn.Module):
+    """Writes into its weights, as codebooks that follow a moving average do, and `torch.nn.Embedding` by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(6, 6), nn.Embedding(9, 6, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        return self.linear(x) + self.embedding(x.long())[:, 0]
+
+
+def writing() -> nn.Module:
+    torch.manual_seed(0)
+    return Writing().eval()
+
+
+CASES.append(Case(name="writing", build=writing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
+
 
 def described(value: Any, names: dict[int, str], seen: frozenset[int] = frozenset()) -> Any:
     """Returns what a value is, in a form that is equal for equal values of two models."""
@@ -107,6 +179,10 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
     }
     found |= {f"weight {path}": described(weight, {}) for path, weight in model.named_parameters()}
+    forward = type(model).forward
+    if forward.__module__ == "counting":
+        found |= {name: described(value, names) for name, value in forward.__globals__.items() if name.isupper()}
+        found["calls"] = inspect.getclosurevars(forward).nonlocals["calls"], vars(type(model))["runs"]
     shared = torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
     return {**found, **dict(zip(("torch", "Python", "numpy"), shared, strict=True))}
 
@@ -300,11 +376,23 @@ def test_public_calls_leave_what_they_say(case: Case, action: Callable[[Subject,
     subject.check(lambda subject: action(subject, tmp_path))
 
 
-class Stops(nn.Module):
-    """Raises in the middle of one of its runs, when it has changed itself already."""
+class Countdown:
+    """Raises an error in one of its calls. It is called by a model, and not a part of its state."""
 
     left = -1
     error: type[BaseException] = KeyboardInterrupt
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("injected")
+
+
+countdown = Countdown()
+
+
+class Stops(nn.Module):
+    """Raises in the middle of one of its runs, when it has changed itself already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,9 +404,7 @@ class Stops(nn.Module):
         self.runs += 1
         self.kept["outputs"].append(torch.rand(1))
         self.total += 1
-        Stops.left -= 1
-        if Stops.left == 0:
-            raise Stops.error("injected")
+        countdown()
         return self.linear(x)
 
 
@@ -334,14 +420,14 @@ def test_errors_and_interrupts_leave_nothing(
 ) -> None:
     case = Case(name="stops", build=stopping, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True)
     subject = Subject(case)
-    monkeypatch.setattr(Stops, "error", error)
+    monkeypatch.setattr(countdown, "error", error)
     for left in (1, 2):
 
         def stopped(subject: Subject, left: int = left) -> int:
-            Stops.left = left
+            countdown.left = left
             with contextlib.suppress(KeyboardInterrupt, ArithmeticError, GraphPatchError, AssertionError):
                 action(subject, tmp_path)
-            Stops.left = -1
+            countdown.left = -1
             return 0
 
         subject.check(stopped)
@@ -360,6 +446,17 @@ def test_a_saved_swin_still_runs(tmp_path: Path) -> None:
     pg.save(tmp_path / "swin.safetensors")
     assert_same(state_of(model), before)
     assert torch.equal(model(x).logits, expected)
+
+
+def test_saving_does_not_scale_the_rows_of_an_embedding(tmp_path: Path) -> None:
+    """Runs at other sizes look up other rows."""
+    model = nn.Embedding(9, 6, max_norm=0.5)
+    pg = PatchableGraph(model, torch.tensor([[3, 4]]))
+    before = model.weight.detach().clone()
+    pg.save(tmp_path / "embedding.safetensors")
+    assert torch.equal(model.weight, before)
+    ids = torch.tensor([[0, 8, 3]])
+    assert torch.equal(PatchableGraph.load(tmp_path / "embedding.safetensors")(ids), model(ids))
 
 
 class Totals(nn.Module):

@@ -338,8 +338,27 @@ def test_options_are_not_swallowed() -> None:
         PatchableGraph(model, x, extraction_options={"decompose": ["gelu"]})
     assert PatchableGraph(model, ExtractionOptions(skip_compilation=True), x, mask=None).nodes
 
+    with (
+        nothing_runs(model),
+        pytest.raises(TypeError, match=r"decompos given by .* ExtractionOptions\(decompose=\.\.\.\)"),
+    ):
+        PatchableGraph(model, x, decompos=["gelu"])
+    with nothing_runs(model), pytest.raises(TypeError, match="extraction_options takes ExtractionOptions"):
+        PatchableGraph(model, x, extraction_option={"decompose": ["gelu"]})
+
+    class Outer(nn.Module):
+        """Hands what it does not take itself on to a module in it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Decomposing()
+
+        def forward(self, x: Tensor, **options: Any) -> Tensor:
+            return self.inner(x, **options)
+
     class Decomposing(nn.Module):
         def forward(self, x: Tensor, decompose: float = 1.0) -> Tensor:
             return x * decompose
 
     assert PatchableGraph(Decomposing(), x, decompose=2.0).nodes["decompose"].shape is None
+    assert PatchableGraph(Outer(), x, decompose=2.0).nodes["inner.decompose"].shape is None

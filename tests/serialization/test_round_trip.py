@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,40 @@ def test_open_files_are_written_and_read_as_torch_save_does(tmp_path: Path) -> N
         PatchableGraph.load(buffer)
     with pytest.raises(SerializationError, match="the BytesIO is not a file that pg.save"):
         PatchableGraph.load(io.BytesIO(b"damaged" * 9))
+
+
+class Halting(io.RawIOBase):
+    """A file without a buffer, which writes a few bytes at a time."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.data += bytes(data)[:99]
+        return min(len(data), 99)
+
+
+def test_open_files_hold_what_comes_before_and_after(tmp_path: Path) -> None:
+    pg, other = PatchableGraph(Mlp(), x()), PatchableGraph(Mlp(), x())
+    with (tmp_path / "graphs").open("w+b") as opened:
+        opened.write(b"begin")
+        pg.save(opened)
+        other.save(opened)
+        opened.write(b"end")
+        opened.seek(5)
+        for graph in (pg, other):
+            assert torch.equal(PatchableGraph.load(opened)(x()), graph(x()))
+        assert opened.read() == b"end"
+    halting = Halting()
+    pg.save(halting)
+    assert torch.equal(PatchableGraph.load(io.BytesIO(halting.data))(x()), pg(x()))
+    with (tmp_path / "graphs").open("ab") as opened, pytest.raises(io.UnsupportedOperation, match="read"):
+        PatchableGraph.load(opened)
+    with tempfile.NamedTemporaryFile("w+") as opened, pytest.raises(TypeError, match="a file that is open for bytes"):
+        pg.save(opened)
 
 
 @pytest.mark.parametrize("file", [io.StringIO(), 3], ids=["text", "number"])

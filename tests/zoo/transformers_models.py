@@ -107,6 +107,12 @@ def _prefill(model: nn.Module, **inputs: Any) -> Any:
     return output.cache_params if hasattr(output, "cache_params") else output.past_key_values
 
 
+def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """The cache as an input of the model, whose name was `past_key_values` before it was `cache`."""
+    parameters = inspect.signature(model.forward).parameters
+    return {"cache" if "cache" in parameters else "past_key_values": cache}
+
+
 def _left_padding(*paddings: int, total: int) -> Tensor:
     return (torch.arange(total) >= torch.tensor(paddings)[:, None]).long()
 
@@ -157,18 +163,20 @@ def _causal_variants(model: Any, is_eager: bool, *, has_static_cache: bool = Tru
         "embeds": Call.of(inputs_embeds=floats(3, 11, 48)),
         "no_cache": Call.of(input_ids=tokens(3, 7), use_cache=False),
         "cache_empty": Call.of(
-            input_ids=tokens(3, 11), past_key_values=DynamicCache(config=model.config), use_cache=True
+            input_ids=tokens(3, 11), **with_cache(model, DynamicCache(config=model.config)), use_cache=True
         ),
         "cache_step": Call.of(
-            input_ids=tokens(3, 1), past_key_values=_prefill(model, input_ids=tokens(3, 7, seed=1)), use_cache=True
+            input_ids=tokens(3, 1), **with_cache(model, _prefill(model, input_ids=tokens(3, 7, seed=1))), use_cache=True
         ),
         "cache_step_far": Call.of(
-            input_ids=tokens(5, 1), past_key_values=_prefill(model, input_ids=tokens(5, 13, seed=1)), use_cache=True
+            input_ids=tokens(5, 1),
+            **with_cache(model, _prefill(model, input_ids=tokens(5, 13, seed=1))),
+            use_cache=True,
         ),
         "cache_chunk_padded": Call.of(
             input_ids=tokens(3, 4),
             attention_mask=_left_padding(0, 2, 4, total=11),
-            past_key_values=padded_past,
+            **with_cache(model, padded_past),
             use_cache=True,
         ),
         "last_logits": Call.of(input_ids=tokens(3, 11), logits_to_keep=1),
@@ -194,7 +202,7 @@ def _calls_within_the_window(model: Any) -> dict[str, Call]:
         "embeds": Call.of(inputs_embeds=floats(3, 8, 48)),
         "no_cache": Call.of(input_ids=tokens(3, 7), use_cache=False),
         "cache_step": Call.of(
-            input_ids=tokens(3, 1), past_key_values=_prefill(model, input_ids=tokens(3, 7, seed=1)), use_cache=True
+            input_ids=tokens(3, 1), **with_cache(model, _prefill(model, input_ids=tokens(3, 7, seed=1))), use_cache=True
         ),
         **_common_variants(False, lambda: Call.of(input_ids=tokens(5, 8))),
     }
@@ -204,8 +212,8 @@ def _static_cache_step(model: Any) -> Call:
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=24)
-    past = _prefill(model, input_ids=tokens(3, 7, seed=1), past_key_values=cache)
-    return Call.of(input_ids=tokens(3, 1), past_key_values=past, use_cache=True)
+    past = _prefill(model, input_ids=tokens(3, 7, seed=1), **with_cache(model, cache))
+    return Call.of(input_ids=tokens(3, 1), **with_cache(model, past), use_cache=True)
 
 
 def _dynamic_cache_only(model: Any, is_eager: bool) -> dict[str, Call]:
@@ -260,7 +268,7 @@ def _seq2seq_variants(model: Any, is_eager: bool) -> dict[str, Call]:
         "cache_step": Call.of(
             encoder_outputs=_encoder_outputs(model, input_ids=tokens(3, 11)),
             decoder_input_ids=tokens(3, 1),
-            past_key_values=_prefill(model, input_ids=tokens(3, 11), decoder_input_ids=tokens(3, 7, seed=1)),
+            **with_cache(model, _prefill(model, input_ids=tokens(3, 11), decoder_input_ids=tokens(3, 7, seed=1))),
             use_cache=True,
         ),
         **_common_variants(is_eager, _seq2seq_example),
@@ -285,7 +293,7 @@ def _whisper_variants(model: Any, is_eager: bool) -> dict[str, Call]:
         "cache_step": Call.of(
             encoder_outputs=_encoder_outputs(model, input_features=floats(3, 10, 30)),
             decoder_input_ids=tokens(3, 1),
-            past_key_values=past,
+            **with_cache(model, past),
             use_cache=True,
         ),
         **_common_variants(is_eager, _whisper_example),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from graphpatch_notebook.sharded import Placement, same_value
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 from graphpatch_notebook.warning_places import warn
+
+IndicesIn: TypeAlias = Callable[[Any], Indices]
+"""Finds the positions of an entry in a value."""
 
 
 class MissingChildError(Exception):
@@ -119,7 +123,8 @@ class Applier:
                 patched = value
             else:
                 applied = self._with_values(entry) if entry.sources else entry
-                patched = _apply_at(applied, value, entry.target.dig, self._steps_for(entry), self._inputs_for(entry))
+                indices_in, inputs = self._indices_for(entry), self._inputs_for(entry)
+                patched = _apply_at(applied, value, entry.target.dig, indices_in, inputs)
                 if patched is not value and entry.target.node.is_view_filled_later:
                     _warn_of_lost_writes(entry)
         except MissingChildError as missing:
@@ -155,8 +160,8 @@ class Applier:
         """Hides torch calls from the function mode: the engine itself makes some to inspect tensors."""
         return without_torch_functions() if self.is_under_mode else _NOTHING_TO_HIDE
 
-    def _steps_for(self, entry: Entry) -> GenerationSteps | None:
-        """Returns the steps, for an entry for some steps or positions; raises if it is not for this step."""
+    def _indices_for(self, entry: Entry) -> IndicesIn | None:
+        """Returns what finds the positions of an entry in a value; raises if the entry is not for this step."""
         steps = self.steps
         if entry.restriction is None:
             return None
@@ -164,7 +169,7 @@ class Applier:
             raise GraphPatchError(_RECOMPUTED_STEP.format(path=entry.target.path))
         if not steps.admits(entry):
             raise HeldBackError
-        return steps
+        return None if entry.restriction.positions is None else partial(steps.indices, entry)
 
     def _inputs_for(self, entry: Entry) -> CallInputs | None:
         """Returns the arguments of the running frame, if the entry patches one of its ops."""
@@ -210,7 +215,7 @@ def _warn_of_lost_writes(entry: Entry) -> None:
 
 
 def _apply_at(
-    entry: Entry, value: Any, dig: tuple[Key, ...], steps: GenerationSteps | None, inputs: CallInputs | None
+    entry: Entry, value: Any, dig: tuple[Key, ...], indices_in: IndicesIn | None, inputs: CallInputs | None
 ) -> Any:
     """Returns `value` with the patches of `entry` applied to what `dig` leads to; the same object if nothing changed.
 
@@ -220,32 +225,32 @@ def _apply_at(
     """
     __tracebackhide__ = True
     if not dig:
-        return _apply(entry, value, steps, inputs)
+        return _apply(entry, value, indices_in, inputs)
     child = _child(value, dig[0])
-    patched = _apply_at(entry, child, dig[1:], steps, inputs)
+    patched = _apply_at(entry, child, dig[1:], indices_in, inputs)
     return value if patched is child else replaced(value, dig[0], patched)
 
 
 def _apply(
-    entry: Entry, value: Any, steps: GenerationSteps | None, inputs: CallInputs | None, *, is_own: bool = False
+    entry: Entry, value: Any, indices_in: IndicesIn | None, inputs: CallInputs | None, *, is_own: bool = False
 ) -> Any:
     __tracebackhide__ = True
     if entry.placement is not None and isinstance(value, Tensor):
-        return _apply_to_whole(entry, entry.placement, value, steps)
-    return _apply_plain(entry, value, steps, inputs, is_own=is_own)
+        return _apply_to_whole(entry, entry.placement, value, indices_in)
+    return _apply_plain(entry, value, indices_in, inputs, is_own=is_own)
 
 
-def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: GenerationSteps | None) -> Any:
+def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, indices_in: IndicesIn | None) -> Any:
     """Returns this process's part of a value, after patches on the whole value."""
     __tracebackhide__ = True
     if (apart := _heads_apart(entry.target, value, placement.size_here(1))) is not value:
-        return _packed(entry, value, apart, _apply_to_whole(entry, placement, apart, steps))
+        return _packed(entry, value, apart, _apply_to_whole(entry, placement, apart, indices_in))
     with without_torch_functions():  # modes see one call, `same_value`
         whole = placement.whole(value)
         is_held, observes = entry.target.node.kind in HELD_KINDS, all(patch.observes_only for patch in entry.patches)
         needs_gradient = torch.is_grad_enabled() and whole is value and not (is_held and observes)
         given, gradient = placement.opened(whole) if needs_gradient else (whole, None)
-    patched = _apply_plain(entry, same_value(value, given), steps, None)
+    patched = _apply_plain(entry, same_value(value, given), indices_in, None)
     # A value that a patch keeps only has a gradient if the model continues with it.
     has_uses = torch.is_grad_enabled() and not is_held and given.requires_grad
     keeps = any(patch.only_keeps or not patch.observes_only for patch in entry.patches)
@@ -258,18 +263,16 @@ def _apply_to_whole(entry: Entry, placement: Placement, value: Tensor, steps: Ge
 
 
 def _apply_plain(
-    entry: Entry, value: Any, steps: GenerationSteps | None, inputs: CallInputs | None, *, is_own: bool = False
+    entry: Entry, value: Any, indices_in: IndicesIn | None, inputs: CallInputs | None, *, is_own: bool = False
 ) -> Any:
     __tracebackhide__ = True
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.whole, TensorSpec) and value.shape != target.whole.shape:
         apart = _heads_apart(target, value)
         if apart is not value:
-            return _packed(entry, value, apart, _apply_plain(entry, apart, steps, inputs, is_own=is_own))
+            return _packed(entry, value, apart, _apply_plain(entry, apart, indices_in, inputs, is_own=is_own))
         _check_shape(entry, value, inputs)
-    if steps is not None and entry.restriction is not None and entry.restriction.positions is not None:
-        return _patched(entry, value, steps.indices(entry, value))
-    return _patched(entry, value, None, is_own=is_own)
+    return _patched(entry, value, None if indices_in is None else indices_in(value), is_own=is_own)
 
 
 def _heads_apart(target: Target, value: Tensor, here: int | None = None) -> Tensor:

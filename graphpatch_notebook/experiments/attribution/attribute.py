@@ -42,7 +42,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     Positions,
     RowPositions,
     by_problem,
-    check_problems,
+    check_is_used,
 )
 from graphpatch_notebook.experiments.results.arrays import keep_components, metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
@@ -69,7 +69,7 @@ def attribute(
     routing: Routing = "free",
     paths: Iterable[str | NodePath] | None = None,
     positions: Positions | RowPositions = None,
-    position_dim: int | Mapping[str, int] | None = None,
+    position_dim: PositionDim = None,
     heads: int | None = None,
     max_bytes: int = 2**30,
 ) -> DataArray:
@@ -118,8 +118,8 @@ def attribute(
             batch has positions of its own, and the result has the numbers of the columns as positions. If `paths` are
             given, each of them must have positions; otherwise an `ExperimentWarning` names the values without
             positions.
-        position_dim: The sequence dimension of values, if it is ambiguous or the model does not take tokens: one number
-            for all paths, or a dict by path.
+        position_dim: The sequence dimension of the values at `paths`, as for `causal_trace`. Without `paths`, a dict by
+            path; or a number, of a model that does not take tokens: the sequence dimension of its first input.
         heads: The number of attention heads: returns a score for each head. The heads must be separate in the values at
             `paths` (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
         max_bytes: The memory limit for recorded values and their gradients. If it is exceeded, nodes are scored in
@@ -138,8 +138,9 @@ def attribute(
 
     Raises:
         UnknownPathError: A path does not exist. Raised before the model runs.
-        ExperimentError: The metric does not return a single number with a gradient; positions are unknown or out of
-            range; the inputs differ in shape; or, for `"secant"`, the model takes other steps in the two runs.
+        ExperimentError: The metric does not return a single number with a gradient, or not the same one in all
+            processes of a sharded model; positions are unknown or out of range; the inputs differ in shape; or, for
+            `"secant"`, the model takes other steps in the two runs.
 
     Example:
         >>> import torch
@@ -176,9 +177,8 @@ def attribute(
     of_all = kept_for(pg.nodes, _AllNodes) if paths is None else None
     selected = selected_nodes(pg.nodes, paths) if of_all is None else of_all.selected
     wanted = [node for node in selected.nodes if node.is_wanted]
-    axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
-    if axis is not None and paths is not None:
-        check_problems(axis.problems)
+    check_is_used(position_dim, is_used=positions is not None)
+    axis = None if positions is None else PositionAxis(pg, selected, given[1], positions, position_dim)
     kept = {} if axis is None else {path: KeptDims(dim, **axis.of_rows(path)) for path, dim in axis.dims.items()}
     members = {place.path: place for place in selected.places.values() if place.dim is not None}
     if heads is not None:
@@ -186,7 +186,7 @@ def attribute(
             raise ExperimentError(
                 f"heads= splits values, but {next(iter(selected.places))!r} is one of these parts; drop heads="
             )
-        kept = _with_heads(pg, wanted, paths, heads, position_dim, kept)
+        kept = _with_heads(pg, wanted, paths, heads, {} if axis is None else axis.dims, kept)
     for path, place in members.items():
         kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
@@ -273,7 +273,7 @@ def _with_heads(
     nodes: Iterable[ScoredNode],
     paths: Any,
     count: int,
-    position_dim: PositionDim,
+    sequences: Mapping[str, int],
     kept: Mapping[str, KeptDims],
 ) -> dict[str, KeptDims]:
     """Returns the dimensions of positions and heads in values."""
@@ -281,7 +281,7 @@ def _with_heads(
         raise ExperimentError("heads= needs values with separate heads: paths=['h_0.attn.c_proj.x', ...]")
     given = (node.spec.shape for node in pg.nodes.root.inputs() if isinstance(node.spec, TensorSpec))
     rows = next((shape[0] for shape in given if shape), None)
-    dims = head_layout(pg, {node.path: tuple(node.spec.shape) for node in nodes}, count, rows, position_dim).dims
+    dims = head_layout(pg, {node.path: tuple(node.spec.shape) for node in nodes}, count, rows, sequences).dims
     return {path: replace(kept.get(path, KeptDims()), heads=dim, count=count) for path, dim in dims.items()}
 
 

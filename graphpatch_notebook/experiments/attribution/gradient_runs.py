@@ -46,6 +46,7 @@ from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.warning_places import collected_warnings
 
@@ -169,7 +170,7 @@ class AttributionRuns:
 
     def __post_init__(self) -> None:
         self._choices = Choices(self.routing)
-        self._has_run = False
+        self._has_run = self._has_measured = False
         self._roots = Roots()
         self._only: str | None = None  # the path that is scored against the run in which it alone is restored
         self._copied: set[str] = set()
@@ -231,7 +232,7 @@ class AttributionRuns:
                 restored = Restored(clean, self._only, [*self._roots.clean.values()])
                 output = self._output(restored, self.corrupted, state)
             with noted_metric(output):
-                self._found.clean = float(metric_number(self.metric(output)))
+                self._found.clean = self._clean_metric(output)
         if rules.recorded_bytes:
             clean.shrink(max(self.max_bytes - rules.recorded_bytes, self.max_bytes // 2))
         differences = Differences(clean, is_careful)
@@ -251,6 +252,22 @@ class AttributionRuns:
             run.by_path.pop(path, None)
         differences.release()
         return NodeGroup(differences, (run, metric), left)
+
+    def _clean_metric(self, output: Any) -> float:
+        """Returns the metric of the clean run, which must be one number on all processes: gradients are their sums."""
+        number = float(metric_number(self.metric(output)))
+        sharding = None if self._has_measured else sharding_of(captured(self.pg).root)
+        self._has_measured = True
+        if sharding is None:
+            return number
+        numbers = sharding.processes.gathered(number)
+        if not np.allclose(numbers, number, rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise ExperimentError(
+                f"the metric differs between the processes: {', '.join(f'{each:.5g}' for each in numbers)} on the "
+                "clean inputs. If the output of the model is split over processes, the metric must put its parts "
+                "together; otherwise give all processes the same inputs and the same metric"
+            )
+        return number
 
     def _score(self, compared: NodeGroup, state: ModuleState) -> None:
         differences = compared.differences
@@ -280,7 +297,7 @@ class AttributionRuns:
         while wanted:
             clean = CleanValues(wanted, self._copied, self.max_bytes)
             with torch.no_grad():
-                metric = float(metric_number(self.metric(self._output(clean, self.clean, state))))
+                metric = self._clean_metric(self._output(clean, self.clean, state))
             self._found.problems |= clean.problems
             rewritten = {
                 path for path, values in clean.by_path.items() if not all(value.is_current for value in values)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of, shape_problem
-from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import (
@@ -24,23 +22,27 @@ from graphpatch_notebook.execution import (
     GenerationSteps,
     Restriction,
     StepCount,
-    restriction_of,
-    sequence_dims,
-    token_inputs,
+    row_dimension,
+    sequence_dim,
+    takes_tokens,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.positions import (
+    PositionDim,
     Positions,
     RowPositions,
     are_of_rows,
+    check_problems,
     counted_positions,
     counts_from_end,
-    row_dim,
+    found_or_problems,
+    given_dims,
     rows_of,
     whole_numbers,
 )
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve_all
+from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.patches.selections import selection
 from graphpatch_notebook.sharded import sharding_of
@@ -69,6 +71,11 @@ class ScoredNode:
     spec: TensorSpec
     is_wanted: bool = True
     is_compared: bool = True
+
+    @property
+    def target(self) -> Target:
+        """What its path refers to."""
+        return Target(self.path, self.frame, self.node, (), (), self.spec)
 
     @property
     def is_parameter(self) -> bool:
@@ -137,11 +144,13 @@ class Selected:
     """The nodes of an attribution.
 
     Attributes:
-        places: Where the value of each name in the result is: of paths, and of names of components.
+        targets: The value of each name in the result: of paths, and of names of components.
+        places: Where these values are.
         nodes: All nodes that hold floating-point tensors, in order of execution.
         skipped: Why a path cannot have a score.
     """
 
+    targets: dict[str, Target]
     places: dict[str, ScoredPlace]
     nodes: list[ScoredNode]
     skipped: dict[str, str]
@@ -154,7 +163,8 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
         UnknownPathError: A path does not exist, or is not a single value.
         ExperimentError: There are no paths.
     """
-    places = {} if paths is None else dict(_places(nodes, paths))
+    named = {} if paths is None else {target.text: target for target in _targets(nodes, paths)}
+    places = {name: _place_of(target) for name, target in named.items()}
     if paths is not None and not places:
         raise ExperimentError("paths is empty: give at least one path, or leave it out for all nodes")
     wanted = None if paths is None else list(dict.fromkeys(place.path for place in places.values()))
@@ -178,7 +188,7 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
             skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"not a tensor, but {spec}"
     if wanted is None:
         places = {node.path: ScoredPlace(node.path) for node in found if node.is_wanted}
-    return Selected(places, found, skipped)
+    return Selected(named, places, found, skipped)
 
 
 def has_storage(value: Tensor) -> bool:
@@ -190,21 +200,21 @@ def has_storage(value: Tensor) -> bool:
     return True
 
 
-def _places(nodes: NodeMap, paths: Iterable[Any]) -> Iterator[tuple[str, ScoredPlace]]:
-    """Yields the names of values, and where these are."""
+def _targets(nodes: NodeMap, paths: Iterable[Any]) -> list[Target]:
+    """Returns the values that paths and names of components mean."""
     if isinstance(paths, (str, bytes)):
         paths = [paths]
-    unknown = []
+    found, unknown = [], []
     for path in map(str, paths):
         try:
             targets = resolve_all(nodes.root, path)
         except Unresolvable as problem:
             unknown.append(problem.message)
             continue
-        for target in targets:
-            yield target.text, _place_of(target)
+        found += targets
     if unknown:
         raise UnknownPathError("; ".join(unknown))
+    return found
 
 
 def _place_of(target: Target) -> ScoredPlace:
@@ -251,42 +261,47 @@ _ALL = selection(slice(None), "positions")
 class PositionAxis:
     """The chosen positions of a run, and where they are in the values of nodes.
 
-    `position_dim` is the sequence dimension, as for `attribute`. For models that do not take tokens, it is also that of
-    their first input.
+    `position_dim` is the sequence dimension, as for `attribute`.
 
     Attributes:
         dims: The sequence dimension of each path.
         problems: Why the positions of a path are unknown, or not computed.
         cached: The positions that some values lack, since they are in a given key/value cache.
+
+    Raises:
+        ExperimentError: Positions are out of range, or unknown: of a value that is named, or of all values.
     """
 
     def __init__(
         self,
-        root: Frame,
-        nodes: Iterable[ScoredNode],
+        pg: PatchableGraph,
+        selected: Selected,
         inputs: Inputs,
         positions: Positions | RowPositions,
-        position_dim: int | Mapping[str, int] | None,
+        position_dim: PositionDim,
     ) -> None:
-        self._root = root
-        self._given = position_dim
+        self._root = pg.nodes.root
         rows = rows_of(positions) if are_of_rows(positions) else None
         if positions is not None and positions is not True and rows is None:
             whole_numbers(positions)  # check this first
-        self.problems: dict[str, str] = {}
         self.cached: set[int] = set()
-        self._places: dict[str, Restriction] = {}
-        self._by_tokens = bool(token_inputs(root))
-        for node in nodes:
-            place = self._place_or_problem(node)
-            if place is not None:
-                self._places[node.path] = place
+        targets = {node.path: node.target for node in selected.nodes if node.is_wanted}
+        targets |= {target.path: target for target in selected.targets.values() if target.path in targets}
+        is_of_input = not (selected.targets or position_dim is None or isinstance(position_dim, Mapping))
+        of_input = self._sequence_of_input(position_dim) if is_of_input else None
+        given = {} if is_of_input else given_dims(pg, selected.targets or targets, position_dim)
+
+        def place(_: str, target: Target) -> Restriction:
+            dim, is_encoder = sequence_dim(self._root, target, given.get(target.text), of_input)
+            row = None if rows is None else row_dimension(self._root, target, dim)
+            return Restriction(None, _ALL, dim, is_encoder, row)
+
+        self._places, self.problems = found_or_problems(targets, place, has_repairs=False)
+        if selected.targets or not self._places:
+            check_problems(self.problems)
         self._columns: tuple[tuple[int, ...], ...] = ()
-        self._row_dims: dict[str, int] = {}
-        for node in nodes if rows is not None else ():
-            self._find_rows(node)
         self.dims = {path: place.dim for path, place in self._places.items()}
-        self._step = self._step_of(inputs)
+        self._step = self._step_of(inputs, targets)
         if rows is None:
             self.positions = self._chosen(positions)
         else:
@@ -303,19 +318,7 @@ class PositionAxis:
 
     def of_rows(self, path: str) -> dict[str, Any]:
         """Returns the fields of `KeptDims` for positions that differ by row."""
-        return {"row": self._row_dims[path], "columns": self._columns} if self._columns else {}
-
-    def _find_rows(self, node: ScoredNode) -> None:
-        """Notes which dimension of a value has the rows, or why that is not known."""
-        place = self._places.get(node.path)
-        if place is None:
-            return
-        found = row_dim(self._root, Target(node.path, node.frame, node.node, (), (), node.spec), place.dim)
-        if isinstance(found, int):
-            self._row_dims[node.path] = found
-        else:
-            del self._places[node.path]
-            self.problems[node.path] = re.sub("; (give|choose|use) .*", "", found)
+        return {"row": self._places[path].row_dim, "columns": self._columns} if self._columns else {}
 
     def row(self, path: str, scores: Scores) -> Scores:
         """Returns the scores of a path at `positions`, or NaN; adds to `problems`."""
@@ -344,69 +347,46 @@ class PositionAxis:
         row[is_there] = scores[there[is_there]]
         return row
 
-    # -- dimensions ----------------------------------------------------------------------------------------------------
+    # -- sequences -----------------------------------------------------------------------------------------------------
 
-    def _place_or_problem(self, node: ScoredNode) -> Restriction | None:
-        try:
-            return self._place(node)
-        except ExperimentError:
-            raise
-        except ValueError as problem:
-            # Drop the repair, which is for patches with positions.
-            self.problems[node.path] = re.sub("; (drop|choose|use) .*", "", str(problem))
-            return None
-
-    def _place(self, node: ScoredNode) -> Restriction:
-        target = Target(node.path, node.frame, node.node, (), (), node.spec)
-        given = self._given.get(node.path) if isinstance(self._given, Mapping) else self._given
-        if not self._by_tokens:
-            return self._place_without_tokens(node, given)
-        try:
-            found = restriction_of(self._root, target, ProbePatch(positions=slice(None)))
-        except ValueError:
-            if given is None or not -len(node.spec.shape) <= given < len(node.spec.shape):
-                raise
-            found = restriction_of(self._root, target, ProbePatch(positions=slice(None), position_dim=given))
-        assert found is not None
-        return found
-
-    def _place_without_tokens(self, node: ScoredNode, given: int | None) -> Restriction:
-        shape = tuple(node.spec.shape)
-        _, sequence = self._sequence_input()
-        if node.is_state:
-            raise ValueError(f"a {node.node.kind} has no positions")
-        dims = dimensions_of(self._root).dims_like(node.spec, sequence)
-        along = sequence_dims(find(self._root).axes_at(node.path)) if len(dims) > 1 else []
-        dims = [dim for dim in dims if dim in along] or dims
-        if given is not None and -len(shape) <= given < len(shape) and given % len(shape) in dims:
-            dims = [given % len(shape)]
-        if len(dims) != 1:
-            which = "several dimensions" if dims else "no dimension"
-            raise ValueError(f"{which} of its shape {shape} can be the example's sequence of {sequence[0]} positions")
-        return Restriction(None, _ALL, dims[0])
-
-    def _sequence_input(self) -> tuple[str, Profile]:
-        """Returns the input that has the dimension `position_dim`, and a description of that dimension."""
-        dim = self._given
-        if not isinstance(dim, int):
-            raise ExperimentError(
-                "positions are known for models that take input_ids or inputs_embeds; for others, give the sequence "
-                "dimension of the first input: position_dim=1"
-            )
+    def _sequence_of_input(self, dim: Any) -> Profile:
+        """Returns the dimension `dim` of the first input that has it, of a model that does not take tokens."""
+        if type(dim) is not int:
+            raise ExperimentError(f"position_dim must be an int, not {dim!r}")
+        if takes_tokens(self._root):
+            raise ExperimentError(f"position_dim={dim} is not that of all values: give paths=, or a dict by path")
         for node in self._root.inputs():
             if isinstance(node.spec, TensorSpec) and -len(node.spec.shape) <= dim < len(node.spec.shape):
-                return node.target, dimensions_of(self._root).profiles(node.spec)[dim]
-        raise ExperimentError(f"position_dim={dim}: no input of the model has such a dimension")
+                return dimensions_of(self._root).profiles(node.spec)[dim]
+        raise ExperimentError(f"position_dim={dim} is out of range for all inputs of the model")
 
-    # -- positions -----------------------------------------------------------------------------------------------------
+    def _length(self, target: Target, inputs: Inputs) -> int:
+        """Returns how long the sequence of a value is in a run: as long as a dimension of an input, or always the same.
 
-    def _step_of(self, inputs: Inputs) -> GenerationStep:
+        The model does not take tokens.
+        """
+        known = dimensions_of(self._root)
+        assert isinstance(target.whole, TensorSpec)
+        profile = known.profiles(target.whole)[self._places[target.path].dim]
+        for node in self._root.inputs():
+            value = given_input(self._root.parameters, node.target, inputs.args, inputs.kwargs)
+            if isinstance(value, Tensor) and isinstance(node.spec, TensorSpec):
+                for dim in known.dims_like(node.spec, profile):
+                    return value.shape[dim]
+        if known.follows_inputs(profile):
+            raise ExperimentError(f"the positions of {target.text!r} are not known: no input has that dimension")
+        return profile[0]
+
+    def _step_of(self, inputs: Inputs, targets: Mapping[str, Target]) -> GenerationStep:
         """Returns the lengths of the sequences and of the cache in a run."""
-        if not self._by_tokens:
-            name, _ = self._sequence_input()
-            value = given_input(self._root.parameters, name, inputs.args, inputs.kwargs)
-            assert isinstance(self._given, int)
-            return GenerationStep(0, 0, value.shape[self._given] if isinstance(value, Tensor) else 0)
+        if not takes_tokens(self._root):
+            lengths = {self._length(targets[path], inputs): path for path in self._places}
+            if len(lengths) > 1:
+                (one, first), (other, second), *_ = lengths.items()
+                raise ExperimentError(
+                    f"{second!r} has {other} positions, but {first!r} has {one}; give paths of one sequence at a time"
+                )
+            return GenerationStep(0, 0, *lengths)
         asking = Entry(
             Target("", self._root, self._root.output_node, (), (), self._root.output_node.spec),
             (ProbePatch(),),

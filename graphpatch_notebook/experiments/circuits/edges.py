@@ -298,11 +298,14 @@ def chosen(names: Sequence[str], wanted: str | Iterable[str] | None, what: str) 
 
     Raises:
         UnknownPathError: The name does not exist.
+        ExperimentError: `wanted` is empty.
     """
     if wanted is None:
         return list(names)
-    found = set()
-    for pattern in [wanted] if isinstance(wanted, str) else wanted:
+    patterns, found = [wanted] if isinstance(wanted, str) else list(wanted), set()
+    if not patterns:
+        raise ExperimentError(f"{what}s is empty: give at least one name, or leave it out for all")
+    for pattern in patterns:
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^\[\]]*"))
         matching = {name for name in names if regex.fullmatch(name)}
         if not matching:

@@ -24,7 +24,7 @@ from graphpatch_notebook.experiments.executors.checkpoint import Digester
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.selections import PositionSelection, selection
+from graphpatch_notebook.patches.selections import PositionSelection, Selection, selection
 from graphpatch_notebook.values import tensor_bytes
 
 Dataset: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
@@ -121,9 +121,7 @@ class RowReader:
             parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
             return_annotation=signature.empty,
         )
-        self._positions = None if positions is None else selection(positions, "positions")
-        if self._positions is not None and self._positions.rows is not None:
-            raise ExperimentError("positions are the same for all examples here: give one list of them")
+        self._positions = None if positions is None else _chosen(positions)
         listed = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
         targets: dict[str, Target] = {}
         for pattern in map(str, listed):
@@ -197,6 +195,22 @@ class RowReader:
     def has_positions(self, path: str) -> bool:
         """Whether a value has a row for each position, not only for each example."""
         return self.by_path[path][1] is not None
+
+
+def _chosen(positions: PositionSelection) -> Selection:
+    try:
+        found = selection(positions, "positions", allow_negative=True)
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
+    if found.rows is not None:
+        raise ExperimentError("positions are the same for all examples here: give one list of them")
+    chosen: Any = found.chosen
+    numbers = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
+    if any(number is not None and number < 0 for number in numbers):
+        raise ExperimentError(
+            f"positions={positions!r} counts from the end, where shorter examples have padding: count from the start"
+        )
+    return found
 
 
 def _dims(model: CapturedModel, target: Target) -> tuple[int, int | None, bool]:

@@ -35,6 +35,15 @@ class Cell:
         return {str(path): patch for path, patch in self.patches.items()}
 
     @property
+    def all_patches(self) -> list[Any]:
+        """Its patches, whatever they are on."""
+        return [
+            patch
+            for given in self.patches.values()
+            for patch in (given if isinstance(given, (list, tuple)) else [given])
+        ]
+
+    @property
     def name(self) -> str:
         """The name of its patch map in messages."""
         return f"the patch map of {self}"

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import SIZED_BY_VALUES, is_call_sized_by_values
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS, raw_name, writes_in_place
+from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.execution import FrameNode, FrameTree, leaves_of, tensors_among
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import IMMUTABLE
@@ -668,7 +669,7 @@ def substitutes(tree: FrameTree, count: int) -> dict[FrameNode, ChangedPositions
 
 def _operations(module: Module) -> int:
     """Returns the approximate number of operations of a module for one position."""
-    weights = {id(w): w for inner in module.modules() for w in inner._parameters.values() if w is not None}
+    weights = {id(w): w for inner in all_modules(module) for w in inner._parameters.values() if w is not None}
     return 2 * sum(weight.numel() for weight in weights.values())
 
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.model_state import Fingerprint, ModuleState
@@ -20,6 +21,7 @@ from graphpatch_notebook.execution import (
     FrameRecording,
     FrameTree,
     FrameWatch,
+    does_nothing,
     frames_seen,
     own_tensors,
     storage_of,
@@ -273,7 +275,10 @@ def watched_run(
     marks = {target.path: Mark(tree=tree, noticed=noticed) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
-    with frames_seen(watch, captured(pg).module.modules()), pg.patch(patches).quiet():
+    patched = {frame.module for target in targets for frame in _chain(target)}
+    # To record a dropout costs more than to repeat it.
+    seen = [one for one in all_modules(captured(pg).module) if not does_nothing(one) or one in patched]
+    with frames_seen(watch, seen), pg.patch(patches).quiet():
         return marks, pg(*fresh.args, **fresh.kwargs)
 
 

@@ -7,6 +7,8 @@ recorded results, unless making their patch maps changes values that the metric 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import SHARED, Change, ChangeKind, ModuleState, SharedRandomState
+from graphpatch_notebook.checks.model_state import Change, ChangeKind, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution import Entry
 from graphpatch_notebook.experiments.engine.cells import Cell, Cells
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
-from graphpatch_notebook.experiments.engine.sweep_setup import KEEPS_STATE, SweepRequest, why_plain
+from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest, why_plain
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, declares
@@ -89,9 +92,10 @@ class PrivateCopies:
         if not kind.__dataclass_fields__.keys() >= patch.__dict__.keys():
             raise ImpureError(f"a {kind.__name__} has an attribute of its own")
         copied: Patch[Any] = object.__new__(kind)
-        copied.__dict__.update(
-            {name: value if type(value) in _PLAIN else self._value(value) for name, value in patch.__dict__.items()}
-        )
+        held = copied.__dict__
+        held.update(patch.__dict__)
+        for name in [name for name, value in held.items() if type(value) not in _PLAIN]:
+            held[name] = self._value(held[name])
         return copied
 
     def _value(self, value: Any) -> Any:
@@ -161,8 +165,6 @@ _ALL_FIRST = (
     "with checkpoint= or executor= all patch maps are made before any cell runs: leave these out, or write the loop: "
     "with pg.patch(make_patches(...)): ..."
 )
-_EACH = 8
-"""After this many cells, referred values are checked less often: a check takes as long as making a patch map."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class MadeCells:
         entries: The entries of the cells in `made`, by number.
         look: A look at the model, in which nothing has changed since; `None` if something has, or prevents sharing.
         baseline: The metric without patches, if it is known.
+        draws: Whether making them has drawn from the shared random generators.
     """
 
     made: Sequence[Cell]
@@ -184,13 +187,14 @@ class MadeCells:
     entries: Mapping[int, list[Entry]]
     look: ModuleState | None
     baseline: Measurement | None = None
+    draws: bool = False
 
-    @property
+    @functools.cached_property
     def shared(self) -> list[Cell]:
         """Pure cells, with private copies of their patch maps. They may run in any order, and together."""
         return [cell for cell in self.made if isinstance(cell.patches, PurePatches)]
 
-    @property
+    @functools.cached_property
     def alone(self) -> list[Cell]:
         """The other cells in `made`. Each runs as in a plain loop, after the pure ones."""
         return [cell for cell in self.made if not isinstance(cell.patches, PurePatches)]
@@ -208,6 +212,144 @@ class MadeCells:
         return [f"{count:,} of {total:,} cells ran one by one, each in full: {self.why}"] if count else []
 
 
+class _Watched:
+    """Values that making patch maps must not change: a change may be undone before the end.
+
+    Args:
+        values: The values.
+        making: What makes the patch maps refers to; if it does not refer to the values, no look is needed.
+
+    Attributes:
+        before: What they refer to.
+        may_change: Whether a change is possible.
+        is_same: Whether no change was seen.
+    """
+
+    def __init__(self, values: tuple[Any, ...], making: ReferredValues) -> None:
+        self._values = values
+        self.before = ReferredValues(*values)
+        self.may_change, self.is_same = making.may_meet(self.before), True
+        if self.may_change:
+            self._small = ReferredValues(*values, most_bytes=_FEW_BYTES)
+
+    def look(self, *, is_full: bool) -> None:
+        """Looks for changes, those in large tensors too or not."""
+        if self.may_change and self.is_same:
+            before, most_bytes = (self.before, math.inf) if is_full else (self._small, _FEW_BYTES)
+            self.is_same = before == ReferredValues(*self._values, most_bytes=most_bytes)
+
+
+class _Dependence:
+    """What making patch maps depends on, and changes.
+
+    Args:
+        pg: The graph.
+        cells: The cells.
+        inputs: The inputs of the model.
+        metric: The metric.
+        backward: Whether gradients of the metric are accumulated.
+
+    Attributes:
+        why_plain: Why all cells must run as in a plain loop, as a message; `None` if they need not.
+        look: A look at the model before.
+        baseline: The metric without patches, if it is known.
+    """
+
+    def __init__(
+        self, pg: PatchableGraph, cells: Cells, inputs: Inputs, metric: Callable[[Any], Any], *, backward: bool
+    ) -> None:
+        self._pg, self._inputs, self._metric, self._backward = pg, inputs, metric, backward
+        self._making = ReferredValues(cells.make_patches, most_bytes=0)
+        self._read = _Watched((metric,), self._making)
+        self._given = _Watched((inputs.args, inputs.kwargs), self._making)
+        self._random = SharedRandomState()
+        self.why_plain, self.look = why_plain(pg), ModuleState(captured(pg).module, is_look=True)
+        self.baseline: Measurement | None = None
+        self._was_changed = False
+
+    def look_at_values(self, *, is_full: bool) -> None:
+        """Looks for changes of what the metric refers to, and of the inputs."""
+        self._read.look(is_full=is_full)
+        self._given.look(is_full=is_full)
+
+    def why_in_order(self, *, is_all: bool) -> str | None:
+        """Returns why each cell must be made just before it runs, as a message, after the first one is made."""
+        if not self._read.is_same:
+            return f"the metric refers to {self._read.before.unreadable or 'what make_patches changes'}"
+        may_depend = self._read.may_change or self._making.may_read(self.look)
+        # A model in training mode may draw random numbers, and patch maps of later cells, too.
+        is_training = any(module.training for module in all_modules(captured(self._pg).module))
+        if not (may_depend or self.draws or is_training):
+            return None
+        change = self._change_by_run()
+        is_random = isinstance(change, Change) and change.kind is ChangeKind.RANDOM
+        depends = change is not None and (may_depend or not is_all or (is_random and self.draws))
+        return f"make_patches may depend on what runs change: {change}" if depends else None
+
+    def check(self, *, is_known: bool) -> bool:
+        """Returns whether the model is unchanged, after several cells are made before any of them runs.
+
+        Args:
+            is_known: Whether it is known that random numbers do not matter.
+
+        Raises:
+            ExperimentError: Something else that these cells depend on has changed.
+        """
+        if not is_known and self.draws:
+            change = self._change_by_run()
+            if isinstance(change, Change) and change.kind is ChangeKind.RANDOM:
+                raise ExperimentError(
+                    f"make_patches draws random numbers for some cells before earlier ones run, and {change}: let it "
+                    "draw from a generator of its own, or write the loop: with pg.patch(make_patches(...)): ..."
+                )
+        # Patches of other threads do not count as changes.
+        is_changed = self._is_model_changed or why_plain(self._pg) != self.why_plain
+        what = [
+            *(["the model"] if is_changed else []),
+            *(["what the model runs on"] if not self._given.is_same else []),
+            *(["what the metric refers to"] if not self._read.is_same else []),
+        ]
+        if what:
+            raise ExperimentError(
+                f"make_patches changes {' and '.join(what)}, and is called for some cells before earlier ones run: "
+                "leave that to the patches, or write the loop: with pg.patch(make_patches(...)): ..."
+            )
+        return not is_changed
+
+    def check_patches(self, impure: Sequence[tuple[Cell, ReferredValues]]) -> None:
+        """Checks that patches refer to what they referred to when they were made, and that no other map reads them.
+
+        Raises:
+            ExperimentError: They do not, or one may do so.
+        """
+        for cell, refers in impure:
+            if any(self._making.may_read_probe(patch) for patch in cell.all_patches):
+                what = f"reads what a probe of an earlier cell ({cell}) keeps: make one in each cell"
+            elif not refers.has_same_marks(ReferredValues(cell.patches)):
+                what = f"changes what the patches of an earlier cell ({cell}) refer to"
+            else:
+                continue
+            raise ExperimentError(f"make_patches {what}; but {_ALL_FIRST}")
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers were drawn from the shared generators."""
+        return bool(self._random.differing(SharedRandomState()))
+
+    @property
+    def _is_model_changed(self) -> bool:
+        return self._was_changed or self.look.change_in(None) is not None
+
+    def _change_by_run(self) -> Change | str | None:
+        self._was_changed = self._is_model_changed
+        self.baseline, change = _run_without_patches(
+            self._pg, self._inputs, self._metric, self._read.before, backward=self._backward
+        )
+        if change is not None:  # tensors that were put back have been written into
+            self.look = ModuleState(captured(self._pg).module, is_look=True)
+        return change
+
+
 def made_cells(
     pg: PatchableGraph, cells: Cells, inputs: Inputs, metric: Callable[[Any], Any], *, is_all: bool, backward: bool
 ) -> MadeCells:
@@ -220,94 +362,51 @@ def made_cells(
     """
     count = len(cells.unmade)
     copies = PrivateCopies(keeps_gradients=backward)
-    reason, why = why_plain(pg), None
-    look, random_state = ModuleState(captured(pg).module, is_look=True), SharedRandomState()
-    referred, given = ReferredValues(metric), ReferredValues(inputs.args, inputs.kwargs)
+    dependence = _Dependence(pg, cells, inputs, metric, backward=backward)
+    reason, why = dependence.why_plain, None
     made: list[Cell] = []
     impure: list[tuple[Cell, ReferredValues]] = []
-    baseline: Measurement | None = None
-    is_metric_same = is_given_same = True
     while len(made) < count and (is_all or why is None):
         cell = cells.made(len(made))
-        if _is_looked_at(len(made), count):  # a change may be undone before the end
-            is_metric_same = is_metric_same and referred == ReferredValues(metric)
-            is_given_same = is_given_same and given == ReferredValues(inputs.args, inputs.kwargs)
-        if cell.number == 0 and reason is None and count > 1:
-            may_depend = ReferredValues(cells.make_patches, has_contents=False).may_change_with(referred, look)
-            draws = bool(random_state.differing(SharedRandomState()))
-            if not is_metric_same:
-                reason = None if is_all else "make_patches changes what the metric refers to, or that holds an iterator"
-            elif may_depend or draws:
-                baseline, change = _run_without_patches(pg, inputs, metric, referred, draws=draws, backward=backward)
-                is_random = isinstance(change, Change) and change.kind is ChangeKind.RANDOM
-                if is_random or (may_depend and change is not None):
-                    reason = f"make_patches may depend on what runs change: {change}"
-            if reason is not None and is_all:
-                raise ExperimentError(f"{reason}; but {_ALL_FIRST}")
+        dependence.look_at_values(is_full=cell.number in (0, count - 1))
+        if cell.number == 0 and count > 1 and (is_all or reason is None):
+            why_ordered = dependence.why_in_order(is_all=is_all)
+            if why_ordered is not None and is_all:
+                raise ExperimentError(f"{why_ordered}; but {_ALL_FIRST}")
+            reason = reason or why_ordered
         try:
             if reason is not None:
                 raise ImpureError(reason)
             cell = Cell(cell.number, cell.labels, copies.of(cell.patches))
         except ImpureError as impurity:
             why = why or str(impurity)
-            if is_all and (refers := ReferredValues(cell.patches)) == ReferredValues(cell.patches):  # no iterators
-                impure.append((cell, refers))
+            if is_all:
+                impure.append((cell, ReferredValues(cell.patches)))
         made.append(cell)
     copies.check_given()
-    _check_unchanged(impure)
-    # Patches of other threads do not count as changes.
-    is_changed = look.change_in(None) is not None or why_plain(pg) is not None
-    what = [
-        *(["the model"] if is_changed else []),
-        *(["what the model runs on"] if not is_given_same else []),
-        *(["what the metric refers to"] if not is_metric_same else []),
-    ]
-    if what and isinstance(made[0].patches, PurePatches):
-        raise ExperimentError(
-            f"make_patches changes {' and '.join(what)}, and is called for some cells before earlier ones run: leave "
-            "that to the patches, or write the loop: with pg.patch(make_patches(...)): ..."
-        )
-    return MadeCells(made, range(len(made), count), why, _entries(pg, made), None if is_changed else look, baseline)
+    dependence.check_patches(impure)
+    is_same = len(made) > 1 and dependence.check(is_known=dependence.baseline is not None)
+    look = dependence.look if is_same else None
+    later, draws = range(len(made), count), dependence.draws
+    return MadeCells(made, later, why, _entries(pg, made), look, dependence.baseline, draws)
 
 
-def _check_unchanged(impure: Sequence[tuple[Cell, ReferredValues]]) -> None:
-    """Checks that patches refer to what they referred to when they were made.
-
-    Raises:
-        ExperimentError: They do not.
-    """
-    for cell, refers in impure:
-        if refers != ReferredValues(cell.patches):
-            raise ExperimentError(
-                f"make_patches changes what the patches of an earlier cell ({cell}) refer to; but {_ALL_FIRST}"
-            )
-
-
-def _is_looked_at(number: int, count: int) -> bool:
-    return number < _EACH or number & (number + 1) == 0 or number == count - 1
+def why_in_order(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> str | None:
+    """Returns why all cells must run in order, as a message: runs without patches change what others depend on."""
+    _, change = _run_without_patches(pg, inputs, metric, ReferredValues(metric), backward=False)
+    return None if change is None else str(change)
 
 
 def _run_without_patches(
-    pg: PatchableGraph,
-    inputs: Inputs,
-    metric: Callable[[Any], Any],
-    referred: ReferredValues,
-    *,
-    draws: bool,
-    backward: bool,
+    pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any], referred: ReferredValues, *, backward: bool
 ) -> tuple[Measurement, Change | str | None]:
-    """Runs the model and the metric; returns the metric, and what both change. Restores the state of the model.
-
-    Random numbers count if `make_patches` draws some, too.
-    """
+    """Runs the model and the metric; returns the metric, and what both change. Restores the state of the model."""
     request = SweepRequest(inputs, metric, (), None, backward)
     state = ModuleState(captured(pg).module)
     with torch.inference_mode(False), torch.set_grad_enabled(backward), afterwards(state.restore):
         baseline = request.baseline(pg)
-        model = captured(pg).module
-        change = change_by(lambda: request.baseline(pg), model, state) if draws else state.change(besides=SHARED)
-    has_memory = change is None and referred != ReferredValues(metric)
-    return baseline, KEEPS_STATE if has_memory else change
+        change = change_by(lambda: request.baseline(pg), captured(pg).module, state)
+    return baseline, change or referred.change_by_call(metric)
 
 
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:

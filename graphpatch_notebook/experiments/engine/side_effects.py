@@ -9,53 +9,95 @@ profiled: if another thread draws from these, the run is reported to draw.
 
 from __future__ import annotations
 
+import copyreg
+import functools
+import gc
+import logging
+import math
+import pickle
 import random
 import sys
 import threading
+import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
-from inspect import getattr_static
-from itertools import islice
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
-from graphpatch_notebook.capture.held_values import MANY, is_own_generator, memory_of, slots_of
-from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, comparable_state
-from graphpatch_notebook.checks.outer_values import names_in, outer_values_of
+from graphpatch_notebook.capture.held_values import (
+    is_own_generator,
+    memory_of,
+    names_in,
+    names_of,
+    slots_of,
+    variables_of,
+)
+from graphpatch_notebook.checks.model_state import (
+    Change,
+    ChangeKind,
+    Fingerprint,
+    ModuleState,
+    SharedRandomState,
+    comparable_state,
+)
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import ABSENT
 
-_DEEPEST = 6
-_MOST_MARKS = 5000
+_MOST_MARKS = 200_000
 _FEW_BYTES = 4096
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
-_NUMBERS = (float, complex)  # which may be NaN
-_LIBRARIES = ("torch.", "graphpatch_notebook.")
-_CLOSED = (PatchableGraph, BuiltinFunctionType, ModuleType, type, PurePath)  # a path caches its text
-_IMMUTABLE = (tuple, frozenset, range, slice, torch.dtype, torch.device, ModuleType, PurePath)
-_BUILTIN = ("builtins", "numpy")  # functions, methods and classes
+_NUMBERS = (float, complex, np.generic)  # which may be NaN
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_VIEWS = (*map(type, ({}.keys(), {}.values(), {}.items())), MappingProxyType)
+_BOUND = (BuiltinFunctionType, MethodWrapperType)
+_CODE = (FunctionType, BuiltinFunctionType, type, ModuleType)
+_IMMUTABLE = (*_CODE, tuple, frozenset, slice)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_CLOSED = (PatchableGraph, range, torch.dtype, torch.device, np.dtype, PurePath, logging.Logger, *_LOCKS)
+_SPECIAL = frozenset({"__init__", "__new__", "__repr__", "__str__"})
+_UNSEEN = frozenset({"eval", "exec", "globals", "__import__", "setattr", "delattr"})
+_FILES = frozenset(
+    {"open", "read_text", "read_bytes", "write_text", "write_bytes", "iterdir", "glob", "touch", "unlink"}
+)
+_LOOKUPS = frozenset({"getattr", "vars", "__dict__"})
+_KEPT = frozenset({"activation", "activations"})
 
 
 class ReferredValues:
-    """A snapshot of values and of everything that functions among them refer to; equal if no change was detected.
+    """A snapshot of values and of everything that functions among them refer to; equal if nothing has changed.
 
-    It covers closures, globals that functions name, attributes of classes and Python modules that they name, defaults,
-    attributes that methods name, random generators, the state of torch modules, and the contents of containers and
-    plain objects among these, up to a few levels and thousands of values. The next value of an iterator cannot be read:
-    snapshots that include one are never equal.
+    It covers closures, globals that functions name, defaults, classes and their methods, attributes of Python modules
+    that are named, containers, objects, tensors, modules of torch, and random generators. Functions of installed
+    packages are taken to keep nothing. Some things cannot be read (iterators, queues, files): snapshots that include
+    one are never equal.
 
     Args:
         *values: The values.
-        has_contents: Whether contents of tensors, arrays and modules are compared; they are not for `may_change_with`.
+        most_bytes: The contents of tensors and arrays of up to this size are compared, for 0 no contents at all.
+        has_files: Whether functions that open files count as what cannot be read.
+
+    Attributes:
+        unreadable: What cannot be read, as text for messages; `None` for nothing.
 
     Example:
         >>> from functools import partial
@@ -69,99 +111,272 @@ class ReferredValues:
         False
     """
 
-    def __init__(self, *values: Any, has_contents: bool = True) -> None:
-        self._has_contents = has_contents
-        self._held: list[Any] = []  # keeps the objects alive, so that their ids stay unique
-        self._marks = list(islice(self._marks_of(values), _MOST_MARKS))
+    def __init__(self, *values: Any, most_bytes: float = math.inf, has_files: bool = True) -> None:
+        self.unreadable: str | None = None
+        self._has_files = has_files
+        self._most_bytes = most_bytes
+        self._held: dict[int, Any] = {}  # keeps the objects alive, so that their ids stay unique
+        self._marks: list[Any] = []
+        self._places: set[Hashable] = set()  # what identifies objects that may change
+        self._variables: set[tuple[int, str]] = set()  # and attributes of classes and Python modules
+        self._names: dict[str, None] = {}
+        self._stored: set[str] = set()
+        self._scopes: dict[int, Mapping[str, Any]] = {}  # of which only what is named counts
+        waiting = deque(values)
+        while waiting:
+            while waiting:
+                if len(self._marks) > _MOST_MARKS:
+                    self._leave_out("too many values")
+                    return
+                waiting += self._parts(waiting.popleft())
+            waiting += self._named()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ReferredValues) and self._marks == other._marks
+        return isinstance(other, ReferredValues) and self.unreadable is None and self.has_same_marks(other)
+
+    def has_same_marks(self, other: ReferredValues) -> bool:
+        """Whether no change was detected, even if some values cannot be read."""
+        return self._marks == other._marks
 
     __hash__ = None  # type: ignore[assignment]  # it is only compared
 
-    def may_change_with(self, other: ReferredValues, model: ModuleState) -> bool:
-        """Whether a run of the model, or a call of what `other` is of, may change what these values refer to.
+    def change_by_call(self, metric: Any) -> str | None:
+        """Returns how a metric, of which this is a snapshot, has changed since by a call; `None` if it has not."""
+        if self.unreadable is not None:
+            return f"the metric refers to {self.unreadable}, whose state cannot be read"
+        is_same = self == ReferredValues(metric)
+        return None if is_same else "the metric, or the model, changes what the metric refers to when it is called"
 
-        Args:
-            other: A snapshot of other values.
-            model: A snapshot of the model.
-        """
-        modules = (part for held in self._held if isinstance(held, Module) for part in held.modules())
-        return any(
-            isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held, *modules)
-        ) or not self._places().isdisjoint(other._places())
+    def may_meet(self, other: ReferredValues) -> bool:
+        """Whether functions among these values may change what those of another snapshot refer to, or the reverse."""
+        if self.unreadable is not None or not self._places.isdisjoint(other._places):
+            return True
+        stored = self._stored | other._stored
+        return any(name in stored for _, name in self._variables & other._variables)
 
-    def _places(self) -> set[Hashable]:
-        """Returns what identifies the objects that may change, and the variables that may be assigned to."""
-        found: set[Hashable] = set()
-        for value in self._held:
-            if isinstance(value, FunctionType):
-                found |= {place for place, content in _variables(value) if type(content) in (*_PLAIN, *_NUMBERS)}
-            elif not isinstance(value, _IMMUTABLE) and not (callable(value) and type(value).__module__ in _BUILTIN):
-                found |= {id(value), *_memory(value)}
+    def may_read(self, model: ModuleState) -> bool:
+        """Whether functions among these values may read what a run of a model changes."""
+        modules = (part for held in self._held.values() if isinstance(held, Module) for part in held.modules())
+        return any(isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held.values(), *modules))
+
+    def may_read_probe(self, patch: Any) -> bool:
+        """Whether functions among these values may read what this patch keeps."""
+        return id(patch) in self._held and not _KEPT.isdisjoint(self._names)
+
+    @property
+    def code(self) -> frozenset[Hashable]:
+        """The code of the functions, and the classes of the objects."""
+        return frozenset(
+            held.__code__ if isinstance(held, FunctionType) else held if isinstance(held, _CODE) else type(held)
+            for held in self._held.values()
+        )
+
+    def _leave_out(self, what: str) -> None:
+        self.unreadable = self.unreadable or what
+
+    def _parts(self, value: Any) -> Iterable[Any]:
+        """Marks a value, and returns the values that are parts of it."""
+        kind = type(value)
+        if kind in _PLAIN:
+            self._marks.append(value)
+        elif isinstance(value, _NUMBERS):
+            self._marks.append(repr(value))
+        elif kind is MethodType:  # each access makes a new one
+            owner = value.__self__
+            if isinstance(owner, (type, *_CONTAINERS, Mapping, Tensor, Module)) or _is_library(kind := type(owner)):
+                return [owner, value.__func__]
+            if id(owner) not in self._held:
+                self._hold(owner, is_closed=False)
+                self._scopes[id(owner)] = getattr(owner, "__dict__", {})
+            return [value.__func__, *_own_classes(kind)]
+        elif kind in _BOUND:
+            return () if isinstance(value.__self__, _CODE) or value.__self__ is None else [value.__self__]
+        elif id(value) not in self._held:
+            is_closed = _is_closed(value)
+            self._hold(value, is_closed)
+            return () if is_closed else self._parts_inside(value, kind)
+        return ()
+
+    def _hold(self, value: Any, is_closed: bool) -> None:
+        self._held[id(value)] = value
+        self._marks.append(id(value))
+        if not is_closed and not isinstance(value, _IMMUTABLE):
+            self._places |= {id(value), *_memory(value)}
+
+    def _parts_inside(self, value: Any, kind: type) -> Iterable[Any]:
+        """Returns the parts of a value that is not plain, and may change."""
+        if kind is FunctionType:
+            return self._parts_of_function(value)
+        if isinstance(value, (ModuleType, type)):
+            return self._parts_of_scope(value)
+        if isinstance(value, property):
+            return [value.fget, value.fset]
+        if isinstance(value, (staticmethod, classmethod)):
+            return [value.__func__]
+        if kind is weakref.ref or kind is ContextVar:
+            return [value() if kind is weakref.ref else value.get(ABSENT)]
+        if kind in _VIEWS:
+            return gc.get_referents(value)
+        if is_own_generator(value):
+            return self._parts_of_generator(value)
+        own = [*slots_of(value).values(), *getattr(value, "__dict__", {}).values(), *_own_classes(kind)]
+        if isinstance(value, (Tensor, np.ndarray, Module)):
+            return self._parts_of_tensors(value, own)
+        if isinstance(value, dict):
+            return [*self._items(list(value)), *self._items(list(value.values())), *own]
+        if isinstance(value, _CONTAINERS):
+            return [*self._items(list(value)), *own]
+        if kind is partial:
+            return [value.func, *value.args, *value.keywords.values(), *own]
+        return self._parts_of_hidden(value, kind) if _has_hidden_state(kind) else own
+
+    def _parts_of_tensors(self, value: Any, own: list[Any]) -> list[Any]:
+        if self._most_bytes:
+            self._marks.append(_contents(value, self._most_bytes))
+        if isinstance(value, Module):
+            return _own_classes(type(value))
+        return [*own, value.grad] if isinstance(value, Tensor) and value.is_leaf else own
+
+    def _parts_of_scope(self, value: Any) -> list[Any]:
+        scope = self._scopes[id(value)] = vars(value)
+        if isinstance(value, ModuleType):
+            return []
+        read = {name: part for name, part in scope.items() if _is_read(name, part)}
+        self._variables |= {(id(value), name) for name in read}
+        return [*read.values()]
+
+    def _items(self, items: list[Any]) -> list[Any]:
+        """Returns the items of a container; marks them at once if all are plain."""
+        if not _PLAIN.issuperset(map(type, items)):
+            return items
+        self._marks.append(items)
+        return []
+
+    def _parts_of_function(self, function: FunctionType) -> Iterable[Any]:
+        named, stored = names_in(function.__code__), names_of(function.__code__).written
+        self._names.update(dict.fromkeys(named))
+        self._stored |= stored
+        if any(name.startswith("__") for name in stored):
+            self._leave_out("parts of Python itself")
+        for outer in variables_of(function):
+            self._variables.add((id(outer.holder), outer.name))
+            if (value := outer.value()) is not ABSENT:
+                yield value
+        for name in named:
+            if name in function.__globals__ or name in self._stored:
+                continue
+            if name in sys.modules:  # imported in the function
+                yield sys.modules[name]
+            elif name in _UNSEEN:
+                self._leave_out(f"what {name}() does")
+            elif name in _FILES and self._has_files:
+                self._leave_out("files")
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        if function.__dict__:
+            self._places.add(id(function))
+            yield from function.__dict__.values()
+
+    def _parts_of_generator(self, value: Any) -> Iterable[Any]:
+        if not isinstance(value, Iterator):
+            self._marks.append(comparable_state(value))
+            return ()
+        try:  # those of containers tell where they are
+            parts: Any = value.__reduce__()[1:]
+        except TypeError:
+            self._leave_out(f"a {type(value).__name__}")
+            return gc.get_referents(value)
+        return [*parts[0], *parts[1:]]
+
+    def _parts_of_hidden(self, value: Any, kind: type) -> Iterable[Any]:
+        """Marks an object that is written in C by its pickled state."""
+        if not self._most_bytes:
+            return gc.get_referents(value)
+        try:
+            reduced = value.__reduce_ex__(4) if kind not in copyreg.dispatch_table else ()
+            if isinstance(reduced, str):  # by its name
+                raise TypeError
+            self._marks.append(pickle.dumps(value))
+        except Exception:
+            self._leave_out(f"a {kind.__name__}")
+        return ()
+
+    def _named(self) -> Iterable[Any]:
+        """Returns what is named in a scope, and was not yet returned."""
+        found = []
+        is_any_named = not _LOOKUPS.isdisjoint(self._names)
+        for owner, scope in self._scopes.items():
+            is_whole = is_any_named and not isinstance(self._held[owner], ModuleType)
+            for name in [*scope] if is_whole else self._names:
+                if name in scope and (owner, name) not in self._variables:
+                    self._variables.add((owner, name))
+                    found.append(scope[name])
         return found
 
-    def _marks_of(self, values: Iterable[Any]) -> Iterator[Any]:
-        seen: set[int] = set()
-        for _ in range(_DEEPEST):
-            inner: list[Any] = []
-            for value in values:
-                kind = type(value)
-                if kind in _PLAIN:
-                    yield value
-                elif kind in _NUMBERS:
-                    yield repr(value)
-                elif kind is MethodType:  # each access makes a new one
-                    self._held += (value.__self__, value.__func__)
-                    inner += _parts(value)
-                elif id(value) not in seen:
-                    seen.add(id(value))
-                    self._held.append(value)
-                    yield id(value)
-                    if not (isinstance(value, (Tensor, np.ndarray, Module)) or is_own_generator(value)):
-                        inner += _parts(value)
-                    elif self._has_contents:
-                        yield _contents(value)
-            values = inner
+
+def _is_closed(value: Any) -> bool:
+    """Whether it is known that nothing changes inside."""
+    if isinstance(value, _CLOSED) or value is sys.stdout or value is sys.stderr:
+        return True
+    if isinstance(value, (FunctionType, type)):
+        return _is_library(value)
+    kind: Any = type(value)
+    if not _has_hidden_state(kind) or is_own_generator(value):
+        return False
+    if kind.__module__ == "torch._C" or isinstance(value, (random.Random, np.random.RandomState)):
+        return True  # those that all code shares are `SharedRandomState`
+    is_function = callable(value) and hasattr(value, "__name__") and _is_library(kind)
+    return is_function and _is_installed(getattr(value, "__module__", kind.__module__))
 
 
-def _contents(value: Any) -> Any:
-    """Returns the contents of a tensor, an array, a module or a generator in a comparable form."""
-    if isinstance(value, Tensor):
-        is_read = type(value) is Tensor and value.device.type == "cpu" and value.nbytes <= _FEW_BYTES
-        # The version counter misses writes through `numpy` and `data`.
-        return version_of(value), repr(value.tolist()) if is_read else None
-    if isinstance(value, np.ndarray):
-        return value.tobytes() if value.nbytes <= _FEW_BYTES else ABSENT
+def _is_library(value: Any) -> bool:
+    """Whether a function or a class is of an installed package."""
+    return _is_installed(value.__module__)
+
+
+@functools.cache
+def _is_installed(name: str | None) -> bool:
+    root = (name or "").partition(".")[0]
+    if root in sys.stdlib_module_names or root in ("torch", "graphpatch_notebook"):
+        return True
+    places = [getattr(sys.modules.get(root), "__file__", None) or "", *getattr(sys.modules.get(root), "__path__", ())]
+    return any("site-packages" in place or "dist-packages" in place for place in places)
+
+
+def _own_classes(kind: type) -> list[type]:
+    """Returns the classes of an object that are not of installed packages."""
+    return [one for one in kind.__mro__ if not _is_library(one)]
+
+
+def _is_read(name: str, part: Any) -> bool:
+    """Whether an attribute of a class counts even if no function names it: data, and methods that operators call."""
+    if isinstance(part, (FunctionType, property, staticmethod, classmethod)):
+        return name == "forward" or (name.startswith("__") and name.endswith("__") and name not in _SPECIAL)
+    return not (name.startswith("__") or name == "_abc_impl" or hasattr(type(part), "__get__"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_hidden_state(kind: type) -> bool:
+    """Whether objects of a class have fields that only C code can read: they are larger than their attributes need."""
+    pointer = tuple.__itemsize__
+    fields = [kind.__dictoffset__ > 0, kind.__weakrefoffset__ > 0]
+    slots = sum(isinstance(part, MemberDescriptorType) for one in kind.__mro__ for part in vars(one).values())
+    return kind.__basicsize__ > object.__basicsize__ + pointer * (sum(fields) + slots)
+
+
+def _contents(value: Any, most_bytes: float) -> Any:
+    """Returns the contents of a tensor, an array or a module in a comparable form."""
     if isinstance(value, Module):
         return Fingerprint(value)
-    return comparable_state(value)
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """Returns what a function refers to, what a container holds, or the attributes of a plain object."""
-    if isinstance(value, _CLOSED):
-        return []
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, FunctionType):
-        if (value.__module__ or "").startswith(_LIBRARIES):
-            return []
-        return [
-            *(part for _, part in _variables(value)),
-            *(value.__defaults__ or ()),
-            *(value.__kwdefaults__ or {}).values(),
-            *value.__dict__.values(),
-        ]
-    if isinstance(value, MethodType):
-        return [*_parts(value.__func__), *_named(value.__self__, value.__func__)]
-    if callable(value) and isinstance(type(value).__call__, FunctionType):
-        return [value.__call__]
-    if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
-        if len(value) > MANY:  # data
-            return [len(value)]
-        return [*value, *value.values()] if isinstance(value, Mapping) else value
-    return [*slots_of(value).values(), *getattr(value, "__dict__", {}).values()]
+    if isinstance(value, np.ndarray):
+        is_read = value.nbytes <= most_bytes and value.dtype != object
+        return zlib.crc32(value.tobytes()) if is_read else ABSENT
+    # The version counter misses writes through `numpy` and `data`.
+    is_read = type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.device.type == "cpu"
+    if not is_read or value.nbytes > most_bytes:
+        return version_of(value)
+    data = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return version_of(value), zlib.crc32(data.numpy())
 
 
 def _memory(value: Any) -> Iterator[Hashable]:
@@ -172,27 +387,6 @@ def _memory(value: Any) -> Iterator[Hashable]:
         while isinstance(value.base, np.ndarray):
             value = value.base
         yield "memory", value.__array_interface__["data"][0]
-
-
-def _variables(function: FunctionType) -> Iterator[tuple[Hashable, Any]]:
-    """Yields the variables outside of a function that it may read: what identifies each, and its value.
-
-    The attributes that it names of classes and Python modules are among them.
-    """
-    for outer in outer_values_of(function):
-        owner = outer.value()
-        yield (id(outer.holder), outer.key), owner
-        if isinstance(owner, (type, ModuleType)):
-            named = names_in(function.__code__)
-            yield from (((id(owner), name), vars(owner)[name]) for name in named if name in vars(owner))
-
-
-def _named(owner: Any, function: Any) -> Iterator[Any]:
-    """Yields the attributes and methods of an object, and of its class, that one of its methods names."""
-    for name in names_in(function.__code__) if isinstance(function, FunctionType) else ():
-        found = getattr_static(owner, name, None)
-        found = found.fget if isinstance(found, property) else found
-        yield MethodType(found, owner) if isinstance(found, FunctionType) else found
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -208,19 +402,36 @@ def change_by(run: Callable[[], object], model: Module, state: ModuleState) -> C
 
 def draws_from_python(run: Callable[[], object], model: Module) -> bool:
     """Whether `run` draws from Python's generator, given that some thread did. Restores the state of the model."""
-    if threading.active_count() == 1 or sys.getprofile() is not None:
+    if not _may_be_of_others():
         return True
+    with afterwards(ModuleState(model).restore), noticed_draws() as drawn:
+        run()
+    return "Python" in drawn
+
+
+@contextmanager
+def noticed_draws() -> Iterator[list[str]]:
+    """Yields a list to which the owners of the shared generators that the block draws from are added at its end."""
     generator: Any = random.random.__self__  # type: ignore[attr-defined]  # others call this, or getrandbits
+    drawn: list[str] = []
     calls: list[Any] = []
 
     def notice(_frame: Any, event: str, called: Any) -> None:
         if event == "c_call" and getattr(called, "__self__", None) is generator:
             calls.append(called)
 
-    with afterwards(ModuleState(model).restore):
+    is_profiled, before = _may_be_of_others(), SharedRandomState()
+    if is_profiled:
         sys.setprofile(notice)
-        try:
-            run()
-        finally:
+    try:
+        yield drawn
+    finally:
+        if is_profiled:
             sys.setprofile(None)
-    return bool(calls)
+        changed = before.differing(SharedRandomState())
+        drawn += [owner for owner in changed if owner != "Python" or calls or not is_profiled]
+
+
+def _may_be_of_others() -> bool:
+    """Whether other threads may draw from Python's generator, and calls in this one can be profiled."""
+    return threading.active_count() > 1 and sys.getprofile() is None

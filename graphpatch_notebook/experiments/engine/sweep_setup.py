@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import FUSED_MODULES, NEVER, has_hooks, innermost, own_tensors
@@ -27,7 +28,6 @@ from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import has_global_hooks, is_any_compiled, may_compile
 
 _ONE_BY_ONE = "cells ran one by one, each in full"
-KEEPS_STATE = "the metric, or the model, changes what the metric refers to when it is called"
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,12 @@ def _setup_after_clean_run(
     setup = _trimmed(pg, request, targets, state, known, may_share=may_share)
     assert setup.clean is not None
     reason: object = setup.clean.state_change or change_by(lambda: request.baseline(pg), captured(pg).module, state)
-    has_memory = reason is None and referred != ReferredValues(request.metric)
-    if reason is not None or has_memory:
+    memory = None if reason is not None else referred.change_by_call(request.metric)
+    if reason is not None or memory is not None:
         state.restore()
-        is_asked_again = not has_memory or setup.is_trimmed
+        is_asked_again = memory is None or setup.is_trimmed
         baseline = request.baseline(pg) if is_asked_again else setup.baseline
-        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or KEEPS_STATE}")
+        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or memory}")
     if may_share:
         try:
             return setup._with_batch(targets)
@@ -206,7 +206,7 @@ def _setup_after_clean_run(
 
 def why_plain(pg: PatchableGraph) -> str | None:
     """Returns why all cells must run as in a plain loop, as a message; `None` if cells may share work."""
-    modules = list(captured(pg).module.modules())
+    modules = all_modules(captured(pg).module)
     if has_global_hooks() or any(map(has_hooks, modules)):
         return "there are hooks on modules, which may keep what they see"
     if captured(pg).runs_own_graphs:
@@ -235,7 +235,7 @@ def _trimmed(
     the same: frames that write into it would have to run in each cell.
     """
     inputs, metric = request.inputs, request.metric
-    holds_fused = any(isinstance(module, FUSED_MODULES) for module in captured(pg).module.modules())
+    holds_fused = any(isinstance(module, FUSED_MODULES) for module in all_modules(captured(pg).module))
     # Torch's fused kernels may have run in the clean run and not in patched ones, or the reverse.
     is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
     full = known or (request.baseline(pg) if is_fused else None)

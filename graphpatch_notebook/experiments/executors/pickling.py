@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.checks.outer_values import outer_values_of
+from graphpatch_notebook.capture.held_values import variables_of
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -125,4 +125,4 @@ def _variable(held: Any, module: Module) -> str | None:
     function = getattr(held, "__func__", held)
     if not isinstance(function, types.FunctionType):
         return None
-    return next((outer.name for outer in outer_values_of(function) if outer.value() is module), None)
+    return next((outer.name for outer in variables_of(function) if outer.value() is module), None)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from graphpatch_notebook import interrupts
+from graphpatch_notebook.errors import ExperimentWarning
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.measurements import Measurement
+from graphpatch_notebook.experiments.engine.purity import is_pure
 from graphpatch_notebook.experiments.engine.runner import CellRunner
+from graphpatch_notebook.experiments.engine.side_effects import ReferredValues
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint
+from graphpatch_notebook.experiments.executors.worker import CHANGES_STATE
 from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.warning_places import warn_each_time
 
 
 class Progress(Protocol):
@@ -113,6 +119,66 @@ def remaining(chunks: Chunks, done: Mapping[int, CellResult]) -> Iterator[list[C
     for chunk in chunks:
         if rest := [cell for cell in chunk if cell.number not in done]:
             yield rest
+
+
+class Dispatched:
+    """Iterates over the chunks that may run in any order, and in other processes; runs the others here, in order.
+
+    To tell which, the first impure cell of each kind runs here: cells are of one kind if their patches have the same
+    code. If it changes what its patches refer to, or draws from the shared generators, all further ones run here, too.
+
+    Args:
+        runner: Runs cells here, and notes whose patches change something: a `WatchedRunner`.
+        chunks: The chunks. Impure cells are alone.
+        ledger: Receives the results of the cells that run here.
+        check: Raises an error if cells cannot run elsewhere.
+    """
+
+    def __init__(
+        self, runner: CellRunner, chunks: Chunks, ledger: Ledger, check: Callable[[Sequence[Cell]], object]
+    ) -> None:
+        self._runner, self._waiting, self._ledger, self._check = runner, deque(chunks), ledger, check
+        self._tried: set[frozenset[Any]] = set()
+        self._expected = len(ledger.results)
+        self._is_stateful = False
+
+    def __iter__(self) -> Iterator[Sequence[Cell]]:
+        while self._waiting:
+            is_here, chunk = self._is_next_here(), self._waiting.popleft()
+            self._expected += len(chunk)
+            if not is_here:
+                yield chunk
+                continue
+            self._check(chunk)
+            code = _code_of(chunk[0])  # before a probe holds what it has seen
+            results = self._runner.run([(cell.number, cell.patches) for cell in chunk])
+            self._ledger.keep(results)
+            if any(result.has_changed_state for result in results):
+                if not self._is_stateful:
+                    warn_each_time(MADE_BEFORE, ExperimentWarning)
+                self._is_stateful = True
+            elif all(result.error is None for result in results):
+                self._tried.add(code)
+
+    def may_begin(self) -> bool:
+        """Whether the next chunk may begin: one that runs here may change what those before it read."""
+        return not self._waiting or len(self._ledger.results) == self._expected or not self._is_next_here()
+
+    def _is_next_here(self) -> bool:
+        cell = self._waiting[0][0]
+        return not is_pure(cell.patches) and (self._is_stateful or _code_of(cell) not in self._tried)
+
+
+MADE_BEFORE = (
+    f"patches of some cells {CHANGES_STATE}. With executor=, such cells run in this process, one after the other. "
+    "With executor= or checkpoint=, make_patches is called for all cells before any runs: their numbers are those of a "
+    "loop only if it does not read, or draw from, the same. Otherwise, give each cell what it needs, such as a "
+    "generator of its own: torch.Generator().manual_seed(cell)"
+)
+
+
+def _code_of(cell: Cell) -> frozenset[Any]:
+    return ReferredValues(cell.patches, most_bytes=0).code
 
 
 def run_here(runner: CellRunner, chunks: Chunks, ledger: Ledger) -> None:

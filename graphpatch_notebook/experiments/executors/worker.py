@@ -27,7 +27,7 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.purity import is_pure
 from graphpatch_notebook.experiments.engine.runner import CellRunner
-from graphpatch_notebook.experiments.engine.side_effects import ReferredValues
+from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, noticed_draws
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
 from graphpatch_notebook.interrupts import afterwards
@@ -163,14 +163,34 @@ def _outcome(runner: Runner, pieces: Sequence[tuple[int, Any]], messages: list[s
     return Outcome(results, messages, list(runner.remarks), worker, seconds)
 
 
+CHANGES_STATE = (
+    "change what they refer to when they run, use an iterator, or draw from the generators that all code shares"
+)
+_STATEFUL = (
+    f"patches of some cells {CHANGES_STATE}, which patches with the same code did not do here; with executor=, cells "
+    "run in any order and in several workers, so their numbers may not be those of a loop: leave "
+    "out executor= to get these"
+)
+
+
 class WatchedRunner(CellRunner):
-    """Runs cells, and notes those whose patches change what they refer to."""
+    """Runs cells, and notes those whose patches change what they refer to, or draw from the shared generators.
+
+    Attributes:
+        has_drawn: Whether some have drawn.
+    """
+
+    has_drawn = False
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
         refers = self._impure(cells)
-        results = super().run(cells)
-        if refers is not None and refers != self._impure(cells):
+        if refers is None and self._setup.clean is not None:  # nothing draws
+            return super().run(cells)
+        with noticed_draws() as drawn:
+            results = super().run(cells)
+        if drawn or (refers is not None and refers != self._impure(cells)):
             results = [replace(result, has_changed_state=True) for result in results]
+            self.has_drawn = self.has_drawn or bool(drawn)
         return results
 
     def _impure(self, cells: Sequence[tuple[int, PatchMap]]) -> ReferredValues | None:
@@ -178,7 +198,7 @@ class WatchedRunner(CellRunner):
         several: list[Sequence[Any]] = [value if isinstance(value, (list, tuple)) else [value] for value in values]
         # What a probe has seen is for the user, or for functions, which refer to it.
         found = [patch for patches in several for patch in patches if not declares(patch, "only_keeps")]
-        return ReferredValues(*found) if found else None
+        return ReferredValues(*found, has_files=False) if found else None
 
 
 class _WorkersRunner(WatchedRunner):
@@ -189,12 +209,6 @@ class _WorkersRunner(WatchedRunner):
         if any(result.has_changed_state for result in results):
             warn_each_time(_STATEFUL, ExperimentWarning)
         return results
-
-
-_STATEFUL = (
-    "patches of some cells change what they refer to when they run, or use an iterator; with executor=, cells run in "
-    "any order and in several workers, so their numbers may not be those of a loop: leave out executor= to get these"
-)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,14 @@ from graphpatch_notebook.experiments.methods.arguments import (
     several_paths,
 )
 from graphpatch_notebook.experiments.methods.heads import ValueParts
-from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, RowPositions, position_dims
+from graphpatch_notebook.experiments.methods.positions import (
+    PositionDim,
+    Positions,
+    RowPositions,
+    check_is_used,
+    position_dims,
+    row_dims,
+)
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import run_sweep
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
@@ -113,14 +120,17 @@ def ablate(
     _check_method(method, reference, mean_over, seed)
     names = several_paths(pg, paths)
     given = Inputs(inputs, input_kwargs)
+    is_pooled = mean_over != "batch"
+    check_is_used(position_dim, is_used=positions is not None or is_pooled)
+    dims = position_dims(pg, names, position_dim) if positions is not None or is_pooled else {}
+    rows = {} if method == "zero" else row_dims(pg, names, dims, "the rows of the batch are unknown:")
     run = record(pg, given, names)
     run.warn_if_random(pg)
     values = run.values
-    parts = ValueParts(pg, values, given.rows, heads, positions, position_dim)
+    parts = ValueParts(pg, values, given.rows, heads, positions, dims)
     instead: dict[str, Tensor] = {}
     if method != "zero":
-        pooled = position_dims(pg, names, position_dim) if mean_over != "batch" else {}
-        fills = _Fills(given, inputs_of(reference), pooled, seed)
+        fills = _Fills(given, inputs_of(reference), rows, dims if is_pooled else {}, seed)
         others = record(pg, fills.reference, names).values
         fill = fills.mean if method == "mean" else fills.resampled
         instead = {name: fill(name, values[name], others[name]) for name in names}
@@ -139,8 +149,8 @@ class _Ablation:
     Attributes:
         parts: The parts that are ablated.
         values: The original values, by path.
-        instead: The values that replace them, of the same shape except that the first dimension may be 1; empty for
-            zeros.
+        instead: The values that replace them, of the same shape except that there may be one row for the whole batch;
+            empty for zeros.
     """
 
     parts: ValueParts
@@ -164,26 +174,34 @@ class _Ablation:
 class _Fills:
     """The replacements of values, computed from the values on the reference inputs.
 
-    `pooled_dims` has the sequence dimension by path, if means are also over positions. With a seed, rows are drawn.
+    `row_dims` has the batch dimension by path; `pooled_dims` the sequence dimension, if means are also over positions.
+    With a seed, rows are drawn.
     """
 
-    def __init__(self, inputs: Inputs, reference: Inputs, pooled_dims: Mapping[str, int], seed: int | None) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        reference: Inputs,
+        row_dims: Mapping[str, int],
+        pooled_dims: Mapping[str, int],
+        seed: int | None,
+    ) -> None:
         self.reference = reference
-        self._pooled_dims = pooled_dims
+        self._row_dims, self._pooled_dims = row_dims, pooled_dims
         self._rows, self._reference_rows = _batch_size(inputs, "the inputs"), _batch_size(reference, "reference")
         self._seed = seed
 
     def mean(self, path: str, value: Tensor, other: Tensor) -> Tensor:
-        """Returns the mean of `other` over the batch, in the shape of `value` with a first dimension of 1."""
+        """Returns the mean of `other` over the batch, in the shape of `value` with one row."""
         self._check(path, value, other)
-        pooled = self._pooled_dims.get(path)
-        mean = other.mean((0,) if pooled is None else (0, pooled), keepdim=True)
-        return mean.expand(1, *value.shape[1:])
+        row = self._row_dims[path]
+        pooled = [self._pooled_dims[path]] if path in self._pooled_dims else []
+        return other.mean((row, *pooled), keepdim=True).expand_as(value.narrow(row, 0, 1))
 
     def resampled(self, path: str, value: Tensor, other: Tensor) -> Tensor:
         """Returns the rows of `other` that replace those of `value`."""
         self._check(path, value, other)
-        return other[self._drawn_rows().to(other.device)]
+        return other.index_select(self._row_dims[path], self._drawn_rows().to(other.device))
 
     def _drawn_rows(self) -> Tensor:
         rows, count = self._rows, self._reference_rows
@@ -203,18 +221,17 @@ class _Fills:
             raise ExperimentError(
                 f"{path!r} has dtype {value.dtype}; only floating-point values have other methods than 'zero'"
             )
-        if self._pooled_dims.get(path) == 0:
-            raise ExperimentError(f"the first dimension of {path!r} is the sequence, not the batch")
+        row = self._row_dims[path]
         for tensor, rows, what in ((value, self._rows, "inputs"), (other, self._reference_rows, "reference")):
-            if tensor.ndim == 0 or tensor.shape[0] != rows:
+            if tensor.shape[row] != rows:
                 raise ExperimentError(
-                    f"{path!r} has shape {tuple(tensor.shape)} on the {what}, but the batch has {rows} rows: its first "
-                    "dimension is not the batch; give another path"
+                    f"{path!r} has shape {tuple(tensor.shape)} on the {what}, but the batch has {rows} rows; give "
+                    "another path"
                 )
-        shapes = [list(tensor.shape[1:]) for tensor in (value, other)]
-        if path in self._pooled_dims and len(shapes[0]) == len(shapes[1]):
-            for shape in shapes:
-                shape[self._pooled_dims[path] - 1] = 1
+        shapes = [list(tensor.shape) for tensor in (value, other)]
+        for shape in shapes:
+            for dim in (row, self._pooled_dims.get(path, row)):
+                shape[dim] = 1
         if shapes[0] != shapes[1]:
             raise ExperimentError(
                 f"{path!r} has shape {tuple(value.shape)} on the inputs and {tuple(other.shape)} on the reference; "

@@ -27,6 +27,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
     Positions,
     RowPositions,
+    check_is_used,
     position_cells,
     position_dims,
 )
@@ -169,11 +170,15 @@ def causal_trace(
     names = several_paths(pg, paths)
     inputs = inputs_of(clean)
     noise = corrupted if isinstance(corrupted, Noise) else None
-    run = record(pg, inputs, names if noise is None else [*names, str(noise.path)], metric)
+    chosen = None if positions is False else True if positions is None else positions
+    noisy_paths = [] if noise is None else [str(noise.path)]
+    placed = [*noisy_paths, *(names if chosen is not None else ())]
+    check_is_used(position_dim, is_used=bool(placed))
+    dims = position_dims(pg, placed, position_dim)
+    run = record(pg, inputs, [*names, *noisy_paths], metric)
     run.warn_if_random(pg)
     values = {name: run.values[name] for name in names}
-    chosen = None if positions is False else True if positions is None else positions
-    parts = ValueParts(pg, values, inputs.rows, heads, chosen, position_dim)
+    parts = ValueParts(pg, values, inputs.rows, heads, chosen, {path: dims[path] for path in values if path in dims})
     axes, corruptions = parts.axes, []
     if noise is None:
         inputs = inputs_of(corrupted)
@@ -181,7 +186,7 @@ def causal_trace(
         check_same_shapes(values, other.values)
         reference = other.measurement.values
     else:
-        corruptions = _corruptions(pg, noise, run.values, position_dim)
+        corruptions = _corruptions(pg, noise, run.values, dims)
         samples = {"sample": range(noise.samples)}
         noisy = run_sweep(pg, samples, corruptions.__getitem__, inputs, metric=metric, progress=False)
         reference, axes = np.asarray(_mean_of_samples(noisy).values), samples | axes
@@ -226,11 +231,10 @@ class _Restoring:
 
 
 def _corruptions(
-    pg: PatchableGraph, noise: Noise, values: Mapping[str, Tensor], position_dim: PositionDim
+    pg: PatchableGraph, noise: Noise, values: Mapping[str, Tensor], dims: Mapping[str, int]
 ) -> list[dict[str, AddPatch]]:
     path = str(noise.path)
-    dims = position_dims(pg, [path], position_dim)
-    cells = position_cells(pg, noise.positions, {path: values[path]}, dims)
+    cells = position_cells(pg, noise.positions, values, {path: dims[path]})
     index: list[Any] = [slice(None)] * values[path].ndim
     cells.place(index, path, cells.labels)
     return [{path: patch} for patch in noise.patches(values[path], tuple(index))]

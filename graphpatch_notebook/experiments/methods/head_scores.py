@@ -86,7 +86,7 @@ def head_scores(
     try:
         values = record(pg, given, [*found.values(), *([] if embedded is None else [embedded])]).values
     except Exception as error:
-        if isinstance(error, PatchNotFiredError) and embedded is not None and repr(embedded) in str(error):
+        if isinstance(error, PatchNotFiredError) and embedded in error.paths:
             raise ExperimentError("no input is a tensor of tokens, of shape (batch, position)") from error
         if not inputs and not input_kwargs:
             add_note(error, f"head_scores gave the model {2 * length} tokens: if it takes fewer, give length=")

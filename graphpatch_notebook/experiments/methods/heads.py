@@ -9,31 +9,32 @@ Values with mixed heads are rejected where the captured graph shows it: the valu
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, refs_in
+from graphpatch_notebook.capture.records import CallNode, Frame
+from graphpatch_notebook.checks.dimensions import dimensions_of
+from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution import row_dimension, sequence_dim
 from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.experiments.methods.positions import (
     PositionCells,
-    PositionDim,
     Positions,
     RowPositions,
     position_cells,
-    position_dims,
 )
-from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
 from graphpatch_notebook.inspection.resolution import Target, axes_of, is_patchable
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.paths import format_path, parse_path
-from graphpatch_notebook.values import TensorSpec, leaves
+from graphpatch_notebook.paths import parse_path
+from graphpatch_notebook.values import TensorSpec
 
 _ATTENTIONS = ("scaled_dot_product_attention", "flex_attention")
 _WITH_PROJECTION = "multi_head_attention_forward"
@@ -43,46 +44,46 @@ _CONVOLUTIONS = ("conv1d", "conv2d")
 _SUMS = ("add", "iadd", "add_", "sub", "isub", "sub_", "rsub")
 
 
-def mixing_of(target: Target) -> str | None:
+def mixing_of(flow: Flow, target: Target) -> str | None:
     """Returns what to give in place of a value in which the heads of an attention are mixed.
 
     `None` if they are not, or it is unknown.
     """
-    waiting, seen = deque([SourceValue(target.node, target.frame, target.dig)]), set[Any]()
-    while waiting:
-        value = waiting.popleft()  # breadth first: the attention of this layer before those of earlier layers
-        if value.key in seen:
-            continue
-        seen.add(value.key)
-        made = value.node.whole
-        if made.op == _WITH_PROJECTION:
+    frame, node = target.frame, target.node
+    if node.kind == "output" and frame.opaque_reason is not None and frame.call is not None:
+        node = frame.call
+    start = flow.resolve(node, target.dig)
+
+    def behind(value: Value) -> list[Value]:
+        is_end = value.node.whole.op == _WITH_PROJECTION or _multiplies(flow, value)
+        return [] if is_end else flow.moving(value.node)
+
+    # Nearest first: the attention of this layer before those of earlier layers.
+    for value in walk([] if start is None else [start], behind):
+        if value.node.whole.op == _WITH_PROJECTION:
             if value.node.position in (None, 0):  # the other is the pattern
                 return f"open it: ExtractionOptions(decompose=[{_WITH_PROJECTION!r}])"
-            continue
-        projected = _projected(value)
-        if projected is not None:
-            product = _product_behind(projected)
-            if product is not None and _width(projected.node) > _width(product):
-                separate = _input_of_projection(projected)
+        elif (projected := _projected(flow, value)) is not None:
+            product = _product_behind(flow, projected)
+            if product is not None and projected.shape[-1:] > product.shape[-1:]:
+                separate = _input_of_projection(flow, value, projected)
                 return "give the input of that projection" if separate is None else f"give {separate!r}"
-        elif not _multiplies(value):
-            waiting += sources_of(value)
     return None
 
 
-def _projected(value: SourceValue) -> SourceValue | None:
+def _projected(flow: Flow, value: Value) -> Value | None:
     """Returns the value that is multiplied with a weight, if the given value is such a product."""
-    node, frame = value.node, value.frame
-    if node.kind == "output" and frame.opaque_reason is not None:  # a quantized linear map
-        given = [inner for inner in frame.inputs() if isinstance(inner.spec, TensorSpec)]
-        is_map = len(given) == 1 and not any(True for _ in frame.calls()) and _has_matrix(frame)
-        return SourceValue(given[0], frame) if is_map else None
-    factors = _factors(value)
-    weights = [factor for factor in factors if _is_state(factor)]
+    node = value.node
+    if isinstance(node, CallNode):  # a quantized linear map
+        given = [place.value for place in flow.inputs(node.frame) if isinstance(place.value.spec, TensorSpec)]
+        is_map = len(given) == 1 and not any(True for _ in node.frame.calls()) and _has_matrix(node.frame)
+        return given[0] if is_map else None
+    factors = _factors(flow, value)
+    weights = [factor for factor in factors if flow.is_held(factor)]
     others = [factor for factor in factors if factor not in weights]
-    if len(weights) != 1 or len(others) != 1 or not isinstance(others[0].node.spec, TensorSpec):
+    if len(weights) != 1 or len(others) != 1:
         return None
-    shape = list(getattr(weights[0].node.spec, "shape", ()))
+    shape = weights[0].shape
     if node.whole.op in _CONVOLUTIONS:  # depthwise convolutions do not mix channels
         return others[0] if shape[1] > 1 and not set(shape[2:]) - {1} else None
     return others[0] if len(shape) == 2 else None  # other weights may belong to one head each
@@ -93,95 +94,52 @@ def _has_matrix(frame: Frame) -> bool:
     return any(state.ndim > 1 for states in (module.parameters(), module.buffers()) for state in states)
 
 
-def _multiplies(value: SourceValue) -> bool:
+def _multiplies(flow: Flow, value: Value) -> bool:
     """Whether a value is a product."""
-    node = value.node
-    is_opaque = node.kind == "output" and value.frame.opaque_reason is not None
-    return is_opaque or node.whole.op in _ATTENTIONS or bool(_factors(value))
+    return isinstance(value.node, CallNode) or value.node.whole.op in _ATTENTIONS or bool(_factors(flow, value))
 
 
-def _factors(value: SourceValue) -> list[SourceValue]:
+def _factors(flow: Flow, value: Value) -> list[Value]:
     """Returns the tensors that an operation multiplies with each other."""
-    made = value.node.whole
-    if made.kind != "op":
-        return []
-    if made.op in _MATMULS:
-        given = refs_in((made.args, made.kwargs))
-    elif made.op in _ADDING_MATMULS:
-        given = refs_in(made.args[1:])
-    elif made.op in _CONVOLUTIONS:
-        given = refs_in(made.args[:2])
-    else:
-        return []
-    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_size]
-    return tensors[:2]  # the third of a linear map is its bias
+    op = value.node.whole.op
+    if op in _ADDING_MATMULS:
+        return flow.reads(value.node)[1:3]
+    return flow.reads(value.node)[:2] if op in _MATMULS or op in _CONVOLUTIONS else []  # the third is a bias
 
 
-def _is_state(value: SourceValue) -> bool:
-    """Whether a value is a parameter or buffer, or computed from these only, such as a transposed weight."""
-    waiting, has_state, seen = [value], False, set[Any]()
-    while waiting:
-        inner = waiting.pop()
-        if inner.key in seen:
-            continue
-        seen.add(inner.key)
-        if inner.node.kind in HELD_KINDS:
-            has_state = True
-            continue
-        sources = list(sources_of(inner))
-        if not sources:
-            return False
-        waiting += sources
-    return has_state
-
-
-def _product_behind(value: SourceValue) -> Node | None:
+def _product_behind(flow: Flow, value: Value) -> Value | None:
     """Returns the attention product that a value is computed from, without a weight or a sum in between."""
-    seen: dict[Any, Node | None] = {}
+    seen: dict[Value, Value | None] = {}
 
-    def search(value: SourceValue) -> Node | None:
-        if value.key not in seen:
-            seen[value.key] = None
-            seen[value.key] = found(value)
-        return seen[value.key]
+    def search(value: Value) -> Value | None:
+        if value not in seen:
+            seen[value] = None
+            seen[value] = found(value)
+        return seen[value]
 
-    def found(value: SourceValue) -> Node | None:
-        made = value.node.whole
-        if made.op in _ATTENTIONS:
-            return value.node
-        if _multiplies(value):
-            factors = _factors(value)
-            is_product = len(factors) > 1 and not any(map(_is_state, factors))
-            return value.node if is_product else None
-        sources = [source for source in sources_of(value) if source.node.kind not in HELD_KINDS]
-        products = [search(source) for source in sources]
-        if made.op in _SUMS and None in products:
+    def found(value: Value) -> Value | None:
+        if value.node.whole.op in _ATTENTIONS:
+            return value
+        if _multiplies(flow, value):
+            factors = _factors(flow, value)
+            return value if len(factors) > 1 and not any(map(flow.is_held, factors)) else None
+        products = [search(source) for source in flow.moving(value.node)]
+        if value.node.whole.op in _SUMS and None in products:
             return None  # a residual stream
         return next((product for product in products if product is not None), None)
 
     return search(value)
 
 
-def _input_of_projection(projected: SourceValue) -> str | None:
+def _input_of_projection(flow: Flow, product: Value, read: Value) -> str | None:
     """Returns the path of the input of a projection, or of its module; `None` if it cannot be patched."""
-    value, given = projected, projected
-    while value.node.kind == "op" and len(sources := list(sources_of(value))) == 1:
-        value = sources[0]
-        given = value if value.node.kind == "input" else given
-    if value.node.kind == "input":
-        given = value
-    if isinstance(given.node, CallNode) and given.node.frame.nodes:
-        given = SourceValue(given.node.frame.output_node, given.node.frame, given.dig)
-    if not is_patchable(given.node) or given.dig:
-        return None
-    if any(dig for dig, _ in leaves(given.node.spec)):
-        return None
-    return format_path((*given.frame.path, given.node.name))
-
-
-def _width(node: Node) -> int:
-    shape = getattr(node.spec, "shape", ())
-    return shape[-1] if shape else 0
+    node = product.node
+    frame = node.frame if isinstance(node, CallNode) else flow.frame_of[node]
+    given = {place.value: place.path for place in flow.inputs(frame)}
+    for value in walk([read], lambda value: moving if len(moving := flow.moving(value.node)) == 1 else ()):
+        if value in given:
+            return given[value]
+    return flow.boundary_path(read, frame) if is_patchable(read.node) else None
 
 
 Shape: TypeAlias = "tuple[int, ...]"
@@ -205,15 +163,20 @@ _HEADED = {"head", "query", "key"}
 
 
 def head_layout(
-    pg: PatchableGraph, shapes: Mapping[str, Shape], count: Any, rows: int | None, position_dim: PositionDim = None
+    pg: PatchableGraph,
+    shapes: Mapping[str, Shape],
+    count: Any,
+    rows: int | None,
+    sequences: Mapping[str, int] = MappingProxyType({}),
 ) -> HeadLayout:
     """Returns the positions of `count` heads in values.
 
     Heads have the dimension that a component at the path says. Elsewhere they are equal parts of the last dimension, or
     have a dimension of their own: in a value with at least four dimensions, one of size `count` that is not the first,
-    the last or the sequence dimension.
+    the last, the batch or the sequence, preferably one that does not follow the sizes of inputs.
 
-    The shapes of values are given by path; `rows` is the batch size, if known.
+    The shapes of values are given by path, and their sequence dimensions if the user chose positions; `rows` is the
+    batch size, if known.
     """
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ExperimentError(f"heads must be the number of heads, a positive integer, not {count!r}")
@@ -226,18 +189,28 @@ def head_layout(
         if ("head",) in known and shape[known.index(("head",))] == count:
             dims[path] = known.index(("head",))
             continue
-        dims[path] = _dim(path, shape, count, _sequence_dim(pg, path, position_dim))
+        dims[path] = _dim(pg.nodes.root, path, places[path], shape, count, sequences.get(path))
         _check_rows(path, shape, count, rows)
     _check_counts(pg, places, shapes, count)
-    _check_heads_are_separate(places)
+    _check_heads_are_separate(pg, places)
     for path, names in axes.items():
         if count > 1 and names and not _HEADED.intersection(names):
             raise ExperimentError(f"{path!r} is not a value of attention: it has no heads ({', '.join(names)})")
     return HeadLayout(dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
 
 
-def _dim(path: str, shape: Shape, count: int, sequence: int | None) -> int:
+def _dim(root: Frame, path: str, target: Target, shape: Shape, count: int, sequence: int | None) -> int:
+    kept, whole, known = target.kept_dims, target.whole, dimensions_of(root)
+    if sequence is None:
+        with suppress(ValueError):
+            sequence = kept.index(sequence_dim(root, target)[0])
     own = [dim for dim in range(1, len(shape) - 1) if shape[dim] == count and dim != sequence] if len(shape) > 3 else []
+    if own and isinstance(whole, TensorSpec) and known.is_known(whole):
+        with suppress(ValueError):
+            row = kept.index(row_dimension(root, target, None if sequence is None else kept[sequence]))
+            own = [dim for dim in own if dim != row]
+        profiles = known.profiles(whole)
+        own = [dim for dim in own if not known.follows_inputs(profiles[kept[dim]])] or own
     if len(own) > 1:
         raise ExperimentError(
             f"{path!r} has shape {shape}: the {count} heads could be in any of the dimensions "
@@ -250,14 +223,6 @@ def _dim(path: str, shape: Shape, count: int, sequence: int | None) -> int:
     if sequence == len(shape) - 1:
         raise ExperimentError(f"{path!r} has shape {shape}: its last dimension is the sequence, and has no heads")
     return len(shape) - 1
-
-
-def _sequence_dim(pg: PatchableGraph, path: str, position_dim: PositionDim) -> int | None:
-    """Returns the sequence dimension of a value, if known."""
-    try:
-        return position_dims(pg, [path], position_dim)[path]
-    except ExperimentError:
-        return None
 
 
 def _check_rows(path: str, shape: Shape, count: int, rows: int | None) -> None:
@@ -295,9 +260,10 @@ def _heads_around(pg: PatchableGraph, target: Target, shape: Shape) -> dict[int,
     return found
 
 
-def _check_heads_are_separate(places: Mapping[str, Target]) -> None:
+def _check_heads_are_separate(pg: PatchableGraph, places: Mapping[str, Target]) -> None:
     """Rejects values in which heads are mixed."""
-    repairs = {path: mixing_of(target) for path, target in places.items()}
+    flow = pg.components.evidence.trails.flow
+    repairs = {path: mixing_of(flow, target) for path, target in places.items()}
     if problems := [f"{path!r}: {repair}" for path, repair in repairs.items() if repair is not None]:
         raise ExperimentError(
             "heads= needs values with separate heads; after the output projection of an attention, each number depends "
@@ -309,7 +275,7 @@ class ValueParts:
     """The parts of values that the cells of a sweep are about: a head of a value, a position, both, or all of it.
 
     Without a number of heads, all heads are one part; without positions, all positions are.
-    `rows` is the batch size, if known.
+    `rows` is the batch size, if known; `sequences` has the sequence dimension by path, if there are positions.
 
     Attributes:
         axes: The axes of the sweep: `path`, and `head` and `position` for parts of values.
@@ -323,7 +289,7 @@ class ValueParts:
         rows: int | None,
         heads: int | None,
         positions: Positions | RowPositions,
-        position_dim: PositionDim,
+        sequences: Mapping[str, int],
     ) -> None:
         self._values = values
         self._heads: HeadLayout | None = None
@@ -331,10 +297,10 @@ class ValueParts:
         self.axes: dict[str, Any] = {"path": list(values)}
         if heads is not None:
             shapes = {path: tuple(value.shape) for path, value in values.items()}
-            self._heads = head_layout(pg, shapes, heads, rows, position_dim)
+            self._heads = head_layout(pg, shapes, heads, rows, sequences)
             self.axes["head"] = range(heads)
         if positions is not None:
-            self._positions = position_cells(pg, positions, values, position_dims(pg, list(values), position_dim))
+            self._positions = position_cells(pg, positions, values, sequences)
             self.axes["position"] = self._positions.labels
         self.has_rows = self._positions is not None and bool(self._positions.columns)
 

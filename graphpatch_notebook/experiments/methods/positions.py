@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.dimensions import NoBatchError, dimensions_of
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import restriction_of, row_dimension, sequence_dims, token_inputs
+from graphpatch_notebook.execution import PositionsError, row_dimension, sequence_dim
 from graphpatch_notebook.experiments.methods.arguments import targets
-from graphpatch_notebook.inspection.resolution import Target, axes_of
+from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.patches.kinds import ProbePatch
-from graphpatch_notebook.values import TensorSpec
 
 Positions: TypeAlias = "bool | int | Iterable[int] | slice | None"
 """A position, several, or a slice; negative numbers count from the end of the sequence. `True` for all positions."""
@@ -38,22 +34,79 @@ def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: Positi
     Raises:
         ExperimentError: A sequence dimension is unknown. The message has each reason once, with its paths.
     """
-    root = pg.nodes.root
-    if isinstance(position_dim, Mapping):
-        by_path = {str(path): dim for path, dim in position_dim.items()}
-        given = {path: by_path.get(path) for path in paths}
-    else:
-        given = dict.fromkeys(paths, position_dim)
-    found = {path: _dim(root, target, given[path]) for path, target in targets(pg, paths).items()}
-    check_problems({path: dim for path, dim in found.items() if isinstance(dim, str)})
-    return {path: dim for path, dim in found.items() if isinstance(dim, int)}
+    places, root = targets(pg, paths), pg.nodes.root
+    given = given_dims(pg, places, position_dim)
+
+    def dim(path: str, target: Target) -> int:
+        return target.kept_dims.index(sequence_dim(root, target, given.get(path))[0])
+
+    found, problems = found_or_problems(places, dim)
+    check_problems(problems)
+    return found
 
 
-def check_problems(problems: Mapping[str, str]) -> None:
-    """Raises an `ExperimentError` if the sequence dimension of some paths is unknown."""
+def row_dims(pg: PatchableGraph, paths: Iterable[str], dims: Mapping[str, int], what: str) -> dict[str, int]:
+    """Returns the batch dimension of the value at each path, whose sequence dimension `dims` has if it is known.
+
+    Raises:
+        ExperimentError: A batch dimension is unknown. The message begins with `what`, and has each reason once.
+    """
+
+    def dim(path: str, target: Target) -> int:
+        sequence = dims.get(path)
+        whole = None if sequence is None else target.kept_dims[sequence]
+        return target.kept_dims.index(row_dimension(pg.nodes.root, target, whole))
+
+    found, problems = found_or_problems(targets(pg, paths), dim)
+    check_problems(problems, what)
+    return found
+
+
+_Found = TypeVar("_Found")
+
+
+def found_or_problems(
+    targets: Mapping[str, Target], find: Callable[[str, Target], _Found], *, has_repairs: bool = True
+) -> tuple[dict[str, _Found], dict[str, str]]:
+    """Returns by path what a function finds in a value, and the text of each `ValueError` that it raises.
+
+    Without repairs, the text does not say how to patch the value instead.
+    """
+    problems: dict[str, str] = {}
+
+    found: dict[str, _Found] = {}
+    for path, target in targets.items():
+        try:
+            result = find(path, target)
+        except ValueError as problem:
+            problems[path] = str(problem)
+            if isinstance(problem, PositionsError) and not has_repairs:
+                problems[path] = problem.reason
+            continue
+        found[path] = result
+    return found, problems
+
+
+def given_dims(pg: PatchableGraph, paths: Iterable[str], position_dim: PositionDim) -> dict[str, int | None]:
+    """Returns what the user said is the sequence dimension, by path."""
+    if not isinstance(position_dim, Mapping):
+        return dict.fromkeys(paths, position_dim)
+    given = {path: dim for key, dim in position_dim.items() for path in targets(pg, [str(key)])}
+    if others := given.keys() - set(paths):
+        raise ExperimentError(f"position_dim has {min(others)!r}, whose positions are not asked for")
+    return dict(given)
+
+
+def check_is_used(position_dim: PositionDim, *, is_used: bool) -> None:
+    """Raises an `ExperimentError` if a sequence dimension is given, but nothing has positions."""
+    if position_dim is not None and not is_used:
+        raise ExperimentError(f"position_dim={position_dim!r} has no effect without positions=...")
+
+
+def check_problems(problems: Mapping[str, str], what: str = "the sequence dimension is unknown:") -> None:
+    """Raises an `ExperimentError` with the problems of some paths, if there are any."""
     if problems:
-        reasons = "\n  ".join(by_problem(problems))
-        raise ExperimentError(f"the sequence dimension is unknown:\n  {reasons}")
+        raise ExperimentError("\n  ".join([what, *by_problem(problems)]))
 
 
 def by_problem(problems: Mapping[str, str]) -> list[str]:
@@ -66,35 +119,6 @@ def by_problem(problems: Mapping[str, str]) -> list[str]:
         others = f" and {len(found) - 3} others" if len(found) > 3 else ""
         lines.append(f"{', '.join(map(repr, found[:3]))}{others}: {problem}")
     return lines
-
-
-def _dim(root: Frame, target: Target, given: int | None) -> int | str:
-    """Returns the dimension, or why it is unknown."""
-    if _takes_tokens(root):
-        try:
-            restriction = restriction_of(root, target, ProbePatch(positions=0, position_dim=given))
-        except ValueError as problem:
-            return str(problem)
-        return 0 if restriction is None else target.kept_dims.index(restriction.dim)
-    along = [dim for dim in sequence_dims(axes_of(root, target)) if dim in target.kept_dims] if given is None else []
-    if len(along) == 1:
-        return target.kept_dims.index(along[0])
-    if given is None:
-        return "the model does not take input_ids or inputs_embeds; give the dimension, such as position_dim=1"
-    if type(given) is not int:
-        return f"position_dim must be an int, or a dict from paths to ints, not {given!r}"
-    if not isinstance(target.spec, TensorSpec):
-        return f"only tensors have positions, but this was {target.spec} when it was captured"
-    rank = len(target.spec.shape)
-    if not -rank <= given < rank:
-        return f"position_dim={given} is out of range for a value of shape {tuple(target.spec.shape)}"
-    return given % rank
-
-
-def _takes_tokens(root: Frame) -> bool:
-    specs = {node.target: node.spec for node in root.inputs()}
-    tokens = (specs.get(name) for name in token_inputs(root))
-    return any(isinstance(spec, TensorSpec) and len(spec.shape) >= 2 for spec in tokens)
 
 
 def counted_positions(given: Positions | RowPositions, length: int, whose: str) -> list[int]:
@@ -182,10 +206,7 @@ def position_cells(
     if not are_of_rows(given):
         return PositionCells(counted_positions(given, length, whose), dims)
     rows = rows_of(given)
-    found = {path: row_dim(pg.nodes.root, target, dims[path]) for path, target in targets(pg, list(dims)).items()}
-    if problems := {path: dim for path, dim in found.items() if isinstance(dim, str)}:
-        raise ExperimentError("\n  ".join(["positions of each row cannot be used here:", *by_problem(problems)]))
-    batch_dims = {path: dim for path, dim in found.items() if isinstance(dim, int)}
+    batch_dims = row_dims(pg, dims, dims, "positions of each row cannot be used here:")
     for path, dim in batch_dims.items():
         shape = tuple(values[path].shape)
         if shape[dim] != len(rows):
@@ -200,18 +221,6 @@ def rows_of(given: Any) -> list[list[int]]:
     if len(rows) < len(given) or len({len(row) for row in rows}) > 1:
         raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
     return rows
-
-
-def row_dim(root: Frame, target: Target, position_dim: int) -> int | str:
-    """Returns the dimension of the rows in the part that a target means, or why it is unknown."""
-    try:
-        if _takes_tokens(root):
-            return target.kept_dims.index(row_dimension(root, target, target.kept_dims[position_dim]))
-        assert isinstance(target.spec, TensorSpec)
-        dim = dimensions_of(root).batch_dim(target.spec)
-    except (ValueError, NoBatchError) as problem:
-        return str(problem)
-    return dim if dim is not None and dim != position_dim else "its value has no dimension of the batch"
 
 
 def counts_from_end(given: Positions | RowPositions) -> bool:

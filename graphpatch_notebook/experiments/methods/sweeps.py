@@ -12,12 +12,20 @@ from graphpatch_notebook import interrupts
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.purity import made_cells
+from graphpatch_notebook.experiments.engine.purity import MadeCells, made_cells, why_in_order
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
 from graphpatch_notebook.experiments.executors.dispatch import Dispatch, check_executor, task_maker
-from graphpatch_notebook.experiments.executors.scheduling import Ledger, Progress, remaining, run_here, shown_progress
+from graphpatch_notebook.experiments.executors.scheduling import (
+    MADE_BEFORE,
+    Dispatched,
+    Ledger,
+    Progress,
+    remaining,
+    run_here,
+    shown_progress,
+)
 from graphpatch_notebook.experiments.executors.worker import Reference, SweepWork, WatchedRunner
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
@@ -68,6 +76,7 @@ def run_sweep(
     _check_options(batch, backward, checkpoint, checkpoint_key, executor)
     if executor is not None:
         check_executor(executor, recipe, pg)
+        executor = _usable(executor, pg, inputs, metric)
     values = axes_of(axes)
     making = Cells(values, make_patches)
     cells = making.unmade
@@ -76,14 +85,15 @@ def run_sweep(
     _check_probes(made.alone if executor is not None else ())
     request = SweepRequest(inputs, metric, made.paths, None if batch == 1 else batch, backward)
     request = _worthwhile(request, len(made.shared))
-    runner = (CellRunner if checkpoint is None else WatchedRunner)(pg, request, look=made.look, baseline=made.baseline)
+    runner = (WatchedRunner if is_all else CellRunner)(pg, request, look=made.look, baseline=made.baseline)
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
     file: Checkpoint | None = None
     results: dict[int, CellResult] = {}
     if checkpoint is not None:
         own = identity(values, checkpoint_key, metric, runner.baseline, inputs, pg, made.made)
         file, results = _opened(checkpoint, own, cells, pg)
-    chunks = list(remaining([*runner.chunks(made.shared, made.entries), *([cell] for cell in made.alone)], results))
+    shared, alone = runner.chunks(made.shared, made.entries), [[cell] for cell in made.alone]
+    chunks = list(remaining([*shared, *alone] if executor is None else [*alone, *shared], results))
     dispatch = None
     if executor is not None and chunks:
         work = SweepWork(request, Reference.of(pg, inputs, runner.baseline))
@@ -92,26 +102,51 @@ def run_sweep(
 
     def run(shown: Progress) -> None:
         ledger = Ledger(runner.baseline, file, shown, results)
-        run_here(runner, chunks, ledger) if dispatch is None else deque(dispatch.run(chunks, ledger), maxlen=0)
+        if dispatch is None:
+            run_here(runner, chunks, ledger)
+        else:
+            dispatched = Dispatched(runner, chunks, ledger, lambda cells: task(cells, 0))
+            deque(dispatch.run(dispatched, ledger, dispatched.may_begin), maxlen=0)
         for number in made.later:
             ledger.keep([_made_and_run(runner, making, number)])
 
     is_whole = _runs_through(run, len(cells), len(results), progress)
-    remarks = [*made.remarks, *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
-    remarks = list(dict.fromkeys(remarks))
+    _warn_of_draws(made, runner)
+    all_remarks = [*made.remarks, *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
+    remarks = list(dict.fromkeys(all_remarks))
     if not is_whole:
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells did not run and are NaN")
-    result = None
-    try:
-        with interrupts.deferred():  # an interrupt now must not lose the finished cells
-            result = data_array(values, cells, results, runner.baseline, metric, remarks)
-    except KeyboardInterrupt:
-        is_whole = False
-    if result is None:  # the interrupt came before it could be deferred
-        result = data_array(values, cells, results, runner.baseline, metric, remarks)
-    if not is_whole:
+    result, is_finished = _in_spite_of_interrupts(
+        lambda: data_array(values, cells, results, runner.baseline, metric, remarks)
+    )
+    if not (is_whole and is_finished):
         raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
     return result
+
+
+def _warn_of_draws(made: MadeCells, runner: CellRunner) -> None:
+    """Warns if making all patch maps, before any cell ran, has drawn from the generators that patches draw from."""
+    if made.draws and isinstance(runner, WatchedRunner) and runner.has_drawn:
+        warn_each_time(MADE_BEFORE, ExperimentWarning)
+
+
+def _in_spite_of_interrupts(make: Callable[[], DataArray]) -> tuple[DataArray, bool]:
+    """Returns the result, which an interrupt now must not lose, and whether there was none."""
+    result, is_finished = None, True
+    try:
+        with interrupts.deferred():
+            result = make()
+    except KeyboardInterrupt:
+        is_finished = False
+    return (make() if result is None else result), is_finished  # it may come before it could be deferred
+
+
+def _usable(executor: Any, pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Any:
+    """Returns the executor; `None`, with a warning, if cells must run in order."""
+    if (why := why_in_order(pg, inputs, metric)) is None:
+        return executor
+    warn_each_time(_IN_ORDER.format(why), ExperimentWarning)
+    return None
 
 
 def _worthwhile(request: SweepRequest, count: int) -> SweepRequest:
@@ -124,15 +159,18 @@ def _check_probes(cells: Sequence[Cell]) -> None:
     """Checks that no patch keeps values of several cells: in another order, they would be of any of these."""
     keeping: dict[int, Cell] = {}
     for cell in cells:
-        for path, given in cell.patches.items():
-            for patch in given if isinstance(given, (list, tuple)) else [given]:
-                if isinstance(patch, Patch) and patch.only_keeps and keeping.setdefault(id(patch), cell) is not cell:
-                    raise ExperimentError(
-                        f"several cells ({keeping[id(patch)]}; {cell}) have the same {type(patch).__name__} on "
-                        f"{str(path)!r}: with executor= they run in any order, so it would hold what any of them kept. "
-                        "Make one for each cell, or leave out executor="
-                    )
+        for patch in cell.all_patches:
+            if isinstance(patch, Patch) and patch.only_keeps and keeping.setdefault(id(patch), cell) is not cell:
+                raise ExperimentError(
+                    f"several cells ({keeping[id(patch)]}; {cell}) have the same {type(patch).__name__}: with "
+                    "executor= they run in any order, so it would hold what any of them kept. Make one for each cell, "
+                    "or leave out executor="
+                )
 
+
+_IN_ORDER = (
+    "executor= is not used: {}, so cells depend on those before them, and run in this process, one after the other"
+)
 
 _LOST_STATE = (
     "patches of cells that are done in checkpoint={file!r} changed what they refer to when they ran, or used an "

@@ -198,6 +198,7 @@ class CellResults:
         self._used = {name: self._namespace[name] for name in sorted(used)}
         self._aside: dict[str, Any] = {}
         self._has_results = False
+        self._raised: PatchValueError | None = None
         self._lock = threading.Lock()
 
     def put_aside(self) -> None:
@@ -219,7 +220,8 @@ class CellResults:
             self._aside.clear()
             problems = [problem for one in self._observed if (problem := self._put(one))]
         if problems:
-            raise PatchValueError("; ".join(problems))
+            self._raised = PatchValueError("; ".join(problems))
+            raise self._raised
 
     def _put(self, one: _Observed) -> str | None:
         """Fills one variable, and returns the problem with its slice, if any."""
@@ -254,7 +256,7 @@ class CellResults:
             self._report(is_called)
             if problems:
                 raise PatchValueError(problems)
-        elif problems and problems not in str(error):
+        elif problems and error is not self._raised:
             add_note(error, problems)
 
     def _is_called(self) -> bool:

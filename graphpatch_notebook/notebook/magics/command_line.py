@@ -170,6 +170,8 @@ def _take_options(text: str, known: Mapping[str, Any], found: dict[str, str]) ->
         if name not in known:
             close = ", ".join(nearest(name, list(known))) if known else ""
             hint = f"nearest: {close}" if close else "this command takes none"
+            if name == "--slice":
+                hint = "a slice is written directly after the path, as in h_0.output[:, 3]"
             raise SessionError(f"unknown option {name}; {hint}")
         if name in found:
             raise SessionError(f"the option {name} is given twice")

@@ -17,6 +17,7 @@ from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments import Noise, attribute, top_scores
 from tests.benchmarks.memory import peak_bytes
 from tests.zoo import case_by_name
+from tests.zoo.transformers_models import with_cache
 from tests.zoo.values import same_state, snapshot
 
 
@@ -430,7 +431,7 @@ def test_scores_by_position() -> None:
     path = "transformer.h_0.attn.attn_weights"
     assert "say which one is meant: position_dim=2 or 3" in scores.attrs["skipped"][path]
     chosen = [path, "output|logits"]
-    some = attribute(pg, last_logit, clean, corrupted, positions=[2, 3, 4], position_dim=2, paths=chosen)
+    some = attribute(pg, last_logit, clean, corrupted, positions=[2, 3, 4], position_dim={path: 2}, paths=chosen)
     assert some.shape == (2, 3)
     assert some.coords["position"].values.tolist() == [2, 3, 4]
     assert "output|logits" not in some.attrs["skipped"]
@@ -455,7 +456,7 @@ def test_positions_after_a_cache() -> None:
     with torch.no_grad():
         cache = model(prompt, use_cache=True).past_key_values
 
-    inputs = [{"input_ids": ids, "past_key_values": cache} for ids in (clean, corrupted)]
+    inputs = [{"input_ids": ids, **with_cache(model, cache)} for ids in (clean, corrupted)]
     paths = ["model.embed_tokens.output", "lm_head.output"]
     with pytest.warns(ExperimentWarning, match="cache has positions 0 to 2, which the runs do not compute"):
         scores = attribute(pg, last_logit, *inputs, positions=True, paths=paths)

@@ -594,6 +594,8 @@ def test_invalid_arguments_are_errors() -> None:
     scores = it.scores("gradient")
     with pytest.raises(UnknownPathError, match=r"unknown sender 'layers\[0\].mlp'; nearest: .*mlp_out"):
         it.scores("gradient", senders="layers[0].mlp")
+    with pytest.raises(ExperimentError, match="receivers is empty: give at least one name, or leave it out for all"):
+        it.scores("gradient", receivers=[])
     with pytest.raises(ExperimentError, match="the nodes are not those of this model"):
         circuit(other.pg, scores)
     with pytest.raises(ExperimentError, match="the scores lack nodes of the model"):

@@ -206,6 +206,16 @@ def test_active_patches_have_their_effect(pg: PatchableGraph, tmp_path: Path) ->
             "same for all examples",
             lambda pg, folder: record_to(pg, folder, STREAMS, [], positions=[[1], [2]]),
         ),
+        (
+            ExperimentError,
+            r"positions=\[\] selects nothing$",
+            lambda pg, folder: record_to(pg, folder, STREAMS, [], positions=[]),
+        ),
+        (
+            ExperimentError,
+            r"positions=\[0, -1\] counts from the end, where shorter examples have padding",
+            lambda pg, _: mean_values(pg, STREAMS, [examples(4)], positions=[0, -1]),
+        ),
         (TypeError, "give a PatchableGraph", lambda _, folder: record_to(build(), folder, STREAMS, [])),
         (ExperimentError, "not a baseline", lambda pg, _: ridge_probes(pg, STREAMS, [], [1.0], baselines=["none"])),
         (

@@ -15,6 +15,17 @@ from graphpatch_notebook import PatchableGraph, ZeroPatch
 from tests.zoo import Call
 from tests.zoo.values import flatten
 
+
+class Counts:
+    """Numbers by key that a model may add to by a call: not a part of its state, as a dict or a list would be."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[Any, int] = {}
+
+    def __call__(self, key: Any, number: int = 1) -> None:
+        self.by_key[key] = self.by_key.get(key, 0) + number
+
+
 PatchMaps: TypeAlias = Sequence[Mapping[Any, Any]]
 Metric: TypeAlias = Callable[[Any], Any]
 

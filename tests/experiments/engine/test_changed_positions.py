@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
-from tests.experiments.engine.loops import TOLERANCE
+from tests.experiments.engine.loops import TOLERANCE, Counts
 from tests.zoo import case_by_name
 
 LENGTH, SIZE = 8, 16
@@ -35,7 +34,7 @@ class Seen(nn.Module):
         self._mix = mix
 
     def forward(self, x: Tensor) -> Tensor:
-        COUNTS[id(self)] += x.shape[0] * x.shape[1]
+        COUNTS(id(self), x.shape[0] * x.shape[1])
         x = self.linear(x)
         return x.tanh() if self._mix is None else self._mix(self, x)
 
@@ -45,8 +44,7 @@ class Seen(nn.Module):
         return self.seen
 
 
-COUNTS = Counter[int]()
-"""Not a plain dict: a model that changes one of those runs its cells as a loop does."""
+COUNTS = Counts()
 STATE = {"mix": 0.0}
 
 
@@ -148,7 +146,7 @@ def test_only_positions_that_change_are_computed(metric: Any) -> None:
     model = Model().eval()
     pg = PatchableGraph(model, TOKENS)
     compared(pg, zeroed, metric, PATHS)  # the first sweep also tests the modules
-    COUNTS.clear()
+    COUNTS.by_key.clear()
 
     result = pg.sweep({"path": PATHS, "position": range(LENGTH)}, zeroed, TOKENS, metric=metric, progress=False)
 
@@ -159,11 +157,11 @@ def test_only_positions_that_change_are_computed(metric: Any) -> None:
     # the patched position or after it. The third module has changes of two of the paths, and where only the last
     # position is read, computes no other.
     behind = LENGTH * (LENGTH + 1) // 2
-    assert COUNTS[id(model.body.first)] <= runs * LENGTH
-    assert COUNTS[id(model.body.second)] <= runs * LENGTH + behind + LENGTH
+    assert COUNTS.by_key[id(model.body.first)] <= runs * LENGTH
+    assert COUNTS.by_key[id(model.body.second)] <= runs * LENGTH + behind + LENGTH
     third = 2 * LENGTH if metric is last else behind + LENGTH
-    assert COUNTS[id(model.body.third)] <= runs * LENGTH + third + LENGTH
-    assert cells * LENGTH >= 3 * max(COUNTS.values())
+    assert COUNTS.by_key[id(model.body.third)] <= runs * LENGTH + third + LENGTH
+    assert cells * LENGTH >= 3 * max(COUNTS.by_key.values())
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")

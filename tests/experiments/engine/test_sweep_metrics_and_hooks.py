@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.experiments import SweepInterrupted
+from tests.experiments.engine.loops import Counts
 
 STRENGTHS = [0.0, 0.0, 0.0, 0.0, 1.0, -2.0, 3.0, 4.0]
 
@@ -194,9 +194,8 @@ def test_a_metric_may_write_into_the_output(batch: int | None) -> None:
 
 def test_the_frames_before_a_patch_do_not_run_again() -> None:
     pg, x = graph()
-    runs = Counter[int]()  # not a list: a model that changes one runs its cells as a loop does
-    linear = pg.a.forward
-    pg.a.forward = lambda value: runs.update({value.shape[0]: value.shape[0]}) or linear(value)
+    counts, linear = Counts(), pg.a.forward
+    pg.a.forward = lambda value: counts("a", value.shape[0]) or linear(value)
 
     def make(unit: int) -> dict[str, Any]:
         return {"b.output": ZeroPatch(slice=(..., unit % 4))}
@@ -204,7 +203,7 @@ def test_the_frames_before_a_patch_do_not_run_again() -> None:
     pg.sweep({"unit": range(40)}, make, x, metric=torch.sum, batch=8, progress=False)
 
     # The survey, and the cell that is compared with itself alone.
-    assert sum(runs.values()) <= 3
+    assert counts.by_key["a"] <= 3
 
 
 class Masked(nn.Module):

@@ -30,6 +30,7 @@ from graphpatch_notebook import (
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from tests.experiments.engine.awkward_prefixes import Layers
+from tests.experiments.engine.loops import Counts
 from tests.hooks import registered
 from tests.zoo.case import floats, seeded
 
@@ -72,15 +73,14 @@ def swept(
 
 
 def test_pure_cells_before_the_first_other_one_share_forwards(model: nn.Module) -> None:
-    sizes: list[int] = []
-    forward = model.c.forward
-    model.c.forward = lambda value: sizes.append(len(value)) or forward(value)
+    counts, forward = Counts(), model.c.forward
+    model.c.forward = lambda value: counts("c") or forward(value)
 
     def make(number: int) -> dict[str, Any]:
         return {"b.output": ZeroPatch(slice=(..., number % 4)) if number < 20 else CustomPatch(custom_op=torch.neg)}
 
     found = swept(model, make, count=24)
-    assert len(sizes) < 12
+    assert counts.by_key["c"] < 12
     assert found.remarks[0].startswith("4 of 24 cells ran one by one")
 
 

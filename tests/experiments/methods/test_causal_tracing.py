@@ -26,7 +26,7 @@ from graphpatch_notebook.experiments import (
     causal_trace,
     path_patch,
 )
-from tests.experiments.hooked import GPT2_OUTPUT, edited, gpt2, llama, mixer, outputs, putting
+from tests.experiments.hooked import GPT2_OUTPUT, edited, gpt2, llama, outputs, putting
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
@@ -173,21 +173,6 @@ def test_noise_is_normalized_and_drawn_again_the_same() -> None:
     assert found.values[0, :-1] == pytest.approx(0, abs=1e-5)
     assert (trace(0).values == found.values).all()
     assert trace(1).attrs["corrupted"] != found.attrs["corrupted"]
-
-
-def test_a_model_without_tokens_needs_the_dimension_of_positions() -> None:
-    model = mixer()
-    clean, corrupted = torch.randn(2, 5, 6)
-    pg = PatchableGraph(model, clean)
-    paths = [f"layers_{number}.output" for number in range(3)]
-    with pytest.raises(ExperimentError, match=r"'layers_2.output': the model does not take input_ids.*position_dim=1"):
-        causal_trace(pg, clean, corrupted, paths, None, torch.sum, progress=False)
-    found = causal_trace(pg, clean, corrupted, paths, None, torch.sum, position_dim=-2, progress=False, batch=None)
-    for number in range(3):
-        (value,) = outputs(model, [f"layers.{number}"], lambda: model(clean))
-        for position in range(5):
-            with torch.no_grad(), edited(model, {f"layers.{number}": putting(value, position)}):
-                assert found.values[number, position] == model(corrupted).sum().item()
 
 
 def test_metrics_with_several_numbers() -> None:

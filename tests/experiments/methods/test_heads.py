@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph
+from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import (
     LogitDifference,
     Noise,
@@ -262,7 +262,8 @@ RESULTS = re.compile(r"\.(self_)?(attn|attention|SelfAttention|EncDecAttention)\
 def test_what_is_offered_is_not_refused_and_results_of_attention_are(case: Case) -> None:
     pg = capture_of(case).pg
     paths = [path for path, node in pg.nodes.items() if node.shape is not None and node.dtype.is_floating_point]
-    mixed = {path: repair for path, target in targets(pg, paths).items() if (repair := mixing_of(target))}
+    flow = pg.components.evidence.trails.flow
+    mixed = {path: repair for path, target in targets(pg, paths).items() if (repair := mixing_of(flow, target))}
     for path, repair in mixed.items():
         separate = re.fullmatch("give '(.+)'", repair)
         assert separate is not None, path
@@ -403,14 +404,40 @@ def test_dimensions_of_heads_and_positions_of_one_size(pg: PatchableGraph) -> No
         gpt2(), ids, extraction_options=ExtractionOptions(decompose=["scaled_dot_product_attention"])
     )
     options: dict[str, Any] = {"metric": METRIC, "heads": 4, "progress": False, "batch": None}
-    with pytest.raises(ExperimentError, match=r"could be in any of the dimensions 1, 2; give inputs of another"):
-        ablate(opened, ["transformer.h_0.attn.dot_products"], ids, **options)
+    products = "transformer.h_0.attn.dot_products"  # (batch, heads, positions, positions)
+    found = ablate(opened, [products], ids, **options)
+    for head in range(4):
+        with torch.no_grad(), opened.patch({products: ZeroPatch(slice=(slice(None), head))}):
+            assert found.values[0, head] == METRIC(opened(ids)).item()
     paths = [
         "transformer.h_0.attn.view_2",
         "transformer.h_0.attn.query_states",
     ]  # (batch, positions, heads, 4), and flat
     found = ablate(pg, paths, ids, **options)
     assert (found.values[0] == found.values[1]).all()
+
+
+class PositionsFirst(nn.Module):
+    """Values of shape (positions, batch, heads, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(input_ids).transpose(0, 1)
+        z = x.view(*x.shape[:2], 4, 2)
+        return self.mix(z.sin().flatten(2))
+
+
+def test_heads_are_not_the_batch() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(11, (4, 5))  # as many rows as heads
+    pg = PatchableGraph(PositionsFirst(), ids)
+    found = ablate(pg, ["z"], ids, metric=torch.sum, heads=4, progress=False, batch=None)
+    for head in range(4):
+        with torch.no_grad(), pg.patch({"z": ZeroPatch(slice=(..., head, slice(None)))}):
+            assert found.values[0, head] == pg(ids).sum().item()
 
 
 def test_heads_among_the_rows_of_the_batch_are_refused() -> None:

@@ -81,6 +81,10 @@ def test_options(text: str, options: dict[str, str], rest: str) -> None:
     [
         ("x --step 3", "unknown option --step; nearest: --steps"),
         ("a --b", "unknown option --b"),
+        (
+            "x --slice 3",
+            "unknown option --slice; a slice is written directly after the path, as in h_0.output[:, 3]",
+        ),
         ("x --steps", "the option --steps needs an argument"),
         ("x --steps --any-shape", "the option --steps needs an argument"),
         ("x --any-shape=1", "the option --any-shape takes no argument"),

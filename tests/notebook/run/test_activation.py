@@ -23,13 +23,14 @@ from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.patchable_graph import captured
 from tests.notebook import shells
+from tests.noted import Noted
 from tests.zoo import case_by_name
 
 
 class Counts(nn.Module):
     """Attention-like values; counts its runs."""
 
-    runs = 0
+    noted = Noted()
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Counts(nn.Module):
         self.register_buffer("scale", torch.full((6,), 2.0))
 
     def forward(self, x: Tensor, flag: bool = True) -> Tensor:
-        Counts.runs += 1  # not in the instance: that is put back
+        Counts.noted()
         if not flag:
             return x.sum(-1)
         hidden = self.linear(x) * self.scale
@@ -88,10 +89,10 @@ def test_a_value_is_that_of_the_model(pg: PatchableGraph) -> None:
 def test_another_plane_runs_nothing(pg: PatchableGraph) -> None:
     runs = runs_of(pg)
     number, _ = shown(runs, "hidden")
-    count = pg._module.runs
+    count = len(Counts.noted.values)
     expected = (pg._module.linear(X) * pg._module.scale).detach()
     again, view = shown(runs, "hidden", "1, head")
-    assert (again, pg._module.runs) == (number, count)
+    assert (again, len(Counts.noted.values)) == (number, count)
     assert np.array_equal(view["plot"]["values"], expected[1, 2].numpy())
     assert view["plot"]["slice"] == "1, head"
     with pytest.raises(ChosenPatchError, match="leaves 3 dimensions") as caught:
@@ -99,21 +100,21 @@ def test_another_plane_runs_nothing(pg: PatchableGraph) -> None:
     assert caught.value.field == "plane"
     assert runs.status(number)[0]["view"]["plot"]["slice"] == "1, head"
     shown(runs, "hidden", "1, head")  # the same again: to see what is there now
-    assert pg._module.runs == count + 1
+    assert len(Counts.noted.values) == count + 1
 
 
 def test_other_choices_run_again(pg: PatchableGraph) -> None:
     runs = runs_of(pg, ChosenPatch("linear.linear", "zero"))
     shown(runs, "hidden")
-    count = pg._module.runs
+    count = len(Counts.noted.values)
     for change, arguments in enumerate([("hidden", ":, 0, 0", True), ("scores", "0, 1", False)], 1):
         shown(runs, *arguments)
-        assert pg._module.runs == count + change
+        assert len(Counts.noted.values) == count + change
     shown(runs, "scores", "0, 2", False, "x * 2")
-    assert pg._module.runs == count + 3
+    assert len(Counts.noted.values) == count + 3
     runs._session.undo()
     shown(runs, "hidden", "0, 1", True)
-    assert pg._module.runs == count + 4
+    assert len(Counts.noted.values) == count + 4
 
 
 def test_another_plane_after_a_cell_runs_again(pg: PatchableGraph) -> None:
@@ -151,7 +152,7 @@ def test_parameters_and_buffers_need_no_run(tmp_path: Any) -> None:
     pg = PatchableGraph(Counts().eval(), X.clone())
     captured(pg).examples.args[0].zero_()  # nothing to run on
     runs = runs_of(pg, ChosenPatch("linear.weight", "zero"))
-    count = pg._module.runs
+    count = len(Counts.noted.values)
     _, view = shown(runs, "linear.weight")
     assert np.array_equal(view["plot"]["values"], pg._module.linear.weight.detach().numpy())
     _, view = shown(runs, "scale", None, True)
@@ -160,7 +161,7 @@ def test_parameters_and_buffers_need_no_run(tmp_path: Any) -> None:
         pg._module.linear.weight.fill_(5)
     _, view = shown(runs, "linear.weight", "1:3, :")
     assert view["plot"]["values"].tolist() == [[5.0] * 4] * 2
-    assert pg._module.runs == count
+    assert len(Counts.noted.values) == count
     with pytest.raises(SessionError, match="was written into"):
         runs.start_activation("linear.weight", None, True, None)
     _, view = shown(runs, "linear.weight", None, True, "torch.ones(1, 1, 1, 4)")
@@ -168,7 +169,7 @@ def test_parameters_and_buffers_need_no_run(tmp_path: Any) -> None:
 
 
 def test_planes_are_checked_before_anything_runs(pg: PatchableGraph) -> None:
-    runs, count = runs_of(pg), pg._module.runs
+    runs, count = runs_of(pg), len(Counts.noted.values)
     for path, plane, field in (("hidden", "0", "plane"), ("hidden", "5, 0", "plane"), ("hiden", None, "path"),
                                ("hidden", "f(1)", "plane"), ("linear", None, "path")):  # fmt: skip
         with pytest.raises(ChosenPatchError) as caught:
@@ -177,7 +178,7 @@ def test_planes_are_checked_before_anything_runs(pg: PatchableGraph) -> None:
     with pytest.raises(ChosenPatchError, match="unknown variable 'y'") as caught:
         runs.start_activation("hidden", None, False, "y")
     assert caught.value.field == "inputs"
-    assert pg._module.runs == count
+    assert len(Counts.noted.values) == count
 
 
 class Pretends:
@@ -224,9 +225,9 @@ def test_large_values_are_not_kept(pg: PatchableGraph, monkeypatch: pytest.Monke
     runs = runs_of(pg)
     _, view = shown(runs, "hidden")
     assert "is not kept: to show another slice, the model runs again" in view["plot"]["reduced"]
-    count = pg._module.runs
+    count = len(Counts.noted.values)
     shown(runs, "hidden", "1, 1")
-    assert pg._module.runs == count + 1
+    assert len(Counts.noted.values) == count + 1
 
 
 def test_values_are_kept_until_all_views_are_closed(pg: PatchableGraph) -> None:

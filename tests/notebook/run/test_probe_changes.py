@@ -18,6 +18,7 @@ from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from tests.hooks import registered
 from tests.notebook.shells import Mlp
+from tests.noted import Noted
 
 X = torch.arange(12.0).reshape(3, 4) / 10
 
@@ -94,12 +95,12 @@ class Counts(nn.Module):
         self.up = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        calls.append(x)
+        calls(x)
         hidden = torch.relu(self.up(x))
         return hidden * 2
 
 
-calls: list[Tensor] = []
+calls = Noted()
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,9 @@ calls: list[Tensor] = []
 )
 def test_probes_cost_no_further_call(patches: list[ChosenPatch], expected: int) -> None:
     pg = PatchableGraph(Counts().eval(), X.clone())
-    calls.clear()
+    calls.values.clear()
     _, report = run(pg, *patches)
-    assert len(calls) == expected
+    assert len(calls.values) == expected
     if len(patches) < 2:  # nothing is changed, so that there is nothing to say
         assert [probe["change"] for probe in report["probes"]] == [None] * len(report["probes"])
 

@@ -21,6 +21,7 @@ from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Results
 from tests.notebook.shells import Mlp
+from tests.noted import Noted
 from tests.zoo.values import same_state, snapshot
 
 X = torch.arange(12.0).reshape(3, 4) / 10
@@ -691,24 +692,24 @@ def test_runs_of_two_graphs_of_one_model_take_turns() -> None:
         def forward(self, x: Tensor) -> Tensor:
             self.count.add_(1)
             together.append(1)
-            most.append(len(together))
+            most(len(together))
             time.sleep(0.05)
             together.pop()
             return x + self.count
 
     together: list[int] = []
-    most: list[int] = []
+    most = Noted()
     model = Counts().eval()
     graphs = [PatchableGraph(model, X), PatchableGraph(model, X + 1)]
     model.count.zero_()
-    most.clear()
+    most.values.clear()
     both = [Runs(session_of(pg, ChosenPatch("output", "add", value="1")), dict) for pg in graphs]
     numbers = [runs.start(None) for runs in both]
     for runs, number in zip(both, numbers, strict=True):
         runs.wait(number, 10)
         assert runs.last is not None
         assert torch.allclose(runs.last.output - runs.last.unpatched_output, torch.ones(3, 4), atol=1e-6)
-    assert most == [1] * 4
+    assert most.values == [1] * 4
     assert model.count.tolist() == [0]
 
 
