@@ -148,7 +148,7 @@ class PatchableGraph(_LikeItsModel):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.differing(SharedRandomState())
-        root_frame.capture.holdings = Holdings.read_by(*root_frame.walk())
+        root_frame.capture.holdings = Holdings.read_within(root_frame.walk())
         root_frame = with_whole_records(root_frame)
         publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))

@@ -48,6 +48,9 @@ class _Contents(enum.Enum):
 PLAIN_VALUES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 DICTS = frozenset({dict, OrderedDict})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
+OF_EACH_MODULE = frozenset(Module().__dict__)
+"""The registries, those of hooks among them, and the mode."""
+
 _DEEPEST = 6
 # Models do not write into these: the whole program shares them, or other libraries keep their records in them.
 _CLOSED = (type, types.ModuleType, enum.Enum, bytes, weakref.ProxyType)
@@ -259,7 +262,7 @@ def _is_generator(kind: type) -> bool:
 # -- what code reads from outside of it --------------------------------------------------------------------------------
 
 FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
-_CODE = frozenset({*FUNCTIONS, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod})
+CODE = frozenset({*FUNCTIONS, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod})
 """The classes of most outer values, which hold no data."""
 
 
@@ -313,7 +316,7 @@ class OuterValue(NamedTuple):
 def outer_objects(module: Module) -> list[Any]:
     """Returns the data in globals and closure variables that the module's own functions use."""
     held = [value for value in module.__dict__.values() if type(value) in FUNCTIONS]
-    return [value for _, value in outer_values_of([module], held) if type(value) not in _CODE]
+    return [value for _, value in outer_values_of([module], held) if type(value) not in CODE]
 
 
 _reached: dict[Any, tuple[list[OuterValue], Identities]] = {}
@@ -355,7 +358,8 @@ def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
     variables: dict[tuple[int, str], OuterValue] = {}
     for function in functions:
         for key in ("__dict__", "__defaults__"):
-            variables[id(function), key] = OuterValue(function.__name__, function, key)
+            name = f"{function.__name__} ({'attributes' if key == '__dict__' else 'defaults'})"
+            variables[id(function), key] = OuterValue(name, function, key)
         for outer in variables_of(function):
             place = id(outer.holder), outer.key
             if outer.is_written or place not in variables:
@@ -366,7 +370,7 @@ def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
         for base in bases
         if base is not Module
         for name, value in vars(base).items()
-        if "__" not in name and (name in named or type(value) not in _CODE)
+        if "__" not in name and (name in named or type(value) not in CODE)
     ]
 
 
@@ -388,7 +392,7 @@ def plain_values_read(module: Module) -> dict[str, Any]:
 
     Example:
         >>> plain_values_read(torch.nn.ReLU())
-        {'inplace': False}
+        {'inplace': False, 'forward (defaults)': None}
     """
     walk, functions = Walk([]), dict[types.FunctionType, None]()
     attributes = [(name, value) for name, value in module.__dict__.items() if "_hooks" not in name]
@@ -399,8 +403,7 @@ def plain_values_read(module: Module) -> dict[str, Any]:
     named = {text for function in functions for text in (*names_in(function.__code__), *function.__code__.co_consts)}
     named -= {"training"}
     found = {name: value for name, value in attributes if name in named}
-    # A function without defaults has `None`.
-    found |= {o.name: value for o, value in outer_values if value is not None or type(o.holder) not in FUNCTIONS}
+    found |= {outer.name: value for outer, value in outer_values}
     for _, items, _, name in walk.places + walk.slotted:
         inside = items.items() if type(items) is dict else enumerate(items)
         found |= {f"{name}.{key}": value for key, value in inside if type(items) is not dict or key in named}
@@ -614,8 +617,7 @@ def module_at(module: Module, path: str) -> Module | None:
 def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
     """Yields the modules that `module` holds in plain attributes, and lists, tuples and dicts of these."""
     for name, value in module.__dict__.items():
-        kind = type(value)
-        if kind in PLAIN_VALUES or (kind in DICTS and (not value or name in REGISTRIES)):
+        if name in OF_EACH_MODULE or type(value) in PLAIN_VALUES:
             continue
         if isinstance(value, Module):
             yield name, value

@@ -12,8 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture import call_sites, decomposition_of
-from graphpatch_notebook.capture.naming.call_sites import INVOKE
+from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.live.apply import Applier, write_back
 from graphpatch_notebook.execution.live.frames import FrameRun
