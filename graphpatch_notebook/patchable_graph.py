@@ -352,7 +352,7 @@ class PatchableGraph(_LikeItsModel):
         def run(patches: Mapping[str, Patch[Any]]) -> Any:
             own_args, own_kwargs = copied((args, kwargs))
             patch_map: dict[str | NodePath, Patch[Any] | Sequence[Patch[Any]]] = dict(patches.items())
-            with afterwards(state.restore), torch.no_grad(), unpatched.patch(patch_map):
+            with afterwards(state.restore), torch.no_grad(), unpatched.patch(patch_map).quiet():
                 return unpatched(*own_args, **own_kwargs)
 
         with afterwards(state.restore), torch.no_grad():  # proofs call parts of the model, too

@@ -210,15 +210,15 @@ def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
     `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13; `_torchdynamo_orig_callable` of
     functions: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
     """
+    kinds = set()
     for module in modules:
+        kinds.add(type(module))
         state = module.__dict__  # none of the attributes is on a class
         if "_compiled_call_impl" in state and state["_compiled_call_impl"] is not None:
             return True
-        if "forward" in state and hasattr(state["forward"], _COMPILED):
+        if "_orig_mod" in module._modules or ("forward" in state and hasattr(state["forward"], _COMPILED)):
             return True
-        if "_orig_mod" in module._modules or hasattr(getattr(type(module), "forward", None), _COMPILED):
-            return True
-    return False
+    return any(hasattr(getattr(kind, "forward", None), _COMPILED) for kind in kinds)
 
 
 _COMPILED = "_torchdynamo_orig_callable"

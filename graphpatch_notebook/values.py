@@ -318,7 +318,7 @@ def with_own_containers(value: Any, function: Callable[[Any], Any] = lambda leaf
 def describe(value: Any) -> ValueSpec:
     """Returns the spec of `value` without keeping it."""
     if isinstance(value, Tensor):
-        name = "Tensor" if type(value) in (Tensor, torch.nn.Parameter) else type(value).__name__
+        name = "Tensor" if type(value) in PLAIN_TENSORS else type(value).__name__
         if is_lazy(value):  # a lazy module's parameter that has no shape yet
             return ObjectSpec(name)
         try:
@@ -331,6 +331,9 @@ def describe(value: Any) -> ValueSpec:
         return ContainerSpec(type(value), tuple((key_text(k), k, describe(v)) for k, v in inside))
     return ObjectSpec(type(value).__name__)
 
+
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+"""The classes of tensors that torch itself makes: others may have functions of their own."""
 
 _SCALARS = (*NUMBERS, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
 

@@ -30,7 +30,7 @@ from graphpatch_notebook.capture.naming.call_sites import count_as_users
 from graphpatch_notebook.errors import GraphPatchError, OptionError
 from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import flex_attention, flex_attention_output, safe_softmax
-from graphpatch_notebook.values import TensorSpec
+from graphpatch_notebook.values import PLAIN_TENSORS, TensorSpec
 
 INNER_NODES = {"scores": "matmul", "pattern": "softmax"}
 """The inner nodes of a call of attention, in order: the local variable that holds the value, and the function."""
@@ -141,8 +141,7 @@ def inner_call_sites(inner: InnerSteps, *flags: Any) -> dict[str, CallSites]:
     found: dict[str, CallSites] = {}
 
     def see(name: str, caller: FrameType, value: Any) -> Any:
-        _, chain = call_sites.chain(caller)
-        found.setdefault(name, tuple(reversed(chain)))
+        found.setdefault(name, call_sites.steps_of(call_sites.chain(caller) or ()))
         return value
 
     with torch.no_grad():
@@ -281,9 +280,6 @@ def _attention_problem(
     if is_valid and len({tensor.device for tensor in given}) == 1:
         return None
     return "its arguments have inconsistent shapes, dtypes or devices"
-
-
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 # -- flex_attention ----------------------------------------------------------------------------------------------------

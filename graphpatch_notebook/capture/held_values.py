@@ -17,6 +17,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Kind
 from graphpatch_notebook.torch_compat import is_fully_sharded, without_torch_functions
-from graphpatch_notebook.values import ABSENT, readable_children
+from graphpatch_notebook.values import ABSENT, PLAIN_TENSORS, readable_children
 
 MANY = 1000
 """Larger containers are data: their items are not searched."""
@@ -404,7 +405,8 @@ def plain_values_read(module: Module) -> dict[str, Any]:
     named = {text for function in functions for text in (*names_in(function.__code__), *function.__code__.co_consts)}
     named -= {"training"}
     found = {name: value for name, value in attributes if name in named}
-    found |= {outer.name: value for outer, value in outer_values}
+    # A function without defaults has `None`.
+    found |= {o.name: value for o, value in outer_values if value is not None or type(o.holder) not in FUNCTIONS}
     for _, items, _, name in walk.places + walk.slotted:
         inside = items.items() if type(items) is dict else enumerate(items)
         found |= {f"{name}.{key}": value for key, value in inside if type(items) is not dict or key in named}
@@ -618,7 +620,8 @@ def module_at(module: Module, path: str) -> Module | None:
 def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
     """Yields the modules that `module` holds in plain attributes, and lists, tuples and dicts of these."""
     for name, value in module.__dict__.items():
-        if type(value) in PLAIN_VALUES or name == "_modules" or (type(value) in DICTS and not value):
+        kind = type(value)
+        if kind in PLAIN_VALUES or (kind in DICTS and (not value or name in REGISTRIES)):
             continue
         if isinstance(value, Module):
             yield name, value
@@ -665,13 +668,23 @@ def tensor_flags(values: list[Any]) -> tuple[tuple[bool, bool], ...]:
         return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in tensors)
 
 
+def looking_at(*values: Any) -> AbstractContextManager[None]:
+    """Returns a context for looks at the tensors in `values` that function modes do not see.
+
+    A class of tensors with functions of its own still answers itself.
+    """
+    are_plain = all(type(tensor) in PLAIN_TENSORS for tensor in plain_tensors(values))
+    return without_torch_functions() if are_plain else nullcontext()
+
+
 def plain_tensors(value: Any) -> list[Tensor]:
     """Returns the tensors in a value, also in containers."""
     if isinstance(value, Tensor):
         return [value]
     if type(value) in PLAIN_VALUES:
         return []
-    return [tensor for _, child in readable_children(value) or () for tensor in plain_tensors(child)]
+    inside = readable_children(value) or ()
+    return [tensor for _, child in inside if type(child) not in PLAIN_VALUES for tensor in plain_tensors(child)]
 
 
 # -- which tensor is which ---------------------------------------------------------------------------------------------

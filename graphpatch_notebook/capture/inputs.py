@@ -108,7 +108,8 @@ def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ..
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             return args[position:]
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            return {key: value for key, value in kwargs.items() if key not in _named(parameters)}
+            named = _named(parameters) if kwargs else ()
+            return {key: value for key, value in kwargs.items() if key not in named}
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY and position < len(args):
             return args[position]
         if name in kwargs and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:

@@ -136,8 +136,9 @@ class Swaps:
                 known = _swaps.get(id(module))
                 if known is None:
                     known = _swaps[id(module)] = _SwappedForward(module, self._of_unobserved)
+                elif known.of_unobserved is None:
+                    known.of_unobserved = self._of_unobserved
                 known.holders.add(self)
-                known.of_unobserved = known.of_unobserved or self._of_unobserved
                 known.install()
 
     def let_go(self) -> None:

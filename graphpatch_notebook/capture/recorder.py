@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
 from graphpatch_notebook.capture.decompositions import (
     INNER_NODES,
-    PLAIN_TENSORS,
     Decomposition,
     chosen_decompositions,
     inner_call_sites,
@@ -23,7 +22,7 @@ from graphpatch_notebook.capture.decompositions import (
 )
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
-from graphpatch_notebook.capture.held_values import AttributePaths, still_used
+from graphpatch_notebook.capture.held_values import AttributePaths, looking_at, still_used
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.bytecode import Assigned
@@ -46,7 +45,7 @@ from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload, version_of
-from graphpatch_notebook.values import describe, readable_children, replaced
+from graphpatch_notebook.values import PLAIN_TENSORS, describe, readable_children, replaced
 
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
 """Where torch's machinery around the calls of modules is: their backward hooks."""
@@ -184,24 +183,27 @@ class Recorder(TorchFunctionMode):
         __tracebackhide__ = True
         frame = self.stack[-1]
         python_frame = call_sites.caller(1)
-        if call_sites.is_offloading(python_frame):
-            result = func(*args, **kwargs)
-            frame.pass_through(args[0] if args else None, result)
-            return result
-        occurrence, site = None, None
+        occurrence, site = 0, None
         refs: tuple[Any, Any] | None = None
+        is_offloading = False
         # Errors in our own code must not reach the user's model: the frame becomes opaque instead.
         try:
             site = self.sites.site(python_frame)
-            occurrence = frame.count(site) if site is not None else 0
-            refs = frame.refs(args), frame.refs(kwargs)
+            is_offloading = site is not None and self.sites.is_offloading(site, python_frame)
+            if not is_offloading:
+                occurrence = frame.count(site) if site is not None else 0
+                refs = frame.refs(args), frame.refs(kwargs)
         except Exception as failure:
             self._fail(frame, failure)
+        if is_offloading:
+            result = func(*args, **kwargs)
+            frame.pass_through(args[0] if args else None, result)
+            return result
         # Custom operators may write into any argument; their names do not show it.
         watched = (*args, *kwargs.values()) if is_overload(func) else args[:1]
         before = [(value, version_of(value)) for value in watched if isinstance(value, Tensor)]
         result = self.run_op(func, name, args, kwargs, (site, occurrence))
-        if refs is None or occurrence is None:
+        if refs is None:
             return result
         try:
             node = OpNode(
@@ -282,7 +284,7 @@ class Recorder(TorchFunctionMode):
         # Modules called inside an `autograd.Function`, where the mode is muted, belong to its one node.
         if self.muted or (parent is None and (self.root_frame is not None or module is not self.root_module)):
             return invoke(forward, args, kwargs)
-        with self.mute():
+        with self.mute(), looking_at(args, kwargs):
             frame, args, kwargs = self._enter(parent, module, forward, args, kwargs)
         self.stack.append(frame)
         try:
@@ -296,7 +298,7 @@ class Recorder(TorchFunctionMode):
             self.stack.pop()
         if self.count is not None:
             self.count.frames += 1
-        with self.mute():
+        with self.mute(), nullcontext() if frame.record.opaque_reason else looking_at(output):
             return self._leave(parent, frame, output)
 
     def _run_custom(
@@ -387,7 +389,7 @@ class Recorder(TorchFunctionMode):
             self.root_frame = record
             return output
         assert record.call is not None
-        record.call.spec = describe(output)
+        record.call.spec = describe(output)  # one of its own: `checks.dimensions` distinguishes specs by identity
         output = _distinct(output, parent, set())
         parent.register(output, record.call)
         return output

@@ -20,7 +20,7 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.options import ExtractionOptions
-from graphpatch_notebook.values import Key, ScalarSpec, ValueSpec, take
+from graphpatch_notebook.values import PLAIN_TENSORS, Key, ScalarSpec, ValueSpec, take
 
 Kind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "constant", "op", "call", "output"]
 
@@ -119,6 +119,10 @@ class Structure:
     children: tuple[tuple[Key, Any], ...]
 
 
+_LEAVES: frozenset[type] = frozenset({*PLAIN_TENSORS, Ref, bool, int, float, str, type(None)})
+"""Most arguments of calls: none of them is a container."""
+
+
 def map_leaves(value: Any, leaf: Callable[[Any], Any], *, with_subclasses: bool = False) -> Any:
     """Returns `value` with `leaf` applied to all but tuples, lists, dicts and slices; containers are new.
 
@@ -131,7 +135,10 @@ def map_leaves(value: Any, leaf: Callable[[Any], Any], *, with_subclasses: bool 
     elif with_subclasses:
         kind = next((base for base in (tuple, list, dict, slice) if isinstance(value, base)), kind)
     if kind is tuple or kind is list:
-        items = [map_leaves(item, leaf, with_subclasses=with_subclasses) for item in value]
+        items = [
+            leaf(item) if type(item) in _LEAVES else map_leaves(item, leaf, with_subclasses=with_subclasses)
+            for item in value
+        ]
         return type(value)(*items) if hasattr(value, "_fields") else kind(items)
     if kind is dict:
         return {key: map_leaves(item, leaf, with_subclasses=with_subclasses) for key, item in value.items()}

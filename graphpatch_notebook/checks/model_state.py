@@ -256,6 +256,9 @@ class ModuleState:
         root: The model, or a part of it.
         generators: Random generators that the model uses without holding them.
         is_look: Whether it is only for `change_in`, which needs no copies of tensors in eval mode: see `complete`.
+
+    Attributes:
+        is_training: Whether a module is in training mode.
     """
 
     def __init__(self, root: Module, generators: Iterable[Any] = (), *, is_look: bool = False) -> None:
@@ -264,8 +267,9 @@ class ModuleState:
         with without_torch_functions():
             self._walk = Walk([*filter(is_own_generator, generators), root])
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
+            self.is_training = any(module.training for module in self._walk.modules())
             # The kernel of a batch norm does not count what it writes.
-            needs_copies = is_look and any(one.training for one in self._walk.modules())
+            needs_copies = is_look and self.is_training
             self._copies = _copies(self._walk) if needs_copies else [None] * len(self._versions)
         if not is_look:
             self.complete()

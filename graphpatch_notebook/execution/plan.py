@@ -97,31 +97,40 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 class SiteEntries(list[Entry]):
     """The entries on what is called at one call site, at one occurrence."""
 
-    __slots__ = ("inside",)
+    __slots__ = ("inside", "watched")
 
     def __init__(self) -> None:
         super().__init__()
+        self.watched: Entry | None = None  # the only entry, if it only observes the result of the call
         # What is patched inside of it: then the call is opened into its steps. Nothing else opens it.
         self.inside: FramePlan | None = None
+
+    def add(self, entry: Entry) -> None:
+        """Adds an entry, after those that are there."""
+        self.watched = None if self or entry.watch is None else entry
+        self.append(entry)
 
 
 OpEntries: TypeAlias = "dict[int, SiteEntries]"
 """The entries on the ops of one call site, by occurrence."""
-EntriesByChain: TypeAlias = "dict[tuple[int, ...], OpEntries]"
+EntriesByChain: TypeAlias = "dict[tuple[int, ...] | None, OpEntries]"
 
 
-class PatchedCode:
-    """The call sites in one code object at which ops are patched."""
+class PatchedCode(dict[int, "EntriesByChain | None"]):
+    """The entries of ops at the instructions of one code object, by `lasti`: filled during runs from `by_offset`."""
 
-    __slots__ = ("by_offset", "offsets")
+    __slots__ = ("_offsets", "by_offset")
 
-    def __init__(self, offsets: dict[int, int]) -> None:
-        # The offset of the instruction that each of the interpreter's own offsets means: specialized code has several
-        # for one instruction. Shared by all plans, and filled during runs.
-        self.offsets = offsets
+    def __init__(self, offsets: Mapping[int, int]) -> None:
+        super().__init__()
+        self._offsets = offsets
         # Entries by the offset of the innermost step of their call site, then by the steps above it, then by the
         # occurrence.
-        self.by_offset: dict[int | None, EntriesByChain] = {}
+        self.by_offset: dict[int, EntriesByChain] = {}
+
+    def __missing__(self, lasti: int) -> EntriesByChain | None:
+        found = self[lasti] = self.by_offset.get(self._offsets[lasti]) if self.by_offset else None
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -234,7 +243,7 @@ class FramePlan:
         elif node.kind == "op":
             assert node.site is not None
             plan = self if node.composite is None else self._inside(node.composite, entry)
-            plan._at(node.site, node.occurrence).append(entry)
+            plan._at(node.site, node.occurrence).add(entry)
         else:
             self.tensors.setdefault(node.target, []).append(entry)
 

@@ -26,9 +26,11 @@ class Calls:
 
     def note(self) -> None:
         leaf = sys._getframe(1)
-        key, steps = call_sites.chain(leaf)
+        key = call_sites.chain(leaf)
         assert key is not None
-        if key[:2] != (id(leaf.f_code), call_sites.offset_in(leaf)) or key[2:] != call_sites.chain_above(leaf):
+        steps = call_sites.steps_of(key)[::-1]
+        offset = call_sites.facts_of(leaf.f_code).offsets[leaf.f_lasti]
+        if key[:2] != (id(leaf.f_code), offset) or key[2:] != call_sites.chain(leaf.f_back):
             self.problems.append(f"the chain of line {leaf.f_lineno} is not that of the leaf and what is above it")
         frames = list(frames_of(leaf))
         read = [line_at(*step) for step in steps]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -41,6 +41,21 @@ INVOKE = invoke.__code__
 """The code at which a frame begins."""
 
 
+class _Offsets(dict[int, int]):
+    """The offsets of the instructions of a code object by `lasti`, each read off the bytecode when it is first needed.
+
+    The interpreter's own offsets are others: specialized code has several for one instruction.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        super().__init__()
+        self._code = code
+
+    def __missing__(self, lasti: int) -> int:
+        found = self[lasti] = instruction_offset(self._code, lasti)
+        return found
+
+
 class CodeFacts:
     """Facts about a code object. Keeps the code object alive, so that its `id` stays unique.
 
@@ -50,7 +65,7 @@ class CodeFacts:
             not a step of call sites: an op has the same call site as in the model of a single process.
         is_offloading: Whether it moves weights and inputs around a module's own forward: accelerate, FSDP, shards.
         is_collecting: Whether transformers (before 5.2) puts it around the forwards of layers, to collect outputs.
-        offsets: The offsets of instructions by `lasti` that were looked up so far: always the same dictionary.
+        offsets: The offsets of its instructions by `lasti`: always the same dictionary.
     """
 
     __slots__ = (
@@ -69,14 +84,7 @@ class CodeFacts:
         self.is_offloading = is_sharding or of_accelerate or self.is_parallel
         self.is_hook_of_offloading = self.is_offloading and code.co_name in ("pre_forward", "post_forward")
         self.is_collecting = code.co_name == "wrapped_forward" and file.endswith(_COLLECTING)
-        self.offsets: dict[int, int] = {}
-
-    def offset(self, lasti: int) -> int:
-        """Returns the offset of the instruction at `lasti`."""
-        found = self.offsets.get(lasti)
-        if found is None:
-            found = self.offsets[lasti] = instruction_offset(self.code, lasti)
-        return found
+        self.offsets: Mapping[int, int] = _Offsets(code)
 
 
 # By id: hashing a code object hashes its whole content.
@@ -101,41 +109,6 @@ def is_own(code: CodeType) -> bool:
     return code.co_filename.startswith(_OWN)
 
 
-def leaf_frame(frame: FrameType | None) -> FrameType | None:
-    """Returns the frame of the user's code that `frame` was called from, or `None` at the end of the walk.
-
-    A line that a person would call theirs is in a forward of torch's own modules, too; torch's functions, its
-    dispatch, and this package are not.
-    """
-    last = None
-    while frame is not None:
-        code = frame.f_code
-        known = _codes.get(id(code)) or facts_of(code)
-        if known.is_users:
-            return frame
-        if code is INVOKE:
-            return last
-        last, frame = frame, frame.f_back
-    return None
-
-
-def is_offloading(frame: FrameType | None) -> bool:
-    """Whether a torch call made from `frame` only moves weights and inputs, in code of accelerate or FSDP.
-
-    It does if one of its hooks called it: a weight may be loaded, or quantized, by code of others.
-    """
-    leaf = leaf_frame(frame)
-    if leaf is None or facts_of(leaf.f_code).is_offloading:
-        return leaf is not None
-    above = leaf.f_back
-    while above is not None and above.f_code is not INVOKE:
-        code = above.f_code
-        if (_codes.get(id(code)) or facts_of(code)).is_hook_of_offloading:
-            return True
-        above = above.f_back
-    return False
-
-
 def caller_of_hidden(frame: FrameType) -> FrameType | None:
     """Returns the caller of a frame that does not run the user's code; `None` if the frame does, or has no caller."""
     code = frame.f_code
@@ -144,84 +117,68 @@ def caller_of_hidden(frame: FrameType) -> FrameType | None:
     return frame.f_back
 
 
-def offset_in(frame: FrameType) -> int:
-    """Returns the offset of the instruction that `frame` is at."""
-    return facts_of(frame.f_code).offset(frame.f_lasti)
-
-
 class SiteTable:
     """Interns sites: equal chains are the same `Site`."""
 
     def __init__(self) -> None:
         self._sites: dict[tuple[int, ...], Site] = {}
+        self._offloading: set[Site] = set()
 
     def site(self, frame: FrameType | None) -> Site | None:
         """Returns the site of a torch call made from `frame`; `None` if no `forward` called it."""
-        key, steps = chain(frame)
-        if key is None:
-            return None
-        return self._sites.get(key) or self._sites.setdefault(key, Site(tuple(reversed(steps))))
+        key = chain(frame)
+        return None if key is None else self._sites.get(key) or self._add(key)
 
     def site_inside(self, outer: Site, steps: tuple[tuple[CodeType, int], ...]) -> Site:
         """Returns the site of a call inside the call at `outer`: `steps` are its call sites from there inward."""
-        steps = (*outer.steps, *steps)
-        key = tuple(number for code, offset in reversed(steps) for number in (id(code), offset))
-        return self._sites.get(key) or self._sites.setdefault(key, Site(steps))
+        key = tuple(number for code, offset in reversed((*outer.steps, *steps)) for number in (id(code), offset))
+        return self._sites.get(key) or self._add(key)
+
+    def is_offloading(self, site: Site, frame: FrameType) -> bool:
+        """Whether a torch call at a site, made from `frame`, only moves weights and inputs: code of accelerate or FSDP.
+
+        It does if one of its hooks called it: a weight may be loaded, or quantized, by code of others.
+        """
+        return site in self._offloading or (not site.steps and frame.f_code is not INVOKE)
+
+    def _add(self, key: tuple[int, ...]) -> Site:
+        site = self._sites[key] = Site(steps_of(key))
+        steps = [facts_of(code) for code, _ in site.steps]
+        if steps and (steps[-1].is_offloading or any(facts.is_hook_of_offloading for facts in steps)):
+            self._offloading.add(site)
+        return site
 
 
-def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[CodeType, int]]]:
-    """Returns the chain of call sites above `frame`, innermost first, as a key to compare and as steps."""
+def chain(frame: FrameType | None) -> tuple[int, ...] | None:
+    """Returns the chain of call sites down to `frame`, innermost first: the id of the code and the offset of each step.
+
+    `None` if no `forward` called it.
+    """
     key: list[int] = []
-    steps: list[tuple[CodeType, int]] = []
-    last = None
+    last, facts = None, None
     while frame is not None:
         code = frame.f_code
         if code is INVOKE:
-            if last is not None and _counts_as_forward(last):
+            if last is not None and facts is not None and not (facts.is_users or facts.is_parallel):
                 # `forward` itself counts even where it is one of torch's inner modules.
-                offset = offset_in(last)
-                key += (id(last.f_code), offset)
-                steps.append((last.f_code, offset))
-            return tuple(key), steps
-        known = _codes.get(id(code)) or facts_of(code)
-        if known.is_users:
-            offset = known.offset(frame.f_lasti)
-            key += (id(code), offset)
-            steps.append((code, offset))
+                key += (id(last.f_code), facts.offsets[last.f_lasti])
+            return tuple(key)
+        facts = _codes.get(id(code)) or facts_of(code)
+        if facts.is_users:
+            key += (id(code), facts.offsets[frame.f_lasti])
         last, frame = frame, frame.f_back
-    return None, steps
+    return None
+
+
+def steps_of(chain: tuple[int, ...]) -> tuple[tuple[CodeType, int], ...]:
+    """Returns the code and the offset of each step of a chain, outermost first."""
+    return tuple([(_codes[chain[i]].code, chain[i + 1]) for i in range(len(chain) - 2, -1, -2)])
 
 
 def may_repeat(site: Site) -> bool:
     """Whether one call of a `forward` may come to a site several times: it is in a loop, or in a function it calls."""
     (code, offset), *inner = site.steps
     return bool(inner) or is_in_loop(code, offset)
-
-
-def _counts_as_forward(frame: FrameType) -> bool:
-    """Whether what `invoke` called is a step of call sites although it is not the user's: a forward of torch's own."""
-    known = facts_of(frame.f_code)
-    return not known.is_users and not known.is_parallel
-
-
-def chain_above(leaf: FrameType) -> tuple[int, ...]:
-    """Returns the call sites above a frame of the user's code, as `chain` does, without the frame itself."""
-    at = leaf.f_back
-    if at is not None and at.f_code is INVOKE:  # the call is in `forward` itself, as most are
-        return ()
-    key: list[int] = []
-    last = leaf
-    while at is not None:
-        code = at.f_code
-        if code is INVOKE:
-            if last is not leaf and _counts_as_forward(last):
-                key += (id(last.f_code), offset_in(last))
-            break
-        known = _codes.get(id(code)) or facts_of(code)
-        if known.is_users:
-            key += (id(code), known.offset(at.f_lasti))
-        last, at = at, at.f_back
-    return tuple(key)
 
 
 def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
@@ -231,7 +188,7 @@ def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
     """
     while frame is not None and frame.f_code is not INVOKE:
         code = frame.f_code
-        if facts_of(code).is_users:
+        if (_codes.get(id(code)) or facts_of(code)).is_users:
             return assigned_variable(code, frame.f_lasti)
         if not is_own(code) and code.co_name not in _DISPATCHERS and code.co_name != function_name:
             return None

@@ -25,9 +25,10 @@ def name_nodes(frame: Frame, size_prefix: str = SIZE_PREFIX) -> None:
     numberings: dict[str, Iterator[str]] = {}
     for node in sorted(frame.nodes, key=_rank):  # a stable sort: execution order within a rank
         if not node.name:
-            base = _base(node, size_prefix)
-            numbering = numberings.setdefault(base, numbered(base))
-            node.name = base if base not in frame.names else next(n for n in numbering if n not in frame.names)
+            node.name = base = _base(node, size_prefix)
+            if base in frame.names:
+                numbering = numberings.get(base) or numberings.setdefault(base, numbered(base))
+                node.name = next(n for n in numbering if n not in frame.names)
         frame.names[node.name] = node
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import call_sites, decomposition_of
+from graphpatch_notebook.capture.naming.call_sites import INVOKE
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.live.apply import Applier, write_back
 from graphpatch_notebook.execution.live.frames import FrameRun
@@ -49,23 +50,22 @@ class LiveMode(TorchFunctionMode):
         leaf = sys._getframe(1)
         # The fast path of `_entries_at`, inlined: most calls are at instructions where nothing is patched.
         code = sites.by_code.get(id(leaf.f_code))
-        if code is None or ((offset := code.offsets.get(leaf.f_lasti)) is None and code.by_offset):
+        if code is None:
             entries = self._entries_at(leaf)
         else:
-            by_chain = code.by_offset.get(offset)
+            by_chain = code[leaf.f_lasti]
             entries = None if by_chain is None else self._entries_of(frame, by_chain, leaf)
-        if entries is not None and entries.inside is not None:
+        if entries is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if entries.inside is not None:
             result = self.open_call(entries.inside, func, args, kwargs or {})
             return self._patched(entries, result, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if entries is None:
-            return result
-        entry = entries[0]
+        entry = entries.watched
         # The fast path of `observe`, inlined: this runs for every op of a model that is probed whole.
-        is_watched = entry.watch is not None and len(entries) == 1 and type(result) is Tensor
-        if is_watched and result.shape == entry.observed_shape:
+        if entry is not None and type(result) is Tensor and result.shape == entry.observed_shape:
             self.fired.add(id(entry))
-            entry.watch(result)  # type: ignore[misc]  # `is_watched` says that it is given
+            entry.watch(result)  # type: ignore[misc]  # is given in what is `watched`
             return result
         return self._patched(entries, result, args, kwargs or {})
 
@@ -112,14 +112,14 @@ class LiveMode(TorchFunctionMode):
             leaf = outer
             code = sites.by_code.get(id(leaf.f_code))
             frame.visits_left = 0  # a function of torch's own may make several calls at this one
-        by_chain = code.by_offset.get(call_sites.offset_in(leaf))
+        by_chain = code[leaf.f_lasti]
         return None if by_chain is None else self._entries_of(frame, by_chain, leaf)
 
     def _entries_of(self, frame: FrameRun, by_chain: EntriesByChain, leaf: FrameType) -> SiteEntries | None:
         """Returns the entries on the op at an instruction with patched ops, and counts the call."""
         above = leaf.f_back
-        is_in_forward = above is not None and above.f_code is call_sites.INVOKE
-        by_occurrence = by_chain.get(() if is_in_forward else call_sites.chain_above(leaf))
+        is_in_forward = above is not None and above.f_code is INVOKE
+        by_occurrence = by_chain.get(() if is_in_forward else call_sites.chain(above))
         if by_occurrence is None:
             return None
         key = id(by_occurrence)
@@ -172,7 +172,7 @@ _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 def is_in_checkpoint() -> bool:
     """Whether activation checkpointing lies between the calling frame and this one: it runs again in backward."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not call_sites.INVOKE:
+    while frame is not None and frame.f_code is not INVOKE:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
             return True
         frame = frame.f_back

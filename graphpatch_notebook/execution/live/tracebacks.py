@@ -176,7 +176,7 @@ def _follow(way: _TracebackPath, python_frame: FrameType, lasti: int) -> None:
         is_direct = code.co_name == "forward" and isinstance(owner, Module) and owner is not way.module
         if is_direct and any(n.frame.module is owner for f in way.frames for n in f.calls()):
             way.enter(owner)  # type: ignore[arg-type]  # is a module, as just asked
-        way.steps.append((code, call_sites.facts_of(code).offset(lasti)))
+        way.steps.append((code, call_sites.facts_of(code).offsets[lasti]))
         way.leaf = python_frame
 
 
