@@ -229,7 +229,8 @@ def _attributes_of(value: Any) -> Any:
 
 def slots_of(value: Any) -> dict[str, Any]:
     """Returns the values in the slots of an object whose class is written in Python."""
-    return {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -70,8 +70,8 @@ _MOST_MARKS = 200_000
 _FEW_BYTES = 4096
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
 _NUMBERS = (float, complex, np.generic)  # which may be NaN
-_BUILTIN = frozenset({list, tuple, set, frozenset, dict})
-_CONTAINERS = (*_BUILTIN, deque)
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+_BUILTIN = frozenset(_CONTAINERS)
 _VIEWS = (*map(type, ({}.keys(), {}.values(), {}.items())), MappingProxyType)
 _REFERRING = (*_VIEWS, property, staticmethod, classmethod, partial, CellType)  # which hold nothing else
 _BOUND = (BuiltinFunctionType, MethodWrapperType)
@@ -253,8 +253,8 @@ class ReferredValues:
     def _items(self, container: Any) -> list[Any]:
         """Returns the items of a container; marks them at once if all are plain, or all are floats."""
         if isinstance(container, dict):
-            items = raw_dict(container)
-            return self._items([*items]) + self._items([*items.values()])
+            held = raw_dict(container)
+            return self._items([*held]) + self._items([*held.values()])
         items, kinds = [*container], {*map(type, container)}
         if not (kinds <= _PLAIN or kinds == {float}):
             return items
