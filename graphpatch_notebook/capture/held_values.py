@@ -75,7 +75,7 @@ def _contents(kind: type) -> _Contents:
             contents = _Contents.FIXED
         elif "numpy" in sys.modules and issubclass(kind, sys.modules["numpy"].ndarray):
             contents = _Contents.ARRAY
-        elif issubclass(kind, _CLOSED) or kind.__module__.startswith(_CLOSED_PACKAGES) or _is_callable(kind):
+        elif issubclass(kind, _CLOSED) or str(kind.__module__).startswith(_CLOSED_PACKAGES) or _is_callable(kind):
             contents = _Contents.NOTHING
         else:
             contents = _Contents.OBJECT
@@ -232,8 +232,15 @@ def _attributes_of(value: Any) -> Any:
 
 def slots_of(value: Any) -> dict[str, Any]:
     """Returns the values in the slots of an object whose class is written in Python."""
-    names = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
-    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> list[str]:
+    scopes = [base.__dict__ for base in kind.__mro__ if "__slots__" in base.__dict__]
+    # As attributes, private ones have the name of the class, too.
+    return [name for scope in scopes for name, part in scope.items() if type(part) is types.MemberDescriptorType]
 
 
 def is_offloaded(module: Module) -> bool:
