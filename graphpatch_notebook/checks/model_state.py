@@ -488,6 +488,7 @@ class Fingerprint:
 
 
 _MARKED = PLAIN_VALUES | CODE
+_HOOKS = tuple(name for name in OF_EACH_MODULE if "_hooks" in name)
 
 
 class Holdings:
@@ -505,19 +506,18 @@ class Holdings:
         walk, inside = Walk([]), []
         for module in self._modules:
             held = module.__dict__ if "forward" not in module.__dict__ else state_attributes(module.__dict__)
-            parts, own = dict(module._modules.items()), []
-            for name, value in held.items():
-                if name not in OF_EACH_MODULE:
-                    own.append((name, value))
-                elif value and "_hooks" in name and type(value) in DICTS:
-                    self._hooks[id(module), name] = {key for key, hook in value.items() if not is_inert(hook)}
+            parts = dict(module._modules.items())
+            own = [(name, held[name]) for name in held.keys() - OF_EACH_MODULE]
+            for name in filter(held.get, _HOOKS):
+                self._hooks[id(module), name] = {key for key, hook in held[name].items() if not is_inert(hook)}
             inside += own
             forward = original_forward(module)
             values = [getattr(forward, "__func__", forward), module.training, *(v for _, v in own), *parts.values()]
             self._held[id(module)] = list(held), list(parts), Identities(values)
         walk.add(inside)
         outer_values = outer_values_of(self._modules, walk.functions)
-        walk.add([(outer.name, value) for outer, value in outer_values if outer.is_searched(type(value))])
+        others = [(outer, value) for outer, value in outer_values if type(value) not in _MARKED]
+        walk.add([(outer.name, value) for outer, value in others if outer.is_searched(type(value))])
         # Alive, so that their ids stay their own.
         self._code = [value for _, value in outer_values if type(value) in CODE]
         self._holders = [outer.holder for outer, _ in outer_values]
