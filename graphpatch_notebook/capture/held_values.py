@@ -422,11 +422,16 @@ class Identities:
 
     def __init__(self, values: Iterable[Any]) -> None:
         values = list(values)
-        self._plain = [value for value in values if type(value) in PLAIN_VALUES]
+        self._plain: list[Any] = []
         self._kinds: list[Any] = [*map(type, values)]
         self._same: list[Any] = []
-        for value in [value for value in values if type(value) not in _LOOKED_INTO]:
-            if issubclass(type(value), (tuple, frozenset)) and len(value) <= MANY:  # of a proxy, `isinstance` may raise
+        for kind, value in [*zip(self._kinds, values, strict=True)]:
+            if kind in PLAIN_VALUES:
+                self._plain.append(value)
+                continue
+            if kind in _LOOKED_INTO:
+                continue
+            if issubclass(kind, (tuple, frozenset)) and len(value) <= MANY:  # of a proxy, `isinstance` may raise
                 inside = Identities(value)
                 self._plain += inside._plain
                 self._kinds += [*inside._kinds, len(value)]
@@ -435,7 +440,7 @@ class Identities:
             try:
                 self._same.append(weakref.ref(value))  # the same one each time
             except TypeError:
-                if not issubclass(type(value), (list, dict, set, deque)) and not slots_of(value):
+                if not issubclass(kind, (list, dict, set, deque)) and not slots_of(value):
                     self._same.append(value)
 
     def __eq__(self, other: object) -> bool:
@@ -450,7 +455,7 @@ class Identities:
     __hash__ = None  # type: ignore[assignment]  # it is only compared
 
 
-_LOOKED_INTO = frozenset({*PLAIN_VALUES, *DICTS, list, set, deque})
+_LOOKED_INTO = frozenset({*DICTS, list, set, deque})
 
 
 class CodeNames(NamedTuple):
@@ -629,7 +634,8 @@ class AttributePaths:
 
     def __init__(self, root: Module) -> None:
         self._root = root
-        self._maps: dict[int, dict[int, str]] = {}
+        self._registered: dict[int, dict[int, str]] = {}
+        self._unregistered: dict[int, dict[int, str]] = {}
 
     def path(self, module: Module, child: Module) -> str:
         """Returns how `module`'s code would write `child`; from the root if `child` is elsewhere."""
@@ -637,21 +643,27 @@ class AttributePaths:
             for name, held in module._modules.items():  # most calls are of these
                 if held is child:
                     return name
-            if path := self._inside(module).get(id(child)):
+            if path := self._inside(module, child):
                 return path
-        from_root = self._inside(self._root).get(id(child), "")
+        from_root = self._inside(self._root, child)
         if child is module:  # recursion: it is known by its own name
             from_root = from_root.rsplit(".", 1)[-1]
         return from_root or type(child).__name__.lower()
 
-    def _inside(self, module: Module) -> dict[int, str]:
-        known = self._maps.get(id(module))
+    def _inside(self, module: Module, child: Module) -> str:
+        """Returns the path of `child` in `module`, through plain attributes if it is not registered; "" if outside."""
+        known = self._registered.get(id(module))
         if known is None:
-            known = self._maps[id(module)] = {id(child): path for path, child in registered_modules(module)}
+            known = self._registered[id(module)] = {id(inner): path for path, inner in registered_modules(module)}
+        if id(child) in known:
+            return known[id(child)]
+        others = self._unregistered.get(id(module))
+        if others is None:
+            others = self._unregistered[id(module)] = {}
             for prefix, holder in registered_modules(module):
-                for name, child in unregistered_modules(holder):
-                    known.setdefault(id(child), f"{prefix}.{name}" if prefix else name)
-        return known
+                for name, inner in unregistered_modules(holder):
+                    others.setdefault(id(inner), f"{prefix}.{name}" if prefix else name)
+        return others.get(id(child), "")
 
 
 def tensor_flags(values: list[Any]) -> tuple[tuple[bool, bool], ...]:

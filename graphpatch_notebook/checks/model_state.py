@@ -503,10 +503,11 @@ class Holdings:
             forward = original_forward(module)
             values = [getattr(forward, "__func__", forward), *held.values(), *parts.values()]
             self._held[id(module)] = list(held), list(parts), Identities(values)
-            for name, value in [(n, v) for n, v in held.items() if type(v) not in PLAIN_VALUES]:
-                if type(value) in _CONTAINERS and not value:  # most are registries of hooks, without any
+            for name, value in held.items():
+                kind = type(value)
+                if kind in PLAIN_VALUES or (kind in _CONTAINERS and not value):  # most are registries without any hook
                     continue
-                if "_hooks" in name and type(value) in DICTS:
+                if "_hooks" in name and kind in DICTS:
                     self._hooks[id(module), name] = {key for key, hook in value.items() if not is_inert(hook)}
                 elif name not in REGISTRIES:
                     inside.append((name, value))
