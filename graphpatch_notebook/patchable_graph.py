@@ -148,7 +148,7 @@ class PatchableGraph(_LikeItsModel):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.differing(SharedRandomState())
-        root_frame.capture.holdings = Holdings.read_by(*root_frame.walk())
+        root_frame.capture.holdings = Holdings.read_within(root_frame.walk())
         root_frame = with_whole_records(root_frame)
         publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
@@ -352,7 +352,7 @@ class PatchableGraph(_LikeItsModel):
         def run(patches: Mapping[str, Patch[Any]]) -> Any:
             own_args, own_kwargs = copied((args, kwargs))
             patch_map: dict[str | NodePath, Patch[Any] | Sequence[Patch[Any]]] = dict(patches.items())
-            with afterwards(state.restore), torch.no_grad(), unpatched.patch(patch_map):
+            with afterwards(state.restore), torch.no_grad(), unpatched.patch(patch_map).quiet():
                 return unpatched(*own_args, **own_kwargs)
 
         with afterwards(state.restore), torch.no_grad():  # proofs call parts of the model, too

@@ -13,3 +13,30 @@ class Noted:
 
     def __call__(self, value: Any = None) -> None:
         self.values.append(value)
+
+
+class Steps:
+    """Counts the steps of the user's code, and raises at one of them.
+
+    Attributes:
+        count: How many there were.
+        raised: What was raised, if it was.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.at = -1
+        self.error: BaseException | None = None
+        self.raised: BaseException | None = None
+
+    def reset(self, at: int = -1, error: BaseException | None = None) -> None:
+        self.count, self.at, self.error, self.raised = 0, at, error, None
+
+    def step(self, value: Any = None) -> Any:
+        """Called wherever code of the user's runs; returns what it is given."""
+        self.count += 1
+        if self.count - 1 == self.at:
+            self.raised = self.error
+            assert self.error is not None
+            raise self.error
+        return value

@@ -33,7 +33,7 @@ from graphpatch_notebook.capture.data_loops import (
     part_count_by_values,
 )
 from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
-from graphpatch_notebook.capture.held_values import PLAIN_VALUES, WRITTEN_WEIGHTS, Walk, reachable_modules
+from graphpatch_notebook.capture.held_values import PLAIN_VALUES, WRITTEN_WEIGHTS, Walk, all_modules, reachable_modules
 from graphpatch_notebook.capture.meta_device import (
     META,
     OnMeta,
@@ -44,7 +44,7 @@ from graphpatch_notebook.capture.meta_device import (
     result_of_size,
 )
 from graphpatch_notebook.capture.naming import call_sites
-from graphpatch_notebook.capture.naming.call_sites import is_own
+from graphpatch_notebook.capture.naming.call_sites import INVOKE, is_own
 from graphpatch_notebook.capture.naming.names import name_nodes
 from graphpatch_notebook.capture.observers import Swaps, ThreadState, apply_observer, observer, visible_apply
 from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of
@@ -59,6 +59,7 @@ from graphpatch_notebook.torch_compat import eager_code, is_any_compiled, versio
 from graphpatch_notebook.values import rebuilt
 
 __all__ = [
+    "INVOKE",
     "META",
     "PART_FUNCTIONS",
     "SIZED_BY_VALUES",
@@ -105,7 +106,8 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     __tracebackhide__ = True
     options.check()
     recorder = Recorder(module, options)
-    weights = [(weight, version_of(weight)) for weight in module.parameters() if type(weight) is Parameter]
+    held = [weight for one in all_modules(module) for weight in one._parameters.values()]
+    weights = [(weight, version_of(weight)) for weight in held if type(weight) is Parameter]
     with WithoutWeights() if parameter_without_values(module) else nullcontext() as without_weights:
         root = record(recorder, args, kwargs)
     WRITTEN_WEIGHTS.update({id(weight): weight for weight, version in weights if version_of(weight) != version})

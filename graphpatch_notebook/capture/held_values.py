@@ -48,6 +48,9 @@ class _Contents(enum.Enum):
 PLAIN_VALUES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 DICTS = frozenset({dict, OrderedDict})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
+OF_EACH_MODULE = frozenset(Module().__dict__)
+"""The registries, those of hooks among them, and the mode."""
+
 _DEEPEST = 6
 # Models do not write into these: the whole program shares them, or other libraries keep their records in them.
 _CLOSED = (type, types.ModuleType, enum.Enum, bytes, weakref.ProxyType)
@@ -72,7 +75,7 @@ def _contents(kind: type) -> _Contents:
             contents = _Contents.FIXED
         elif "numpy" in sys.modules and issubclass(kind, sys.modules["numpy"].ndarray):
             contents = _Contents.ARRAY
-        elif issubclass(kind, _CLOSED) or kind.__module__.startswith(_CLOSED_PACKAGES) or _is_callable(kind):
+        elif issubclass(kind, _CLOSED) or str(kind.__module__).startswith(_CLOSED_PACKAGES) or _is_callable(kind):
             contents = _Contents.NOTHING
         else:
             contents = _Contents.OBJECT
@@ -229,8 +232,15 @@ def _attributes_of(value: Any) -> Any:
 
 def slots_of(value: Any) -> dict[str, Any]:
     """Returns the values in the slots of an object whose class is written in Python."""
-    names = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
-    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> list[str]:
+    scopes = [base.__dict__ for base in kind.__mro__ if "__slots__" in base.__dict__]
+    # As attributes, private ones have the name of the class, too.
+    return [name for scope in scopes for name, part in scope.items() if type(part) is types.MemberDescriptorType]
 
 
 def is_offloaded(module: Module) -> bool:
@@ -259,7 +269,7 @@ def _is_generator(kind: type) -> bool:
 # -- what code reads from outside of it --------------------------------------------------------------------------------
 
 FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
-_CODE = frozenset({*FUNCTIONS, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod})
+CODE = frozenset({*FUNCTIONS, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod})
 """The classes of most outer values, which hold no data."""
 
 
@@ -313,7 +323,7 @@ class OuterValue(NamedTuple):
 def outer_objects(module: Module) -> list[Any]:
     """Returns the data in globals and closure variables that the module's own functions use."""
     held = [value for value in module.__dict__.values() if type(value) in FUNCTIONS]
-    return [value for _, value in outer_values_of([module], held) if type(value) not in _CODE]
+    return [value for _, value in outer_values_of([module], held) if type(value) not in CODE]
 
 
 _reached: dict[Any, tuple[list[OuterValue], Identities]] = {}
@@ -355,7 +365,8 @@ def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
     variables: dict[tuple[int, str], OuterValue] = {}
     for function in functions:
         for key in ("__dict__", "__defaults__"):
-            variables[id(function), key] = OuterValue(function.__name__, function, key)
+            name = f"{function.__name__} ({'attributes' if key == '__dict__' else 'defaults'})"
+            variables[id(function), key] = OuterValue(name, function, key)
         for outer in variables_of(function):
             place = id(outer.holder), outer.key
             if outer.is_written or place not in variables:
@@ -366,7 +377,7 @@ def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
         for base in bases
         if base is not Module
         for name, value in vars(base).items()
-        if "__" not in name and (name in named or type(value) not in _CODE)
+        if "__" not in name and (name in named or type(value) not in CODE)
     ]
 
 
@@ -388,7 +399,7 @@ def plain_values_read(module: Module) -> dict[str, Any]:
 
     Example:
         >>> plain_values_read(torch.nn.ReLU())
-        {'inplace': False}
+        {'inplace': False, 'forward (defaults)': None}
     """
     walk, functions = Walk([]), dict[types.FunctionType, None]()
     attributes = [(name, value) for name, value in module.__dict__.items() if "_hooks" not in name]
@@ -422,16 +433,11 @@ class Identities:
 
     def __init__(self, values: Iterable[Any]) -> None:
         values = list(values)
-        self._plain: list[Any] = []
+        self._plain = [value for value in values if type(value) in PLAIN_VALUES]
         self._kinds: list[Any] = [*map(type, values)]
         self._same: list[Any] = []
-        for kind, value in [*zip(self._kinds, values, strict=True)]:
-            if kind in PLAIN_VALUES:
-                self._plain.append(value)
-                continue
-            if kind in _LOOKED_INTO:
-                continue
-            if issubclass(kind, (tuple, frozenset)) and len(value) <= MANY:  # of a proxy, `isinstance` may raise
+        for value in [value for value in values if type(value) not in _LOOKED_INTO]:
+            if issubclass(type(value), (tuple, frozenset)) and len(value) <= MANY:  # of a proxy, `isinstance` may raise
                 inside = Identities(value)
                 self._plain += inside._plain
                 self._kinds += [*inside._kinds, len(value)]
@@ -440,7 +446,7 @@ class Identities:
             try:
                 self._same.append(weakref.ref(value))  # the same one each time
             except TypeError:
-                if not issubclass(kind, (list, dict, set, deque)) and not slots_of(value):
+                if not issubclass(type(value), (list, dict, set, deque)) and not slots_of(value):
                     self._same.append(value)
 
     def __eq__(self, other: object) -> bool:
@@ -455,7 +461,7 @@ class Identities:
     __hash__ = None  # type: ignore[assignment]  # it is only compared
 
 
-_LOOKED_INTO = frozenset({*DICTS, list, set, deque})
+_LOOKED_INTO = frozenset({*PLAIN_VALUES, *DICTS, list, set, deque})
 
 
 class CodeNames(NamedTuple):
@@ -618,8 +624,7 @@ def module_at(module: Module, path: str) -> Module | None:
 def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
     """Yields the modules that `module` holds in plain attributes, and lists, tuples and dicts of these."""
     for name, value in module.__dict__.items():
-        kind = type(value)
-        if kind in PLAIN_VALUES or (kind in DICTS and (not value or name in REGISTRIES)):
+        if name in OF_EACH_MODULE or type(value) in PLAIN_VALUES:
             continue
         if isinstance(value, Module):
             yield name, value

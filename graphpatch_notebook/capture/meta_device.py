@@ -31,7 +31,7 @@ def parameter_without_values(module: Module) -> str:
     """
     if "_hf_hook" in module.__dict__:
         return ""
-    for name, parameter in module._parameters.items():  # faster than `named_parameters`
+    for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
             return name
     for name, child in module._modules.items():

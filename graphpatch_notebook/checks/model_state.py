@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.held_values import (
+    CODE,
     DICTS,
     NOT_STATE,
+    OF_EACH_MODULE,
     PLAIN_VALUES,
     REGISTRIES,
     WRITTEN_WEIGHTS,
@@ -256,6 +258,9 @@ class ModuleState:
         root: The model, or a part of it.
         generators: Random generators that the model uses without holding them.
         is_look: Whether it is only for `change_in`, which needs no copies of tensors in eval mode: see `complete`.
+
+    Attributes:
+        is_training: Whether a module is in training mode.
     """
 
     def __init__(self, root: Module, generators: Iterable[Any] = (), *, is_look: bool = False) -> None:
@@ -264,8 +269,9 @@ class ModuleState:
         with without_torch_functions():
             self._walk = Walk([*filter(is_own_generator, generators), root])
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
+            self.is_training = any(module.training for module in self._walk.modules())
             # The kernel of a batch norm does not count what it writes.
-            needs_copies = is_look and any(one.training for one in self._walk.modules())
+            needs_copies = is_look and self.is_training
             self._copies = _copies(self._walk) if needs_copies else [None] * len(self._versions)
         if not is_look:
             self.complete()
@@ -481,7 +487,7 @@ class Fingerprint:
     __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
 
 
-_CONTAINERS = frozenset({*DICTS, set, list})
+_MARKED = PLAIN_VALUES | CODE
 
 
 class Holdings:
@@ -499,26 +505,26 @@ class Holdings:
         walk, inside = Walk([]), []
         for module in self._modules:
             held = module.__dict__ if "forward" not in module.__dict__ else state_attributes(module.__dict__)
-            parts = dict(module._modules.items())
-            forward = original_forward(module)
-            values = [getattr(forward, "__func__", forward), *held.values(), *parts.values()]
-            self._held[id(module)] = list(held), list(parts), Identities(values)
+            parts, own = dict(module._modules.items()), []
             for name, value in held.items():
-                kind = type(value)
-                if kind in PLAIN_VALUES or (kind in _CONTAINERS and not value):  # most are registries without any hook
-                    continue
-                if "_hooks" in name and kind in DICTS:
+                if name not in OF_EACH_MODULE:
+                    own.append((name, value))
+                elif value and "_hooks" in name and type(value) in DICTS:
                     self._hooks[id(module), name] = {key for key, hook in value.items() if not is_inert(hook)}
-                elif name not in REGISTRIES:
-                    inside.append((name, value))
+            inside += own
+            forward = original_forward(module)
+            values = [getattr(forward, "__func__", forward), module.training, *(v for _, v in own), *parts.values()]
+            self._held[id(module)] = list(held), list(parts), Identities(values)
         walk.add(inside)
         outer_values = outer_values_of(self._modules, walk.functions)
         walk.add([(outer.name, value) for outer, value in outer_values if outer.is_searched(type(value))])
-        self._holders = [outer.holder for outer, _ in outer_values]  # alive, so that their ids stay their own
-        self._held |= {
-            (id(outer.holder), outer.key): (type(value), value) if type(value) in PLAIN_VALUES else Identities((value,))
-            for outer, value in outer_values
-        }
+        # Alive, so that their ids stay their own.
+        self._code = [value for _, value in outer_values if type(value) in CODE]
+        self._holders = [outer.holder for outer, _ in outer_values]
+        for outer, value in outer_values:
+            kind = type(value)
+            mark = (kind, value if kind in PLAIN_VALUES else id(value)) if kind in _MARKED else Identities((value,))
+            self._held[id(outer.holder), outer.key] = mark
         for container, items, _, _ in walk.places + walk.slotted:
             self._held[id(container)] = Identities((*items, *items.values()) if type(items) is dict else items)
         self._empty = {id(container) for container in walk.empty if container is not None}
@@ -526,8 +532,12 @@ class Holdings:
     @classmethod
     def read_by(cls, *frames: Frame) -> Holdings:
         """Returns what the code of frames may read: what modules hold, those in them, and those that they call."""
+        return cls.read_within([*frames, *(node.frame for frame in frames for node in frame.calls())])
+
+    @classmethod
+    def read_within(cls, frames: Iterable[Frame]) -> Holdings:
+        """Returns the same for all frames of a run: those that they call are among them."""
         modules = dict.fromkeys(frame.module for frame in frames)
-        modules |= dict.fromkeys(node.frame.module for frame in frames for node in frame.calls())
         inside = (part for module in [*modules] for part in module._modules.values() if part is not None)
         return cls(modules | dict.fromkeys(inside))
 

@@ -77,7 +77,7 @@ def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
         new.names = {name: nodes.get(node, node) for name, node in old.names.items()}
         new.output = _mapped(old.output, nodes)
     if frame.capture.holdings is not None:
-        is_as_captured = Holdings.read_by(*frame.walk()).is_in(frame.capture.holdings)
+        is_as_captured = Holdings.read_within(frame.walk()).is_in(frame.capture.holdings)
         capture.holdings = Holdings.read_by(*(frames.values() if is_as_captured else ()))
     return memo[id(frame)]  # type: ignore[no-any-return]
 

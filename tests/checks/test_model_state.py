@@ -26,6 +26,16 @@ class Slotted:
     count: int = 0
 
 
+class Private:
+    __slots__ = ("__count",)
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def add(self) -> None:
+        self.__count += 1
+
+
 class Held(nn.Module):
     """Holds one of everything."""
 
@@ -44,7 +54,7 @@ class Held(nn.Module):
         self.config = SimpleNamespace(size=3, sub=SimpleNamespace(names=["a"]))
         self.counts = np.zeros(2)
         self.generator, self.python = torch.Generator(), random.Random(0)
-        self.slotted = Slotted()
+        self.slotted, self.private = Slotted(), Private()
         self.elsewhere = {"modules": [[nn.BatchNorm1d(2)]]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +75,7 @@ EDITS: dict[str, tuple[Edit, ChangeKind, str]] = {
     "a dict": (lambda m: m.options.update(scale=2.0), ChangeKind.ATTRIBUTE, "options.scale"),
     "a deep tensor": (lambda m: m.options["inner"]["keys"][0].add_(1), ChangeKind.TENSOR, "options.inner.keys.0"),
     "a slot": (lambda m: setattr(m.slotted, "count", 1), ChangeKind.ATTRIBUTE, "slotted.count"),
+    "a private slot": (lambda m: m.private.add(), ChangeKind.ATTRIBUTE, "private._Private__count"),
     "the config": (lambda m: setattr(m.config, "size", 4), ChangeKind.ATTRIBUTE, "config.size"),
     "the config's config": (lambda m: m.config.sub.names.clear(), ChangeKind.ATTRIBUTE, "config.sub.names.0"),
     "a write into a buffer": (lambda m: m.mean.add_(1), ChangeKind.BUFFER, "mean"),

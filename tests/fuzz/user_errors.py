@@ -18,6 +18,7 @@ from graphpatch_notebook.capture import observers
 from graphpatch_notebook.execution import context
 from graphpatch_notebook.execution.live import boundaries
 from graphpatch_notebook.torch_compat import eager_code, function_mode_depth
+from tests.noted import Steps
 
 
 class OwnError(Exception):
@@ -43,33 +44,6 @@ ERRORS: list[Any] = [
     lambda: KeyboardInterrupt("injected"),
     lambda: SystemExit("injected"),
 ]
-
-
-class Steps:
-    """Counts the steps of the user's code, and raises at one of them.
-
-    Attributes:
-        count: How many there were.
-        raised: What was raised, if it was.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.at = -1
-        self.error: BaseException | None = None
-        self.raised: BaseException | None = None
-
-    def reset(self, at: int = -1, error: BaseException | None = None) -> None:
-        self.count, self.at, self.error, self.raised = 0, at, error, None
-
-    def step(self, value: Any = None) -> Any:
-        """Called wherever code of the user's runs; returns what it is given."""
-        self.count += 1
-        if self.count - 1 == self.at:
-            self.raised = self.error
-            assert self.error is not None
-            raise self.error
-        return value
 
 
 STEPS = Steps()

@@ -65,6 +65,22 @@ class Slotted:
     __slots__ = ("value",)
 
 
+class OneSlot:
+    __slots__ = "value"  # noqa: PLC0205
+
+
+class PrivateSlot:
+    __slots__ = ("__kept",)
+
+    @property
+    def value(self) -> float:
+        return self.__kept
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self.__kept = value
+
+
 def items(holder: Any, key: Any) -> Channel:
     """A container, or all that is indexed like one."""
     return lambda value: holder.__setitem__(key, value), lambda: float(holder[key])
@@ -343,6 +359,8 @@ def channels() -> dict[str, Channel]:
         "dict of Python": items(collections.UserDict(value=0.0), "value"),
         "chain of dicts": items(collections.ChainMap({"value": 0.0}), "value"),
         "array": items(np.zeros(4), 0),
+        "masked array": items(np.ma.zeros(4), 0),
+        "series": items(pd.Series([0.0, 1.0]), 0),
         "large array": items(np.zeros(4000), 0),
         "array of Python": items(array.array("d", [0.0]), 0),
         "memory of an array": items(memoryview(np.zeros(2)), 0),
@@ -352,6 +370,8 @@ def channels() -> dict[str, Channel]:
         "object": attributes(Box()),
         "object, by a statement": stored(Box()),
         "object with slots": stored(Slotted()),
+        "object with one slot": stored(OneSlot()),
+        "object with a private slot": stored(PrivateSlot()),
         "methods of an object": (box.put, box.get),
         "methods that are looked up": (lambda value: box.put(value), lambda: box.get()),
         "class": stored(Box),

@@ -107,10 +107,10 @@ def _prefill(model: nn.Module, **inputs: Any) -> Any:
     return output.cache_params if hasattr(output, "cache_params") else output.past_key_values
 
 
-def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
-    """The cache as an input of the model, whose name was `past_key_values` before it was `cache`."""
+def with_cache(model: nn.Module, cache: Any, before: str = "past_key_values") -> dict[str, Any]:
+    """The cache as an input of the model, whose name was `before` until transformers named it `cache`."""
     parameters = inspect.signature(model.forward).parameters
-    return {"cache" if "cache" in parameters else "past_key_values": cache}
+    return {"cache" if "cache" in parameters else before: cache}
 
 
 def _left_padding(*paddings: int, total: int) -> Tensor:
@@ -320,10 +320,11 @@ def _mamba_cache_variants(model: Any) -> dict[str, Call]:
 
     if "cache_position" in inspect.signature(model.forward).parameters:
         return {}
-    past = _prefill(model, input_ids=tokens(3, 7, seed=1))
+    empty = with_cache(model, DynamicCache(config=model.config), "cache_params")
+    filled = with_cache(model, _prefill(model, input_ids=tokens(3, 7, seed=1)), "cache_params")
     return {
-        "cache_empty": Call.of(input_ids=tokens(3, 11), cache_params=DynamicCache(config=model.config), use_cache=True),
-        "cache_step": Call.of(input_ids=tokens(3, 1), cache_params=past, use_cache=True),
+        "cache_empty": Call.of(input_ids=tokens(3, 11), **empty, use_cache=True),
+        "cache_step": Call.of(input_ids=tokens(3, 1), **filled, use_cache=True),
     }
 
 

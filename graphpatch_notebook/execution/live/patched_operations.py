@@ -12,15 +12,13 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture import call_sites, decomposition_of
+from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.live.apply import Applier, write_back
 from graphpatch_notebook.execution.live.frames import FrameRun
 from graphpatch_notebook.execution.plan import EntriesByChain, Entry, FramePlan, PatchedCode, SiteEntries
 from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
-
-_INVOKE = call_sites.INVOKE
 
 
 class LiveMode(TorchFunctionMode):
@@ -119,7 +117,7 @@ class LiveMode(TorchFunctionMode):
     def _entries_of(self, frame: FrameRun, by_chain: EntriesByChain, leaf: FrameType) -> SiteEntries | None:
         """Returns the entries on the op at an instruction with patched ops, and counts the call."""
         above = leaf.f_back
-        is_in_forward = above is not None and above.f_code is _INVOKE
+        is_in_forward = above is not None and above.f_code is INVOKE
         by_occurrence = by_chain.get(() if is_in_forward else call_sites.chain(above))
         if by_occurrence is None:
             return None
@@ -173,7 +171,7 @@ _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 def is_in_checkpoint() -> bool:
     """Whether activation checkpointing lies between the calling frame and this one: it runs again in backward."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _INVOKE:
+    while frame is not None and frame.f_code is not INVOKE:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
             return True
         frame = frame.f_back

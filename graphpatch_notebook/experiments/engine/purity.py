@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.held_values import all_modules
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
@@ -278,24 +277,23 @@ class _Dependence:
             return f"the metric refers to {self._read.before.unreadable or 'what make_patches changes'}"
         may_depend = self._read.may_change or self._making.may_read(self.look)
         # A model in training mode may draw random numbers, and patch maps of later cells, too.
-        is_training = any(module.training for module in all_modules(captured(self._pg).module))
-        if not (may_depend or self.draws or is_training):
+        if not (may_depend or self.draws or self.look.is_training):
             return None
         change = self._change_by_run()
         is_random = isinstance(change, Change) and change.kind is ChangeKind.RANDOM
-        depends = change is not None and (may_depend or not is_all or (is_random and self.draws))
+        depends = (may_depend and change is not None) or (is_random and (self.draws or not is_all))
         return f"make_patches may depend on what runs change: {change}" if depends else None
 
-    def check(self, *, is_known: bool) -> bool:
+    def check(self, *, draws: bool) -> bool:
         """Returns whether the model is unchanged, after several cells are made before any of them runs.
 
         Args:
-            is_known: Whether it is known that random numbers do not matter.
+            draws: Whether random numbers were drawn.
 
         Raises:
             ExperimentError: Something else that these cells depend on has changed.
         """
-        if not is_known and self.draws:
+        if draws and self.baseline is None:  # else it is known that they do not matter
             change = self._change_by_run()
             if isinstance(change, Change) and change.kind is ChangeKind.RANDOM:
                 raise ExperimentError(
@@ -385,9 +383,8 @@ def made_cells(
         made.append(cell)
     copies.check_given()
     dependence.check_patches(impure)
-    is_same = len(made) > 1 and dependence.check(is_known=dependence.baseline is not None)
-    look = dependence.look if is_same else None
-    later, draws = range(len(made), count), dependence.draws
+    draws, later = dependence.draws, range(len(made), count)
+    look = dependence.look if len(made) > 1 and dependence.check(draws=draws) else None
     return MadeCells(made, later, why, _entries(pg, made), look, dependence.baseline, draws)
 
 

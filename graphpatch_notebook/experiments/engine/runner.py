@@ -40,7 +40,7 @@ from graphpatch_notebook.execution import (
 )
 from graphpatch_notebook.experiments.engine.batching import Batching, RunCost, chunked
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchMap
-from graphpatch_notebook.experiments.engine.changed_positions import read_at_last_only
+from graphpatch_notebook.experiments.engine.changed_positions import Place, read_at_last_only
 from graphpatch_notebook.experiments.engine.clean_run import CleanRun
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, measurement
@@ -357,7 +357,9 @@ class Batched:
         assert setup.clean is not None
         assert setup.batching is not None
         self._setup, self._clean, self._batching = setup, setup.clean, setup.batching
-        self._checked_frames: set[frozenset[FrameNode]] = set()
+        # By the places of frames, since these are the same in all sweeps.
+        key = _key("rows without patches", self._clean, self._batching)
+        self._checked_frames: set[frozenset[Place]] = self._clean.known.setdefault(key, set())
         self._never_meet = self._has_compared = False
 
     def results(self, cells: Sequence[tuple[int, PatchMap]], entries: Sequence[Sequence[Entry]]) -> list[CellResult]:
@@ -378,7 +380,8 @@ class Batched:
         until = self._clean.first_of(paths)
         frames = frozenset(self._clean.tree.replayable(until, batching.layouts) if setup.replays else ())
         # An extra row without patches is compared with the clean run.
-        own_rows = [*entries, *([[]] if frames not in self._checked_frames else [])]
+        places = frozenset(frame.place for frame in frames)
+        own_rows = [*entries, *([[]] if places not in self._checked_frames else [])]
         patches: PatchMap = {
             path: RowsPatch([[e for e in own if e.target.path == path] for own in own_rows], batching.of_paths[path])
             for path in paths
@@ -397,7 +400,7 @@ class Batched:
             values = [value for result, value in pairs if result.error is None]
             if setup.request.backward and values:
                 _backward(torch.stack([_number(value) for value in values]).sum())
-        self._checked_frames.add(frames)
+        self._checked_frames.add(places)
         return [result for result, _ in pairs]
 
     def _outputs(self, frames: frozenset[FrameNode], cells: int, rows: int) -> list[Any]:

@@ -20,6 +20,7 @@ import sys
 import threading
 import weakref
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from functools import partial
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
+    CellType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -47,6 +49,7 @@ from graphpatch_notebook.capture.held_values import (
     memory_of,
     names_in,
     names_of,
+    raw_dict,
     slots_of,
     variables_of,
 )
@@ -67,13 +70,17 @@ _MOST_MARKS = 200_000
 _FEW_BYTES = 4096
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
 _NUMBERS = (float, complex, np.generic)  # which may be NaN
-_CONTAINERS = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+_BUILTIN = frozenset(_CONTAINERS)
 _VIEWS = (*map(type, ({}.keys(), {}.values(), {}.items())), MappingProxyType)
+_REFERRING = (*_VIEWS, property, staticmethod, classmethod, partial, CellType)  # which hold nothing else
 _BOUND = (BuiltinFunctionType, MethodWrapperType)
 _CODE = (FunctionType, BuiltinFunctionType, type, ModuleType)
 _IMMUTABLE = (*_CODE, tuple, frozenset, slice)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-_CLOSED = (PatchableGraph, range, torch.dtype, torch.device, np.dtype, PurePath, logging.Logger, *_LOCKS)
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, np.dtype)
+_CLOSED = (PatchableGraph, range, *_NAMED, PurePath, logging.Logger, *_LOCKS)
+_ARROW = frozenset({("pyarrow.lib", "Table"), ("pyarrow.lib", "RecordBatch")})  # of a dataset: large, and immutable
 _SPECIAL = frozenset({"__init__", "__new__", "__repr__", "__str__"})
 _UNSEEN = frozenset({"eval", "exec", "globals", "__import__", "setattr", "delattr"})
 _FILES = frozenset(
@@ -128,7 +135,11 @@ class ReferredValues:
                 if len(self._marks) > _MOST_MARKS:
                     self._leave_out("too many values")
                     return
-                waiting += self._parts(waiting.popleft())
+                value = waiting.popleft()
+                try:
+                    waiting += self._parts(value)
+                except Exception:  # of a class whose objects answer no questions, or cannot be pickled
+                    self._leave_out(f"a {type(value).__name__}")
             waiting += self._named()
 
     def __eq__(self, other: object) -> bool:
@@ -192,7 +203,7 @@ class ReferredValues:
         elif kind in _BOUND:
             return () if isinstance(value.__self__, _CODE) or value.__self__ is None else [value.__self__]
         elif id(value) not in self._held:
-            is_closed = _is_closed(value)
+            is_closed = kind not in _BUILTIN and _is_closed(value)
             self._hold(value, is_closed)
             return () if is_closed else self._parts_inside(value, kind)
         return ()
@@ -205,30 +216,24 @@ class ReferredValues:
 
     def _parts_inside(self, value: Any, kind: type) -> Iterable[Any]:
         """Returns the parts of a value that is not plain, and may change."""
+        if kind in _BUILTIN:
+            return self._items(value)
         if kind is FunctionType:
             return self._parts_of_function(value)
         if isinstance(value, (ModuleType, type)):
             return self._parts_of_scope(value)
-        if isinstance(value, property):
-            return [value.fget, value.fset]
-        if isinstance(value, (staticmethod, classmethod)):
-            return [value.__func__]
         if kind is weakref.ref or kind is ContextVar:
             return [value() if kind is weakref.ref else value.get(ABSENT)]
-        if kind in _VIEWS:
+        if isinstance(value, _REFERRING):
             return gc.get_referents(value)
         if is_own_generator(value):
             return self._parts_of_generator(value)
         own = [*slots_of(value).values(), *getattr(value, "__dict__", {}).values(), *_own_classes(kind)]
         if isinstance(value, (Tensor, np.ndarray, Module)):
             return self._parts_of_tensors(value, own)
-        if isinstance(value, dict):
-            return [*self._items(list(value)), *self._items(list(value.values())), *own]
         if isinstance(value, _CONTAINERS):
-            return [*self._items(list(value)), *own]
-        if kind is partial:
-            return [value.func, *value.args, *value.keywords.values(), *own]
-        return self._parts_of_hidden(value, kind) if _has_hidden_state(kind) else own
+            return [*self._items(value), *own]
+        return self._parts_of_hidden(value, kind) if _has_hidden_state(kind) or _has_caches(kind) else own
 
     def _parts_of_tensors(self, value: Any, own: list[Any]) -> list[Any]:
         if self._most_bytes:
@@ -245,11 +250,15 @@ class ReferredValues:
         self._variables |= {(id(value), name) for name in read}
         return [*read.values()]
 
-    def _items(self, items: list[Any]) -> list[Any]:
-        """Returns the items of a container; marks them at once if all are plain."""
-        if not _PLAIN.issuperset(map(type, items)):
+    def _items(self, container: Any) -> list[Any]:
+        """Returns the items of a container; marks them at once if all are plain, or all are floats."""
+        if isinstance(container, dict):
+            held = raw_dict(container)
+            return self._items([*held]) + self._items([*held.values()])
+        items, kinds = [*container], {*map(type, container)}
+        if not (kinds <= _PLAIN or kinds == {float}):
             return items
-        self._marks.append(items)
+        self._marks.append(array("d", items).tobytes() if float in kinds else items)
         return []
 
     def _parts_of_function(self, function: FunctionType) -> Iterable[Any]:
@@ -292,13 +301,10 @@ class ReferredValues:
         """Marks an object that is written in C by its pickled state."""
         if not self._most_bytes:
             return gc.get_referents(value)
-        try:
-            reduced = value.__reduce_ex__(4) if kind not in copyreg.dispatch_table else ()
-            if isinstance(reduced, str):  # by its name
-                raise TypeError
-            self._marks.append(pickle.dumps(value))
-        except Exception:
+        if kind not in copyreg.dispatch_table and isinstance(value.__reduce_ex__(4), str):  # by its name
             self._leave_out(f"a {kind.__name__}")
+        else:
+            self._marks.append(pickle.dumps(value))
         return ()
 
     def _named(self) -> Iterable[Any]:
@@ -323,20 +329,21 @@ def _is_closed(value: Any) -> bool:
     kind: Any = type(value)
     if not _has_hidden_state(kind) or is_own_generator(value):
         return False
-    if kind.__module__ == "torch._C" or isinstance(value, (random.Random, np.random.RandomState)):
+    place = kind.__module__, kind.__name__
+    if place[0] == "torch._C" or place in _ARROW or isinstance(value, (random.Random, np.random.RandomState)):
         return True  # those that all code shares are `SharedRandomState`
     is_function = callable(value) and hasattr(value, "__name__") and _is_library(kind)
-    return is_function and _is_installed(getattr(value, "__module__", kind.__module__))
+    return is_function and _is_library(value)
 
 
 def _is_library(value: Any) -> bool:
     """Whether a function or a class is of an installed package."""
-    return _is_installed(value.__module__)
+    return _is_installed(str(getattr(value, "__module__", "builtins")))
 
 
 @functools.cache
-def _is_installed(name: str | None) -> bool:
-    root = (name or "").partition(".")[0]
+def _is_installed(name: str) -> bool:
+    root = name.partition(".")[0]
     if root in sys.stdlib_module_names or root in ("torch", "graphpatch_notebook"):
         return True
     places = [getattr(sys.modules.get(root), "__file__", None) or "", *getattr(sys.modules.get(root), "__path__", ())]
@@ -364,13 +371,18 @@ def _has_hidden_state(kind: type) -> bool:
     return kind.__basicsize__ > object.__basicsize__ + pointer * (sum(fields) + slots)
 
 
+def _has_caches(kind: type) -> bool:
+    """Whether objects of a class are read by their pickled state: the rest are caches, which reading fills."""
+    return str(kind.__module__).partition(".")[0] in ("pandas", "PIL")
+
+
 def _contents(value: Any, most_bytes: float) -> Any:
     """Returns the contents of a tensor, an array or a module in a comparable form."""
     if isinstance(value, Module):
         return Fingerprint(value)
     if isinstance(value, np.ndarray):
         is_read = value.nbytes <= most_bytes and value.dtype != object
-        return zlib.crc32(value.tobytes()) if is_read else ABSENT
+        return zlib.crc32(np.ndarray.tobytes(value)) if is_read else ABSENT  # masked arrays change in their own one
     # The version counter misses writes through `numpy` and `data`.
     is_read = type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.device.type == "cpu"
     if not is_read or value.nbytes > most_bytes:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+import xarray
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
@@ -137,6 +141,51 @@ def test_metrics_may_read_any_part_of_the_output(name: str, what: str) -> None:
 
 def test_outputs_that_a_metric_keeps_do_not_change() -> None:
     check("gpt2", Keeping, lambda: Call.of(IDS), slice(None))
+
+
+class Refusing:
+    """Answers no questions about itself."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+Elsewhere: Any = type("Elsewhere", (), {"__module__": None, "token": 3})
+
+EVERYDAY: dict[str, Callable[[], Any]] = {
+    "series": lambda: pd.Series([3.0, 4.0]),
+    "column": lambda: pd.DataFrame({"token": [3, 4], "word": ["a", "b"]})["token"],
+    "data array": lambda: xarray.DataArray(np.ones((2, 2)), dims=("a", "b"), coords={"a": [3, 4]}),
+    "masked array": lambda: np.ma.array([3.0], mask=[True]),
+    "list of floats": lambda: [0.5] * 300_000,
+    "limits of floats": lambda: torch.finfo(torch.float32),
+    "memory format": lambda: torch.contiguous_format,
+    "class without a file": Elsewhere,
+}
+
+
+@pytest.mark.parametrize("what", EVERYDAY)
+def test_metrics_that_refer_to_data_share_work(what: str) -> None:
+    value = EVERYDAY[what]()
+    check_remarks(lambda output: output.logits[:, -1, 3] + 0 * len(str(type(value))), [])
+    assert what != "masked array" or value._fill_value is None  # it is as it was
+
+
+def test_metrics_that_refer_to_what_cannot_be_read() -> None:
+    value, proxy = Refusing(), weakref.proxy(type("Gone", (), {})())
+    message = "cells ran one by one, each in full: the metric refers to a {}, whose state cannot be read"
+    check_remarks(lambda output: (value, output.logits[:, -1, 3])[1], [message.format("Refusing")])
+    check_remarks(lambda output: (proxy, output.logits[:, -1, 3])[1], [message.format("ProxyType")])
+
+
+def check_remarks(metric: Callable[[Any], Any], remarks: list[str]) -> None:
+    """Compares a sweep with the loop."""
+    pg = PatchableGraph(gpt2(), input_ids=IDS)
+    maps = [{"lm_head.input": AddPatch(value=float(number))} for number in range(12)]
+    found = swept(pg, maps, Call.of(input_ids=IDS), metric)
+    expected = looped(pg, maps, lambda: Call.of(input_ids=IDS), metric)
+    assert disagreement(expected, found, TOLERANCE) is None
+    assert found.attrs["remarks"] == remarks
 
 
 CALLS: dict[str, Callable[[], Call]] = {

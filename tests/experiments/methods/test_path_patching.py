@@ -404,7 +404,7 @@ FIRST, LAST = "transformer.h_0.mlp.output", "transformer.h_2.mlp.output"
         ({"components": ["nothing"]}, "no node 'nothing'"),
         ({"corrupted": CORRUPTED[:, 1:]}, r"\(1, 7, 16\) on the clean inputs and \(1, 6, 16\) on the corrupted"),
         ({"corrupted": CLEAN, "normalize": True}, "cannot normalize"),
-        ({"sender": "transformer.h_0.attn.past_key_values"}, "None"),
+        ({"sender": "transformer.h_0.attn.attention_mask"}, "None"),
     ],
 )
 def test_invalid_paths_are_errors(pg: PatchableGraph, changes: dict[str, Any], message: str) -> None:

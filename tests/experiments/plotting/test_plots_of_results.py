@@ -112,7 +112,8 @@ def test_attribution(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
     assert [bar.get_width() for bar in ax.patches] == top_scores(result, 5).tolist()
     ax = plot_scores(result, top=5, distinct=False)
     strongest = np.sort(np.abs(result.values[np.isfinite(result.values)]))[::-1][:5]
-    assert [abs(bar.get_width()) for bar in ax.patches] == strongest.tolist()
+    # Nearly equal scores keep their order.
+    assert [abs(bar.get_width()) for bar in ax.patches] == pytest.approx(strongest.tolist(), rel=1e-5)
     assert ax.get_xlabel() == f"score ({METRIC.name})"
     ax = plot_heatmap(attribute(pg, METRIC, clean, corrupted, paths=PATHS, positions=True))
     low, high = ax.collections[0].get_clim()
