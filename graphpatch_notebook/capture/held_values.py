@@ -639,7 +639,8 @@ class AttributePaths:
 
     def __init__(self, root: Module) -> None:
         self._root = root
-        self._maps: dict[int, dict[int, str]] = {}
+        self._registered: dict[int, dict[int, str]] = {}
+        self._unregistered: dict[int, dict[int, str]] = {}
 
     def path(self, module: Module, child: Module) -> str:
         """Returns how `module`'s code would write `child`; from the root if `child` is elsewhere."""
@@ -647,21 +648,27 @@ class AttributePaths:
             for name, held in module._modules.items():  # most calls are of these
                 if held is child:
                     return name
-            if path := self._inside(module).get(id(child)):
+            if path := self._inside(module, child):
                 return path
-        from_root = self._inside(self._root).get(id(child), "")
+        from_root = self._inside(self._root, child)
         if child is module:  # recursion: it is known by its own name
             from_root = from_root.rsplit(".", 1)[-1]
         return from_root or type(child).__name__.lower()
 
-    def _inside(self, module: Module) -> dict[int, str]:
-        known = self._maps.get(id(module))
+    def _inside(self, module: Module, child: Module) -> str:
+        """Returns the path of `child` in `module`, through plain attributes if it is not registered; "" if outside."""
+        known = self._registered.get(id(module))
         if known is None:
-            known = self._maps[id(module)] = {id(child): path for path, child in registered_modules(module)}
+            known = self._registered[id(module)] = {id(inner): path for path, inner in registered_modules(module)}
+        if id(child) in known:
+            return known[id(child)]
+        others = self._unregistered.get(id(module))
+        if others is None:
+            others = self._unregistered[id(module)] = {}
             for prefix, holder in registered_modules(module):
-                for name, child in unregistered_modules(holder):
-                    known.setdefault(id(child), f"{prefix}.{name}" if prefix else name)
-        return known
+                for name, inner in unregistered_modules(holder):
+                    others.setdefault(id(inner), f"{prefix}.{name}" if prefix else name)
+        return others.get(id(child), "")
 
 
 def tensor_flags(values: list[Any]) -> tuple[tuple[bool, bool], ...]:

@@ -186,8 +186,7 @@ def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
 
     `None` if the call is inside another of torch's functions: the variable is not for its result.
     """
-    while frame is not None and frame.f_code is not INVOKE:
-        code = frame.f_code
+    while frame is not None and (code := frame.f_code) is not INVOKE:
         if (_codes.get(id(code)) or facts_of(code)).is_users:
             return assigned_variable(code, frame.f_lasti)
         if not is_own(code) and code.co_name not in _DISPATCHERS and code.co_name != function_name:
