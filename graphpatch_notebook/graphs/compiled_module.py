@@ -50,6 +50,9 @@ class CompiledGraphModule(GraphModule):
     for (`verify`, the interpreter, `to_fx`); in calls the module itself runs. A graph that was edited, or that a custom
     extraction function made, replaces the module: it always runs.
 
+    Attributes:
+        last_comparison: The last comparison of the graph with the module by `verify`; `None` if there was none.
+
     Example:
         >>> import torch
         >>> from graphpatch_notebook import PatchableGraph
