@@ -26,6 +26,7 @@ from graphpatch_notebook.notebook.completion.completion import PathCompleter
 from graphpatch_notebook.notebook.search.search import NodeIndex, find, index_of
 from graphpatch_notebook.notebook.session.session import session_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph
+from graphpatch_notebook.patchable_graph import captured
 from tests.benchmarks.models import llama
 from tests.benchmarks.report import Row, report, row
 
@@ -81,7 +82,7 @@ def slowest(what: str, times: dict[str, float], limit: float) -> Row:
 def finding(name: str, pg: PatchableGraph, rounds: int) -> Iterator[Row]:
     def forget() -> None:
         # What `find` keeps for a graph goes away with its list of nodes, which an edit makes anew.
-        pg.__dict__["_derived"] = None
+        captured(pg)._derived = None
         gc.collect()
 
     def wrapped() -> None:
