@@ -332,7 +332,7 @@ class _Dependence:
     @property
     def draws(self) -> bool:
         """Whether random numbers were drawn from the shared generators."""
-        return bool(self._random.differing(SharedRandomState()))
+        return any(map(self._making.may_draw, self._random.differing(SharedRandomState())))
 
     @property
     def _is_model_changed(self) -> bool:

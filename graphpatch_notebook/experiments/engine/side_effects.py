@@ -170,6 +170,15 @@ class ReferredValues:
         modules = (part for held in self._held.values() if isinstance(held, Module) for part in held.modules())
         return any(isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held.values(), *modules))
 
+    def may_draw(self, owner: str) -> bool:
+        """Whether functions among these values may have drawn from a shared generator, whose state has changed.
+
+        Of Python's, another thread may have drawn: then they have only if they refer to it.
+        """
+        generator: Any = random.random.__self__  # type: ignore[attr-defined]
+        is_read = self.unreadable is not None or id(generator) in self._held
+        return owner != "Python" or is_read or threading.active_count() == 1
+
     def may_read_probe(self, patch: Any) -> bool:
         """Whether functions among these values may read what this patch keeps."""
         return id(patch) in self._held and not _KEPT.isdisjoint(self._names)
