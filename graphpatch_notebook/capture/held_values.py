@@ -336,7 +336,11 @@ def outer_values_of(modules: Iterable[Module], held: Iterable[Any]) -> list[tupl
     """
     forwards: list[tuple[Any, type]] = []
     kinds: set[type] = set()
+    held = list(held)
+    # A result that is kept must not keep a model alive: by methods of its modules, or in closures.
+    is_kept = all(type(function) is types.FunctionType and not function.__closure__ for function in held)
     for module in modules:
+        is_kept = is_kept and "forward" not in module.__dict__
         if (kind := type(module)) not in kinds or "forward" in module.__dict__:
             kinds.add(kind)
             forwards.append((original_forward(module), kind))
@@ -349,7 +353,8 @@ def outer_values_of(modules: Iterable[Module], held: Iterable[Any]) -> list[tupl
         values = [outer.value() for outer in known]
         while len(_reached) >= _MOST_REACHED:
             _reached.pop(next(iter(_reached)), None)
-        _reached[start] = known, Identities(values)
+        if is_kept:
+            _reached[start] = known, Identities(values)
     return list(zip(known, values, strict=True))
 
 
