@@ -196,6 +196,10 @@ class UnverifiedGraphWarning(GraphPatchWarning):
     """A graph was interpreted that is not known to equal the model's own code on such inputs."""
 
 
+class StateWarning(GraphPatchWarning):
+    """A run that should leave no trace wrote into tensors of the model that it did not write into when captured."""
+
+
 class ComponentWarning(GraphPatchWarning):
     """A component is used although its value may not be what its name says."""
 

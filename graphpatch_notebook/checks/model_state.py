@@ -9,6 +9,7 @@ import itertools
 import operator
 import random
 import sys
+import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
@@ -22,11 +23,12 @@ from torch.nn import Module, Parameter
 from graphpatch_notebook.capture.held_values import (
     CODE,
     DICTS,
+    LARGE,
     NOT_STATE,
     OF_EACH_MODULE,
     PLAIN_VALUES,
     REGISTRIES,
-    WRITTEN_WEIGHTS,
+    WRITTEN,
     Identities,
     OuterValue,
     Walk,
@@ -42,11 +44,9 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.hooks import is_inert
 from graphpatch_notebook.checks.sharding import is_distributed
+from graphpatch_notebook.errors import StateWarning
 from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
-
-LARGE = 64 * 2**20
-"""Tensors of more bytes are not copied: these are weights (of quantized models), not state."""
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ def _state_of(generator: Any) -> Any:
         return object()  # the state of an iterator cannot be read: treat it as always changed
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+    return generator.get_state() if hasattr(generator, "get_state") else _bits_of(generator).state
 
 
 def comparable_state(generator: Any) -> Any:
@@ -178,7 +178,11 @@ def _put_generator_back(generator: Any, state: Any) -> None:
     elif hasattr(generator, "set_state"):
         generator.set_state(state)
     else:
-        generator.bit_generator.state = state
+        _bits_of(generator).state = state
+
+
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", generator)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -266,6 +270,7 @@ class ModuleState:
     def __init__(self, root: Module, generators: Iterable[Any] = (), *, is_look: bool = False) -> None:
         self._root = root
         self._outer: list[tuple[OuterValue, Any]] = []
+        self._leaves: list[_Leaf] = []
         with without_torch_functions():
             self._walk = Walk([*filter(is_own_generator, generators), root])
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
@@ -283,6 +288,8 @@ class ModuleState:
             self._generators = [_state_of(generator) for generator in self._walk.generators]
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self._copies = _copies(self._walk)
+            if WRITTEN:
+                self._leaves = [_Leaf(*place) for place in self._walk.tensors if _is_written(place[0])]
         self._random = SharedRandomState()
         return self
 
@@ -342,6 +349,12 @@ class ModuleState:
             for key, before in saved.items():
                 if not is_same(before, after := getattr(owner, key, ABSENT)):
                     yield self._change_of(module, f"{name}.{key}", before, after)
+        for array, content, module, name in self._walk.arrays:
+            if not _has_same_bytes(array, content):
+                yield self._change_of(module, name, array, array)
+        for leaf in self._leaves:
+            if leaf.is_changed():
+                yield self._change_of(leaf.module, leaf.name, leaf.tensor, leaf.tensor)
         filled = [*filter(None, self._walk.empty[empty])]
         if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
@@ -424,12 +437,30 @@ class ModuleState:
                 for key, value in saved.items():
                     if getattr(owner, key, ABSENT) is not value:
                         object.__setattr__(owner, key, value)
+            for array, content, _, _ in self._walk.arrays:
+                if not _has_same_bytes(array, content):
+                    array[... if hasattr(array, "shape") else slice(None)] = content
+            for leaf in self._leaves:
+                leaf.restore()
             for outer, saved in self._outer:
                 if outer.is_written and not is_same(saved, outer.value()):
                     outer.assign(saved)
-            for (tensor, _, _), content in zip(self._walk.tensors, self._copies, strict=True):
-                if content is not None and not _is_equal(tensor, content):
-                    _write(tensor, content, counts_writes)
+            lost: list[str] = []
+            held = zip(self._walk.tensors, self._versions, self._copies, strict=True)
+            for (tensor, module, name), version, content in held:
+                if content is not None:
+                    if not _is_equal(tensor, content):
+                        _write(tensor, content, counts_writes)
+                elif version_of(tensor) != version and not _is_written(tensor):
+                    WRITTEN[id(tensor)] = tensor  # the next snapshot has a copy of it
+                    lost.append(str(self._change_of(module, name, tensor, tensor)))
+        if lost:
+            more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+            message = (
+                f"{lost[0]}{more}, which was not so when it was captured: the run was to leave no trace, and has left this "
+                "one; runs from now on can be undone"
+            )
+            warnings.warn(StateWarning(message), stacklevel=2)
 
     def separated(self, value: Any) -> Any:
         """Returns a value that does not change when this state is restored, or the model runs again.
@@ -634,8 +665,7 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
     state = [
-        not (name.startswith("_parameters.") or isinstance(tensor, Parameter))
-        or WRITTEN_WEIGHTS.get(id(tensor)) is tensor
+        not (name.startswith("_parameters.") or isinstance(tensor, Parameter)) or _is_written(tensor)
         for tensor, _, name in walk.tensors
     ]
     pairs = list(zip(walk.tensors, state, strict=True))
@@ -647,9 +677,42 @@ def _copies(walk: Walk) -> list[Tensor | None]:
     ]
 
 
+def _is_written(tensor: Tensor) -> bool:
+    """Whether the model is known to write into a tensor."""
+    return WRITTEN.get(id(tensor)) is tensor
+
+
+class _Leaf:
+    """What autograd keeps in a tensor, at one moment."""
+
+    def __init__(self, tensor: Tensor, module: Module | None, name: str) -> None:
+        self.tensor, self.module, self.name = tensor, module, name
+        self._requires_grad, self._grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
+        self._content = None if self._grad is None else self._grad.detach().clone()
+
+    def is_changed(self) -> bool:
+        """Whether it has changed since."""
+        if not self.tensor.is_leaf:
+            return False
+        is_same = self.tensor.requires_grad is self._requires_grad and self.tensor.grad is self._grad
+        return not is_same or (self._grad is not None and not _is_equal(self._grad, self._content))
+
+    def restore(self) -> None:
+        """Puts it back."""
+        if self.is_changed():
+            self.tensor.requires_grad_(self._requires_grad)
+            self.tensor.grad = self._grad
+            if self._grad is not None:
+                _write(self._grad, self._content, counts_writes=False)
+
+
+def _has_same_bytes(array: Any, content: Any) -> bool:
+    return bool(array == content if type(array) is bytearray else array.tobytes() == content.tobytes())
+
+
 def _copy_of_state(tensor: Tensor) -> Tensor | None:
     try:
-        is_large = tensor.numel() * tensor.element_size() > LARGE
+        is_large = tensor.numel() * tensor.element_size() > LARGE and not _is_written(tensor)
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         has_own_elements = all(stride > 0 for size, stride in sizes if size > 1)
         return None if is_large or not has_own_elements else tensor.detach().clone()
