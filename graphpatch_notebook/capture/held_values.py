@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Kind
@@ -38,7 +38,7 @@ LARGE = 64 * 2**20
 """Tensors and arrays of more bytes are copied only if the model is known to write into them."""
 
 WRITTEN: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""Tensors that a model is known to have written into, by id, weights too, as `torch.nn.Embedding(max_norm=...)` does."""
+"""Tensors that a model is known to write into, by id; weights too, as `torch.nn.Embedding(max_norm=...)` does."""
 
 NOT_STATE = ("forward", "_old_forward", "_hf_hook")
 """This package swaps forwards; the hook of accelerate records what it loaded."""
@@ -175,6 +175,10 @@ class Walk:
                 self._modules += value.values()
             elif name not in skipped:
                 self._look(name, value, module, 0)
+        if "_c" in held and isinstance(module, torch.jit.ScriptModule):  # not in its `__dict__`
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                kind = "_parameters" if isinstance(tensor, Parameter) else "_buffers"
+                self._look(f"{kind}.{name}", tensor, module, 0)
         end = len(self.places), len(self.empty), len(self.tensors)
         places, empty, tensors = map(slice, begin, end)
         self.spans[id(module)] = (places, empty, tensors)
@@ -188,31 +192,31 @@ class Walk:
         if contents is _Contents.MODULE:
             self._modules.append(value)
             return
-        if contents is _Contents.CALLABLE:
-            if "_hooks" in name:  # which others have put there
-                return
-            contents = _Contents.OBJECT
+        if contents is _Contents.CALLABLE and "_hooks" in name:  # others have put it there
+            return
         self.seen.add(id(value))
-        if contents is _Contents.GENERATOR:
+        if contents is _Contents.TENSOR:
+            self.tensors.append((value, module, name))
+            if attributes := _attributes_of(value):
+                self._look_into(name, attributes, module, depth)
+        elif contents is _Contents.GENERATOR:
             if is_own_generator(value):
                 self.generators.append(value)
         elif contents is _Contents.ARRAY:
             self._look_at_array(name, value, module)
-        elif contents is _Contents.TENSOR:
-            self.tensors.append((value, module, name))
-            if attributes := _attributes_of(value):
-                self._look_into(name, attributes, module, depth)
+        else:
+            self._look_inside(contents, name, value, module, depth)
+
+    def _look_inside(self, contents: _Contents, name: str, value: Any, module: Module | None, depth: int) -> None:
+        if contents in (_Contents.CONTAINER, _Contents.FIXED):
+            self._look_into(name, value, module, depth)
         elif contents is _Contents.PARTIAL:
             self._look_into(name, (value.func, value.args, value.keywords), module, depth)
-        else:
-            if contents is _Contents.OBJECT and (slots := slots_of(value)):
-                self.slotted.append((value, slots, module, name))
-                for key, item in slots.items():
-                    self._look(f"{name}.{key}", item, module, depth + 1)
-            if contents is not _Contents.OBJECT:
-                self._look_into(name, value, module, depth)
-            if type(value) not in _WITHOUT_ATTRIBUTES:
-                self._look_into(name, _attributes_of(value), module, depth)
+        elif slots := slots_of(value):
+            self.slotted.append((value, slots, module, name))
+            self._look_at_items(name, slots.items(), module, depth)
+        if type(value) not in _WITHOUT_ATTRIBUTES:
+            self._look_into(name, _attributes_of(value), module, depth)
 
     def _look_at_array(self, name: str, value: Any, module: Module | None) -> None:
         if not hasattr(value, "flags") or value.flags.writeable:
@@ -232,7 +236,10 @@ class Walk:
             self.places.append((container, items, module, name))
         if name not in REGISTRIES and (len(items) > MANY or len(self.places) > self._most):
             return
-        for key, item in items.items() if isinstance(items, dict) else enumerate(items):
+        self._look_at_items(name, items.items() if isinstance(items, dict) else enumerate(items), module, depth)
+
+    def _look_at_items(self, name: str, items: Iterable[tuple[Any, Any]], module: Module | None, depth: int) -> None:
+        for key, item in items:
             if type(item) not in PLAIN_VALUES:
                 self._look(f"{name}.{key}", item, module, depth + 1)
 
@@ -269,6 +276,11 @@ def _slots(kind: type) -> list[str]:
     scopes = [base.__dict__ for base in kind.__mro__ if "__slots__" in base.__dict__]
     # As attributes, private ones have the name of the class, too.
     return [name for scope in scopes for name, part in scope.items() if type(part) is types.MemberDescriptorType]
+
+
+def is_written(tensor: Tensor) -> bool:
+    """Whether a model is known to write into a tensor."""
+    return WRITTEN.get(id(tensor)) is tensor
 
 
 def is_offloaded(module: Module) -> bool:

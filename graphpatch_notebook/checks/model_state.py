@@ -11,6 +11,7 @@ import random
 import sys
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from graphpatch_notebook.capture.held_values import (
     OuterValue,
     Walk,
     is_own_generator,
+    is_written,
     memory_of,
     outer_values_of,
     raw_dict,
@@ -270,13 +272,13 @@ class ModuleState:
     def __init__(self, root: Module, generators: Iterable[Any] = (), *, is_look: bool = False) -> None:
         self._root = root
         self._outer: list[tuple[OuterValue, Any]] = []
-        self._leaves: list[_Leaf] = []
         with without_torch_functions():
             self._walk = Walk([*filter(is_own_generator, generators), root])
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self.is_training = any(module.training for module in self._walk.modules())
             # The kernel of a batch norm does not count what it writes.
             needs_copies = is_look and self.is_training
+            self._others: list[_Other] = [_Array(*place) for place in self._walk.arrays]
             self._copies = _copies(self._walk) if needs_copies else [None] * len(self._versions)
         if not is_look:
             self.complete()
@@ -288,8 +290,9 @@ class ModuleState:
             self._generators = [_state_of(generator) for generator in self._walk.generators]
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self._copies = _copies(self._walk)
+            self._others = [_Array(*place) for place in self._walk.arrays]
             if WRITTEN:
-                self._leaves = [_Leaf(*place) for place in self._walk.tensors if _is_written(place[0])]
+                self._others += [_Leaf(*place) for place in self._walk.tensors if is_written(place[0])]
         self._random = SharedRandomState()
         return self
 
@@ -349,12 +352,8 @@ class ModuleState:
             for key, before in saved.items():
                 if not is_same(before, after := getattr(owner, key, ABSENT)):
                     yield self._change_of(module, f"{name}.{key}", before, after)
-        for array, content, module, name in self._walk.arrays:
-            if not _has_same_bytes(array, content):
-                yield self._change_of(module, name, array, array)
-        for leaf in self._leaves:
-            if leaf.is_changed():
-                yield self._change_of(leaf.module, leaf.name, leaf.tensor, leaf.tensor)
+        for other in (other for other in self._others if other.is_changed()):
+            yield self._change_of(other.module, other.name, other.value, other.value)
         filled = [*filter(None, self._walk.empty[empty])]
         if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
@@ -437,30 +436,30 @@ class ModuleState:
                 for key, value in saved.items():
                     if getattr(owner, key, ABSENT) is not value:
                         object.__setattr__(owner, key, value)
-            for array, content, _, _ in self._walk.arrays:
-                if not _has_same_bytes(array, content):
-                    array[... if hasattr(array, "shape") else slice(None)] = content
-            for leaf in self._leaves:
-                leaf.restore()
+            for other in (other for other in self._others if other.is_changed()):
+                other.restore()
             for outer, saved in self._outer:
                 if outer.is_written and not is_same(saved, outer.value()):
                     outer.assign(saved)
-            lost: list[str] = []
-            held = zip(self._walk.tensors, self._versions, self._copies, strict=True)
-            for (tensor, module, name), version, content in held:
-                if content is not None:
-                    if not _is_equal(tensor, content):
-                        _write(tensor, content, counts_writes)
-                elif version_of(tensor) != version and not _is_written(tensor):
-                    WRITTEN[id(tensor)] = tensor  # the next snapshot has a copy of it
-                    lost.append(str(self._change_of(module, name, tensor, tensor)))
+            lost = list(self._tensors_not_put_back(counts_writes))
         if lost:
             more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
             message = (
-                f"{lost[0]}{more}, which was not so when it was captured: the run was to leave no trace, and has left this "
-                "one; runs from now on can be undone"
+                f"{lost[0]}{more}, and did not when it was captured: a run that should have left no trace left "
+                "this one; from now on, such writes are put back"
             )
             warnings.warn(StateWarning(message), stacklevel=2)
+
+    def _tensors_not_put_back(self, counts_writes: bool) -> Iterator[Change]:
+        """Puts tensors back, and yields the changes of those that are not copied: the next snapshot will copy them."""
+        held = zip(self._walk.tensors, self._versions, self._copies, strict=True)
+        for (tensor, module, name), version, content in held:
+            if content is not None:
+                if not _is_equal(tensor, content):
+                    _write(tensor, content, counts_writes)
+            elif version_of(tensor) != version and not is_written(tensor):
+                WRITTEN[id(tensor)] = tensor
+                yield self._change_of(module, name, tensor, tensor)
 
     def separated(self, value: Any) -> Any:
         """Returns a value that does not change when this state is restored, or the model runs again.
@@ -665,7 +664,7 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
     state = [
-        not (name.startswith("_parameters.") or isinstance(tensor, Parameter)) or _is_written(tensor)
+        not (name.startswith("_parameters.") or isinstance(tensor, Parameter)) or is_written(tensor)
         for tensor, _, name in walk.tensors
     ]
     pairs = list(zip(walk.tensors, state, strict=True))
@@ -677,42 +676,61 @@ def _copies(walk: Walk) -> list[Tensor | None]:
     ]
 
 
-def _is_written(tensor: Tensor) -> bool:
-    """Whether the model is known to write into a tensor."""
-    return WRITTEN.get(id(tensor)) is tensor
+class _Other(ABC):
+    """Something else that a run may change: of which value, and where this is."""
 
+    def __init__(self, value: Any, module: Module | None, name: str) -> None:
+        self.value, self.module, self.name = value, module, name
 
-class _Leaf:
-    """What autograd keeps in a tensor, at one moment."""
-
-    def __init__(self, tensor: Tensor, module: Module | None, name: str) -> None:
-        self.tensor, self.module, self.name = tensor, module, name
-        self._requires_grad, self._grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
-        self._content = None if self._grad is None else self._grad.detach().clone()
-
+    @abstractmethod
     def is_changed(self) -> bool:
         """Whether it has changed since."""
-        if not self.tensor.is_leaf:
-            return False
-        is_same = self.tensor.requires_grad is self._requires_grad and self.tensor.grad is self._grad
-        return not is_same or (self._grad is not None and not _is_equal(self._grad, self._content))
 
+    @abstractmethod
     def restore(self) -> None:
         """Puts it back."""
-        if self.is_changed():
-            self.tensor.requires_grad_(self._requires_grad)
-            self.tensor.grad = self._grad
-            if self._grad is not None:
-                _write(self._grad, self._content, counts_writes=False)
 
 
-def _has_same_bytes(array: Any, content: Any) -> bool:
-    return bool(array == content if type(array) is bytearray else array.tobytes() == content.tobytes())
+class _Array(_Other):
+    """The contents of an array that torch cannot share memory with."""
+
+    def __init__(self, value: Any, content: Any, module: Module | None, name: str) -> None:
+        super().__init__(value, module, name)
+        self._content = content
+
+    def is_changed(self) -> bool:
+        if isinstance(self.value, bytearray):
+            return bool(self.value != self._content)
+        return bool(self.value.tobytes() != self._content.tobytes())
+
+    def restore(self) -> None:
+        self.value[... if hasattr(self.value, "shape") else slice(None)] = self._content
+
+
+class _Leaf(_Other):
+    """What autograd keeps of a tensor that the model writes into."""
+
+    def __init__(self, value: Tensor, module: Module | None, name: str) -> None:
+        super().__init__(value, module, name)
+        self._requires_grad, self._gradient = value.requires_grad, value.grad if value.is_leaf else None
+        self._content = None if self._gradient is None else self._gradient.detach().clone()
+
+    def is_changed(self) -> bool:
+        if not self.value.is_leaf:
+            return False
+        is_other = self.value.requires_grad is not self._requires_grad or self.value.grad is not self._gradient
+        return is_other or (self._content is not None and not _is_equal(self.value.grad, self._content))
+
+    def restore(self) -> None:
+        self.value.requires_grad_(self._requires_grad)
+        self.value.grad = self._gradient
+        if self._content is not None:
+            self.value.grad.data.copy_(self._content)
 
 
 def _copy_of_state(tensor: Tensor) -> Tensor | None:
     try:
-        is_large = tensor.numel() * tensor.element_size() > LARGE and not _is_written(tensor)
+        is_large = tensor.numel() * tensor.element_size() > LARGE and not is_written(tensor)
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         has_own_elements = all(stride > 0 for size, stride in sizes if size > 1)
         return None if is_large or not has_own_elements else tensor.detach().clone()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphpatch_notebook import AddPatch, PatchableGraph, StateWarning
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, copied
 
 Edit = Callable[[Any], object]
@@ -247,8 +248,59 @@ def test_weights_are_not_copied_and_a_write_into_them_is_reported(monkeypatch: p
     assert not any(isinstance(content, torch.Tensor) for content in state._copies)
     with torch.no_grad():
         model.first.weight.add_(1)
-    state.restore()
+    with pytest.warns(StateWarning, match="Linear writes into its parameter 'weight' while it runs, and did not when"):
+        state.restore()
     assert str(state.unrepeatable_change()) == "Linear writes into its parameter 'weight' while it runs"
+    before, state = model.first.weight.tolist(), ModuleState(model)
+    with torch.no_grad():
+        model.first.weight.add_(1)
+    state.restore()
+    assert model.first.weight.tolist() == before
+
+
+class Caching(nn.Module):
+    """Has a large table, which it only reads, and large caches, one of them in code that is not seen call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(64.0))
+        self.register_buffer("keys", torch.zeros(64))
+        self.values, self.hidden, self.length = [torch.zeros(64)], torch.jit.script(Hidden()), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keys[self.length] = x.sum()
+        self.values[0].data[self.length] += 2
+        self.length += 1
+        return x * self.keys.sum() + self.values[0].sum() + self.table[0] + self.hidden(x)
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(1)
+        return x + self.total[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_of_large_tensors_those_are_copied_that_the_capture_writes_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("graphpatch_notebook.checks.model_state.LARGE", "graphpatch_notebook.capture.held_values.LARGE"):
+        monkeypatch.setattr(place, 100)
+    model, x = Caching(), torch.ones(3)
+    pg = PatchableGraph(model, x)
+    state = ModuleState(model)
+    held = zip(state._walk.tensors, state._copies, strict=True)
+    copied_ones = {name for (_, _, name), content in held if content is not None}
+    assert copied_ones == {"_buffers.keys", "values.0", "_buffers.total"}
+    reference = Caching()
+    reference(x)
+    pg.verify(x)
+    pg.sweep({"cell": range(2)}, lambda cell: {"output": AddPatch(value=cell)}, x, metric=lambda out: out.sum())
+    for _ in range(2):
+        reference(x)
+    assert torch.equal(model(x), reference(x))
 
 
 def test_a_quick_look_at_one_module() -> None:
