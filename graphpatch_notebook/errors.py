@@ -197,7 +197,11 @@ class UnverifiedGraphWarning(GraphPatchWarning):
 
 
 class StateWarning(GraphPatchWarning):
-    """A run that should leave no trace wrote into tensors of the model that it did not write into when captured."""
+    """A run that should leave no trace changed something in the model that cannot be put back.
+
+    It wrote into weights, or into large tensors, into which the model did not write while it was captured; later runs
+    will be put back. Or it took values from an iterator.
+    """
 
 
 class ComponentWarning(GraphPatchWarning):

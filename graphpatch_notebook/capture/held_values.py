@@ -177,8 +177,8 @@ class Walk:
                 self._look(name, value, module, 0)
         if "_c" in held and isinstance(module, torch.jit.ScriptModule):  # not in its `__dict__`
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                kind = "_parameters" if isinstance(tensor, Parameter) else "_buffers"
-                self._look(f"{kind}.{name}", tensor, module, 0)
+                registry = "_parameters" if isinstance(tensor, Parameter) else "_buffers"
+                self._look(f"{registry}.{name}", tensor, module, 0)
         end = len(self.places), len(self.empty), len(self.tensors)
         places, empty, tensors = map(slice, begin, end)
         self.spans[id(module)] = (places, empty, tensors)

@@ -9,6 +9,7 @@ import itertools
 import operator
 import random
 import sys
+import types
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -157,6 +158,15 @@ def _state_of(generator: Any) -> Any:
     return generator.get_state() if hasattr(generator, "get_state") else _bits_of(generator).state
 
 
+def _position_of(generator: Any) -> Any:
+    """Returns what shows that values were taken from an iterator, as far as it does; `None` for other generators."""
+    if isinstance(generator, types.GeneratorType):
+        frame = generator.gi_frame
+        return frame and [frame.f_lasti, *(id(value) for value in frame.f_locals.values())]
+    is_builtin = isinstance(generator, Iterator) and type(generator).__module__ in ("builtins", "itertools")
+    return (repr(generator), operator.length_hint(generator)) if is_builtin else None
+
+
 def comparable_state(generator: Any) -> Any:
     """Returns the state of a random generator as a value that can be compared with `==`."""
     return _comparable(_state_of(generator))
@@ -288,6 +298,7 @@ class ModuleState:
         with without_torch_functions():
             self._outer = self._walk.add_outer_values()
             self._generators = [_state_of(generator) for generator in self._walk.generators]
+            self._positions = [*map(_position_of, self._walk.generators)]
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self._copies = _copies(self._walk)
             self._others = [_Array(*place) for place in self._walk.arrays]
@@ -441,17 +452,19 @@ class ModuleState:
             for outer, saved in self._outer:
                 if outer.is_written and not is_same(saved, outer.value()):
                     outer.assign(saved)
-            lost = list(self._tensors_not_put_back(counts_writes))
+            lost = list(map(str, self._tensors_not_put_back(counts_writes)))
+        moved = zip(self._walk.generators, self._positions, strict=True)
+        lost += [f"it takes values from a {type(it).__name__}" for it, was in moved if _position_of(it) != was]
         if lost:
             more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
             message = (
-                f"{lost[0]}{more}, and did not when it was captured: a run that should have left no trace left "
-                "this one; from now on, such writes are put back"
+                f"a run that should have left no trace in {type(self._root).__name__} left one that cannot be put back: "
+                f"{lost[0]}{more}"
             )
             warnings.warn(StateWarning(message), stacklevel=2)
 
     def _tensors_not_put_back(self, counts_writes: bool) -> Iterator[Change]:
-        """Puts tensors back, and yields the changes of those that are not copied: the next snapshot will copy them."""
+        """Puts tensors back; yields the changes of those that are not copied, which the next snapshot will copy."""
         held = zip(self._walk.tensors, self._versions, self._copies, strict=True)
         for (tensor, module, name), version, content in held:
             if content is not None:
