@@ -192,7 +192,7 @@ class Walk:
         if contents is _Contents.MODULE:
             self._modules.append(value)
             return
-        if contents is _Contents.CALLABLE and "_hooks" in name:  # others have put it there
+        if contents is _Contents.CALLABLE and (module is None or "_hooks" in name):  # it may watch the model
             return
         self.seen.add(id(value))
         if contents is _Contents.TENSOR:
@@ -278,11 +278,6 @@ def _slots(kind: type) -> list[str]:
     return [name for scope in scopes for name, part in scope.items() if type(part) is types.MemberDescriptorType]
 
 
-def is_written(tensor: Tensor) -> bool:
-    """Whether a model is known to write into a tensor."""
-    return WRITTEN.get(id(tensor)) is tensor
-
-
 def is_offloaded(module: Module) -> bool:
     """Whether the weights of a module come and go: accelerate puts them in place while its forward runs."""
     return "_hf_hook" in module.__dict__
@@ -331,8 +326,8 @@ class OuterValue(NamedTuple):
     def is_searched(self, kind: type) -> bool:
         """Whether models may write into values of a class: not into objects of other files, which others share."""
         contents = _contents(kind)
-        is_object = contents in (_Contents.OBJECT, _Contents.CALLABLE)
-        return contents is not _Contents.NOTHING and (not is_object or kind.__module__ == self.home)
+        is_closed = contents in (_Contents.NOTHING, _Contents.CALLABLE)
+        return not is_closed and (contents is not _Contents.OBJECT or kind.__module__ == self.home)
 
     def value(self) -> Any:
         """Returns its current value; `ABSENT` if it has none."""

@@ -35,7 +35,6 @@ from graphpatch_notebook.capture.held_values import (
     OuterValue,
     Walk,
     is_own_generator,
-    is_written,
     memory_of,
     outer_values_of,
     raw_dict,
@@ -302,8 +301,9 @@ class ModuleState:
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self._copies = _copies(self._walk)
             self._others = [_Array(*place) for place in self._walk.arrays]
-            if WRITTEN:
-                self._others += [_Leaf(*place) for place in self._walk.tensors if is_written(place[0])]
+            written = set(WRITTEN)
+            places = self._walk.tensors if written else []
+            self._others += [_Leaf(*place) for place in places if id(place[0]) in written]
         self._random = SharedRandomState()
         return self
 
@@ -458,8 +458,8 @@ class ModuleState:
         if lost:
             more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
             message = (
-                f"a run that should have left no trace in {type(self._root).__name__} left one that cannot be put back: "
-                f"{lost[0]}{more}"
+                f"a run that should have left no trace in {type(self._root).__name__} left one that cannot be put "
+                f"back: {lost[0]}{more}"
             )
             warnings.warn(StateWarning(message), stacklevel=2)
 
@@ -470,7 +470,7 @@ class ModuleState:
             if content is not None:
                 if not _is_equal(tensor, content):
                     _write(tensor, content, counts_writes)
-            elif version_of(tensor) != version and not is_written(tensor):
+            elif version_of(tensor) != version and id(tensor) not in WRITTEN:
                 WRITTEN[id(tensor)] = tensor
                 yield self._change_of(module, name, tensor, tensor)
 
@@ -676,15 +676,16 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 
 def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
+    written = set(WRITTEN)
     state = [
-        not (name.startswith("_parameters.") or isinstance(tensor, Parameter)) or is_written(tensor)
+        not (name.startswith("_parameters.") or isinstance(tensor, Parameter)) or id(tensor) in written
         for tensor, _, name in walk.tensors
     ]
     pairs = list(zip(walk.tensors, state, strict=True))
     others = [tensor for (tensor, _, _), is_state in pairs if not is_state] if any(state) else []
     weights = {memory_of(tensor) for tensor in others} - {None}
     return [
-        _copy_of_state(tensor) if is_state and memory_of(tensor) not in weights else None
+        _copy_of_state(tensor, id(tensor) in written) if is_state and memory_of(tensor) not in weights else None
         for (tensor, _, _), is_state in pairs
     ]
 
@@ -741,9 +742,9 @@ class _Leaf(_Other):
             self.value.grad.data.copy_(self._content)
 
 
-def _copy_of_state(tensor: Tensor) -> Tensor | None:
+def _copy_of_state(tensor: Tensor, is_written: bool) -> Tensor | None:
     try:
-        is_large = tensor.numel() * tensor.element_size() > LARGE and not is_written(tensor)
+        is_large = tensor.numel() * tensor.element_size() > LARGE and not is_written
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         has_own_elements = all(stride > 0 for size, stride in sizes if size > 1)
         return None if is_large or not has_own_elements else tensor.detach().clone()
