@@ -290,3 +290,22 @@ def _quantized_cells(pg: PatchableGraph) -> list[tuple[str, Any]]:
         cells += [("x", AddPatch(value=float(number), slice=number % 3)), ("x", ZeroPatch(slice=(..., number)))]
         cells += [("linear.x", AddPatch(value=10.0 * number, slice=(0, number)))]
     return [(path, patch) for path, patch in cells if path in pg.nodes]
+
+
+class RefillsItsBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scratch", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scratch.fill_(0)
+        return self.linear(x) + self.scratch
+
+
+def test_a_model_in_train_mode_may_write_the_same_into_a_buffer() -> None:
+    pg = PatchableGraph(seeded(RefillsItsBuffer).train(), X)
+    found = pg.sweep({"value": range(3)}, lambda value: {"linear.output": AddPatch(value=value)}, X, metric=total)
+    assert found.attrs["remarks"] == []
+    with torch.no_grad():
+        assert found.values.tolist() == [float(total(pg(X) + value)) for value in range(3)]
