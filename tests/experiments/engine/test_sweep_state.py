@@ -309,3 +309,30 @@ def test_a_model_in_train_mode_may_write_the_same_into_a_buffer() -> None:
     assert found.attrs["remarks"] == []
     with torch.no_grad():
         assert found.values.tolist() == [float(total(pg(X) + value)) for value in range(3)]
+
+
+class MakesMasks(nn.Module):
+    """Keeps masks that it makes for as many rows as it is given: one of them for the most, one for the first."""
+
+    def __init__(self, keeps_first: bool) -> None:
+        super().__init__()
+        self.linear, self.keeps_first = nn.Linear(4, 4), keeps_first
+        self.largest = self.first = torch.ones(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.largest) < len(x):
+            self.largest = torch.ones(len(x), 1)
+        if self.keeps_first and not len(self.first):
+            self.first = torch.ones(len(x), 1)
+        masked = self.linear(x) * self.largest[: len(x)]
+        return masked * self.first if self.keeps_first else masked
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+def test_a_model_that_makes_a_mask_for_more_rows_runs_cells_alone(keeps_first: bool) -> None:
+    pg = PatchableGraph(seeded(lambda: MakesMasks(keeps_first)), X)
+    found = pg.sweep({"value": range(4)}, lambda value: {"linear.output": AddPatch(value=value)}, X, metric=total)
+    assert ("it changes itself" in str(found.attrs["remarks"])) is not keeps_first
+    assert len(captured_model(pg).module.largest) == len(X)
+    with torch.no_grad():
+        assert found.values.tolist() == [float(total(pg(X) + value)) for value in range(4)]
