@@ -196,6 +196,14 @@ class UnverifiedGraphWarning(GraphPatchWarning):
     """A graph was interpreted that is not known to equal the model's own code on such inputs."""
 
 
+class StateWarning(GraphPatchWarning):
+    """A run that should leave no trace changed something in the model that cannot be put back.
+
+    It wrote into weights, or into large tensors, into which the model did not write while it was captured; later runs
+    will be put back. Or it took values from an iterator.
+    """
+
+
 class ComponentWarning(GraphPatchWarning):
     """A component is used although its value may not be what its name says."""
 

@@ -33,7 +33,14 @@ from graphpatch_notebook.capture.data_loops import (
     part_count_by_values,
 )
 from graphpatch_notebook.capture.decompositions import chosen_decompositions, decomposition_of
-from graphpatch_notebook.capture.held_values import PLAIN_VALUES, WRITTEN_WEIGHTS, Walk, all_modules, reachable_modules
+from graphpatch_notebook.capture.held_values import (
+    PLAIN_VALUES,
+    WRITTEN,
+    Walk,
+    all_modules,
+    memory_of,
+    reachable_modules,
+)
 from graphpatch_notebook.capture.meta_device import (
     META,
     OnMeta,
@@ -106,11 +113,22 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     __tracebackhide__ = True
     options.check()
     recorder = Recorder(module, options)
-    held = [weight for one in all_modules(module) for weight in one._parameters.values()]
-    weights = [(weight, version_of(weight)) for weight in held if type(weight) is Parameter]
+    modules = all_modules(module)
+    held = [
+        tensor
+        for one in modules
+        for tensor in (*one._parameters.values(), *one._buffers.values())
+        if tensor is not None
+    ]
+    before = [*map(_writes_into, held)]
     with WithoutWeights() if parameter_without_values(module) else nullcontext() as without_weights:
         root = record(recorder, args, kwargs)
-    WRITTEN_WEIGHTS.update({id(weight): weight for weight, version in weights if version_of(weight) != version})
+    written = [tensor for tensor, writes in zip(held, before, strict=True) if _writes_into(tensor) != writes]
+    if recorder.written:
+        walk = Walk([module])
+        walk.add_outer_values()
+        written += [tensor for tensor, _, _ in walk.tensors if memory_of(tensor) in recorder.written]
+    WRITTEN.update({id(tensor): tensor for tensor in written})
     if without_weights is not None and without_weights.guessed:
         message = (
             f"the model reads values that depend on its weights, which are on the meta device "
@@ -122,6 +140,12 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     _report_unopened(recorder)
     _check_unused(root, options)
     return root
+
+
+def _writes_into(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns something that a write into a tensor of the model, or into its gradient, changes."""
+    grad = tensor.grad if type(tensor) is Parameter else None
+    return (version_of(tensor),) if grad is None else (version_of(tensor), id(grad), version_of(grad))
 
 
 def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:

@@ -7,6 +7,7 @@ classes of their code (`outer_values_of`); `find_source` finds where a tensor th
 
 from __future__ import annotations
 
+import copy
 import dis
 import enum
 import functools
@@ -15,6 +16,7 @@ import random
 import sys
 import types
 import weakref
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Kind
@@ -33,8 +35,11 @@ from graphpatch_notebook.values import ABSENT, PLAIN_TENSORS, readable_children
 MANY = 1000
 """Larger containers are data: their items are not searched."""
 
-WRITTEN_WEIGHTS: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""Parameters that the model wrote into while it was captured, by id, as `torch.nn.Embedding(max_norm=...)` does."""
+LARGE = 64 * 2**20
+"""Tensors and arrays of more bytes are copied only if the model is known to write into them."""
+
+WRITTEN: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""Tensors that a model is known to write into, by id; weights too, as `torch.nn.Embedding(max_norm=...)` does."""
 
 NOT_STATE = ("forward", "_old_forward", "_hf_hook")
 """This package swaps forwards; the hook of accelerate records what it loaded."""
@@ -43,11 +48,12 @@ NOT_STATE = ("forward", "_old_forward", "_hf_hook")
 class _Contents(enum.Enum):
     """How values of one class are searched."""
 
-    NOTHING, MODULE, TENSOR, ARRAY, GENERATOR, CONTAINER, FIXED, OBJECT = range(8)
+    NOTHING, MODULE, TENSOR, ARRAY, GENERATOR, CONTAINER, FIXED, PARTIAL, CALLABLE, OBJECT = range(10)
 
 
 PLAIN_VALUES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 DICTS = frozenset({dict, OrderedDict})
+_WITHOUT_ATTRIBUTES = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 OF_EACH_MODULE = frozenset(Module().__dict__)
 """The registries, those of hooks among them, and the mode."""
@@ -74,18 +80,22 @@ def _contents(kind: type) -> _Contents:
             contents = _Contents.CONTAINER
         elif issubclass(kind, (tuple, frozenset)):
             contents = _Contents.FIXED
-        elif "numpy" in sys.modules and issubclass(kind, sys.modules["numpy"].ndarray):
+        elif issubclass(kind, (bytearray, array)) or (
+            "numpy" in sys.modules and issubclass(kind, sys.modules["numpy"].ndarray)
+        ):
             contents = _Contents.ARRAY
-        elif issubclass(kind, _CLOSED) or str(kind.__module__).startswith(_CLOSED_PACKAGES) or _is_callable(kind):
+        elif issubclass(kind, functools.partial):
+            contents = _Contents.PARTIAL
+        elif issubclass(kind, _CLOSED) or str(kind.__module__).startswith(_CLOSED_PACKAGES):
             contents = _Contents.NOTHING
+        elif any("__call__" in base.__dict__ for base in kind.__mro__):
+            is_written_in_python = type(getattr(kind, "__call__")) is types.FunctionType  # noqa: B004, B009
+            is_of_torch = str(kind.__module__).partition(".")[0] == "torch"
+            contents = _Contents.CALLABLE if is_written_in_python and not is_of_torch else _Contents.NOTHING
         else:
             contents = _Contents.OBJECT
         _contents_by_class[kind] = contents
     return _contents_by_class[kind]
-
-
-def _is_callable(kind: type) -> bool:
-    return any("__call__" in base.__dict__ for base in kind.__mro__)
 
 
 Holder: TypeAlias = "tuple[Any, Any, Module | None, str]"
@@ -99,6 +109,7 @@ class Walk:
         places: All containers that can be written into, attributes of modules and objects among them, but empty ones.
         empty: Those that are empty.
         slotted: Objects with slots, and what these hold.
+        arrays: Arrays that torch cannot share memory with, those of Python among them, and copies of them.
         tensors: The tensors, each with its module and name.
         generators: The random generators, but for those that all code shares.
         functions: The functions and methods in attributes and containers.
@@ -110,6 +121,7 @@ class Walk:
         self.places: list[Holder] = []
         self.empty: list[Any] = []
         self.slotted: list[Holder] = []
+        self.arrays: list[Holder] = []
         self.tensors: list[tuple[Tensor, Module | None, str]] = []
         self.generators: list[Any] = []
         self.functions: list[Any] = []
@@ -164,6 +176,10 @@ class Walk:
                 self._modules += value.values()
             elif name not in skipped:
                 self._look(name, value, module, 0)
+        if "_c" in held and isinstance(module, torch.jit.ScriptModule):  # not in its `__dict__`
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                registry = "_parameters" if isinstance(tensor, Parameter) else "_buffers"
+                self._look(f"{registry}.{name}", tensor, module, 0)
         end = len(self.places), len(self.empty), len(self.tensors)
         places, empty, tensors = map(slice, begin, end)
         self.spans[id(module)] = (places, empty, tensors)
@@ -177,23 +193,39 @@ class Walk:
         if contents is _Contents.MODULE:
             self._modules.append(value)
             return
+        if contents is _Contents.CALLABLE and (module is None or "_hooks" in name):  # it may watch the model
+            return
         self.seen.add(id(value))
-        if contents is _Contents.GENERATOR:
-            if is_own_generator(value):
-                self.generators.append(value)
-        elif contents is _Contents.ARRAY:
-            if value.flags.writeable and value.dtype.kind in "biufc":
-                self.tensors.append((torch.from_numpy(value), module, name))
-        elif contents is _Contents.TENSOR:
+        if contents is _Contents.TENSOR:
             self.tensors.append((value, module, name))
             if attributes := _attributes_of(value):
                 self._look_into(name, attributes, module, depth)
+        elif contents is _Contents.GENERATOR:
+            if is_own_generator(value):
+                self.generators.append(value)
+        elif contents is _Contents.ARRAY:
+            self._look_at_array(name, value, module)
         else:
-            if contents is _Contents.OBJECT and (slots := slots_of(value)):
-                self.slotted.append((value, slots, module, name))
-                for key, item in slots.items():
-                    self._look(f"{name}.{key}", item, module, depth + 1)
-            self._look_into(name, _attributes_of(value) if contents is _Contents.OBJECT else value, module, depth)
+            self._look_inside(contents, name, value, module, depth)
+
+    def _look_inside(self, contents: _Contents, name: str, value: Any, module: Module | None, depth: int) -> None:
+        if contents in (_Contents.CONTAINER, _Contents.FIXED):
+            self._look_into(name, value, module, depth)
+        elif contents is _Contents.PARTIAL:
+            self._look_into(name, (value.func, value.args, value.keywords), module, depth)
+        elif slots := slots_of(value):
+            self.slotted.append((value, slots, module, name))
+            self._look_at_items(name, slots.items(), module, depth)
+        if type(value) not in _WITHOUT_ATTRIBUTES:
+            self._look_into(name, _attributes_of(value), module, depth)
+
+    def _look_at_array(self, name: str, value: Any, module: Module | None) -> None:
+        if not hasattr(value, "flags") or value.flags.writeable:
+            try:
+                self.tensors.append((torch.from_numpy(value), module, name))
+            except (TypeError, ValueError):  # of Python, of objects or dates, of negative strides
+                if getattr(value, "nbytes", 0) <= LARGE:
+                    self.arrays.append((value, copy.copy(value), module, name))
 
     def _look_into(self, name: str, container: Any, module: Module | None, depth: int) -> None:
         if not container:
@@ -205,7 +237,10 @@ class Walk:
             self.places.append((container, items, module, name))
         if name not in REGISTRIES and (len(items) > MANY or len(self.places) > self._most):
             return
-        for key, item in items.items() if isinstance(items, dict) else enumerate(items):
+        self._look_at_items(name, items.items() if isinstance(items, dict) else enumerate(items), module, depth)
+
+    def _look_at_items(self, name: str, items: Iterable[tuple[Any, Any]], module: Module | None, depth: int) -> None:
+        for key, item in items:
             if type(item) not in PLAIN_VALUES:
                 self._look(f"{name}.{key}", item, module, depth + 1)
 
@@ -261,7 +296,7 @@ def _shared_generators() -> list[Any]:
 
 def _is_generator(kind: type) -> bool:
     numpy = sys.modules.get("numpy")
-    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
     return issubclass(kind, (Iterator, torch.Generator, random.Random, *kinds)) and not issubclass(
         kind, random.SystemRandom
     )
@@ -292,7 +327,8 @@ class OuterValue(NamedTuple):
     def is_searched(self, kind: type) -> bool:
         """Whether models may write into values of a class: not into objects of other files, which others share."""
         contents = _contents(kind)
-        return contents is not _Contents.NOTHING and (contents is not _Contents.OBJECT or kind.__module__ == self.home)
+        is_closed = contents in (_Contents.NOTHING, _Contents.CALLABLE)
+        return not is_closed and (contents is not _Contents.OBJECT or kind.__module__ == self.home)
 
     def value(self) -> Any:
         """Returns its current value; `ABSENT` if it has none."""
@@ -373,9 +409,10 @@ def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
         _follow([function], kind, functions)
     named = {name for function in functions for name in names_in(function.__code__)}
     written = {name for function in functions for name in names_of(function.__code__).written}
+    homes = {function.__module__ for function in functions}
     variables: dict[tuple[int, str], OuterValue] = {}
     for function in functions:
-        for key in ("__dict__", "__defaults__"):
+        for key in ("__dict__", "__defaults__", *(["__kwdefaults__"] if function.__kwdefaults__ else [])):
             name = f"{function.__name__} ({'attributes' if key == '__dict__' else 'defaults'})"
             variables[id(function), key] = OuterValue(name, function, key)
         for outer in variables_of(function):
@@ -383,6 +420,8 @@ def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:
             if outer.is_written or place not in variables:
                 variables[place] = outer
     bases = dict.fromkeys(base for _, kind in start for base in kind.__mro__ if issubclass(base, Module))
+    values = [outer.value() for outer in variables.values() if outer.home]
+    bases |= dict.fromkeys(value for value in values if isinstance(value, type) and value.__module__ in homes)
     return [outer for outer in variables.values() if "__" not in outer.name] + [
         OuterValue(f"{base.__name__}.{name}", base, name, name in written, base.__module__)
         for base in bases

@@ -50,6 +50,9 @@ from graphpatch_notebook.values import PLAIN_TENSORS, describe, readable_childre
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
 """Where torch's machinery around the calls of modules is: their backward hooks."""
 
+_UNCOUNTED = ("__set__", "numpy")
+"""Assignments to `data`, `grad` and `requires_grad`, and arrays that may be written into: no version counts these."""
+
 OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 """The call site of an op, and its occurrence there; `None` for what is not recorded."""
 
@@ -72,6 +75,7 @@ class Recorder(TorchFunctionMode):
         stack: The frames that run at this moment, innermost last.
         owners: For each memory address, the nodes whose values are there at present.
         freed_later: The addresses of weights that are gathered for a call only.
+        written: The addresses of the model's own tensors that were written into, or got other data or gradients.
         held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
         kept_sizes: Sizes that were still in use when their frame was over.
         root_frame: The record, after the run.
@@ -88,6 +92,7 @@ class Recorder(TorchFunctionMode):
         self.stack: list[FrameRecorder] = []
         self.owners: dict[int, list[Node]] = {}
         self.freed_later: set[int] = set()
+        self.written: set[int | None] = set()
         self.root_frame: Frame | None = None
         self.decompositions = chosen_decompositions(options.decompose)
         self.fused = opened_by_default(options.decompose)
@@ -211,6 +216,8 @@ class Recorder(TorchFunctionMode):
                 args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence, composite=frame.composite,
             )  # fmt: skip
             wrote = self._written(name, args, kwargs, result, before)
+            if name in _UNCOUNTED and args:  # it changes the tensor itself, or hands out its memory
+                frame.note_write(args[0])
             if wrote and (result is None or result is wrote[0]):
                 named: dict[int | str, Any] = dict(enumerate(args))
                 named.update(kwargs)

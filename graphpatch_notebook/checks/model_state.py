@@ -9,7 +9,10 @@ import itertools
 import operator
 import random
 import sys
+import types
+import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,11 +25,12 @@ from torch.nn import Module, Parameter
 from graphpatch_notebook.capture.held_values import (
     CODE,
     DICTS,
+    LARGE,
     NOT_STATE,
     OF_EACH_MODULE,
     PLAIN_VALUES,
     REGISTRIES,
-    WRITTEN_WEIGHTS,
+    WRITTEN,
     Identities,
     OuterValue,
     Walk,
@@ -42,11 +46,9 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.hooks import is_inert
 from graphpatch_notebook.checks.sharding import is_distributed
+from graphpatch_notebook.errors import StateWarning
 from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
-
-LARGE = 64 * 2**20
-"""Tensors of more bytes are not copied: these are weights (of quantized models), not state."""
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
@@ -152,7 +154,16 @@ def _state_of(generator: Any) -> Any:
         return object()  # the state of an iterator cannot be read: treat it as always changed
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+    return generator.get_state() if hasattr(generator, "get_state") else _bits_of(generator).state
+
+
+def _position_of(generator: Any) -> Any:
+    """Returns what shows that values were taken from an iterator, as far as it does; `None` for other generators."""
+    if isinstance(generator, types.GeneratorType):
+        frame = generator.gi_frame
+        return frame and [frame.f_lasti, *(id(value) for value in frame.f_locals.values())]
+    is_builtin = isinstance(generator, Iterator) and type(generator).__module__ in ("builtins", "itertools")
+    return (repr(generator), operator.length_hint(generator)) if is_builtin else None
 
 
 def comparable_state(generator: Any) -> Any:
@@ -178,7 +189,11 @@ def _put_generator_back(generator: Any, state: Any) -> None:
     elif hasattr(generator, "set_state"):
         generator.set_state(state)
     else:
-        generator.bit_generator.state = state
+        _bits_of(generator).state = state
+
+
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", generator)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -272,6 +287,7 @@ class ModuleState:
             self.is_training = any(module.training for module in self._walk.modules())
             # The kernel of a batch norm does not count what it writes.
             needs_copies = is_look and self.is_training
+            self._others: list[_Other] = [_Array(*place) for place in self._walk.arrays]
             self._copies = _copies(self._walk) if needs_copies else [None] * len(self._versions)
         if not is_look:
             self.complete()
@@ -281,8 +297,13 @@ class ModuleState:
         with without_torch_functions():
             self._outer = self._walk.add_outer_values()
             self._generators = [_state_of(generator) for generator in self._walk.generators]
+            self._positions = [*map(_position_of, self._walk.generators)]
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self._copies = _copies(self._walk)
+            self._others = [_Array(*place) for place in self._walk.arrays]
+            written = set(WRITTEN)
+            places = self._walk.tensors if written else []
+            self._others += [_Leaf(*place) for place in places if id(place[0]) in written]
         self._random = SharedRandomState()
         return self
 
@@ -342,6 +363,8 @@ class ModuleState:
             for key, before in saved.items():
                 if not is_same(before, after := getattr(owner, key, ABSENT)):
                     yield self._change_of(module, f"{name}.{key}", before, after)
+        for other in (other for other in self._others if other.is_changed()):
+            yield self._change_of(other.module, other.name, other.value, other.value)
         filled = [*filter(None, self._walk.empty[empty])]
         if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
@@ -424,12 +447,32 @@ class ModuleState:
                 for key, value in saved.items():
                     if getattr(owner, key, ABSENT) is not value:
                         object.__setattr__(owner, key, value)
+            for other in (other for other in self._others if other.is_changed()):
+                other.restore()
             for outer, saved in self._outer:
                 if outer.is_written and not is_same(saved, outer.value()):
                     outer.assign(saved)
-            for (tensor, _, _), content in zip(self._walk.tensors, self._copies, strict=True):
-                if content is not None and not _is_equal(tensor, content):
+            lost = list(map(str, self._tensors_not_put_back(counts_writes)))
+        moved = zip(self._walk.generators, self._positions, strict=True)
+        lost += [f"it takes values from a {type(it).__name__}" for it, was in moved if _position_of(it) != was]
+        if lost:
+            more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+            message = (
+                f"a run that should have left no trace in {type(self._root).__name__} left one that cannot be put "
+                f"back: {lost[0]}{more}"
+            )
+            warnings.warn(StateWarning(message), stacklevel=2)
+
+    def _tensors_not_put_back(self, counts_writes: bool) -> Iterator[Change]:
+        """Puts tensors back; yields the changes of those that are not copied, which the next snapshot will copy."""
+        held = zip(self._walk.tensors, self._versions, self._copies, strict=True)
+        for (tensor, module, name), version, content in held:
+            if content is not None:
+                if not _is_equal(tensor, content):
                     _write(tensor, content, counts_writes)
+            elif version_of(tensor) != version and id(tensor) not in WRITTEN:
+                WRITTEN[id(tensor)] = tensor
+                yield self._change_of(module, name, tensor, tensor)
 
     def separated(self, value: Any) -> Any:
         """Returns a value that does not change when this state is restored, or the model runs again.
@@ -633,23 +676,75 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
 
 def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to restore it; `None` for weights, and where a whole write is not possible."""
+    written = set(WRITTEN)
     state = [
-        not (name.startswith("_parameters.") or isinstance(tensor, Parameter))
-        or WRITTEN_WEIGHTS.get(id(tensor)) is tensor
+        not (name.startswith("_parameters.") or isinstance(tensor, Parameter)) or id(tensor) in written
         for tensor, _, name in walk.tensors
     ]
     pairs = list(zip(walk.tensors, state, strict=True))
     others = [tensor for (tensor, _, _), is_state in pairs if not is_state] if any(state) else []
     weights = {memory_of(tensor) for tensor in others} - {None}
     return [
-        _copy_of_state(tensor) if is_state and memory_of(tensor) not in weights else None
+        _copy_of_state(tensor, id(tensor) in written) if is_state and memory_of(tensor) not in weights else None
         for (tensor, _, _), is_state in pairs
     ]
 
 
-def _copy_of_state(tensor: Tensor) -> Tensor | None:
+class _Other(ABC):
+    """Something else that a run may change: of which value, and where this is."""
+
+    def __init__(self, value: Any, module: Module | None, name: str) -> None:
+        self.value, self.module, self.name = value, module, name
+
+    @abstractmethod
+    def is_changed(self) -> bool:
+        """Whether it has changed since."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Puts it back."""
+
+
+class _Array(_Other):
+    """The contents of an array that torch cannot share memory with."""
+
+    def __init__(self, value: Any, content: Any, module: Module | None, name: str) -> None:
+        super().__init__(value, module, name)
+        self._content = content
+
+    def is_changed(self) -> bool:
+        if isinstance(self.value, bytearray):
+            return bool(self.value != self._content)
+        return bool(self.value.tobytes() != self._content.tobytes())
+
+    def restore(self) -> None:
+        self.value[... if hasattr(self.value, "shape") else slice(None)] = self._content
+
+
+class _Leaf(_Other):
+    """What autograd keeps of a tensor that the model writes into."""
+
+    def __init__(self, value: Tensor, module: Module | None, name: str) -> None:
+        super().__init__(value, module, name)
+        self._requires_grad, self._gradient = value.requires_grad, value.grad if value.is_leaf else None
+        self._content = None if self._gradient is None else self._gradient.detach().clone()
+
+    def is_changed(self) -> bool:
+        if not self.value.is_leaf:
+            return False
+        is_other = self.value.requires_grad is not self._requires_grad or self.value.grad is not self._gradient
+        return is_other or (self._content is not None and not _is_equal(self.value.grad, self._content))
+
+    def restore(self) -> None:
+        self.value.requires_grad_(self._requires_grad)
+        self.value.grad = self._gradient
+        if self._content is not None:
+            self.value.grad.data.copy_(self._content)
+
+
+def _copy_of_state(tensor: Tensor, is_written: bool) -> Tensor | None:
     try:
-        is_large = tensor.numel() * tensor.element_size() > LARGE
+        is_large = tensor.numel() * tensor.element_size() > LARGE and not is_written
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         has_own_elements = all(stride > 0 for size, stride in sizes if size > 1)
         return None if is_large or not has_own_elements else tensor.detach().clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 from collections import OrderedDict, deque
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphpatch_notebook import AddPatch, PatchableGraph, StateWarning
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, copied
 
 Edit = Callable[[Any], object]
@@ -169,6 +171,19 @@ def test_what_is_next_in_an_iterator_is_never_known() -> None:
     assert str(ModuleState(model).change()) == "the model draws random numbers (of a generator or iterator of its own)"
 
 
+@pytest.mark.parametrize("make", [itertools.count, lambda: iter(range(9)), lambda: (n for n in range(9))])
+def test_values_taken_from_an_iterator_cannot_be_put_back(make: Callable[[], Any]) -> None:
+    model = nn.Linear(2, 2)
+    model.numbers = make()
+    ModuleState(model).restore()
+    next(model.numbers)
+    state = ModuleState(model)
+    state.restore()
+    next(model.numbers)
+    with pytest.warns(StateWarning, match="no trace in Linear left one that cannot be put back: it takes values from"):
+        state.restore()
+
+
 class Counted(nn.Module):
     runs = 0
 
@@ -247,8 +262,61 @@ def test_weights_are_not_copied_and_a_write_into_them_is_reported(monkeypatch: p
     assert not any(isinstance(content, torch.Tensor) for content in state._copies)
     with torch.no_grad():
         model.first.weight.add_(1)
-    state.restore()
+    with pytest.warns(
+        StateWarning, match="in Held left one .* Linear writes into its parameter 'weight' while it runs$"
+    ):
+        state.restore()
     assert str(state.unrepeatable_change()) == "Linear writes into its parameter 'weight' while it runs"
+    before, state = model.first.weight.tolist(), ModuleState(model)
+    with torch.no_grad():
+        model.first.weight.add_(1)
+    state.restore()
+    assert model.first.weight.tolist() == before
+
+
+class Caching(nn.Module):
+    """Has a large table, which it only reads, and large caches, one of them in code that is not seen call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(64.0))
+        self.register_buffer("keys", torch.zeros(64))
+        self.values, self.hidden, self.length = [torch.zeros(64)], torch.jit.script(Hidden()), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keys[self.length] = x.sum()
+        self.values[0].data[self.length] += 2
+        self.length += 1
+        return x * self.keys.sum() + self.values[0].sum() + self.table[0] + self.hidden(x)
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(1)
+        return x + self.total[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_of_large_tensors_those_are_copied_that_the_capture_writes_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("graphpatch_notebook.checks.model_state.LARGE", "graphpatch_notebook.capture.held_values.LARGE"):
+        monkeypatch.setattr(place, 100)
+    model, x = Caching(), torch.ones(3)
+    pg = PatchableGraph(model, x)
+    state = ModuleState(model)
+    held = zip(state._walk.tensors, state._copies, strict=True)
+    copied_ones = {name for (_, _, name), content in held if content is not None}
+    assert copied_ones == {"_buffers.keys", "values.0", "_buffers.total"}
+    reference = Caching()
+    reference(x)
+    pg.verify(x)
+    pg.sweep({"cell": range(2)}, lambda cell: {"output": AddPatch(value=cell)}, x, metric=lambda out: out.sum())
+    for _ in range(2):
+        reference(x)
+    assert torch.equal(model(x), reference(x))
 
 
 def test_a_quick_look_at_one_module() -> None:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import random
 import types
+from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,8 +78,13 @@ from torch import nn
 COUNT, LATEST, SEEN = 0, collections.deque(maxlen=2), {"sizes": [], "calls": collections.Counter()}
 TOTAL, BOX = torch.zeros(6), type("Box", (), {"__module__": __name__})()
 
-def note(x):
+class Registry:
+    runs = 0
+
+def note(x, *, seen=[]):
     global COUNT, FIRST
+    seen.append(1)
+    Registry.runs += len(seen)
     COUNT += 1
     FIRST = COUNT == 1
     SEEN["sizes"].append(tuple(x.shape))
@@ -141,6 +147,73 @@ def writing() -> nn.Module:
 CASES.append(Case(name="writing", build=writing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
 
 
+def _counts(x: Tensor, calls: list[int]) -> Tensor:
+    calls.append(len(calls))
+    return x + len(calls)
+
+
+class _Scales:
+    """Objects that are called keep state, too."""
+
+    def __init__(self) -> None:
+        self.calls, self.total = 0, torch.zeros(6)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.total += 1
+        return x * self.calls + self.total
+
+
+class _Options(dict):  # type: ignore[type-arg]
+    calls = 0
+
+
+class Uncounted(nn.Module):
+    """Changes what neither the version of a tensor nor the attributes of the module show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scales, self.options = nn.Linear(6, 6), _Scales(), _Options(scale=1)
+        self.replaced, self.written, self.exported, self.graded = (nn.Parameter(torch.ones(6)) for _ in range(4))
+        self.accumulated, self.frozen = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+        self.accumulated.grad = torch.zeros(6)
+        self.bytes, self.numbers, self.objects = bytearray(1), array("d", [0.0]), np.array([0, None], dtype=object)
+        self.flipped = np.arange(3.0)[::-1]
+        self.bits, self.counts = np.random.PCG64(1), functools.partial(_counts, calls=[])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.replaced.data = self.replaced.data * 0.5
+        self.written.data.mul_(0.5)
+        self.exported.detach().numpy()[...] *= 0.5
+        self.graded.grad = torch.ones(6) if self.graded.grad is None else self.graded.grad + 1
+        with torch.enable_grad():
+            (self.accumulated.sum() * 2).backward()
+        self.frozen.requires_grad = not self.frozen.requires_grad
+        self.late = self._late()
+        with torch.no_grad():
+            self.late.mul_(2)
+        self.bytes.append(1)
+        self.numbers.append(len(self.numbers))
+        self.objects[0] += 1
+        self.flipped[0] += 1
+        self.options.calls += 1
+        weight = self.replaced + self.written + self.exported + self.late + self.graded.grad + self.accumulated.grad
+        number = len(self.bytes) + sum(self.numbers) + self.objects[0] + float(self.flipped[0]) + self.options.calls
+        out = self.scales(self.linear(x)) * weight.detach() + number
+        return self.counts(out) + float(self.frozen.requires_grad) + self.bits.random_raw() % 7
+
+    def _late(self) -> nn.Parameter:
+        return getattr(self, "late", None) or nn.Parameter(torch.ones(1))
+
+
+def uncounted() -> nn.Module:
+    torch.manual_seed(0)
+    return Uncounted().eval()
+
+
+CASES.append(Case(name="uncounted", build=uncounted, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
+
+
 def described(value: Any, names: dict[int, str], seen: frozenset[int] = frozenset()) -> Any:
     """Returns what a value is, in a form that is equal for equal values of two models."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -151,17 +224,20 @@ def described(value: Any, names: dict[int, str], seen: frozenset[int] = frozense
     inner = functools.partial(described, names=names, seen=seen | {id(value)})
     if isinstance(value, Tensor):
         bits = value.detach().contiguous().numpy().tobytes()
-        return kind, tuple(value.shape), value.dtype, value.requires_grad, bits
+        gradient = None if not value.is_leaf or value.grad is None else value.grad.tolist()
+        return kind, tuple(value.shape), value.dtype, value.requires_grad, bits, gradient
     if isinstance(value, np.ndarray):
-        return kind, value.shape, value.tobytes()
+        return kind, value.shape, value.tolist()
     if isinstance(value, torch.Generator):
         return kind, value.get_state().numpy().tobytes()
-    if isinstance(value, np.random.Generator):
-        return kind, repr(value.bit_generator.state)
+    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+        return kind, repr(getattr(value, "bit_generator", value).state)
+    if isinstance(value, functools.partial):
+        return kind, inner(value.args), inner(value.keywords)
     if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)):
         return kind, value.__qualname__
     if isinstance(value, dict):
-        return kind, [(inner(key), inner(item)) for key, item in value.items()]
+        return kind, [(inner(key), inner(item)) for key, item in value.items()], inner(getattr(value, "__dict__", None))
     if isinstance(value, (list, tuple, deque, set)):
         return kind, [inner(item) for item in value]
     if hasattr(value, "__dict__"):
@@ -183,6 +259,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     if forward.__module__ == "counting":
         found |= {name: described(value, names) for name, value in forward.__globals__.items() if name.isupper()}
         found["calls"] = inspect.getclosurevars(forward).nonlocals["calls"], vars(type(model))["runs"]
+        outside = forward.__globals__
+        found["registry"] = outside["Registry"].runs, [*outside["note"].__kwdefaults__["seen"]]
     shared = torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
     return {**found, **dict(zip(("torch", "Python", "numpy"), shared, strict=True))}
 

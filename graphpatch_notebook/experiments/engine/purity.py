@@ -343,8 +343,8 @@ class _Dependence:
         self.baseline, change = _run_without_patches(
             self._pg, self._inputs, self._metric, self._read.before, backward=self._backward
         )
-        if change is not None:  # tensors that were put back have been written into
-            self.look = ModuleState(captured(self._pg).module, is_look=True)
+        # The run may have written into tensors, also if these are put back now, or hold the same.
+        self.look = ModuleState(captured(self._pg).module, is_look=True)
         return change
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import SHARED, ModuleState
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution import (
     Entry,
@@ -480,11 +480,12 @@ def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, batching: Batchi
     The check is skipped if an earlier sweep passed it.
 
     Raises:
-        RowsError: The row without patches differs from the clean run.
+        RowsError: The row without patches differs from the clean run, or the model changes.
     """
     pg, known, test = setup.pg, clean.known, _key("rows never meet", clean, batching)
     if test in known:
         return
+    assert setup.state is not None
     count = perturbed_cells(min(place.size for place in batching.of_paths.values()))
     patches: PatchMap = {path: RowsPatch([[]], place, perturbed=count) for path, place in batching.of_paths.items()}
     frames = clean.tree.replayable(clean.first_of(batching.of_paths), batching.layouts)
@@ -498,7 +499,13 @@ def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, batching: Batchi
     except (RowsError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        setup.state.restore()
         raise RowsError(f"on several rows it raises {type(error).__name__}: {error}") from None
+    if (
+        change := setup.state.change(besides=(*SHARED, "own"))
+    ) is not None:  # such as a mask that is made for that many rows
+        setup.state.restore()
+        raise RowsError(f"on several rows it changes itself, as it does not on those of the inputs: {change}")
     _check_rows(output, clean, batching, 1 + count)
     _check_control(taken(output, batching.output, 0), clean)
     known[test] = True

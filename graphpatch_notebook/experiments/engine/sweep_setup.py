@@ -78,6 +78,7 @@ class SweepSetup:
         keeps_last_logits: Whether the model computes the logits of the last position only.
         has_same_bits: Whether single cells may run on `inputs`, too: without patches these give the same bits.
         remarks: Messages for the user about how cells run.
+        state: The model before; `None` if cells do not share forwards.
     """
 
     pg: PatchableGraph
@@ -90,6 +91,7 @@ class SweepSetup:
     keeps_last_logits: bool = False
     has_same_bits: bool = True
     remarks: tuple[str, ...] = ()
+    state: ModuleState | None = None
 
     @property
     def is_trimmed(self) -> bool:
@@ -152,7 +154,7 @@ def sweep_setup(
             state.restore()
     if request.backward and setup.baseline.values.size != 1:
         raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
-    return setup
+    return setup if setup.batching is None else replace(setup, state=state)
 
 
 def _targets(pg: PatchableGraph, paths: Sequence[str]) -> list[Target]:

@@ -290,3 +290,49 @@ def _quantized_cells(pg: PatchableGraph) -> list[tuple[str, Any]]:
         cells += [("x", AddPatch(value=float(number), slice=number % 3)), ("x", ZeroPatch(slice=(..., number)))]
         cells += [("linear.x", AddPatch(value=10.0 * number, slice=(0, number)))]
     return [(path, patch) for path, patch in cells if path in pg.nodes]
+
+
+class RefillsItsBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scratch", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scratch.fill_(0)
+        return self.linear(x) + self.scratch
+
+
+def test_a_model_in_train_mode_may_write_the_same_into_a_buffer() -> None:
+    pg = PatchableGraph(seeded(RefillsItsBuffer).train(), X)
+    found = pg.sweep({"value": range(3)}, lambda value: {"linear.output": AddPatch(value=value)}, X, metric=total)
+    assert found.attrs["remarks"] == []
+    with torch.no_grad():
+        assert found.values.tolist() == [float(total(pg(X) + value)) for value in range(3)]
+
+
+class MakesMasks(nn.Module):
+    """Keeps masks that it makes for as many rows as it is given: one of them for the most, one for the first."""
+
+    def __init__(self, keeps_first: bool) -> None:
+        super().__init__()
+        self.linear, self.keeps_first = nn.Linear(4, 4), keeps_first
+        self.largest = self.first = torch.ones(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.largest) < len(x):
+            self.largest = torch.ones(len(x), 1)
+        if self.keeps_first and not len(self.first):
+            self.first = torch.ones(len(x), 1)
+        masked = self.linear(x) * self.largest[: len(x)]
+        return masked * self.first if self.keeps_first else masked
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+def test_a_model_that_makes_a_mask_for_more_rows_runs_cells_alone(keeps_first: bool) -> None:
+    pg = PatchableGraph(seeded(lambda: MakesMasks(keeps_first)), X)
+    found = pg.sweep({"value": range(4)}, lambda value: {"linear.output": AddPatch(value=value)}, X, metric=total)
+    assert ("it changes itself" in str(found.attrs["remarks"])) is not keeps_first
+    assert len(captured_model(pg).module.largest) == len(X)
+    with torch.no_grad():
+        assert found.values.tolist() == [float(total(pg(X) + value)) for value in range(4)]
