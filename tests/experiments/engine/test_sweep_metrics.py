@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,7 @@ import xarray
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
+from graphpatch_notebook.errors import ExperimentWarning
 from tests.experiments.engine.loops import TOLERANCE, disagreement, looped, swept
 from tests.experiments.hooked import GPT2_OUTPUT
 from tests.integrations.offloaded import gpt2, llama
@@ -169,6 +173,40 @@ def test_metrics_that_refer_to_data_share_work(what: str) -> None:
     value = EVERYDAY[what]()
     check_remarks(lambda output: output.logits[:, -1, 3] + 0 * len(str(type(value))), [])
     assert what != "masked array" or value._fill_value is None  # it is as it was
+
+
+@pytest.mark.parametrize("cached", [functools.cache, functools.lru_cache, functools.lru_cache(maxsize=2)])
+def test_metrics_that_call_a_cached_function_share_work(cached: Callable[..., Any]) -> None:
+    token = cached(lambda word, *more: {"a": 3, "b": 4}[word])
+    check_remarks(lambda output: output.logits[:, -1, token("a")] - output.logits[:, -1, token("b", 1)], [])
+
+
+def test_metrics_that_depend_on_earlier_cells_warn() -> None:
+    """Without patches, neither the best number so far nor the words seen so far change."""
+    pg, best, words = PatchableGraph(gpt2(), input_ids=IDS), [math.inf], {}
+
+    def least(output: Any) -> float:
+        best[0] = min(best[0], output.logits[0, -1, 3].item())
+        return best[0]
+
+    def named(output: Any) -> Tensor:
+        words.setdefault(str(output.logits[0, -1].argmax()), "a word")
+        return output.logits[0, -1, 3]
+
+    def make(number: int) -> dict[str, Any]:
+        return {"lm_head.input": AddPatch(value=-float(number) * torch.sign(pg.lm_head.weight[3]))}
+
+    with torch.no_grad():
+        least(pg(IDS)), named(pg(IDS))
+    with pytest.warns(ExperimentWarning, match="another number for the same output") as warned:
+        pg.sweep({"cell": range(12)}, make, IDS, metric=least, progress=False)
+    assert len(warned) == 1
+    assert len(words) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not pg.sweep({"cell": range(12)}, make, IDS, metric=named, progress=False).attrs["remarks"]
+        assert len(words) > 1
+        pg.sweep({"cell": range(12)}, make, IDS, metric=least, batch=None, progress=False)
 
 
 def test_metrics_that_refer_to_what_cannot_be_read() -> None:
