@@ -409,19 +409,24 @@ def _run_without_patches(
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:
     """Returns the entries of each cell, by its number; raises one error that lists all problems of patch maps."""
     found: dict[int, list[Entry]] = {}
-    errors: list[tuple[Cell, PatchMapError]] = []
+    failing: dict[str, list[Cell]] = {}
+    kind = PatchMapError
     for cell in cells:
         entries = _entries_or_error(pg, cell)
         if isinstance(entries, PatchMapError):
-            errors.append((cell, entries))
+            failing.setdefault(str(entries), []).append(cell)
+            kind = UnknownPathError if isinstance(entries, UnknownPathError) else kind
         else:
             found[cell.number] = entries
-    if errors:
-        kind = UnknownPathError if any(isinstance(error, UnknownPathError) for _, error in errors) else PatchMapError
-        first = [f"{cell}: {error}" for cell, error in errors[:_MOST_SHOWN]]
-        more = [f"... and {len(errors) - _MOST_SHOWN} more cells"] if len(errors) > _MOST_SHOWN else []
-        raise kind("\n".join([*first, *more]))
+    if failing:
+        first = [f"{_first_of(those)}: {text}" for text, those in [*failing.items()][:_MOST_SHOWN]]
+        count = sum(map(len, [*failing.values()][_MOST_SHOWN:]))
+        raise kind("\n".join([*first, *([f"... and {count:,} more cells"] if count else [])]))
     return found
+
+
+def _first_of(cells: Sequence[Cell]) -> str:
+    return f"{cells[0]} and {len(cells) - 1:,} more cells" if len(cells) > 1 else str(cells[0])
 
 
 def _entries_or_error(pg: PatchableGraph, cell: Cell) -> list[Entry] | PatchMapError:
