@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -179,6 +180,44 @@ def test_metrics_that_refer_to_data_share_work(what: str) -> None:
 def test_metrics_that_call_a_cached_function_share_work(cached: Callable[..., Any]) -> None:
     token = cached(lambda word, *more: {"a": 3, "b": 4}[word])
     check_remarks(lambda output: output.logits[:, -1, token("a")] - output.logits[:, -1, token("b", 1)], [])
+
+
+@pytest.mark.parametrize("read", ["last", "all"])
+def test_patched_tokens_share_work(read: str) -> None:
+    """The key/value cache, which has no rows, is left out, as for other values."""
+    metric = (lambda output: output.logits[:, -1]) if read == "last" else lambda output: output.logits
+    pg = PatchableGraph(gpt2(), input_ids=IDS)
+    maps = [{"input_ids": ReplacePatch(value=n, slice=(slice(None), n % 7))} for n in range(12)]
+    found = swept(pg, maps, Call.of(input_ids=IDS), metric)
+    assert disagreement(looped(pg, maps, lambda: Call.of(input_ids=IDS), metric), found, TOLERANCE) is None
+    assert found.attrs["remarks"] == []
+
+
+def test_the_first_sweep_that_asks_for_hidden_states_shares_work() -> None:
+    """For these, transformers adds hooks in the first run."""
+    pg = PatchableGraph(gpt2(), input_ids=IDS)
+    maps = [{"transformer.h_1.mlp.output": AddPatch(value=float(number))} for number in range(12)]
+    found = swept(pg, maps, Call.of(IDS, output_hidden_states=True), lambda output: output.hidden_states[2])
+    expected = looped(pg, maps, lambda: Call.of(IDS, output_hidden_states=True), lambda output: output.hidden_states[2])
+    assert disagreement(expected, found, TOLERANCE) is None
+    assert found.attrs["remarks"] == []
+
+
+def test_remarks_say_why_outputs_have_no_rows() -> None:
+    model = gpt2()
+    model.set_attn_implementation("eager")
+    pg = PatchableGraph(model, input_ids=IDS)
+    maps = [{"transformer.h_1.mlp.output": AddPatch(value=float(number))} for number in range(12)]
+    for flags, why in [
+        ({"labels": IDS}, r"the output has a tensor of shape \(\) that is one for all rows"),
+        ({"use_cache": True}, "the output holds a DynamicCache, which has no rows; some models leave it out with use_"),
+        (
+            {"output_attentions": True},
+            r"the capture had no value like one of shape \(2, 4, 7, 7\), so which of its dim",
+        ),
+    ]:
+        found = swept(pg, maps, Call.of(IDS, **flags), lambda output: output.logits[:, -1, 3])
+        assert re.match(f"cells ran one by one(, each in full)?: {why}", found.attrs["remarks"][-1])
 
 
 def test_metrics_that_depend_on_earlier_cells_warn() -> None:
