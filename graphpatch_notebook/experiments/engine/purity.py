@@ -281,8 +281,9 @@ class _Dependence:
             return None
         change = self._change_by_run()
         is_random = isinstance(change, Change) and change.kind is ChangeKind.RANDOM
-        depends = (may_depend and change is not None) or (is_random and (self.draws or not is_all))
-        return f"make_patches may depend on what runs change: {change}" if depends else None
+        if (may_depend and change is not None) or (is_random and self.draws):
+            return f"make_patches may depend on what runs change: {change}"
+        return f"{change} in training mode; to have none, call pg.eval() first" if is_random and not is_all else None
 
     def check(self, *, draws: bool) -> bool:
         """Returns whether the model is unchanged, after several cells are made before any of them runs.

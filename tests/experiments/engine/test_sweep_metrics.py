@@ -193,6 +193,16 @@ def test_patched_tokens_share_work(read: str) -> None:
     assert found.attrs["remarks"] == []
 
 
+def test_a_sweep_in_training_mode_says_how_to_share_work() -> None:
+    pg = PatchableGraph(gpt2(), input_ids=IDS)
+    maps = [{"lm_head.input": AddPatch(value=float(number))} for number in range(12)]
+    for is_training in (True, False):
+        pg.train(is_training)
+        found = swept(pg, maps, Call.of(input_ids=IDS), lambda output: output.logits[:, -1, 3])
+        why = "the model draws random numbers (of torch) in training mode; to have none, call pg.eval() first"
+        assert found.attrs["remarks"] == [f"12 of 12 cells ran one by one, each in full: {why}"] * is_training
+
+
 def test_the_first_sweep_that_asks_for_hidden_states_shares_work() -> None:
     """For these, transformers adds hooks in the first run."""
     pg = PatchableGraph(gpt2(), input_ids=IDS)
