@@ -274,6 +274,17 @@ class ReferredValues:
         return []
 
     def _parts_of_function(self, function: FunctionType) -> Iterable[Any]:
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        if function.__dict__:
+            self._places.add(id(function))
+            yield from function.__dict__.values()
+        if _is_installed(str(function.__globals__.get("__name__", ""))):  # of a decorator: it may call the user's one
+            yield from function.__closure__ or ()
+        else:
+            yield from self._parts_of_code(function)
+
+    def _parts_of_code(self, function: FunctionType) -> Iterable[Any]:
         named, stored = names_in(function.__code__), names_of(function.__code__).written
         self._names.update(dict.fromkeys(named))
         self._stored |= stored
@@ -292,11 +303,6 @@ class ReferredValues:
                 self._leave_out(f"what {name}() does")
             elif name in _FILES and self._has_files:
                 self._leave_out("files")
-        yield from function.__defaults__ or ()
-        yield from (function.__kwdefaults__ or {}).values()
-        if function.__dict__:
-            self._places.add(id(function))
-            yield from function.__dict__.values()
 
     def _parts_of_generator(self, value: Any) -> Iterable[Any]:
         if not isinstance(value, Iterator):

@@ -230,6 +230,25 @@ def test_remarks_say_why_outputs_have_no_rows() -> None:
         assert re.match(f"cells ran one by one(, each in full)?: {why}", found.attrs["remarks"][-1])
 
 
+def test_compiled_metrics_share_work_once_they_are_compiled() -> None:
+    """What the code of a decorator of a library refers to does not count; what it calls does."""
+    calls: list[int] = []
+
+    @torch.compile(backend="eager")
+    def compiled(output: Any) -> Tensor:
+        return output.logits[:, -1, 3]
+
+    @torch.compile(backend="eager")
+    def counting(output: Any) -> Tensor:
+        calls.append(1)
+        return output.logits[:, -1, 3]
+
+    compiled(gpt2()(IDS)), counting(gpt2()(IDS))
+    check_remarks(compiled, [])
+    changes = "the metric, or the model, changes what the metric refers to when it is called"
+    check_remarks(counting, [f"cells ran one by one, each in full: {changes}"])
+
+
 def test_metrics_that_depend_on_earlier_cells_warn() -> None:
     """Without patches, neither the best number so far nor the words seen so far change."""
     pg, best, words = PatchableGraph(gpt2(), input_ids=IDS), [math.inf], {}
