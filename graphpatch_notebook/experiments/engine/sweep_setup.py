@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import all_modules
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import Change, ChangeKind, ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import FUSED_MODULES, NEVER, has_hooks, innermost, own_tensors
 from graphpatch_notebook.experiments.engine.batching import Batching, batching_of, most_cells
@@ -193,7 +193,8 @@ def _setup_after_clean_run(
         state.restore()
         is_asked_again = memory is None or setup.is_trimmed
         baseline = request.baseline(pg) if is_asked_again else setup.baseline
-        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or memory}")
+        is_random = isinstance(reason, Change) and reason.kind is ChangeKind.RANDOM
+        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or memory}{', or the metric does' * is_random}")
     if may_share:
         try:
             return setup._with_batch(targets)
