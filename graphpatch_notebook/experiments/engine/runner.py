@@ -160,16 +160,23 @@ class CellRunner:
                     self._setup = self._setup.remarked(remark)
             return [self._result(number, patches, is_whole=False) for number, patches in cells]
 
-    def check_order(self) -> None:
+    def check_order(self, cell: Cell, result: CellResult | None) -> None:
         """Warns if the metric depends on what it was given before, after cells have shared forwards in another order.
 
         That it changes something need not be seen without patches, as of the best number so far, and need not matter.
+
+        Args:
+            cell: The cell that ran first.
+            result: Its result; `None` if it did not run.
         """
         setup, before = self._setup, self._metric_before
-        if setup.batching is None or before is None or before.has_same_marks(ReferredValues(setup.request.metric)):
+        if before is None or before.has_same_marks(ReferredValues(setup.request.metric)):
             return
+        now = self.run_whole(cell.number, cell.patches).measurement
+        earlier = now if result is None else result.measurement
+        is_same = now is None or earlier is None or now.is_close(earlier)
         with torch.inference_mode(False), torch.no_grad(), setup.pg.patch({}).quiet():
-            is_same = setup.request.baseline(setup.pg).is_close(setup.baseline)
+            is_same = is_same and setup.request.baseline(setup.pg).is_close(setup.baseline)
         if not is_same:
             self._setup = setup.remarked(_DEPENDS_ON_ORDER)
             warn_each_time(_DEPENDS_ON_ORDER, ExperimentWarning)

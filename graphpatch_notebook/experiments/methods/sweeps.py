@@ -128,7 +128,8 @@ def _run_in_order(
 ) -> None:
     """Runs chunks of cells that may share work, and then those that run alone, in this process."""
     run_here(runner, [*remaining(shared, ledger.results)], ledger)
-    runner.check_order()
+    if shared:
+        runner.check_order(shared[0][0], ledger.results.get(shared[0][0].number))
     run_here(runner, [*remaining(alone, ledger.results)], ledger)
 
 

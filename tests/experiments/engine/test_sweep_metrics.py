@@ -250,12 +250,21 @@ def test_compiled_metrics_share_work_once_they_are_compiled() -> None:
 
 
 def test_metrics_that_depend_on_earlier_cells_warn() -> None:
-    """Without patches, neither the best number so far nor the words seen so far change."""
+    """Without patches, neither the best number so far, nor the words seen so far, nor the count of others change."""
     pg, best, words = PatchableGraph(gpt2(), input_ids=IDS), [math.inf], {}
+    with torch.no_grad():
+        usual = pg(IDS).logits[0, -1, 3].item()
+    others: list[float] = []
 
     def least(output: Any) -> float:
         best[0] = min(best[0], output.logits[0, -1, 3].item())
         return best[0]
+
+    def counted(output: Any) -> float:
+        if (value := output.logits[0, -1, 3].item()) < usual - 0.01:
+            others.append(value)
+            value += len(others)
+        return value
 
     def named(output: Any) -> Tensor:
         words.setdefault(str(output.logits[0, -1].argmax()), "a word")
@@ -266,9 +275,10 @@ def test_metrics_that_depend_on_earlier_cells_warn() -> None:
 
     with torch.no_grad():
         least(pg(IDS)), named(pg(IDS))
-    with pytest.warns(ExperimentWarning, match="another number for the same output") as warned:
-        pg.sweep({"cell": range(12)}, make, IDS, metric=least, progress=False)
-    assert len(warned) == 1
+    for metric in (least, counted):
+        with pytest.warns(ExperimentWarning, match="another number for the same output") as warned:
+            pg.sweep({"cell": range(1, 13)}, make, IDS, metric=metric, progress=False)
+        assert len(warned) == 1
     assert len(words) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
