@@ -245,6 +245,12 @@ class Change:
     before: Any = ABSENT
     after: Any = ABSENT
 
+    @property
+    def is_inert(self) -> bool:
+        """Whether it is a new hook that is inert, or a note that there are some (transformers adds both)."""
+        is_hook = callable(self.after) and self.before is ABSENT and is_inert(self.after)
+        return self.kind is ChangeKind.HOOK and (is_hook or self.after is True)
+
     def __str__(self) -> str:
         if self.kind is ChangeKind.RANDOM:
             return f"the model draws random numbers (of {self.name})"
@@ -314,11 +320,11 @@ class ModuleState:
     # -- compare
 
     def change(self, *, besides: Iterable[str] = ()) -> Change | None:
-        """Returns the first change since the snapshot; `None` if nothing changed.
+        """Returns the first change since the snapshot; `None` if nothing changed, besides new hooks that are inert.
 
         Random generators are ignored if their owner is in `besides`: `"torch"`, `"Python"`, `"numpy"`, `"own"`.
         """
-        found = self._changes(_EVERYWHERE, has_contents=True)
+        found = (change for change in self._changes(_EVERYWHERE, has_contents=True) if not change.is_inert)
         changes = itertools.chain(self._random_changes(besides), found, self._outer_changes())
         with without_torch_functions():
             return next(changes, None)

@@ -342,6 +342,10 @@ def drawn(draw: Callable[[], float]) -> Channel:
     return lambda _: draw(), draw
 
 
+def make_zero() -> dict[str, float]:
+    return {"value": 0.0}
+
+
 def channels() -> dict[str, Channel]:
     """Returns new channels, by name."""
     box, data = Box(), pd.DataFrame({"value": [0.0, 1.0]})
@@ -350,6 +354,7 @@ def channels() -> dict[str, Channel]:
     array_kept, tensor = np.zeros(1).view(type("Kept", (np.ndarray,), {})), torch.zeros(1)
     own, folder = random.Random(0), Path(tempfile.mkdtemp())
     functions: list[Any] = [*items([0.0], 0)]
+    cached, cached_by = functools.cache(make_zero), functools.lru_cache(lambda key: make_zero())
     return {
         "dict": items({"value": 0.0}, "value"),
         "large list": items([0.0] * 2000, -1),
@@ -392,6 +397,9 @@ def channels() -> dict[str, Channel]:
         "value of C": stored(ctypes.c_double(0.0)),
         "local of a thread": stored(threading.local()),
         "data frame": (lambda value: data.at.__setitem__((0, "value"), value), lambda: float(data.at[0, "value"])),
+        "cached result": (lambda value: cached().update(value=value), lambda: cached()["value"]),
+        "result of many": (lambda value: cached_by("a").update(value=value), lambda: cached_by("a")["value"]),
+        "attribute of a cached function": stored(functools.cache(make_zero)),
         "code": (eval("lambda value: kept.append(value)", {"kept": appended}), lambda: appended[-1]),
         "generator of Python": drawn(own.random),
         "generator of numpy": drawn(np.random.RandomState(0).rand),

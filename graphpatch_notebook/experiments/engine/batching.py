@@ -174,6 +174,7 @@ RowLayouts: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, BatchR
 """The rows in the output, in frame results and in patched values, and why some patched values have none."""
 
 _SHARED = "its value is one for all rows"
+_ONE_FOR_ALL = "the output has a tensor of shape {} that is one for all rows"
 _UNREACHED = "the model does not reach it on these inputs"
 
 
@@ -248,8 +249,14 @@ def batching_of(
     layout = row_inputs(inputs)
     tokens, device = _size(inputs)
     most = most_cells(inputs, batch)
-    if any(not isinstance(leaf, (Tensor, *IMMUTABLE)) for leaf in leaves_of(clean.output)):
-        raise RowsError("the output holds an object that has no rows")
+    for leaf in leaves_of(clean.output):
+        if not isinstance(leaf, (Tensor, *IMMUTABLE)):
+            kind = type(leaf).__name__
+            raise RowsError(
+                f"the output holds a {kind}, which has no rows; some models leave it out with use_cache=False"
+            )
+        if isinstance(leaf, Tensor) and leaf.dim() == 0:
+            raise RowsError(_ONE_FOR_ALL.format(()))
     instead = substitutes(clean.tree, most)
     if instead and batch == "auto":
         most = rows_at_once(tokens, device, is_sparse=True)
@@ -335,7 +342,7 @@ def _looked_up(pg: PatchableGraph, clean: CleanRun, targets: Sequence[Target]) -
     output = _layout(known, clean.output, root.output_node.spec)
     for leaf, place in zip(leaves_of(clean.output), output, strict=True):
         if place is not None and place.dim is None and leaf.numel() > 0:
-            raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} that is one for all rows")
+            raise RowsError(_ONE_FOR_ALL.format(tuple(leaf.shape)))
     frames = _captured_frames(clean.tree.root, root)
     layouts = {}
     for node in _kept(clean):
@@ -387,7 +394,10 @@ def _layout(known: Dimensions, value: Any, spec: ValueSpec | None) -> Layout:
 
 def _rows(known: Dimensions, value: Tensor, spec: ValueSpec | None) -> BatchRows:
     if not isinstance(spec, TensorSpec) or len(spec.shape) != value.dim():
-        raise RowsError(f"a value of shape {tuple(value.shape)} was not captured like that")
+        raise RowsError(
+            f"the capture had no value like one of shape {tuple(value.shape)}, so which of its dimensions is the batch "
+            "is not known; make the PatchableGraph with inputs and flags like those of the sweep"
+        )
     try:
         dim = known.batch_dim(spec)
     except NoBatchError as problem:

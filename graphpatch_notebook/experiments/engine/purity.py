@@ -281,8 +281,9 @@ class _Dependence:
             return None
         change = self._change_by_run()
         is_random = isinstance(change, Change) and change.kind is ChangeKind.RANDOM
-        depends = (may_depend and change is not None) or (is_random and (self.draws or not is_all))
-        return f"make_patches may depend on what runs change: {change}" if depends else None
+        if (may_depend and change is not None) or (is_random and self.draws):
+            return f"make_patches may depend on what runs change: {change}"
+        return f"{change} in training mode; to have none, call pg.eval() first" if is_random and not is_all else None
 
     def check(self, *, draws: bool) -> bool:
         """Returns whether the model is unchanged, after several cells are made before any of them runs.
@@ -409,19 +410,24 @@ def _run_without_patches(
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:
     """Returns the entries of each cell, by its number; raises one error that lists all problems of patch maps."""
     found: dict[int, list[Entry]] = {}
-    errors: list[tuple[Cell, PatchMapError]] = []
+    failing: dict[str, list[Cell]] = {}
+    kind = PatchMapError
     for cell in cells:
         entries = _entries_or_error(pg, cell)
         if isinstance(entries, PatchMapError):
-            errors.append((cell, entries))
+            failing.setdefault(str(entries), []).append(cell)
+            kind = UnknownPathError if isinstance(entries, UnknownPathError) else kind
         else:
             found[cell.number] = entries
-    if errors:
-        kind = UnknownPathError if any(isinstance(error, UnknownPathError) for _, error in errors) else PatchMapError
-        first = [f"{cell}: {error}" for cell, error in errors[:_MOST_SHOWN]]
-        more = [f"... and {len(errors) - _MOST_SHOWN} more cells"] if len(errors) > _MOST_SHOWN else []
-        raise kind("\n".join([*first, *more]))
+    if failing:
+        first = [f"{_first_of(those)}: {text}" for text, those in [*failing.items()][:_MOST_SHOWN]]
+        count = sum(map(len, [*failing.values()][_MOST_SHOWN:]))
+        raise kind("\n".join([*first, *([f"... and {count:,} more cells"] if count else [])]))
     return found
+
+
+def _first_of(cells: Sequence[Cell]) -> str:
+    return f"{cells[0]} and {len(cells) - 1:,} more cells" if len(cells) > 1 else str(cells[0])
 
 
 def _entries_or_error(pg: PatchableGraph, cell: Cell) -> list[Entry] | PatchMapError:

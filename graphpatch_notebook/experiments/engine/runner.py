@@ -27,7 +27,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import SHARED, ModuleState
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import (
     Entry,
     FrameNode,
@@ -55,11 +55,17 @@ from graphpatch_notebook.experiments.engine.rows import (
     repeated_inputs,
     taken,
 )
+from graphpatch_notebook.experiments.engine.side_effects import ReferredValues
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest, SweepSetup, sweep_setup
 from graphpatch_notebook.experiments.engine.trimming import ReadElsewhereError, is_part, paired, watched_metric
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
+from graphpatch_notebook.warning_places import warn_each_time
 
+_DEPENDS_ON_ORDER = (
+    "the metric gives another number for the same output than before the cells ran: it depends on what it was given "
+    "before, and cells that share forwards run in another order than in the loop; reset it, and use batch=None"
+)
 _READS_OTHERS = "the metric reads other positions for some of them than without patches"
 
 
@@ -86,6 +92,7 @@ class CellRunner:
         baseline: Measurement | None = None,
     ) -> None:
         self._known_entries: dict[int, tuple[PatchMap, list[Entry]]] = {}
+        self._metric_before: ReferredValues | None = None
         with torch.inference_mode(False), torch.set_grad_enabled(request.backward):
             self._follow(sweep_setup(pg, request, look, baseline))
 
@@ -122,6 +129,7 @@ class CellRunner:
             self._setup = self._setup.remarked(
                 f"{len(problems):,} of {len(cells):,} cells ran one by one: {problems[first]} (first {cells[first]})"
             )
+        self._metric_before = ReferredValues(self._setup.request.metric)
         fitting = [number for number in range(len(cells)) if number not in problems]
         cuts = [clean.first_of(entry.target.path for entry in entries[number]) for number in fitting]
         groups = chunked(cuts, batching.cost, batching.most, batching.overhead)
@@ -151,6 +159,27 @@ class CellRunner:
                     remark = f"some cells ran one by one: together they raised {type(error).__name__}"
                     self._setup = self._setup.remarked(remark)
             return [self._result(number, patches, is_whole=False) for number, patches in cells]
+
+    def check_order(self, cell: Cell, result: CellResult | None) -> None:
+        """Warns if the metric depends on what it was given before, after cells have shared forwards in another order.
+
+        That it changes something need not be seen without patches, as of the best number so far, and need not matter.
+
+        Args:
+            cell: The cell that ran first.
+            result: Its result; `None` if it did not run.
+        """
+        setup, before = self._setup, self._metric_before
+        if before is None or before.has_same_marks(ReferredValues(setup.request.metric)):
+            return
+        now = self.run_whole(cell.number, cell.patches).measurement
+        earlier = now if result is None else result.measurement
+        is_same = now is None or earlier is None or now.is_close(earlier)
+        with torch.inference_mode(False), torch.no_grad(), setup.pg.patch({}).quiet():
+            is_same = is_same and setup.request.baseline(setup.pg).is_close(setup.baseline)
+        if not is_same:
+            self._setup = setup.remarked(_DEPENDS_ON_ORDER)
+            warn_each_time(_DEPENDS_ON_ORDER, ExperimentWarning)
 
     @property
     def clean(self) -> CleanRun | None:

@@ -73,6 +73,7 @@ _NUMBERS = (float, complex, np.generic)  # which may be NaN
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _BUILTIN = frozenset(_CONTAINERS)
 _VIEWS = (*map(type, ({}.keys(), {}.values(), {}.items())), MappingProxyType)
+_CACHED = type(functools.cache(math.sqrt))
 _REFERRING = (*_VIEWS, property, staticmethod, classmethod, partial, CellType)  # which hold nothing else
 _BOUND = (BuiltinFunctionType, MethodWrapperType)
 _CODE = (FunctionType, BuiltinFunctionType, type, ModuleType)
@@ -235,6 +236,8 @@ class ReferredValues:
             return [value() if kind is weakref.ref else value.get(ABSENT)]
         if isinstance(value, _REFERRING):
             return gc.get_referents(value)
+        if kind is _CACHED:
+            return _parts_of_cached(value)
         if is_own_generator(value):
             return self._parts_of_generator(value)
         own = [*slots_of(value).values(), *getattr(value, "__dict__", {}).values(), *_own_classes(kind)]
@@ -271,6 +274,17 @@ class ReferredValues:
         return []
 
     def _parts_of_function(self, function: FunctionType) -> Iterable[Any]:
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        if function.__dict__:
+            self._places.add(id(function))
+            yield from function.__dict__.values()
+        if _is_installed(str(function.__globals__.get("__name__", ""))):  # of a decorator: it may call the user's one
+            yield from function.__closure__ or ()
+        else:
+            yield from self._parts_of_code(function)
+
+    def _parts_of_code(self, function: FunctionType) -> Iterable[Any]:
         named, stored = names_in(function.__code__), names_of(function.__code__).written
         self._names.update(dict.fromkeys(named))
         self._stored |= stored
@@ -289,11 +303,6 @@ class ReferredValues:
                 self._leave_out(f"what {name}() does")
             elif name in _FILES and self._has_files:
                 self._leave_out("files")
-        yield from function.__defaults__ or ()
-        yield from (function.__kwdefaults__ or {}).values()
-        if function.__dict__:
-            self._places.add(id(function))
-            yield from function.__dict__.values()
 
     def _parts_of_generator(self, value: Any) -> Iterable[Any]:
         if not isinstance(value, Iterator):
@@ -357,6 +366,26 @@ def _is_installed(name: str) -> bool:
         return True
     places = [getattr(sys.modules.get(root), "__file__", None) or "", *getattr(sys.modules.get(root), "__path__", ())]
     return any("site-packages" in place or "dist-packages" in place for place in places)
+
+
+def _parts_of_cached(function: Any) -> list[Any]:
+    """Returns what a function of `functools.cache` refers to.
+
+    Of the results that it keeps, these are those that may change. That it keeps more of them changes nothing: the
+    function that it calls is read, too.
+    """
+    parts = gc.get_referents(function)
+    kept: Any = [part for part in parts if type(part) is dict and part is not function.__dict__][-1]  # after results
+    if function.cache_parameters()["maxsize"] is None:
+        parts += kept.values()
+    return [part for part in parts if part is not kept and not _is_fixed(part)]
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether it is known that neither a value nor anything in it changes."""
+    if type(value) is tuple:
+        return all(map(_is_fixed, value))
+    return type(value) in _PLAIN or isinstance(value, _NUMBERS) or _is_closed(value)
 
 
 def _own_classes(kind: type) -> list[type]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import all_modules
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import Change, ChangeKind, ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import FUSED_MODULES, NEVER, has_hooks, innermost, own_tensors
 from graphpatch_notebook.experiments.engine.batching import Batching, batching_of, most_cells
@@ -195,7 +195,8 @@ def _setup_after_clean_run(
         state.restore()
         is_asked_again = memory is None or setup.is_trimmed
         baseline = request.baseline(pg) if is_asked_again else setup.baseline
-        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or memory}")
+        is_random = isinstance(reason, Change) and reason.kind is ChangeKind.RANDOM
+        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or memory}{', or the metric does' * is_random}")
     if may_share:
         try:
             return setup._with_batch(targets)
@@ -253,7 +254,7 @@ def _trimmed(
     for extra in extras if may_share or not (is_fused or request.backward) else []:
         given = replace(inputs, kwargs={**inputs.kwargs, **extra})
         clean = run(given)
-        if not all(map(_is_far_from_inputs, clean.marks.values())):
+        if not all(_may_skip_cache(target, clean.marks[target.path]) for target in targets):
             continue
         if keeps_last := "logits_to_keep" in extra:
             value = last_position_value(metric, own_tensors(clean.output))
@@ -281,9 +282,15 @@ def _trimmed(
     return SweepSetup(pg, request, inputs, baseline, replace(clean, returned=None), replays=not is_fused)
 
 
-def _is_far_from_inputs(mark: Mark) -> bool:
-    """Whether a patched value occurred, and is not a mask or position, which may depend on the cache."""
-    return mark.occurred != NEVER and isinstance(mark.value, Tensor) and mark.value.is_floating_point()
+def _may_skip_cache(target: Target, mark: Mark) -> bool:
+    """Whether a patched value occurred, and is not a mask or position, which may depend on the cache.
+
+    The first input of the model, such as its tokens, is neither.
+    """
+    if mark.occurred == NEVER or not isinstance(mark.value, Tensor):
+        return False
+    is_first = target.frame.parent is None and target.node.name == target.frame.parameters[0].name
+    return mark.value.is_floating_point() or is_first
 
 
 def _gives(metric: Callable[[Any], Any], output: Any, expected: Measurement) -> bool:

@@ -93,9 +93,8 @@ def run_sweep(
         own = identity(values, checkpoint_key, metric, runner.baseline, inputs, pg, made.made)
         file, results = _opened(checkpoint, own, cells, pg)
     shared, alone = runner.chunks(made.shared, made.entries), [[cell] for cell in made.alone]
-    chunks = list(remaining([*shared, *alone] if executor is None else [*alone, *shared], results))
     dispatch = None
-    if executor is not None and chunks:
+    if executor is not None and (chunks := list(remaining([*alone, *shared], results))):
         work = SweepWork(request, Reference.of(pg, inputs, runner.baseline))
         task = task_maker(executor, recipe, pg, work, [("the metric", metric), ("what the model runs on", inputs)])
         dispatch = Dispatch(executor, task, lambda cells, ledger: run_here(runner, [cells], ledger))
@@ -103,7 +102,7 @@ def run_sweep(
     def run(shown: Progress) -> None:
         ledger = Ledger(runner.baseline, file, shown, results)
         if dispatch is None:
-            run_here(runner, chunks, ledger)
+            _run_in_order(runner, shared, alone, ledger)
         else:
             dispatched = Dispatched(runner, chunks, ledger, lambda cells: task(cells, 0))
             deque(dispatch.run(dispatched, ledger, dispatched.may_begin), maxlen=0)
@@ -122,6 +121,16 @@ def run_sweep(
     if not (is_whole and is_finished):
         raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
     return result
+
+
+def _run_in_order(
+    runner: CellRunner, shared: Sequence[list[Cell]], alone: Sequence[list[Cell]], ledger: Ledger
+) -> None:
+    """Runs chunks of cells that may share work, and then those that run alone, in this process."""
+    run_here(runner, [*remaining(shared, ledger.results)], ledger)
+    if shared:
+        runner.check_order(shared[0][0], ledger.results.get(shared[0][0].number))
+    run_here(runner, [*remaining(alone, ledger.results)], ledger)
 
 
 def _warn_of_draws(made: MadeCells, runner: CellRunner) -> None:

@@ -259,6 +259,16 @@ def test_values_with_gradients_that_are_written_into_are_refused(model: nn.Modul
         pg.sweep({"cell": range(5)}, make, X, metric=torch.sum, backward=True, progress=False)
 
 
+def test_cells_with_the_same_problem_are_named_once(model: nn.Module) -> None:
+    def make(layer: str, number: int) -> dict[str, Any]:
+        return {f"{layer}.output": ZeroPatch(slice=(slice(None), number))}
+
+    with pytest.raises(UnknownPathError) as raised:
+        PatchableGraph(model, X).sweep({"layer": ["a", "z", "y"], "number": range(3)}, make, X, metric=torch.sum)
+    lines = str(raised.value).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"layer={n!r}, number=0 and 2 more cells" for n in "zy"]
+
+
 def test_all_unknown_paths_are_in_one_error_before_anything_runs(model: nn.Module) -> None:
     runs: list[int] = []
     pg = PatchableGraph(model, X)
