@@ -128,8 +128,8 @@ class Cells:
         combinations = enumerate(itertools.product(*axes.values()))
         self.unmade = [Cell(number, dict(zip(axes, values, strict=True)), {}) for number, values in combinations]
 
-    def made(self, number: int) -> Cell:
-        """Returns a cell with its patch map, as `make_patches` returns it.
+    def made(self, number: int) -> PatchMap:
+        """Returns the patch map of a cell, as `make_patches` returns it.
 
         Raises:
             ExperimentError: `make_patches` did not return a dict.
@@ -143,4 +143,4 @@ class Cells:
             raise
         if not isinstance(patches, Mapping):
             raise ExperimentError(f"make_patches gave {type(patches).__name__} for {cell}; give a patch map, a dict")
-        return Cell(number, cell.labels, patches)
+        return patches

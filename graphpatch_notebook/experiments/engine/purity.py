@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +78,8 @@ class PrivateCopies:
         if type(patch_map) is not dict:
             raise ImpureError(f"a patch map is a {type(patch_map).__name__}, not a dict")
         copied = PurePatches()
-        # Once for all patches: entering a mode takes longer than copying a patch.
-        with torch.inference_mode(False):
+        # Once for all patches, if at all: entering a mode takes longer than copying a patch.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             for path, given in patch_map.items():
                 is_one = type(given) not in (list, tuple)
                 copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
@@ -332,7 +333,7 @@ class _Dependence:
     @property
     def draws(self) -> bool:
         """Whether random numbers were drawn from the shared generators."""
-        return any(map(self._making.may_draw, self._random.differing(SharedRandomState())))
+        return any(map(self._making.may_draw, self._random.changed()))
 
     @property
     def _is_model_changed(self) -> bool:
@@ -365,9 +366,10 @@ def made_cells(
     made: list[Cell] = []
     impure: list[tuple[Cell, ReferredValues]] = []
     while len(made) < count and (is_all or why is None):
-        cell = cells.made(len(made))
-        dependence.look_at_values(is_full=cell.number in (0, count - 1))
-        if cell.number == 0 and count > 1 and (is_all or reason is None):
+        number = len(made)
+        patches = cells.made(number)
+        dependence.look_at_values(is_full=number in (0, count - 1))
+        if number == 0 and count > 1 and (is_all or reason is None):
             why_ordered = dependence.why_in_order(is_all=is_all)
             if why_ordered is not None and is_all:
                 raise ExperimentError(f"{why_ordered}; but {_ALL_FIRST}")
@@ -375,12 +377,12 @@ def made_cells(
         try:
             if reason is not None:
                 raise ImpureError(reason)
-            cell = Cell(cell.number, cell.labels, copies.of(cell.patches))
+            patches = copies.of(patches)
         except ImpureError as impurity:
             why = why or str(impurity)
-            if is_all:
-                impure.append((cell, ReferredValues(cell.patches)))
-        made.append(cell)
+        made.append(Cell(number, cells.unmade[number].labels, patches))
+        if is_all and not isinstance(patches, PurePatches):
+            impure.append((made[-1], ReferredValues(patches)))
     copies.check_given()
     dependence.check_patches(impure)
     draws, later = dependence.draws, range(len(made), count)

@@ -204,10 +204,10 @@ def _warned_of(file: Checkpoint, cells: Sequence[Cell]) -> dict[int, CellResult]
 
 def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:
     try:
-        cell = cells.made(number)
+        patches = cells.made(number)
     except Exception as error:
         return CellResult(number, None, f"{type(error).__name__}: {error} (raised by make_patches)")
-    return runner.run_whole(number, cell.patches)
+    return runner.run_whole(number, patches)
 
 
 def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_shown: bool) -> bool:
