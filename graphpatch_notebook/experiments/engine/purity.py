@@ -93,14 +93,13 @@ class PrivateCopies:
             raise ImpureError(f"a {kind.__name__} has an attribute of its own")
         copied: Patch[Any] = object.__new__(kind)
         held = copied.__dict__
-        held.update(patch.__dict__)
-        for name in [name for name, value in held.items() if type(value) not in _PLAIN]:
-            held[name] = self._value(held[name])
+        for name, value in patch.__dict__.items():
+            held[name] = value if type(value) in _PLAIN else self._value(value)
         return copied
 
     def _value(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, np.generic):
+        if kind in _PLAIN:
             return value
         if kind in _TENSORS and value.layout is torch.strided:
             return self._tensor(value)
@@ -109,6 +108,8 @@ class PrivateCopies:
         if kind is slice:
             parts = (value.start, value.stop, value.step)
             return value if _PLAIN.issuperset(map(type, parts)) else slice(*map(self._value, parts))
+        if isinstance(value, np.generic):
+            return value
         if kind is np.ndarray and value.dtype != object:
             return value.copy()
         raise ImpureError(f"a patch holds an object of type {kind.__name__}")
