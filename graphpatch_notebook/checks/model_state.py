@@ -159,7 +159,7 @@ def _are_equal(states: list[Tensor], others: list[Tensor]) -> bool:
 def _is_state_of_numpy(state: Any) -> bool:
     """Whether numpy's generator has this state: by its memory, if possible, since asking takes 50 times longer."""
     kind, words, position, has_gauss, *_ = state
-    bits = sys.modules["numpy"].random.mtrand._rand._bit_generator
+    bits: Any = getattr(sys.modules["numpy"].random, "get_bit_generator", object)()  # since numpy 1.24
     # The second one of two normal numbers is kept elsewhere.
     if type(bits).__name__ == kind == "MT19937" and not has_gauss:
         expected = words.tobytes() + position.to_bytes(4, sys.byteorder)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution import Entry
-from graphpatch_notebook.experiments.engine.cells import Cell, Cells
+from graphpatch_notebook.experiments.engine.cells import Cell, Cells, patches_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
@@ -78,11 +77,9 @@ class PrivateCopies:
         if type(patch_map) is not dict:
             raise ImpureError(f"a patch map is a {type(patch_map).__name__}, not a dict")
         copied = PurePatches()
-        # Once for all patches, if at all: entering a mode takes longer than copying a patch.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            for path, given in patch_map.items():
-                is_one = type(given) not in (list, tuple)
-                copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
+        for path, given in patch_map.items():
+            is_one = type(given) not in (list, tuple)
+            copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
         return copied
 
     def _patch(self, patch: Any) -> Patch[Any]:
@@ -115,7 +112,11 @@ class PrivateCopies:
         raise ImpureError(f"a patch holds an object of type {kind.__name__}")
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        clone = (tensor.detach() if tensor.requires_grad else tensor).clone()
+        given = tensor.detach() if tensor.requires_grad else tensor
+        clone = given.clone()
+        if clone.is_inference():  # of such a tensor, torch does not count the writes
+            with torch.inference_mode(False):
+                clone = given.clone()
         if self._keeps_gradients and tensor.requires_grad:
             self._given.append((tensor, clone))
             return tensor
@@ -323,7 +324,7 @@ class _Dependence:
             ExperimentError: They do not, or one may do so.
         """
         for cell, refers in impure:
-            if any(self._making.may_read_probe(patch) for patch in cell.all_patches):
+            if any(self._making.may_read_probe(patch) for patch in patches_in(cell.patches)):
                 what = f"reads what a probe of an earlier cell ({cell}) keeps: make one in each cell"
             elif not refers.has_same_marks(ReferredValues(cell.patches)):
                 what = f"changes what the patches of an earlier cell ({cell}) refer to"

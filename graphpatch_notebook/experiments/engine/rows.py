@@ -58,7 +58,8 @@ class BatchRows:
         # Autograd refuses writes into views that one call made together.
         if self.dim is None or not self.size or torch.is_grad_enabled():
             return [self.taken(value, number) for number in range(first, end)]
-        return value.narrow(self.dim, first * self.size, (end - first) * self.size).split(self.size, self.dim)
+        own = value.narrow(self.dim, first * self.size, (end - first) * self.size)
+        return own.split(self.size, self.dim)  # type: ignore[no-any-return]
 
 
 Layout = tuple[BatchRows | None, ...]
