@@ -415,21 +415,13 @@ def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]
     found: dict[int, list[Entry]] = {}
     errors: list[tuple[Cell, PatchMapError]] = []
     for cell in cells:
-        entries = _entries_or_error(pg, cell)
-        if isinstance(entries, PatchMapError):
-            errors.append((cell, entries))
-        else:
-            found[cell.number] = entries
+        try:
+            found[cell.number] = captured(pg).entries_of(cell.patches)
+        except PatchMapError as error:  # noqa: PERF203  # one error tells of all cells
+            errors.append((cell, error))
     if errors:
         kind = UnknownPathError if any(isinstance(error, UnknownPathError) for _, error in errors) else PatchMapError
         first = [f"{cell}: {error}" for cell, error in errors[:_MOST_SHOWN]]
         more = [f"... and {len(errors) - _MOST_SHOWN} more cells"] if len(errors) > _MOST_SHOWN else []
         raise kind("\n".join([*first, *more]))
     return found
-
-
-def _entries_or_error(pg: PatchableGraph, cell: Cell) -> list[Entry] | PatchMapError:
-    try:
-        return captured(pg).entries_of(cell.patches)
-    except PatchMapError as error:
-        return error
