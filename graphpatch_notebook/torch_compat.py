@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import CodeType, FunctionType
@@ -110,12 +111,17 @@ def fully_shards_parts(module: torch.nn.Module) -> bool:
     return any(each is not None for each in getattr(flat, "_param_extensions", None) or ())
 
 
-@functools.lru_cache(maxsize=1024)  # each frame of a capture calls this; `fully_shard` makes a new class
+_fully_sharded: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+"""Each frame of a capture asks; `fully_shard` and parametrizations make new classes, which know their modules."""
+
+
 def _is_fully_sharded(kind: type) -> bool:
-    homes = map(sys.modules.get, ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"))
-    names = ("FSDPModule", "FullyShardedDataParallel")
-    found = (getattr(home, name, None) for home in homes for name in names)
-    return issubclass(kind, tuple(wrapper for wrapper in found if wrapper is not None))
+    if kind not in _fully_sharded:
+        homes = map(sys.modules.get, ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"))
+        names = ("FSDPModule", "FullyShardedDataParallel")
+        found = (getattr(home, name, None) for home in homes for name in names)
+        _fully_sharded[kind] = issubclass(kind, tuple(wrapper for wrapper in found if wrapper is not None))
+    return _fully_sharded[kind]
 
 
 def has_global_hooks() -> bool:

@@ -206,8 +206,16 @@ def children(value: Any) -> list[tuple[Key, Any]] | None:
         # An int key of a dict would read like a position: only text keys can be dug into by name.
         return [(k if isinstance(k, str) else _DictKey(k), v) for k, v in value.items()]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(name, getattr(value, name)) for name in _fields(type(value)) if hasattr(value, name)]
+        return [(name, found) for name in _fields(type(value)) if (found := _readable(value, name)) is not ABSENT]
     return None
+
+
+def _readable(value: Any, name: str) -> Any:
+    """Returns an attribute; `ABSENT` if there is none, or if the class refuses it, as configs of transformers may."""
+    try:
+        return getattr(value, name)
+    except Exception:
+        return ABSENT
 
 
 @functools.lru_cache(maxsize=1024)

@@ -18,6 +18,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -337,11 +338,7 @@ def outer_values_of(modules: Iterable[Module], held: Iterable[Any]) -> list[tupl
     """
     forwards: list[tuple[Any, type]] = []
     kinds: set[type] = set()
-    held = list(held)
-    # A result that is kept must not keep a model alive: by methods of its modules, or in closures.
-    is_kept = all(type(function) is types.FunctionType and not function.__closure__ for function in held)
     for module in modules:
-        is_kept = is_kept and "forward" not in module.__dict__
         if (kind := type(module)) not in kinds or "forward" in module.__dict__:
             kinds.add(kind)
             forwards.append((original_forward(module), kind))
@@ -352,14 +349,23 @@ def outer_values_of(modules: Iterable[Module], held: Iterable[Any]) -> list[tupl
         # All that decides on what is found is among it, so the same values lead to the same variables.
         known = _found_from(start)
         values = [outer.value() for outer in known]
-        while len(_reached) >= _MOST_REACHED:
-            _reached.pop(next(iter(_reached)), None)
-        if is_kept:
+        owners = ((kind, kind if getattr(kind, "forward", None) is function else function) for function, kind in start)
+        if all(map(_lives_on, chain.from_iterable(owners))):
+            while len(_reached) >= _MOST_REACHED:
+                _reached.pop(next(iter(_reached)), None)
             _reached[start] = known, Identities(values)
     return list(zip(known, values, strict=True))
 
 
 _MOST_REACHED = 100
+
+
+def _lives_on(value: Any) -> bool:
+    """Whether a file holds a class or a function. To keep another one may keep a model alive, by its closure."""
+    found: Any = sys.modules.get(getattr(value, "__module__", ""))
+    for name in getattr(value, "__qualname__", "").split("."):
+        found = getattr(found, name, None)
+    return found is value
 
 
 def _found_from(start: Iterable[tuple[Any, type]]) -> list[OuterValue]:

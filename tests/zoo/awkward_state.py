@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,6 +131,30 @@ class _Configured(nn.Module):
         return self.linear(x) + self.config.runs[0]
 
 
+@dataclass
+class _Refusing:
+    """As configs of transformers whose layers differ: what is not the same for all of them cannot be read."""
+
+    width: int
+    scale: Tensor
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "width":
+            raise RuntimeError("width may vary across layers")
+        return super().__getattribute__(name)
+
+
+class RefusingConfig(nn.Module):
+    """A config with a field that cannot be read, and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.linear = _Refusing(6, torch.arange(6.0)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.config.scale
+
+
 def _example() -> Call:
     return Call.of(floats(2, 8, 6))
 
@@ -140,6 +165,7 @@ def _longer() -> Call:
 
 AWKWARD_STATE: list[Case] = [
     simple_case("awkward-window", LowersItsWindow, _example, {"longer": _longer}),
+    simple_case("awkward-refusing-config", RefusingConfig, _example, {"longer": _longer}),
     *[
         simple_case(name, build, _example, {"longer": _longer}, mutates_state=True)
         for name, build in {
