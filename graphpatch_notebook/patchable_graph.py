@@ -147,7 +147,7 @@ class PatchableGraph(_LikeItsModel):
             elif type(error).__module__.startswith("torch._dynamo"):
                 add_note(error, _COMPILES_ITSELF)
             raise
-        drawn = before.differing(SharedRandomState())
+        drawn = before.changed()
         root_frame.capture.holdings = Holdings.read_within(root_frame.walk())
         root_frame = with_whole_records(root_frame)
         publish_stage(root_frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import ctypes
 import enum
 import itertools
 import operator
@@ -24,7 +25,6 @@ from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.held_values import (
     CODE,
-    DICTS,
     LARGE,
     NOT_STATE,
     OF_EACH_MODULE,
@@ -125,9 +125,7 @@ class SharedRandomState:
     def __init__(self) -> None:
         self._python = random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._torch = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():
-            self._torch += torch.cuda.get_rng_state_all()
+        self._torch = _states_of_torch()
 
     def restore(self) -> None:
         """Puts the generators back to this state."""
@@ -138,15 +136,39 @@ class SharedRandomState:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
-    def differing(self, other: SharedRandomState) -> list[str]:
-        """Returns the owners of the generators whose state differs in `other`."""
-        a, b = self._numpy, other._numpy
-        is_equal = {
-            "torch": len(self._torch) == len(other._torch) and all(map(torch.equal, self._torch, other._torch)),
-            "Python": self._python == other._python,
-            "numpy": a is None or b is None or (a[0] == b[0] and bool((a[1] == b[1]).all()) and a[2:] == b[2:]),
+    def changed(self) -> list[str]:
+        """Returns the owners of the generators whose state has changed since."""
+        is_same = {
+            "torch": _are_equal(self._torch, _states_of_torch()),
+            "Python": self._python == random.getstate(),
+            "numpy": self._numpy is None or _is_state_of_numpy(self._numpy),
         }
-        return [owner for owner in is_equal if not is_equal[owner]]
+        return [owner for owner in is_same if not is_same[owner]]
+
+    def is_same_for_torch(self, other: SharedRandomState) -> bool:
+        """Whether the state of torch's generators is the same in `other`."""
+        return _are_equal(self._torch, other._torch)
+
+
+def _states_of_torch() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+
+
+def _are_equal(states: list[Tensor], others: list[Tensor]) -> bool:
+    return len(states) == len(others) and all(map(torch.equal, states, others))
+
+
+def _is_state_of_numpy(state: Any) -> bool:
+    """Whether numpy's generator has this state: by its memory, if possible, since asking takes 50 times longer."""
+    kind, words, position, has_gauss, *_ = state
+    bits: Any = getattr(sys.modules["numpy"].random, "get_bit_generator", object)()  # since numpy 1.24
+    # The second one of two normal numbers is kept elsewhere.
+    if type(bits).__name__ == kind == "MT19937" and not has_gauss:
+        expected = words.tobytes() + position.to_bytes(4, sys.byteorder)
+        if ctypes.string_at(bits.ctypes.state_address, len(expected)) == expected:
+            return True
+    now = sys.modules["numpy"].random.get_state()
+    return bool(now[0] == kind and (now[1] == words).all() and now[2:] == state[2:])
 
 
 def _state_of(generator: Any) -> Any:
@@ -407,7 +429,7 @@ class ModuleState:
                 yield Change(ChangeKind.GLOBAL, "", "", outer.name, saved, value)
 
     def _random_changes(self, besides: Iterable[str] = ()) -> Iterator[Change]:
-        drawn = [owner for owner in self._random.differing(SharedRandomState()) if owner not in besides]
+        drawn = [owner for owner in self._random.changed() if owner not in besides]
         if "own" not in besides and any(
             _comparable(state) != comparable_state(generator)
             for generator, state in zip(self._walk.generators, self._generators, strict=True)
@@ -422,7 +444,7 @@ class ModuleState:
             what = f"the buffers of {type(self._root).__name__}"
             if (text := difference(self._contents(), other._contents(), what)) is not None:
                 return text
-        return "it ends in another random state" if "torch" in self._random.differing(other._random) else None
+        return None if self._random.is_same_for_torch(other._random) else "it ends in another random state"
 
     def _contents(self) -> dict[str, Tensor]:
         numbers = {module: "" if module == id(self._root) else f"{i}." for i, module in enumerate(self._walk.spans)}
@@ -517,12 +539,9 @@ class Fingerprint:
         self._ids = list(map(id, held))
         # A new object may get the id of a freed one. So small values are kept, and tensors have weak references.
         self._tensors = [weakref.ref(tensor) for tensor, _, _ in walk.tensors if id(tensor) in walk.seen]
-        self._kept = [
-            value
-            for value in held
-            if (kind := type(value)) in PLAIN_VALUES
-            or (kind not in DICTS and callable(value) and not isinstance(value, (Module, Tensor)))
-        ]
+        kinds = {kind for kind in set(map(type, held)) if not issubclass(kind, (Module, Tensor))}
+        kept = PLAIN_VALUES.union(kind for kind in kinds if any("__call__" in base.__dict__ for base in kind.__mro__))
+        self._kept = [value for value in held if type(value) in kept]
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -634,11 +653,8 @@ def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
         return all(map(operator.is_, container, saved))
     now = container if type(container) is dict else raw_dict(container)
     now = state_attributes(now) if is_module and len(now) != len(saved) else now
-    return (
-        len(now) == len(saved)
-        and all(map(operator.is_, now.values(), saved.values()))
-        and (all(map(operator.is_, now, saved)) or all(map(operator.eq, now, saved)))
-    )
+    # Lists of keys are compared several times faster than the keys one by one.
+    return len(now) == len(saved) and all(map(operator.is_, now.values(), saved.values())) and [*now] == [*saved]
 
 
 def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]:

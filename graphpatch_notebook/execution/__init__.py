@@ -54,8 +54,6 @@ from graphpatch_notebook.execution.replay import (
     leaves_of,
     own_tensors,
     storage_of,
-    tensors_among,
-    tensors_in,
 )
 from graphpatch_notebook.execution.skipped_calls import call_problem, target_of_call
 from graphpatch_notebook.execution.splices import is_part_of_splice
@@ -113,8 +111,6 @@ __all__ = [
     "takes_tokens",
     "target_of_call",
     "tensor_at",
-    "tensors_among",
-    "tensors_in",
     "token_inputs",
     "verified_fx_module",
 ]

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn import Module
 
-from graphpatch_notebook.capture.held_values import all_modules, memory_of
+from graphpatch_notebook.capture.held_values import all_modules, memory_of, plain_tensors
 from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.hooks import is_inert
@@ -209,7 +209,7 @@ class FrameRecording:
             for inner in node.walk():
                 inner.pair = inner.pair if inner is node else None
         if running.is_kept or is_paired:
-            self._kept.append((node, [(tensor, version_of(tensor)) for tensor in tensors_in(output)]))
+            self._kept.append((node, [(tensor, version_of(tensor)) for tensor in plain_tensors(output)]))
 
     def _only_tensor(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Returns the input of a module with weights, if that is one tensor of floats."""
@@ -368,25 +368,9 @@ def leaves_of(value: Any) -> Iterator[Any]:
         yield from leaves_of(child)
 
 
-def tensors_among(values: Iterable[Any]) -> list[Tensor]:
-    """Returns the tensors among values, also in containers. Fast, since it runs for each call of torch."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif not isinstance(value, IMMUTABLE):
-            found += [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
-    return found
-
-
 def storage_of(tensor: Tensor) -> Any:
     """Returns a key that identifies the memory of a tensor."""
     return memory_of(tensor) or id(tensor)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a value made of containers."""
-    return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
 def own_tensors(value: Any) -> Any:

@@ -31,6 +31,7 @@ from graphpatch_notebook.values import NUMBERS
 T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
 
+_VALUES = (Tensor, *NUMBERS)
 _NO_SLICES = "a slice cannot be taken of the number {!r}; drop slice="
 
 
@@ -279,7 +280,7 @@ class WritingPatch(_SlicedPatch):
         if index is not None and (problem := index_problem(index, shape)) is not None:
             return problem
         value = getattr(self, "value", 0)
-        if not isinstance(value, (Tensor, *NUMBERS)):
+        if not isinstance(value, _VALUES):
             return f"value must be a tensor or a number, not {type(value).__name__}; use value=torch.as_tensor(...)"
         return super().problem(shape)
 

@@ -18,7 +18,14 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import AddPatch, PatchableGraph, StateWarning
-from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState, copied
+from graphpatch_notebook.checks.model_state import (
+    Change,
+    ChangeKind,
+    Fingerprint,
+    ModuleState,
+    SharedRandomState,
+    copied,
+)
 
 Edit = Callable[[Any], object]
 
@@ -163,6 +170,29 @@ def test_random_generators_are_put_back() -> None:
     state.restore()
     model.python.random()
     assert str(state.change()) == "the model draws random numbers (of a generator or iterator of its own)"
+
+
+@pytest.mark.parametrize(
+    ("owner", "draw"),
+    [
+        ("torch", lambda: torch.rand(1)),
+        ("Python", random.random),
+        ("numpy", np.random.rand),
+        ("numpy", np.random.randn),  # which keeps a second number for the next call
+    ],
+)
+def test_draws_from_shared_generators_are_seen(owner: str, draw: Callable[[], object]) -> None:
+    start = SharedRandomState()
+    for _ in range(3):
+        before = SharedRandomState()
+        assert before.changed() == []
+        draw()
+        assert before.changed() == [owner]
+        before.restore()
+        assert before.changed() == []
+        draw()
+    start.restore()
+    assert start.changed() == []
 
 
 def test_what_is_next_in_an_iterator_is_never_known() -> None:

@@ -35,21 +35,18 @@ class Cell:
         return {str(path): patch for path, patch in self.patches.items()}
 
     @property
-    def all_patches(self) -> list[Any]:
-        """Its patches, whatever they are on."""
-        return [
-            patch
-            for given in self.patches.values()
-            for patch in (given if isinstance(given, (list, tuple)) else [given])
-        ]
-
-    @property
     def name(self) -> str:
         """The name of its patch map in messages."""
         return f"the patch map of {self}"
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.labels.items()) or "the only cell"
+
+
+def patches_in(patch_map: PatchMap) -> list[Any]:
+    """Returns the patches of a patch map, whatever they are on."""
+    given = patch_map.values()
+    return [patch for one in given for patch in (one if isinstance(one, (list, tuple)) else [one])]
 
 
 @dataclass(frozen=True)
@@ -128,8 +125,8 @@ class Cells:
         combinations = enumerate(itertools.product(*axes.values()))
         self.unmade = [Cell(number, dict(zip(axes, values, strict=True)), {}) for number, values in combinations]
 
-    def made(self, number: int) -> Cell:
-        """Returns a cell with its patch map, as `make_patches` returns it.
+    def made(self, number: int) -> PatchMap:
+        """Returns the patch map of a cell, as `make_patches` returns it.
 
         Raises:
             ExperimentError: `make_patches` did not return a dict.
@@ -143,4 +140,4 @@ class Cells:
             raise
         if not isinstance(patches, Mapping):
             raise ExperimentError(f"make_patches gave {type(patches).__name__} for {cell}; give a patch map, a dict")
-        return Cell(number, cell.labels, patches)
+        return patches

@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import SIZED_BY_VALUES, is_call_sized_by_values
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS, raw_name, writes_in_place
-from graphpatch_notebook.capture.held_values import all_modules
-from graphpatch_notebook.execution import FrameNode, FrameTree, leaves_of, tensors_among
+from graphpatch_notebook.capture.held_values import all_modules, plain_tensors
+from graphpatch_notebook.execution import FrameNode, FrameTree, leaves_of
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import IMMUTABLE
 
@@ -72,7 +72,7 @@ class ValueReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self._watched(func, args, kwargs, tensors_among((*args, *kwargs.values())))
+        return self._watched(func, args, kwargs, plain_tensors((*args, *kwargs.values())))
 
     def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         """Makes the call and returns its result; `given` are the tensors in its arguments."""
@@ -84,7 +84,7 @@ class ValueReads(TorchFunctionMode):
             self.last = self.last if is_clean else self.last_of_all
         result = func(*args, **kwargs)
         if is_clean:
-            for tensor in tensors_among((result,)):
+            for tensor in plain_tensors((result,)):
                 self._add(tensor)
         elif writes_in_place(name, kwargs) and given and self._is_clean(given[0]):
             self._is_mixed = True  # other tensors may share its memory
@@ -452,11 +452,11 @@ class PositionFlow(ValueReads):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.steps.note(func, args, kwargs)
-        given = tensors_among((*args, *kwargs.values()))
+        given = plain_tensors((*args, *kwargs.values()))
         result = self._watched(func, args, kwargs, given)
         # An unknown tensor was made where no mode receives calls, from unknown values.
         self._is_lost = self._is_lost or not all(self._is_fixed(t) or _holds(self._seen, t) for t in given)
-        made = tensors_among((result,))
+        made = plain_tensors((result,))
         for tensor in made:
             self._seen[id(tensor)] = weakref.ref(tensor)
         moving = [tensor for tensor in given if not self._is_fixed(tensor)]
@@ -478,7 +478,7 @@ class PositionFlow(ValueReads):
         tags = [self._tag(tensor) for tensor in moving]
         known = [tag for tag in tags if tag is not None]
         if not known:
-            for tensor in tensors_among((result,)):
+            for tensor in plain_tensors((result,)):
                 self._tags.pop(id(tensor), None)
             return
         all_given, all_returned, shared = 0, 0, -1
@@ -494,13 +494,13 @@ class PositionFlow(ValueReads):
         if is_joined and keeps_vectors(name, args, kwargs, moving, result):
             # A running frame must compute the result from its inputs alone: other tensors may differ by position.
             self._mixing |= all_given & ~shared & self._running
-            for tensor in tensors_among((result,)):
+            for tensor in plain_tensors((result,)):
                 self._set(tensor, _Tag(all_given, all_returned, known[0].lead))
             return
         self._mixing |= all_given & self._running
         if not (is_joined and picks_last(name, args, known[0].lead)):
             self._read |= all_returned
-        for tensor in tensors_among((result,)):
+        for tensor in plain_tensors((result,)):
             self._tags.pop(id(tensor), None)
 
     def _is_fixed(self, tensor: Tensor) -> bool:

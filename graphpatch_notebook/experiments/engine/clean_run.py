@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from graphpatch_notebook.capture.held_values import all_modules
+from graphpatch_notebook.capture.held_values import all_modules, plain_tensors
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.model_state import Fingerprint, ModuleState
@@ -25,7 +25,6 @@ from graphpatch_notebook.execution import (
     frames_seen,
     own_tensors,
     storage_of,
-    tensors_in,
 )
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.changed_positions import (
@@ -227,7 +226,7 @@ def _recorded(
     tree, is_spoilt = _opened(targets), True
     while is_spoilt:
         fresh = SameInputs.of(inputs.fresh())
-        watch = make_watch(tree, tensors_in((fresh.args, fresh.kwargs)))
+        watch = make_watch(tree, plain_tensors((fresh.args, fresh.kwargs)))
         recording = FrameRecording(tree, captured(pg).module, watch.pairs, watch.state)
         with watch.mode or nullcontext():
             marks, output = watched_run(pg, fresh, targets, tree, recording)
@@ -246,7 +245,7 @@ def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Targe
     """Returns the paths after which Python reads values that may derive from patched ones."""
     tree = FrameTree()
     inputs = SameInputs.of(inputs.fresh())
-    given = tensors_in((inputs.args, inputs.kwargs))
+    given = plain_tensors((inputs.args, inputs.kwargs))
     reads = ValueReads(tree, [*captured(pg).module.parameters(), *captured(pg).module.buffers(), *given])
     with reads:
         marks, _ = watched_run(pg, inputs, targets, tree, FrameRecording(tree, captured(pg).module), reads.notice)
@@ -255,9 +254,9 @@ def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Targe
 
 def _keep_from_metric(tree: FrameTree, output: Any) -> None:
     """Copies recorded values that share memory with the output, into which a metric may write."""
-    shared = set(map(storage_of, tensors_in(output)))
+    shared = set(map(storage_of, plain_tensors(output)))
     for node in tree.root.walk():
-        if node.value is not None and not shared.isdisjoint(map(storage_of, tensors_in(node.value))):
+        if node.value is not None and not shared.isdisjoint(map(storage_of, plain_tensors(node.value))):
             node.value, node.is_written_later = own_tensors(node.value), True
         if node.pair is not None and not shared.isdisjoint(map(storage_of, node.pair)):
             node.pair = own_tensors(node.pair)

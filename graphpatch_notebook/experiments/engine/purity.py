@@ -21,7 +21,7 @@ from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution import Entry
-from graphpatch_notebook.experiments.engine.cells import Cell, Cells
+from graphpatch_notebook.experiments.engine.cells import Cell, Cells, patches_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
@@ -77,11 +77,9 @@ class PrivateCopies:
         if type(patch_map) is not dict:
             raise ImpureError(f"a patch map is a {type(patch_map).__name__}, not a dict")
         copied = PurePatches()
-        # Once for all patches: entering a mode takes longer than copying a patch.
-        with torch.inference_mode(False):
-            for path, given in patch_map.items():
-                is_one = type(given) not in (list, tuple)
-                copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
+        for path, given in patch_map.items():
+            is_one = type(given) not in (list, tuple)
+            copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
         return copied
 
     def _patch(self, patch: Any) -> Patch[Any]:
@@ -92,14 +90,13 @@ class PrivateCopies:
             raise ImpureError(f"a {kind.__name__} has an attribute of its own")
         copied: Patch[Any] = object.__new__(kind)
         held = copied.__dict__
-        held.update(patch.__dict__)
-        for name in [name for name, value in held.items() if type(value) not in _PLAIN]:
-            held[name] = self._value(held[name])
+        for name, value in patch.__dict__.items():
+            held[name] = value if type(value) in _PLAIN else self._value(value)
         return copied
 
     def _value(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, np.generic):
+        if kind in _PLAIN:
             return value
         if kind in _TENSORS and value.layout is torch.strided:
             return self._tensor(value)
@@ -108,12 +105,18 @@ class PrivateCopies:
         if kind is slice:
             parts = (value.start, value.stop, value.step)
             return value if _PLAIN.issuperset(map(type, parts)) else slice(*map(self._value, parts))
+        if isinstance(value, np.generic):
+            return value
         if kind is np.ndarray and value.dtype != object:
             return value.copy()
         raise ImpureError(f"a patch holds an object of type {kind.__name__}")
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        clone = (tensor.detach() if tensor.requires_grad else tensor).clone()
+        given = tensor.detach() if tensor.requires_grad else tensor
+        clone = given.clone()
+        if clone.is_inference():  # of such a tensor, torch does not count the writes
+            with torch.inference_mode(False):
+                clone = given.clone()
         if self._keeps_gradients and tensor.requires_grad:
             self._given.append((tensor, clone))
             return tensor
@@ -322,7 +325,7 @@ class _Dependence:
             ExperimentError: They do not, or one may do so.
         """
         for cell, refers in impure:
-            if any(self._making.may_read_probe(patch) for patch in cell.all_patches):
+            if any(self._making.may_read_probe(patch) for patch in patches_in(cell.patches)):
                 what = f"reads what a probe of an earlier cell ({cell}) keeps: make one in each cell"
             elif not refers.has_same_marks(ReferredValues(cell.patches)):
                 what = f"changes what the patches of an earlier cell ({cell}) refer to"
@@ -333,7 +336,7 @@ class _Dependence:
     @property
     def draws(self) -> bool:
         """Whether random numbers were drawn from the shared generators."""
-        return any(map(self._making.may_draw, self._random.differing(SharedRandomState())))
+        return any(map(self._making.may_draw, self._random.changed()))
 
     @property
     def _is_model_changed(self) -> bool:
@@ -366,9 +369,10 @@ def made_cells(
     made: list[Cell] = []
     impure: list[tuple[Cell, ReferredValues]] = []
     while len(made) < count and (is_all or why is None):
-        cell = cells.made(len(made))
-        dependence.look_at_values(is_full=cell.number in (0, count - 1))
-        if cell.number == 0 and count > 1 and (is_all or reason is None):
+        number = len(made)
+        patches = cells.made(number)
+        dependence.look_at_values(is_full=number in (0, count - 1))
+        if number == 0 and count > 1 and (is_all or reason is None):
             why_ordered = dependence.why_in_order(is_all=is_all)
             if why_ordered is not None and is_all:
                 raise ExperimentError(f"{why_ordered}; but {_ALL_FIRST}")
@@ -376,12 +380,12 @@ def made_cells(
         try:
             if reason is not None:
                 raise ImpureError(reason)
-            cell = Cell(cell.number, cell.labels, copies.of(cell.patches))
+            patches = copies.of(patches)
         except ImpureError as impurity:
             why = why or str(impurity)
-            if is_all:
-                impure.append((cell, ReferredValues(cell.patches)))
-        made.append(cell)
+        made.append(Cell(number, cells.unmade[number].labels, patches))
+        if is_all and not isinstance(patches, PurePatches):
+            impure.append((made[-1], ReferredValues(patches)))
     copies.check_given()
     dependence.check_patches(impure)
     draws, later = dependence.draws, range(len(made), count)
@@ -413,12 +417,11 @@ def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]
     failing: dict[str, list[Cell]] = {}
     kind = PatchMapError
     for cell in cells:
-        entries = _entries_or_error(pg, cell)
-        if isinstance(entries, PatchMapError):
-            failing.setdefault(str(entries), []).append(cell)
-            kind = UnknownPathError if isinstance(entries, UnknownPathError) else kind
-        else:
-            found[cell.number] = entries
+        try:
+            found[cell.number] = captured(pg).entries_of(cell.patches)
+        except PatchMapError as error:  # noqa: PERF203  # one error tells of all cells
+            failing.setdefault(str(error), []).append(cell)
+            kind = UnknownPathError if isinstance(error, UnknownPathError) else kind
     if failing:
         first = [f"{_first_of(those)}: {text}" for text, those in [*failing.items()][:_MOST_SHOWN]]
         count = sum(map(len, [*failing.values()][_MOST_SHOWN:]))
@@ -428,10 +431,3 @@ def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]
 
 def _first_of(cells: Sequence[Cell]) -> str:
     return f"{cells[0]} and {len(cells) - 1:,} more cells" if len(cells) > 1 else str(cells[0])
-
-
-def _entries_or_error(pg: PatchableGraph, cell: Cell) -> list[Entry] | PatchMapError:
-    try:
-        return captured(pg).entries_of(cell.patches)
-    except PatchMapError as error:
-        return error

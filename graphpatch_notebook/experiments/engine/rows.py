@@ -53,6 +53,14 @@ class BatchRows:
         """Returns a view of the rows of one cell."""
         return value if self.dim is None else value.narrow(self.dim, number * self.size, self.size)
 
+    def parted(self, value: Tensor, first: int, end: int) -> Sequence[Tensor]:
+        """Returns the rows of each cell from `first` to `end`, by one call if possible: many take four times longer."""
+        # Autograd refuses writes into views that one call made together.
+        if self.dim is None or not self.size or torch.is_grad_enabled():
+            return [self.taken(value, number) for number in range(first, end)]
+        own = value.narrow(self.dim, first * self.size, (end - first) * self.size)
+        return own.split(self.size, self.dim)  # type: ignore[no-any-return]
+
 
 Layout = tuple[BatchRows | None, ...]
 """The position of the rows in each leaf of a nested container; `None` for leaves that are not tensors."""
@@ -89,17 +97,17 @@ def parted(value: Any, layout: Layout, count: int) -> list[Any]:
     """
     places = iter(layout)
 
-    def parts(value: Any) -> list[Any]:
+    def parts(value: Any) -> Sequence[Any]:
         inside = None if isinstance(value, Tensor) else readable_children(value)
         if inside is None:
             rows = next(places)
-            return [value if rows is None else rows.taken(value, number) for number in range(count)]
+            return [value] * count if rows is None else rows.parted(value, 0, count)
         kind, keys = type(value), [key for key, _ in inside]
         if not keys:
             return [rebuilt(kind, keys, []) for _ in range(count)]
         return [rebuilt(kind, keys, items) for items in zip(*(parts(child) for _, child in inside), strict=True)]
 
-    return parts(value)
+    return [*parts(value)]
 
 
 def row_inputs(inputs: Inputs) -> Layout:
@@ -176,9 +184,12 @@ class RowsPatch(Patch[Any]):
             pieces = [self._piece(number, block) for number, block in enumerate(blocks)]
             is_same = all(piece is block for piece, block in zip(pieces, blocks, strict=True))
             return original_output if is_same else torch.cat(pieces, dim)
-        result = original_output.clone() if self._touched else original_output
+        if not self._touched:
+            return original_output
+        result, first = original_output.clone(), self._touched[0]
+        own = self._rows.parted(result, first, min(self._touched[-1] + 1, len(self._entries)))
         for number in self._touched:
-            block = self._block(result, number)
+            block = own[number - first] if number < len(self._entries) else self._block(result, number)
             piece = self._piece(number, block)
             if piece is not block:
                 block.copy_(piece)

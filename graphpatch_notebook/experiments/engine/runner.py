@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture.held_values import plain_tensors
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.model_state import SHARED, ModuleState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
@@ -36,7 +37,6 @@ from graphpatch_notebook.execution import (
     frames_seen,
     leaves_of,
     own_tensors,
-    tensors_in,
 )
 from graphpatch_notebook.experiments.engine.batching import Batching, RunCost, chunked
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, PatchMap
@@ -616,4 +616,4 @@ def _distance(values: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _floats(output: Any) -> Sequence[Tensor]:
-    return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    return [tensor for tensor in plain_tensors(output) if tensor.is_floating_point()]

@@ -478,8 +478,7 @@ def noticed_draws() -> Iterator[list[str]]:
     finally:
         if is_profiled:
             sys.setprofile(None)
-        changed = before.differing(SharedRandomState())
-        drawn += [owner for owner in changed if owner != "Python" or calls or not is_profiled]
+        drawn += [owner for owner in before.changed() if owner != "Python" or calls or not is_profiled]
 
 
 def _may_be_of_others() -> bool:

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.capture.held_values import plain_tensors
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.execution import tensors_in
-from graphpatch_notebook.experiments.engine.cells import CellResult, PatchMap
+from graphpatch_notebook.experiments.engine.cells import CellResult, PatchMap, patches_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.purity import is_pure
@@ -66,7 +66,7 @@ class Reference:
         """Returns the reference of a graph. Restores the state of the model."""
         fresh, state = inputs.fresh(), ModuleState(captured(pg).module)
         with torch.no_grad(), afterwards(state.restore):
-            tensors = [t for t in tensors_in(pg(*fresh.args, **fresh.kwargs)) if t.is_floating_point()]
+            tensors = [t for t in plain_tensors(pg(*fresh.args, **fresh.kwargs)) if t.is_floating_point()]
         samples = [_some(tensor) for tensor in tensors]
         is_low = any(tensor.dtype.itemsize < 4 for tensor in (*tensors, *pg.parameters()))
         return cls(
@@ -194,10 +194,9 @@ class WatchedRunner(CellRunner):
         return results
 
     def _impure(self, cells: Sequence[tuple[int, PatchMap]]) -> ReferredValues | None:
-        values = [value for _, patches in cells if not is_pure(patches) for value in patches.values()]
-        several: list[Sequence[Any]] = [value if isinstance(value, (list, tuple)) else [value] for value in values]
+        given = [patch for _, patch_map in cells if not is_pure(patch_map) for patch in patches_in(patch_map)]
         # What a probe has seen is for the user, or for functions, which refer to it.
-        found = [patch for patches in several for patch in patches if not declares(patch, "only_keeps")]
+        found = [patch for patch in given if not declares(patch, "only_keeps")]
         return ReferredValues(*found, has_files=False) if found else None
 
 

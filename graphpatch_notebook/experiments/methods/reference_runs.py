@@ -72,9 +72,8 @@ def record(
     with torch.no_grad(), pg.patch(patches, strict=True):
         state = SharedRandomState()
         output = inputs.run(pg)
-        after = SharedRandomState()
+        drawn = state.changed()
         given = measurement(0.0) if metric is None else baseline_of(metric, output)
-    drawn = state.differing(after)
     if "Python" in drawn and not draws_from_python(lambda: inputs.run(pg), captured(pg).module):
         drawn.remove("Python")
     values = {}

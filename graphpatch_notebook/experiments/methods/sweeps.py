@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook import interrupts
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
-from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of
+from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of, patches_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.purity import MadeCells, made_cells, why_in_order
 from graphpatch_notebook.experiments.engine.runner import CellRunner
@@ -168,7 +168,7 @@ def _check_probes(cells: Sequence[Cell]) -> None:
     """Checks that no patch keeps values of several cells: in another order, they would be of any of these."""
     keeping: dict[int, Cell] = {}
     for cell in cells:
-        for patch in cell.all_patches:
+        for patch in patches_in(cell.patches):
             if isinstance(patch, Patch) and patch.only_keeps and keeping.setdefault(id(patch), cell) is not cell:
                 raise ExperimentError(
                     f"several cells ({keeping[id(patch)]}; {cell}) have the same {type(patch).__name__}: with "
@@ -213,10 +213,10 @@ def _warned_of(file: Checkpoint, cells: Sequence[Cell]) -> dict[int, CellResult]
 
 def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:
     try:
-        cell = cells.made(number)
+        patches = cells.made(number)
     except Exception as error:
         return CellResult(number, None, f"{type(error).__name__}: {error} (raised by make_patches)")
-    return runner.run_whole(number, cell.patches)
+    return runner.run_whole(number, patches)
 
 
 def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_shown: bool) -> bool:

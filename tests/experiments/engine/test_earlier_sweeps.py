@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook.capture.held_values import plain_tensors
 from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.execution import tensors_among
 from graphpatch_notebook.experiments.engine.changed_positions import SameSteps, TorchCalls
 from graphpatch_notebook.experiments.engine.clean_run import shown_earlier
 from graphpatch_notebook.experiments.engine.rows import BatchRows, parted, perturbed, perturbed_cells, taken
@@ -39,9 +39,9 @@ def test_results_of_earlier_sweeps_are_dropped_after_a_change() -> None:
     assert "test" not in shown_earlier(pg, ModuleState(model))
 
 
-def test_tensors_among_values_and_what_is_in_them() -> None:
+def test_plain_tensors_are_those_among_values_and_what_is_in_them() -> None:
     a, b, c = torch.ones(3, 1)
-    assert [id(t) for t in tensors_among((a, 1, [b, {"c": (c,)}], None, "a"))] == [id(a), id(b), id(c)]
+    assert [id(t) for t in plain_tensors((a, 1, [b, {"c": (c,)}], None, "a"))] == [id(a), id(b), id(c)]
 
 
 def test_parts_of_a_batch_equal_parts_taken_one_by_one() -> None:
