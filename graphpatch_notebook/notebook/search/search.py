@@ -94,15 +94,6 @@ class NodeColumns:
         """The path and the torch function of each node, in lower case, separated by a line break."""
         return [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
 
-    @cached_property
-    def texts_with_components(self) -> list[str]:
-        """The `texts`, with the names of the components that the nodes are, each after a line break."""
-        names = self.component_names
-        return [
-            f"{text}\n{names[path]}" if path in names else text
-            for path, text in zip(self.rows.paths, self.texts, strict=True)
-        ]
-
     @property
     def component_names(self) -> dict[str, str]:
         """The names of the components in lower case, by path. Finding them takes time, so few queries ask for them."""
@@ -161,6 +152,8 @@ class NodeColumns:
         """Returns the positions of the nodes that match all terms."""
         positions: Sequence[int] = range(len(self.rows.paths))
         for term in terms:
+            if not positions:
+                break
             has = self._test(term, patched)
             is_wanted = not term.is_excluded
             positions = [position for position in positions if has(position) is is_wanted]
@@ -174,14 +167,19 @@ class NodeColumns:
             case "text":
                 texts, names, parts = self.texts, self.component_names, value.split("*")
                 meant = self._paths_of_components(value)
-                if len(parts) > 1:
-                    texts = self.texts_with_components
-                    longest = max(parts, key=len)
-                    return lambda at: (longest in texts[at] and has_parts(texts[at], parts)) or paths[at] in meant
-                meant |= {path for path, own in names.items() if value in own and value not in path.lower()}
-                if meant:
-                    return lambda at: value in texts[at] or paths[at] in meant
-                return lambda at: value in texts[at]
+                if len(parts) == 1:
+                    meant |= {path for path, own in names.items() if value in own and value not in path.lower()}
+                    if meant:
+                        return lambda at: value in texts[at] or paths[at] in meant
+                    return lambda at: value in texts[at]
+                # Names come after the path, so only those with the last part can match where the path does not.
+                longest, last = max(parts, key=len), next((part for part in reversed(parts) if part), "")
+                near = {path: own for path, own in names.items() if last in own}
+                return lambda at: (
+                    (longest in texts[at] and has_parts(texts[at], parts))
+                    or (paths[at] in near and has_parts(f"{texts[at]}\n{near[paths[at]]}", parts))
+                    or paths[at] in meant
+                )
             case "exact":
                 meant = self._paths_of_components(value)
                 found = find_components(rows.frames[0].root) if rows.frames else {}
