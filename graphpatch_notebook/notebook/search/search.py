@@ -177,7 +177,7 @@ class NodeColumns:
                 near = {path: own for path, own in names.items() if last in own}
                 return lambda at: (
                     (longest in texts[at] and has_parts(texts[at], parts))
-                    or (paths[at] in near and has_parts(f"{texts[at]}\n{near[paths[at]]}", parts))
+                    or (near and paths[at] in near and has_parts(f"{texts[at]}\n{near[paths[at]]}", parts))
                     or paths[at] in meant
                 )
             case "exact":
