@@ -39,7 +39,7 @@ Style: TypeAlias = Literal["name", "graph", "tensor", "container", "number", "ob
 LabelOf: TypeAlias = Callable[[ValueSpec], str]
 
 
-@dataclass(slots=True)  # not frozen: that makes trees of many nodes slower by a quarter
+@dataclass(slots=True)  # not frozen: setting its fields would take longer, and there is one for each node
 class TreeEntry:
     """One node of the tree.
 
