@@ -18,6 +18,7 @@ Example:
 
 from __future__ import annotations
 
+import typing as _typing
 from importlib.util import find_spec as _find_spec
 from typing import Any as _Any
 
@@ -81,7 +82,9 @@ from graphpatch_notebook.patches.kinds import (
     ZeroPatch,
 )
 from graphpatch_notebook.patches.splices import SplicePatch
-from graphpatch_notebook.serialization import load_patches, save_patches
+
+if _typing.TYPE_CHECKING:
+    from graphpatch_notebook.serialization import load_patches, save_patches
 
 __all__ = [
     "AddPatch",
@@ -144,6 +147,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
+    if name in ("load_patches", "save_patches"):  # few programs wait for all that reads and writes files
+        from graphpatch_notebook import serialization
+
+        return globals().setdefault(name, getattr(serialization, name))
     if name.isidentifier() and not name.startswith("_") and _find_spec(f"{__name__}.{name}") is None:
         from graphpatch_notebook import experiments
 

@@ -20,7 +20,7 @@ from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.checks.model_state import Holdings, ModuleState, SharedRandomState, copied
-from graphpatch_notebook.components import Components, ProofRun, Weights, find
+from graphpatch_notebook.components import find
 from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.execution import (
@@ -60,6 +60,7 @@ from graphpatch_notebook.torch_compat import eager_code
 if TYPE_CHECKING:
     from xarray import DataArray
 
+    from graphpatch_notebook.components import Components, ProofRun, Weights
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
     from graphpatch_notebook.notebook.browser.widget import Browser
 
@@ -371,6 +372,8 @@ class PatchableGraph(_LikeItsModel):
             >>> PatchableGraph(torch.nn.Sequential(block), torch.ones(1, 3, 4)).weights.W_in[0].shape
             torch.Size([4, 8])
         """
+        from graphpatch_notebook.components import Weights
+
         return Weights(self._captured.root)
 
     @property

@@ -5,11 +5,20 @@ the residual stream through them, and what lies between linear maps and a value,
 stream; `attention`, `mlp` and `ends` find the parts inside these, and `axes` the meaning of dimensions. `components`
 names the findings, and `proofs` recomputes them from values of a run, or of runs with noise. `names` is the text of the
 names: it parses them, and looks them up. `weights` finds which parts of the model's matrices belong to components.
+
+All but `names` and `operations` is imported when a component is first asked for: it is an eighth of the package.
 """
 
-from graphpatch_notebook.components.components import Component, Components, find
-from graphpatch_notebook.components.proofs import ProofRun
-from graphpatch_notebook.components.weights import ComponentWeights, NoWeightError, Projection, Weights, projection
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.capture.records import Frame
+    from graphpatch_notebook.components.components import Component, Components
+    from graphpatch_notebook.components.proofs import ProofRun
+    from graphpatch_notebook.components.weights import ComponentWeights, NoWeightError, Projection, Weights, projection
 
 __all__ = [
     "Component",
@@ -22,3 +31,17 @@ __all__ = [
     "find",
     "projection",
 ]
+
+
+def find(root: Frame) -> Components:
+    """Returns the components of a captured model, found in its records; each capture is searched once."""
+    from graphpatch_notebook.components import components
+
+    return components.find(root)
+
+
+def __getattr__(name: str) -> Any:
+    for file in ("components", "proofs", "weights") if name in __all__ else ():
+        if name in (names := vars(importlib.import_module(f"{__name__}.{file}"))):
+            return names[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

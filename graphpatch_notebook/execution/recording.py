@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import memory_of
-from graphpatch_notebook.components import Weights
 from graphpatch_notebook.components.names import is_component_name, parse_name
 from graphpatch_notebook.errors import ExperimentError, GraphError, PatchValueError, UnknownPathError
 from graphpatch_notebook.execution.captured_model import CapturedModel
@@ -201,6 +200,8 @@ def results_of(captured: CapturedModel, text: str) -> dict[str, _Result]:
     """Returns the head results in a name (`layers[*].attn.heads[*].result`), by name; empty for other texts."""
     if not text.endswith(".result") or not is_component_name(text):
         return {}
+    from graphpatch_notebook.components import Weights
+
     found: dict[str, _Result] = {}
     for z in captured.paths_of(text.removesuffix("result") + "z"):
         name = parse_name(z)

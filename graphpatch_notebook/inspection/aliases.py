@@ -125,12 +125,13 @@ def candidate_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
     whole: list[Found] = []
     inside: list[Found] = []
     for frame in root.walk():
-        path = frame.path
-        if path and _ends_with(frame, asked):
-            whole.append((path, frame.output_node))
-        if (node := frame.names.get(asked[-1])) is not None and node.kind != "call" and path:
+        if frame.parent is None:
+            continue
+        if _ends_with(frame, asked):
+            whole.append((frame.path, frame.output_node))
+        if (node := frame.names.get(asked[-1])) is not None and node.kind != "call":
             is_there = len(asked) == 1 or _ends_with(frame, asked[:-1])
-            inside += [(path, node)] if is_there and not node.is_size else []
+            inside += [(frame.path, node)] if is_there and not node.is_size else []
     yield from whole or inside
 
 

@@ -11,11 +11,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.checks.dimensions import fixed_sizes
-from graphpatch_notebook.components import Component, find
+from graphpatch_notebook.components import find
 from graphpatch_notebook.components.names import is_component_name, part_shape
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.aliases import (
@@ -27,6 +27,9 @@ from graphpatch_notebook.inspection.aliases import (
 from graphpatch_notebook.patches.slices import part_sizes, selection_problem
 from graphpatch_notebook.paths import ParsedPath, call_name, format_path, nearest, parse_path
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, leaves
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.components import Component
 
 
 @dataclass(frozen=True, slots=True)

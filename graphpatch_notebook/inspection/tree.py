@@ -14,7 +14,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
@@ -39,7 +39,7 @@ Style: TypeAlias = Literal["name", "graph", "tensor", "container", "number", "ob
 LabelOf: TypeAlias = Callable[[ValueSpec], str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: setting its fields would take longer, and there is one for each node
 class TreeEntry:
     """One node of the tree.
 
@@ -61,9 +61,8 @@ class TreeEntry:
     pattern: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", 1 + sum(child.size for child in self.children))
-        inside = tuple((child.name, child.pattern) for child in self.children)
-        object.__setattr__(self, "pattern", hash((self.label, inside)))
+        self.size = 1 + sum([child.size for child in self.children])
+        self.pattern = hash((self.label, *[(child.name, child.pattern) for child in self.children]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,8 @@ class _FrameEntries:
         if node.kind == "call":
             return self.of_frame(node.frame if isinstance(node, CallNode) else None, name, is_plumbing)
         entry = spec_entry(node.spec, name, show_all=self.show_all, label_of=self.label_of)
-        return replace(entry, is_plumbing=True) if is_plumbing else entry
+        entry.is_plumbing = is_plumbing
+        return entry
 
 
 def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:

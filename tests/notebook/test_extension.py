@@ -100,3 +100,8 @@ def test_loading_imports_nothing_heavy() -> None:
     imported = set(done.stdout.split())
     assert "graphpatch_notebook.notebook.magics.commands" in imported
     assert not imported & heavy
+    package = "graphpatch_notebook"
+    later = (f"{package}.serialization", f"{package}.experiments", f"{package}.notebook.browser")
+    assert not [module for module in imported if module.startswith(later)]
+    components = {module for module in imported if module.startswith(f"{package}.components.")}
+    assert components == {f"{package}.components.names", f"{package}.components.operations"}

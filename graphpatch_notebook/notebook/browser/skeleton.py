@@ -309,7 +309,7 @@ class _Rows:
         for node in frame.nodes:
             kind, spec = node.kind, node.spec
             flags = PLUMBING if id(node) in plumbing else 0
-            if isinstance(node, CallNode):
+            if kind == "call" and isinstance(node, CallNode):
                 op = type(node.frame.module).__name__
                 self._add_graph(node.name, op, node, node.frame, parent, flags + SIZE * node.is_size)
                 continue

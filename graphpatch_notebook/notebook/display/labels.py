@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from graphpatch_notebook.capture.records import SourceLine
-from graphpatch_notebook.values import ValueSpec, dtype_name
+from graphpatch_notebook.values import TensorSpec, ValueSpec, dtype_name
 
 _LONGEST = 300
 _DTYPE = re.compile(r"(bfloat|float|complex|uint|int)(\d.*)")
@@ -48,8 +48,7 @@ def dtype_label(dtype: torch.dtype) -> str:
 
 def spec_label(spec: ValueSpec) -> str:
     """Returns a short label of a recorded value: `[1, 128] f32` for a tensor."""
-    label = value_label(getattr(spec, "shape", None), getattr(spec, "dtype", None), str(spec))
-    return label + getattr(spec, "badge", "")
+    return value_label(spec.shape, spec.dtype, str(spec)) + spec.badge if isinstance(spec, TensorSpec) else str(spec)
 
 
 def value_label(shape: Sequence[int] | None, dtype: torch.dtype | None, words: str) -> str:

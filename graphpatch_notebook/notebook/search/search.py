@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import islice
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.components import find as find_components
@@ -94,23 +94,10 @@ class NodeColumns:
         """The path and the torch function of each node, in lower case, separated by a line break."""
         return [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
 
-    @cached_property
-    def texts_with_components(self) -> list[str]:
-        """The `texts`, with the names of the components that the nodes are, each after a line break."""
-        names = self.component_names
-        return [
-            "\n".join([text, *map(str.lower, names[path])]) if path in names else text
-            for path, text in zip(self.rows.paths, self.texts, strict=True)
-        ]
-
-    @cached_property
-    def component_names(self) -> dict[str, list[str]]:
-        """The names of the components, by path. Finding them takes time, so only queries for text ask for them."""
-        found: dict[str, list[str]] = {}
-        if self.rows.frames:
-            for name, component in find_components(self.rows.frames[0].root).items():
-                found.setdefault(component.path, []).append(name)
-        return found
+    @property
+    def component_names(self) -> dict[str, str]:
+        """The names of the components in lower case, by path. Finding them takes time, so few queries ask for them."""
+        return _component_names(self.rows.frames[0].root) if self.rows.frames else {}
 
     @cached_property
     def ops(self) -> list[str]:
@@ -165,6 +152,8 @@ class NodeColumns:
         """Returns the positions of the nodes that match all terms."""
         positions: Sequence[int] = range(len(self.rows.paths))
         for term in terms:
+            if not positions:
+                break
             has = self._test(term, patched)
             is_wanted = not term.is_excluded
             positions = [position for position in positions if has(position) is is_wanted]
@@ -173,20 +162,31 @@ class NodeColumns:
     def _test(self, term: Term, patched: Set[str]) -> Callable[[int], bool]:
         """Returns a function of a position: whether the node there matches the term, ignoring `is_excluded`."""
         value: Any = term.value
-        paths = self.rows.paths
+        rows, paths = self.rows, self.rows.paths
         match term.kind:
             case "text":
-                texts, parts = self.texts_with_components, value.split("*")
+                texts, names, parts = self.texts, self.component_names, value.split("*")
                 meant = self._paths_of_components(value)
-                if len(parts) == 1 and not meant:  # three times as fast
+                if len(parts) == 1:
+                    meant |= {path for path, own in names.items() if value in own and value not in path.lower()}
+                    if meant:
+                        return lambda at: value in texts[at] or paths[at] in meant
                     return lambda at: value in texts[at]
-                return lambda at: has_parts(texts[at], parts) or paths[at] in meant
+                # Names come after the path, so only those with the last part can match where the path does not.
+                longest, last = max(parts, key=len), next((part for part in reversed(parts) if part), "")
+                near = {path: own for path, own in names.items() if last in own}
+                return lambda at: (
+                    (longest in texts[at] and has_parts(texts[at], parts))
+                    or (near and paths[at] in near and has_parts(f"{texts[at]}\n{near[paths[at]]}", parts))
+                    or paths[at] in meant
+                )
             case "exact":
                 meant = self._paths_of_components(value)
-                meant |= {
-                    path for path, names in self.component_names.items() if any(has_names(n, value) for n in names)
-                }
-                return lambda at: has_names(paths[at], value) or paths[at] in meant
+                found = find_components(rows.frames[0].root) if rows.frames else {}
+                meant |= {found[name].path for name in found if has_names(name, value)}
+                return lambda at: (
+                    ((value in paths[at] or '"' in paths[at]) and has_names(paths[at], value)) or paths[at] in meant
+                )
             case "op":
                 return is_among(self.ops, value)
             case "module":
@@ -224,6 +224,18 @@ class NodeColumns:
                 return lambda at: isinstance(rows.specs[at], ScalarSpec)
             case _:
                 return lambda at: rows.nodes[at].kind == state
+
+
+def _component_names(root: Frame) -> dict[str, str]:
+    """Returns the names of the components in lower case by path, separated by line breaks; they are found once."""
+    findings = root.capture.findings
+    if _component_names not in findings:
+        found: dict[str, str] = {}
+        for name, component in find_components(root).items():
+            before = f"{found[component.path]}\n" if component.path in found else ""
+            found[component.path] = before + name.lower()
+        findings[_component_names] = found
+    return cast(dict[str, str], findings[_component_names])
 
 
 class NodeIndex:

@@ -45,7 +45,6 @@ from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import nearest
-from graphpatch_notebook.serialization.codecs.reading import parsed
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
 
@@ -238,6 +237,8 @@ def _text(source: Path) -> str:
 
 def _document(text: str) -> dict[str, Any]:
     """Returns the content of a text, if it is a session that this version can read."""
+    from graphpatch_notebook.serialization.codecs.reading import parsed  # imports all that reads and writes graphs
+
     try:
         document = parsed(text, "it is not a session").value
     except SerializationError as error:

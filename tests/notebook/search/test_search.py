@@ -246,3 +246,28 @@ def test_names_with_many_stars_are_found_fast() -> None:
     assert find(graph(), f"op:{'*' * 40}a{'*a' * 40}!").paths == []
     assert find(graph(), f"{'*' * 40}a{'*a' * 40}!").paths == []
     assert find(graph(), "op:*i*ea*").paths == find(graph(), "op:linear").paths != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["resid_pre", "layers_0*resid_pre", "layers_1*mlp_out", "*attn.q*", "mlp.post*", "-layers_*.z", "zz*q"],
+)
+def test_texts_and_patterns_are_found_in_path_function_and_names_of_components_in_this_order(text: str) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    pg = PatchableGraph(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(1, 5, 8))
+    names: dict[str, list[str]] = {}
+    for name, component in pg.components.items():
+        names.setdefault(component.path, []).append(name)
+    pattern = re.compile(".*".join(map(re.escape, text.removeprefix("-").split("*"))), re.DOTALL)
+    expected = [
+        path
+        for path, meta in pg.nodes.items()
+        if not meta.is_size
+        and (
+            pattern.search("\n".join([path, meta.op if meta.kind == "op" else "", *names.get(path, [])]).lower())
+            is None
+        )
+        is text.startswith("-")
+    ]
+    assert find(pg, text).paths == expected
+    assert bool(expected) is not text.startswith("zz")
