@@ -168,10 +168,11 @@ class NodeColumns:
                 texts, names, parts = self.texts, self.component_names, value.split("*")
                 meant = self._paths_of_components(value)
                 if len(parts) == 1:
-                    meant |= {path for path, own in names.items() if value in own and value not in path.lower()}
-                    if meant:
-                        return lambda at: value in texts[at] or paths[at] in meant
-                    return lambda at: value in texts[at]
+                    if value in "\n".join(names.values()):
+                        meant |= {path for path, own in names.items() if value in own and value not in path.lower()}
+                    if not meant:
+                        return [value in text for text in texts].__getitem__
+                    return [value in text or path in meant for text, path in zip(texts, paths, strict=True)].__getitem__
                 # Names come after the path, so only those with the last part can match where the path does not.
                 longest, last = max(parts, key=len), next((part for part in reversed(parts) if part), "")
                 near = {path: own for path, own in names.items() if last in own}
