@@ -11,7 +11,6 @@ import operator
 import random
 import sys
 import types
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
@@ -49,6 +48,7 @@ from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import StateWarning
 from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
+from graphpatch_notebook.warning_places import warn_each_time
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
@@ -311,6 +311,7 @@ class ModuleState:
         self._outer: list[tuple[OuterValue, Any]] = []
         with without_torch_functions():
             self._walk = Walk([*filter(is_own_generator, generators), root])
+            self._has_warned = False
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self.is_training = any(module.training for module in self._walk.modules())
             # The kernel of a batch norm does not count what it writes.
@@ -483,13 +484,14 @@ class ModuleState:
             lost = list(map(str, self._tensors_not_put_back(counts_writes)))
         moved = zip(self._walk.generators, self._positions, strict=True)
         lost += [f"it takes values from a {type(it).__name__}" for it, was in moved if _position_of(it) != was]
-        if lost:
+        if lost and not self._has_warned:
+            self._has_warned = True
             more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
             message = (
                 f"a run that should have left no trace in {type(self._root).__name__} left one that cannot be put "
                 f"back: {lost[0]}{more}"
             )
-            warnings.warn(StateWarning(message), stacklevel=2)
+            warn_each_time(message, StateWarning)
 
     def _tensors_not_put_back(self, counts_writes: bool) -> Iterator[Change]:
         """Puts tensors back; yields the changes of those that are not copied, which the next snapshot will copy."""
@@ -498,7 +500,7 @@ class ModuleState:
             if content is not None:
                 if not _is_equal(tensor, content):
                     _write(tensor, content, counts_writes)
-            elif version_of(tensor) != version and id(tensor) not in WRITTEN:
+            elif version_of(tensor) != version and (id(tensor) not in WRITTEN or _copy_of_state(tensor, True) is None):
                 WRITTEN[id(tensor)] = tensor
                 yield self._change_of(module, name, tensor, tensor)
 

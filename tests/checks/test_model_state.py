@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 import random
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -302,6 +303,19 @@ def test_weights_are_not_copied_and_a_write_into_them_is_reported(monkeypatch: p
         model.first.weight.add_(1)
     state.restore()
     assert model.first.weight.tolist() == before
+
+
+def test_each_write_that_cannot_be_put_back_is_reported() -> None:
+    model = Held()
+    model.spread = torch.zeros(1).expand(2, 3)  # it has one number for all, so no copy can be written back
+    for _ in range(2):
+        state = ModuleState(model)
+        model.spread[:, :1].unsqueeze(0)[0, 0].add_(1)
+        with pytest.warns(StateWarning, match="Held writes into its 'spread'"):
+            state.restore()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state.restore()
 
 
 class Caching(nn.Module):
