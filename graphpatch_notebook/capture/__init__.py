@@ -113,13 +113,8 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     __tracebackhide__ = True
     options.check()
     recorder = Recorder(module, options)
-    modules = all_modules(module)
-    held = [
-        tensor
-        for one in modules
-        for tensor in (*one._parameters.values(), *one._buffers.values())
-        if tensor is not None
-    ]
+    tensors = (tensor for one in all_modules(module) for tensor in (*one._parameters.values(), *one._buffers.values()))
+    held = [tensor for tensor in tensors if tensor is not None]
     before = [*map(_writes_into, held)]
     with WithoutWeights() if parameter_without_values(module) else nullcontext() as without_weights:
         root = record(recorder, args, kwargs)

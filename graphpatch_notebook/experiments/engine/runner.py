@@ -530,9 +530,8 @@ def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, batching: Batchi
     except Exception as error:
         setup.state.restore()
         raise RowsError(f"on several rows it raises {type(error).__name__}: {error}") from None
-    if (
-        change := setup.state.change(besides=(*SHARED, "own"))
-    ) is not None:  # such as a mask that is made for that many rows
+    change = setup.state.change(besides=(*SHARED, "own"))
+    if change is not None:  # such as a mask that is made for that many rows
         setup.state.restore()
         raise RowsError(f"on several rows it changes itself, as it does not on those of the inputs: {change}")
     _check_rows(output, clean, batching, 1 + count)
