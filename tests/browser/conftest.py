@@ -79,7 +79,10 @@ def example_and_watch(context: BrowserContext, server: Server) -> Iterator[tuple
 
 
 @pytest.fixture
-def page_and_watch(context: BrowserContext, request: pytest.FixtureRequest) -> Iterator[tuple[Page, Watch]]:
+def page_and_watch(
+    context: BrowserContext, write: Callable[..., str], request: pytest.FixtureRequest
+) -> Iterator[tuple[Page, Watch]]:
+    """A page and the watch over it. `write` ends its kernels when the page is closed: JupyterLab throws before that."""
     if "example" in request.fixturenames:
         notebook, watch = request.getfixturevalue("example_and_watch")
         yield notebook.page, watch

@@ -41,6 +41,14 @@ await panel.sessionContext.session.kernel.info;
 await until(() => panel.sessionContext.session.kernel.status === "idle");
 """
 
+# The kernel answers in order: after this, each widget has the subshell that it asked for. JupyterLab throws where a
+# kernel ends before.
+_SETTLED = """
+const context = app.shell.currentWidget.sessionContext;
+const kernel = context.session.kernel;
+if (kernel.supportsSubshells) await kernel.requestListSubshell({}).done;
+"""
+
 # A click in an output makes its cell the active one, so every run says which cell it means.
 _RUN = """
 const content = app.shell.currentWidget.content;
@@ -165,11 +173,11 @@ class NotebookPage:
         )
 
     def restart_kernel(self) -> None:
-        self._do("restarting", "await app.shell.currentWidget.sessionContext.restartKernel();")
+        self._do("restarting", f"{_SETTLED} await context.restartKernel();")
         self.wait_until_ready()
 
     def shut_down_kernel(self) -> None:
-        self._do("shutting down", "await app.shell.currentWidget.sessionContext.shutdown();")
+        self._do("shutting down", f"{_SETTLED} await context.shutdown();")
 
     def use_theme(self, theme: Literal["light", "dark"]) -> None:
         name = f"JupyterLab {theme.capitalize()}"

@@ -72,6 +72,17 @@ def test_kernel_restarts_and_can_be_interrupted(notebook: NotebookPage, write: C
         notebook.value("x")
 
 
+def test_restarts_wait_until_the_widgets_have_their_subshells(
+    notebook: NotebookPage, write: Callable[..., str]
+) -> None:
+    notebook.open(write(COUNTER))
+    notebook.execute("import time; get_ipython().kernel.control_thread.io_loop.add_callback(time.sleep, 2)")
+    notebook.run(0)  # its button asks for a subshell, and gets it after these seconds
+    notebook.restart_kernel()
+    notebook.run(0)
+    expect(notebook.cell(0).get_by_role("button", name="count is 0")).to_be_visible()
+
+
 def test_other_machines_are_out_of_reach_and_watched(context: BrowserContext, server: Server) -> None:
     with opened(context, is_silent=False) as (page, watch):
         page.goto(f"{server.url}/api/status")
