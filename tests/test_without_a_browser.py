@@ -11,26 +11,35 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OTHER = "tests/test_paths.py::test_two_paths_never_share_a_text"
+SETUP = "tests/browser/test_browser_setup.py"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "status", "expected"),
-    [
-        (["-n1"], 0, "3 browser tests left out: no browser starts: install Chromium"),
-        (["--all-browser-tests", "-x"], 1, "ERROR tests/browser/test_browser_setup.py::"),
-    ],
-)
-def test_run(options: list[str], status: int, expected: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "not gpu", *options, OTHER, "tests/browser/test_browser_setup.py"],
+def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
         cwd=ROOT,
         env={**os.environ, "CHROMIUM": str(ROOT / "nowhere")},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == status, done.stdout
+
+
+@pytest.mark.slow
+def test_they_are_left_out() -> None:
+    done = run_pytest("-m", "not gpu", "-n1", OTHER, SETUP)
+    assert done.returncode == 0, done.stdout
     *_, line, count = done.stdout.splitlines()
-    assert expected in (line if status == 0 else done.stdout)
+    collected = run_pytest("--collect-only", "-q", "-n0", "-m", "browser", "--all-browser-tests", SETUP).stdout
+    expected = sum(text.startswith(SETUP) for text in collected.splitlines())
+    assert expected > 0, collected
+    assert line.startswith(f"{expected} browser tests left out: no browser starts: install Chromium")
     assert "1 passed" in count
+
+
+@pytest.mark.slow
+def test_they_fail_where_all_are_asked_for() -> None:
+    done = run_pytest("-m", "not gpu", "--all-browser-tests", "-x", OTHER, SETUP)
+    assert done.returncode == 1, done.stdout
+    assert f"ERROR {SETUP}::" in done.stdout
+    assert "1 passed" in done.stdout.splitlines()[-1]
