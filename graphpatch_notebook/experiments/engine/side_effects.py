@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from functools import partial
 from pathlib import PurePath
 from types import (
@@ -245,6 +246,8 @@ class ReferredValues:
             return self._parts_of_tensors(value, own)
         if isinstance(value, _CONTAINERS):
             return [*self._items(value), *own]
+        if isinstance(value, Enum):  # its number or text is an attribute as well
+            return own
         return self._parts_of_hidden(value, kind) if _has_hidden_state(kind) or _has_caches(kind) else own
 
     def _parts_of_tensors(self, value: Any, own: list[Any]) -> list[Any]:

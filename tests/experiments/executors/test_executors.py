@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import enum
 import functools
 import multiprocessing
 import os
@@ -110,6 +111,43 @@ def test_one_probe_for_several_cells_is_refused(pg: PatchableGraph) -> None:
         assert probe.activation is kept  # nothing ran
         found = swept(pg, lambda layer, unit: {f"sub_{2 * layer}.output": ProbePatch()}, executor=executor)
     assert len(set(found.values.ravel().tolist())) == 1
+
+
+class Factor(enum.IntEnum):
+    """Pickled by its name, as enums of the standard library are on Python 3.10, and in early versions of 3.11."""
+
+    DOUBLE = 2
+
+    def __reduce_ex__(self, protocol: Any) -> str:
+        return self.name
+
+
+def test_members_of_an_enum_keep_nothing(pg: PatchableGraph, here: Any) -> None:
+    def multiplied(layer: int, unit: int) -> dict[str, CustomPatch]:
+        factor = Factor.DOUBLE
+        return {f"sub_{2 * layer}.output": CustomPatch(custom_op=lambda t: t * factor, slice=(slice(None), unit))}
+
+    with ThreadPoolExecutor(2) as executor:  # warnings are errors
+        assert swept(pg, multiplied, executor=executor).equals(here)
+
+
+def test_what_an_enum_keeps_counts(pg: PatchableGraph) -> None:
+    class Counter(enum.Enum):
+        CELLS = "cells"
+
+    Counter.CELLS.count = 0  # type: ignore[attr-defined]
+
+    def counted(layer: int, unit: int) -> dict[str, CustomPatch]:
+        def op(value: torch.Tensor) -> torch.Tensor:
+            Counter.CELLS.count += 1  # type: ignore[attr-defined]
+            return value * Counter.CELLS.count  # type: ignore[attr-defined]
+
+        return {f"sub_{2 * layer}.output": CustomPatch(custom_op=op, slice=(slice(None), unit))}
+
+    expected = swept(pg, counted)
+    Counter.CELLS.count = 0  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(2) as executor, pytest.warns(ExperimentWarning, match="change what they refer to"):
+        assert swept(pg, counted, executor=executor).equals(expected)
 
 
 def acting(act: Callable[[int, int], None]) -> Callable[..., Any]:
