@@ -57,7 +57,7 @@ from graphpatch_notebook.errors import (
     UnstoredFrameWarning,
     UnverifiedGraphWarning,
 )
-from graphpatch_notebook.execution import CompiledModel, Recording
+from graphpatch_notebook.execution import Recording
 from graphpatch_notebook.graphs import (
     CompiledGraphModule,
     GraphInterpreter,
@@ -67,6 +67,7 @@ from graphpatch_notebook.graphs import (
 )
 from graphpatch_notebook.inspection.node_map import NodeMeta
 from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.lazy_names import lazy_names as _lazy_names
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import (
@@ -84,6 +85,7 @@ from graphpatch_notebook.patches.kinds import (
 from graphpatch_notebook.patches.splices import SplicePatch
 
 if _typing.TYPE_CHECKING:
+    from graphpatch_notebook.execution import CompiledModel
     from graphpatch_notebook.serialization import load_patches, save_patches
 
 __all__ = [
@@ -146,11 +148,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> _Any:
-    if name in ("load_patches", "save_patches"):  # few programs wait for all that reads and writes files
-        from graphpatch_notebook import serialization
+_lazy_name = _lazy_names(__name__, __all__, ("execution", "serialization"))  # few programs wait for all of these
 
-        return globals().setdefault(name, getattr(serialization, name))
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def __getattr__(name: str) -> _Any:
+    if name in __all__:
+        return _lazy_name(name)
     if name.isidentifier() and not name.startswith("_") and _find_spec(f"{__name__}.{name}") is None:
         from graphpatch_notebook import experiments
 

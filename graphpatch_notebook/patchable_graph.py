@@ -26,27 +26,18 @@ from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.execution import (
     GENERATION_CONFIG,
     CapturedModel,
-    CompiledModel,
-    CompiledPatches,
-    CompiledSteps,
     Entry,
     PatchContext,
     Recording,
     call_patched,
-    check_compilable,
-    check_no_counts,
     copied_config,
     generating_with,
     innermost,
     no_compile_arguments,
-    patches_in_steps,
     record,
-    verified_fx_module,
 )
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule
 from graphpatch_notebook.graphs.hierarchy import postprocess
-from graphpatch_notebook.graphs.plain_fx import plain_values_in
-from graphpatch_notebook.graphs.verification import VerificationReport, verify
 from graphpatch_notebook.inspection.aliases import METHODS
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -61,7 +52,9 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
     from graphpatch_notebook.components import Components, ProofRun, Weights
+    from graphpatch_notebook.execution import CompiledModel, CompiledSteps
     from graphpatch_notebook.experiments.circuits.circuit import Circuit
+    from graphpatch_notebook.graphs.verification import VerificationReport
     from graphpatch_notebook.notebook.browser.widget import Browser
 
 _P = ParamSpec("_P")
@@ -394,6 +387,8 @@ class PatchableGraph(_LikeItsModel):
             >>> print(pg.verify(torch.ones(5, 2)))
             1 frame: 1 equal
         """
+        from graphpatch_notebook.graphs.verification import verify
+
         self._refuse_elsewhere()
         self._captured.check_weights()
         report = verify(self._graph_module, args, kwargs)
@@ -475,6 +470,8 @@ class PatchableGraph(_LikeItsModel):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
         """
+        from graphpatch_notebook.execution import verified_fx_module
+
         self._refuse_elsewhere()
         given: Any = (args, kwargs or {})
         if not isinstance(given[0], (tuple, list)) or not isinstance(given[1], Mapping):
@@ -546,6 +543,8 @@ class PatchableGraph(_LikeItsModel):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[11.0, 21.0]]
         """
+        from graphpatch_notebook.execution import CompiledModel, CompiledPatches, check_compilable
+
         check_input_names(self._captured.root, input_kwargs, PatchableGraph.compile)
         entries = self._captured.entries_of(patches)
         check_compilable(entries)
@@ -565,6 +564,9 @@ class PatchableGraph(_LikeItsModel):
         **options: Any,
     ) -> CompiledSteps:
         """Returns the compiled steps of generations with these patches only."""
+        from graphpatch_notebook.execution import CompiledSteps, check_no_counts, patches_in_steps
+        from graphpatch_notebook.graphs.plain_fx import plain_values_in
+
         model, alone = self._captured, copy.copy(self)
         has_others = model.has_patched_calls or innermost(model) is not None
 

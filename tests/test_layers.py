@@ -26,6 +26,7 @@ LAYERS = [
     "whole_files",
     "torch_compat",
     "delegation",
+    "lazy_names",
     "paths",
     "values",
     "patches",

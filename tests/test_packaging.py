@@ -23,6 +23,16 @@ import graphpatch_notebook
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 HEAVY = "IPython accelerate anywidget bitsandbytes ipywidgets rich safetensors traitlets transformers".split()
+# What few programs use, among the modules of the package.
+LATER = (
+    "execution.compiled_model",
+    "execution.replay",
+    "experiments",
+    "graphs.plain_fx",
+    "graphs.verification",
+    "notebook",
+    "serialization",
+)
 
 
 def test_all_is_sorted_and_unique() -> None:
@@ -47,6 +57,8 @@ import sys, torch
 before = set(sys.modules)
 import graphpatch, graphpatch_notebook
 print(*set(sys.modules) - before)
+for module in (graphpatch, graphpatch_notebook):
+    assert set(module.__all__) <= set(dir(module)), module
 assert graphpatch.__all__ == graphpatch_notebook.__all__
 assert graphpatch.__version__ == graphpatch_notebook.__version__
 for name in graphpatch.__all__:
@@ -67,6 +79,7 @@ except AttributeError as error:
     assert {"graphpatch", "graphpatch_notebook"} <= imported
     assert not imported & set(HEAVY)
     assert "torch._dynamo" not in modules.split()  # takes as long as torch itself
+    assert [module for module in modules.split() if module.removeprefix("graphpatch_notebook.").startswith(LATER)] == []
     assert "has no attribute 'no_such_name'" in error
 
 

@@ -5,14 +5,19 @@ Everything here is `graphpatch_notebook`'s own. The build puts this file beside 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import graphpatch_notebook
-from graphpatch_notebook import *  # noqa: F403
+
+if TYPE_CHECKING:
+    from graphpatch_notebook import *  # noqa: F403  # which imports all names, also those that few programs need
 
 __all__ = graphpatch_notebook.__all__
 
 
+def __dir__() -> list[str]:
+    return dir(graphpatch_notebook)
+
+
 def __getattr__(name: str) -> Any:
-    # What a star import leaves out: `__version__`, `load_ipython_extension`, `unload_ipython_extension`.
     return getattr(graphpatch_notebook, name)

@@ -11,8 +11,9 @@ All but `names` and `operations` is imported when a component is first asked for
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from graphpatch_notebook.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from graphpatch_notebook.capture.records import Frame
@@ -40,8 +41,4 @@ def find(root: Frame) -> Components:
     return components.find(root)
 
 
-def __getattr__(name: str) -> Any:
-    for file in ("components", "proofs", "weights") if name in __all__ else ():
-        if name in (names := vars(importlib.import_module(f"{__name__}.{file}"))):
-            return names[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, __all__, ("components", "proofs", "weights"))

@@ -3,21 +3,14 @@
 `patch_map` checks a patch map before anything runs, `plan` sorts its patches by frame, and `context` makes them active
 in a `with` block. `live/` is a call in the block. `steps` and `positions` limit patches to parts of a generation,
 `recording` keeps many values of one run, `replay` reuses the results of frames in sweeps, and `compiled_model` writes
-the patches into graphs for compilers.
+the patches into graphs for compilers. The last two are imported when they are first asked for.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.compiled_model import (
-    CompiledModel,
-    CompiledPatches,
-    CompiledSteps,
-    check_compilable,
-    check_no_counts,
-    patches_in_steps,
-    verified_fx_module,
-)
 from graphpatch_notebook.execution.context import PatchContext, active_patches, call_patched, innermost
 from graphpatch_notebook.execution.live.apply import apply_to_rows
 from graphpatch_notebook.execution.live.boundaries import FrameWatch, frames_seen
@@ -42,22 +35,34 @@ from graphpatch_notebook.execution.positions import (
     token_inputs,
 )
 from graphpatch_notebook.execution.recording import Recording, record, results_of
-from graphpatch_notebook.execution.replay import (
-    NEVER,
-    FrameFlow,
-    FrameNode,
-    FrameRecording,
-    FrameReplay,
-    FrameTree,
-    does_nothing,
-    has_hooks,
-    leaves_of,
-    own_tensors,
-    storage_of,
-)
 from graphpatch_notebook.execution.skipped_calls import call_problem, target_of_call
 from graphpatch_notebook.execution.splices import is_part_of_splice
 from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount, is_given_cache
+from graphpatch_notebook.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.execution.compiled_model import (
+        CompiledModel,
+        CompiledPatches,
+        CompiledSteps,
+        check_compilable,
+        check_no_counts,
+        patches_in_steps,
+        verified_fx_module,
+    )
+    from graphpatch_notebook.execution.replay import (
+        NEVER,
+        FrameFlow,
+        FrameNode,
+        FrameRecording,
+        FrameReplay,
+        FrameTree,
+        does_nothing,
+        has_hooks,
+        leaves_of,
+        own_tensors,
+        storage_of,
+    )
 
 __all__ = [
     "DECODER_TOKENS",
@@ -114,3 +119,5 @@ __all__ = [
     "token_inputs",
     "verified_fx_module",
 ]
+
+__getattr__ = lazy_names(__name__, __all__, ("replay", "compiled_model"))

@@ -1,25 +1,30 @@
-"""The IPython extension: `%load_ext graphpatch` adds `%graphpatch` and the completer, `%unload_ext` removes them."""
+"""The IPython extension: `%load_ext graphpatch` adds `%graphpatch` and the completer, `%unload_ext` removes them.
+
+The commands and the completer are imported when they are first used.
+"""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import inspect
 import sys
 import weakref
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from IPython.core.completer import CompletionContext, context_matcher
 from IPython.core.error import UsageError
 from IPython.core.magic import no_var_expand
 
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.notebook.completion.completion import PathCompleter
 from graphpatch_notebook.notebook.magics import cells
 from graphpatch_notebook.notebook.magics.cells import CellRun, CellTransformer, mark_cell, remove_leftover_patches
-from graphpatch_notebook.notebook.magics.command_line import one_line
-from graphpatch_notebook.notebook.magics.commands import run
-from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace, forget_workspace, workspace_of
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.notebook.completion.completion import PathCompleter
+    from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
 
 _NAME = "graphpatch"
 _NAMES = frozenset({"graphpatch", "graphpatch_notebook"})  # the names that the extension can be loaded under
@@ -29,8 +34,9 @@ class Extension:
     """The extension in one shell, which is `Any` here and below: most of IPython has no types."""
 
     def __init__(self, shell: Any) -> None:
-        proxy = weakref.proxy(shell)  # `_extensions` must not keep shells alive
-        self.magic = GraphPatchMagic(proxy, workspace_of(shell))
+        self._reference = weakref.ref(shell)  # `_extensions` must not keep shells alive
+        proxy = weakref.proxy(shell)
+        self.magic = GraphPatchMagic(self._reference)
         self._transformer = CellTransformer(lambda: str(proxy.ast_node_interactivity))
         tables = shell.magics_manager.magics
         self._before = {kind: tables[kind][_NAME] for kind in tables if _NAME in tables[kind]}
@@ -39,8 +45,21 @@ class Extension:
         shell.ast_transformers.append(self._transformer)
         # Patches that an interrupt left active must not apply to the next cell, even if that has no magic.
         shell.events.register("pre_execute", remove_leftover_patches)
-        self._completer = PathCompleter(proxy, self._active, taken=self.magic.workspace.results.names_of_others)
-        self._completer.install()
+
+        # Before all other matchers: where a path is expected, no other matcher has a completion, and need not search.
+        @context_matcher(identifier=_NAME, priority=1000)  # type: ignore[untyped-decorator,unused-ignore]
+        def matcher(context: CompletionContext) -> dict[str, Any]:
+            return self._completer.matched(context)
+
+        self._matcher = matcher
+        shell.Completer.custom_matchers.append(matcher)
+
+    @functools.cached_property
+    def _completer(self) -> PathCompleter:
+        from graphpatch_notebook.notebook.completion.completion import PathCompleter
+
+        proxy = weakref.proxy(self._reference())
+        return PathCompleter(proxy, self._active, taken=self.magic.workspace.results.names_of_others)
 
     def _active(self) -> ActiveGraph | None:
         """Returns the active graph, or `None` if there is none, or several and none is selected."""
@@ -51,7 +70,7 @@ class Extension:
 
     def remove(self, shell: Any) -> None:
         """Restores the shell."""
-        self._completer.uninstall()
+        _remove(shell.Completer.custom_matchers, self._matcher)
         shell.events.unregister("pre_execute", remove_leftover_patches)
         for table in shell.magics_manager.magics.values():
             table.pop(_NAME, None)
@@ -78,6 +97,8 @@ def unload(shell: Any) -> None:
     """Removes the extension when the last of the names that it was loaded under is unloaded."""
     if len(_NAMES & shell.extension_manager.loaded) > 1:  # includes the name that is being unloaded
         return
+    from graphpatch_notebook.notebook.session.workspace import forget_workspace
+
     extension = _extensions.pop(shell, None)
     forget_workspace(shell)
     if extension is not None:
@@ -91,9 +112,19 @@ def unload(shell: Any) -> None:
 class GraphPatchMagic:
     """The magic of one shell."""
 
-    def __init__(self, shell: Any, workspace: Workspace) -> None:
-        self._shell = shell
-        self.workspace = workspace
+    def __init__(self, reference: weakref.ref[Any]) -> None:
+        self._reference = reference
+
+    @property
+    def _shell(self) -> Any:
+        return self._reference()
+
+    @functools.cached_property
+    def workspace(self) -> Workspace:
+        """The workspace of the shell."""
+        from graphpatch_notebook.notebook.session.workspace import workspace_of
+
+        return workspace_of(self._shell)
 
     @no_var_expand
     def graphpatch(self, line: str, cell: str | None = None) -> Any:
@@ -118,8 +149,12 @@ class GraphPatchMagic:
                 return self._run_cell(line, cell)
             if line.startswith("%%"):
                 return self._run_part_of_cell(line)
+            from graphpatch_notebook.notebook.magics.commands import run
+
             return run(self.workspace, line, self._variables)
         except SessionError as error:
+            from graphpatch_notebook.notebook.magics.command_line import one_line
+
             raise UsageError(one_line(error)) from None
 
     def _variables(self) -> dict[str, Any]:

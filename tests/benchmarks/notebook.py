@@ -115,8 +115,8 @@ def active(pg: PatchableGraph) -> Callable[[], ActiveGraph]:
 def completing(name: str, pg: PatchableGraph, names: tuple[str, str, str], rounds: int) -> Iterator[Row]:
     shell = InteractiveShell()
     shell.user_ns["pg"] = pg
+    shell.run_line_magic("load_ext", "graphpatch_notebook")
     completer = PathCompleter(shell, active(pg))
-    completer.install()
     whole, part, inside = names
     texts = (
         "%graphpatch zero ",

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
+from IPython.core.completer import CompletionContext, SimpleCompletion
 from torch import Tensor
 from torch.nn import Module
 
@@ -47,13 +47,9 @@ from graphpatch_notebook.patches.selections import NAMED_STEPS
 from graphpatch_notebook.paths import format_segment
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, ValueSpec, leaves
 
-IDENTIFIER = "graphpatch"
-# Before all other matchers: where a path is expected, no other matcher has a completion, and need not search.
-_PRIORITY = 1000
-
 
 class PathCompleter:
-    """The completer of one shell. `install` adds it, and `uninstall` removes it."""
+    """The completer of one shell."""
 
     def __init__(
         self,
@@ -65,27 +61,8 @@ class PathCompleter:
         self._taken = taken or (lambda: self._namespace)
         self._active = active
 
-        @context_matcher(identifier=IDENTIFIER, priority=_PRIORITY)  # type: ignore[untyped-decorator,unused-ignore]
-        def matcher(context: CompletionContext) -> dict[str, Any]:
-            return self._matched(context)
-
-        self._matcher = matcher
-
-    def install(self) -> None:
-        """Adds it to the completer of the shell. Does nothing if it is installed."""
-        if self._matcher not in self._matchers:
-            self._matchers.append(self._matcher)
-
-    def uninstall(self) -> None:
-        """Removes it from the completer of the shell."""
-        self._matchers[:] = [matcher for matcher in self._matchers if matcher is not self._matcher]
-
-    @property
-    def _matchers(self) -> list[Any]:
-        matchers: list[Any] = self._shell.Completer.custom_matchers
-        return matchers
-
-    def _matched(self, context: CompletionContext) -> dict[str, Any]:
+    def matched(self, context: CompletionContext) -> dict[str, Any]:
+        """Returns the completions as a matcher of IPython does."""
         lines = context.full_text.split("\n")[: context.cursor_line + 1]
         lines[-1] = lines[-1][: context.cursor_position]
         try:

@@ -19,6 +19,8 @@ begin        results of an earlier run are put aside
 each call    new values go into the variables
 end          a value that was modified in place since is not a result: its variable is deleted, with an error;
              one line for a graph that was not called, and for each variable that no call filled
+
+What only such cells need is imported by the first one: the functions at the top see every cell of the user.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core import inputtransformer2
 from IPython.core.error import UsageError
@@ -39,15 +41,14 @@ from IPython.core.error import UsageError
 from graphpatch_notebook.errors import PatchMapError, PatchValueError, SessionError, add_note
 from graphpatch_notebook.execution import PatchContext, innermost
 from graphpatch_notebook.interrupts import Block, on_error
-from graphpatch_notebook.notebook.magics.choosing import numbers_of
-from graphpatch_notebook.notebook.magics.command_line import arguments, one_line
-from graphpatch_notebook.notebook.magics.commands import commands
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
-from graphpatch_notebook.notebook.session.session import ResolvedPatches
-from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch, RecordPatch, is_overwritten
 from graphpatch_notebook.torch_compat import version_of
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
+    from graphpatch_notebook.notebook.session.session import ResolvedPatches
+    from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
 
 MARKER = "%%graphpatch"
 PATCHES, RESULTS, DISPLAY, EMPTY = "%%patches", "%%results", "%%display", "%%empty"
@@ -184,6 +185,8 @@ class CellResults:
     def __init__(
         self, workspace: Workspace, active: ActiveGraph, chosen: ChosenPatches, resolved: ResolvedPatches
     ) -> None:
+        from graphpatch_notebook.notebook.session.chosen_patch import names_used
+
         self._results = workspace.results
         self._namespace = workspace.namespace
         self._active = active
@@ -193,6 +196,7 @@ class CellResults:
         in_slices = {name: self._namespace[name] for name in names}
         self._observed = [_Observed(one, patch, in_slices) for one, patch in resolved.observing]
         fixed = [one for one in self._patches if not one.is_function or str(one.value).isidentifier()]
+        self._names_used = names_used(self._patches)
         own = {one.name for one in self._observed}
         used = {name for name in names_used(fixed) if name in self._namespace and name not in own}
         self._used = {name: self._namespace[name] for name in sorted(used)}
@@ -203,8 +207,7 @@ class CellResults:
 
     def put_aside(self) -> None:
         """Removes the results of an earlier run, except those that values and slices of the patches use."""
-        used = names_used(self._patches)
-        own = [o.name for o in self._observed if o.name not in used and self._results.is_own(o.name)]
+        own = [o.name for o in self._observed if o.name not in self._names_used and self._results.is_own(o.name)]
         self._aside = {name: self._namespace[name] for name in own}
         self._results.remove(own)
 
@@ -460,6 +463,10 @@ def remove_leftover_patches() -> None:
 
 def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:
     """Returns the graph and the patches that the first line of a cell selects: `[NAME] [--only SPEC ...]`."""
+    from graphpatch_notebook.notebook.magics.choosing import numbers_of
+    from graphpatch_notebook.notebook.magics.command_line import arguments
+    from graphpatch_notebook.notebook.magics.commands import commands
+
     words = arguments(line)
     names = words[: words.index("--only")] if "--only" in words else words
     specs = words[len(names) + 1 :]
@@ -492,6 +499,8 @@ class _PatchedBlock:
             try:
                 self._context.__enter__()
             except PatchMapError as error:
+                from graphpatch_notebook.notebook.magics.command_line import one_line
+
                 raise UsageError(one_line(error)) from None
 
     @property
