@@ -450,8 +450,10 @@ class ModuleHooks:
             self._modules.clear()
 
 
-def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     __tracebackhide__ = True
+    if kwargs is None:  # another thread takes the hook away (or adds it) while this call goes through the hooks
+        return None
     on_inputs = getattr(observer.get(), "on_inputs", None)
     return None if on_inputs is None else on_inputs(original_of(module), args, kwargs)
 
