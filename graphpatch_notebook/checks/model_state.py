@@ -43,7 +43,7 @@ from graphpatch_notebook.capture.held_values import (
 from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.hooks import is_inert
+from graphpatch_notebook.checks.hooks import HookOwner, is_inert, owner_of
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import StateWarning
 from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
@@ -395,7 +395,7 @@ class ModuleState:
         for other in (other for other in self._others if other.is_changed()):
             yield self._change_of(other.module, other.name, other.value, other.value)
         filled = [*filter(None, self._walk.empty[empty])]
-        if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
+        if filled and (has_hooks or not _hook_registries(self._walk.modules()).keys() >= {*map(id, filled)}):
             yield from self._filled()
         held = zip(self._walk.tensors[tensors], self._versions[tensors], self._copies[tensors], strict=True)
         for (tensor, module, name), version, content in held:
@@ -467,11 +467,7 @@ class ModuleState:
         with without_torch_functions():
             for generator, state in zip(self._walk.generators, self._generators, strict=True):
                 _put_generator_back(generator, state)
-            for container, saved, _, name in self._walk.places:
-                if not _holds_the_same(container, saved, is_module=not name) and not _are_shards(saved, name):
-                    _put_back(container, saved, is_module=not name)
-            for container in filter(None, self._walk.empty):
-                container.clear()
+            _put_containers_back(self._walk)
             for owner, saved, _, _ in self._walk.slotted:
                 for key, value in saved.items():
                     if getattr(owner, key, ABSENT) is not value:
@@ -579,7 +575,7 @@ class Holdings:
             parts = dict(module._modules.items())
             own = [(name, held[name]) for name in held.keys() - OF_EACH_MODULE]
             for name in filter(held.get, _HOOKS):
-                self._hooks[id(module), name] = {key for key, hook in held[name].items() if not is_inert(hook)}
+                self._hooks[id(module), name] = {key for key, hook in list(held[name].items()) if not is_inert(hook)}
             inside += own
             forward = original_forward(module)
             values = [getattr(forward, "__func__", forward), module.training, *(v for _, v in own), *parts.values()]
@@ -631,8 +627,11 @@ class Holdings:
         )
 
 
-def _hook_registries(modules: Iterable[Module]) -> set[int]:
-    return {id(value) for module in modules for name, value in module.__dict__.items() if "_hooks" in name}
+def _hook_registries(modules: Iterable[Module]) -> dict[int, tuple[Module, str]]:
+    """Returns the module and the name of each registry of hooks, by its id."""
+    return {
+        id(module.__dict__[name]): (module, name) for module in modules for name in _HOOKS if name in module.__dict__
+    }
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -678,6 +677,23 @@ def _are_shards(saved: Any, name: str) -> bool:
     return name == "_parameters" and any(map(is_distributed, saved.values()))
 
 
+def _put_containers_back(walk: Walk) -> None:
+    for container, saved, module, name in walk.places:
+        if _holds_the_same(container, saved, is_module=not name) or _are_shards(saved, name):
+            continue
+        if name in _HOOKS and module is not None:
+            _put_hooks_back(module, name, saved)
+        else:
+            _put_back(container, saved, is_module=not name)
+    if filled := [*filter(None, walk.empty)]:
+        registries = _hook_registries(walk.modules())
+        for container in filled:
+            if id(container) in registries:
+                _put_hooks_back(*registries[id(container)], {})
+            else:
+                container.clear()
+
+
 def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
     """Has a container hold what it held. Of a module's attributes only those are touched that differ."""
     if isinstance(container, (list, deque, set)):
@@ -693,6 +709,27 @@ def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
     if not is_module and list(container) != list(saved):
         base.clear(container)
         base.update(container, saved)
+
+
+def _put_hooks_back(module: Module, name: str, saved: dict[Any, Any]) -> None:
+    """Has a registry of hooks hold what it held, besides those of this package.
+
+    Patch contexts of other threads add and remove these at any time: they stay as they are.
+    """
+    container = module.__dict__[name]
+    kind = name.removesuffix("_with_kwargs").removesuffix("_always_called")
+    if kind != name:  # which of the hooks in another registry, which is put back before, are called in which way
+        hooks = module.__dict__[kind]
+        for key in [key for key in list(container) if key not in hooks]:
+            container.pop(key, None)
+        container.update((key, value) for key, value in saved.items() if key in hooks)
+        return
+    wanted = {key: hook for key, hook in saved.items() if owner_of(hook) is not HookOwner.OWN}
+    others = [key for key, hook in list(container.items()) if owner_of(hook) is not HookOwner.OWN]
+    if others != [*wanted]:
+        for key in others:
+            container.pop(key, None)
+    container.update(wanted)
 
 
 # -- tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from graphpatch_notebook import AddPatch, PatchableGraph, PatchNotFiredError, ProbePatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    Patch,
+    PatchableGraph,
+    PatchNotFiredError,
+    PatchNotFiredWarning,
+    ProbePatch,
+    ReplacePatch,
+    ZeroPatch,
+)
 from graphpatch_notebook.errors import GraphPatchError
 from tests.experiments.hooked import GPT2_OUTPUT
 from tests.zoo import case_by_name
@@ -260,3 +271,101 @@ def test_a_tensor_of_a_child_is_patched_together_with_the_boundary_of_the_child(
     returned = nn.functional.linear(given, model.child.weight, model.child.bias)
     expected = (returned * 2 + given if has_hook else returned) + 0.25
     assert torch.equal(found, expected)
+
+
+# -- functions in patches that call the model --------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """Calls `inner` twice; `edits` are functions for the values of these names, in order of the lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.act = nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh()
+        self.edits: dict[str, Callable[[Tensor], Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        edit = self.edits.get
+        x = edit("x", torch.clone)(x)
+        first = edit("first.output", torch.clone)(self.first(x))
+        hidden = edit("hidden", torch.clone)(first * 2)
+        inner = edit("inner_0.output", torch.clone)(self.inner(hidden))
+        inner = edit("inner_1.output", torch.clone)(self.inner(self.act(inner)))
+        return edit("output", torch.clone)(inner)
+
+
+OTHERS = [{}, {"inner_0.output": 1.0}, {"inner_1.output": 1.0}, {"hidden": 0.5, "inner_1.output": 1.0}]
+
+
+@pytest.mark.parametrize("called", ["inner", "whole"])
+@pytest.mark.parametrize("others", OTHERS, ids=str)
+@pytest.mark.parametrize("path", ["x", "first.output", "hidden", "inner_0.output", "output"])
+def test_what_a_patch_calls_is_not_patched_or_counted(path: str, others: dict[str, float], called: str) -> None:
+    model, plain = Twice(), Twice()
+    plain.load_state_dict(model.state_dict())
+    edited = copy.deepcopy(plain)
+    pg = PatchableGraph(model, X)
+
+    def adds(of: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda value: value + (of if called == "whole" else of.get_submodule("inner"))(value)
+
+    edited.edits = {name: (lambda value, by=by: value + by) for name, by in others.items()}
+    edited.edits[path] = _in_order(edited.edits.get(path), adds(plain))
+    patches: dict[str, list[Patch[Any]]] = {name: [AddPatch(by)] for name, by in others.items()}
+    patches.setdefault(path, []).append(CustomPatch(adds(model)))
+    probes = {name: ProbePatch() for name in ("inner_0.output", "inner_1.output")}
+    with pg.patch(patches, strict=True), pg.patch(probes, strict=True):
+        found = pg(X)
+    assert torch.equal(found, edited(X))
+    kept: dict[str, Tensor] = {}
+    for name in probes:
+        edited.edits[name] = _in_order(edited.edits.get(name), lambda value, name=name: kept.setdefault(name, value))
+    edited(X)
+    assert all(torch.equal(probe.activation, kept[name]) for name, probe in probes.items())
+
+
+def _in_order(*functions: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
+    def run(value: Tensor) -> Tensor:
+        for function in functions:
+            value = value if function is None else function(value)
+        return value
+
+    return run
+
+
+def test_a_call_of_the_model_by_a_patch_is_not_a_step() -> None:
+    model, ids = case_by_name("gpt2-eager").build().eval(), torch.arange(6)[None]
+    pg = PatchableGraph(model, ids)
+    calls: list[int] = []
+
+    def logits(value: Tensor) -> Tensor:
+        calls.append(len(model(ids).logits))
+        return value
+
+    steps = [ProbePatch(steps=number) for number in range(3)]
+    with pg.patch({"output|logits": [CustomPatch(logits), *steps]}, strict=True):
+        pg.generate(ids, max_new_tokens=3, do_sample=False)
+    assert len(calls) == 3
+    assert [probe.activation.shape[1] for probe in steps] == [1, 1, 1]
+
+
+class ThroughPatch(Patch[Tensor]):
+    """Replaces a call of a module by a call of a module inside of it."""
+
+    replaces_call = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def op(self, original_output: Tensor) -> Tensor:
+        return self.module(original_output)
+
+
+def test_a_module_that_replaces_a_call_is_not_patched() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    pg, inner = PatchableGraph(model, X), model.get_submodule("1.0")
+    patches = {"sub_1.sub_0.output": AddPatch(5.0), "sub_1": ThroughPatch(inner)}
+    with pg.patch(patches), pytest.warns(PatchNotFiredWarning, match="sub_1.sub_0.output"):
+        found = pg(X)
+    assert torch.equal(found, inner(model[0](X)))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, PatchNotFiredWarning, ProbePatch, ZeroPatch
+from graphpatch_notebook import AddPatch, PatchableGraph, PatchNotFiredWarning, ProbePatch, ZeroPatch
 from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, run, some_cases
 from tests.zoo import Case, case_by_name
 from tests.zoo.values import bit_equal
@@ -112,3 +113,112 @@ def test_the_original_model_is_unaffected_inside_the_block(case: Case) -> None:
     ):
         assert bit_equal(expected, run(capture.model, case.example())) is None
     assert all(probe.activation is None for probe in probes.values())
+
+
+class Gated(nn.Module):
+    """Waits in its `forward`, in the thread that is to wait there; the first layer has a hook of the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first.register_forward_hook(lambda _module, _args, output: output * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        WAITING.in_thread()
+        return self.last(hidden)
+
+
+class Waiting:
+    """Where a thread waits: when it is there, `is_there` is set, and it waits for `goes_on`."""
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+        self.is_there, self.goes_on = threading.Event(), threading.Event()
+
+    def in_thread(self) -> None:
+        if threading.get_ident() == self.thread:
+            self.thread = None
+            self.is_there.set()
+            assert self.goes_on.wait(60)
+
+    def run(self, function: Callable[[], object]) -> Future[object]:
+        """Starts a thread with the function, and returns when it waits."""
+        self.__init__()  # type: ignore[misc]
+
+        def waits() -> object:
+            self.thread = threading.get_ident()
+            return function()
+
+        future = POOL.submit(waits)
+        assert self.is_there.wait(60)
+        return future
+
+    def end(self, future: Future[object]) -> object:
+        self.goes_on.set()
+        return future.result(60)
+
+
+WAITING = Waiting()
+POOL = ThreadPoolExecutor(1)
+X = torch.linspace(-1, 1, 6).view(2, 3)
+BOUNDARIES = {"first.output": AddPatch(1.0), "last.input": AddPatch(0.5)}
+
+
+def what_hooks_are_there(model: nn.Module) -> list[int]:
+    return [len(held) for module in model.modules() for name, held in vars(module).items() if "_hooks" in name]
+
+
+@pytest.fixture
+def gated() -> tuple[PatchableGraph, Tensor, list[int]]:
+    """A graph, what it returns with the patches, and its hooks."""
+    model = Gated()
+    pg, there = PatchableGraph(model, X), what_hooks_are_there(model)
+    with torch.no_grad(), pg.patch(BOUNDARIES, strict=True):
+        return pg, pg(X), there
+
+
+def verifies(pg: PatchableGraph) -> object:
+    return pg.verify(X)
+
+
+def sweeps(pg: PatchableGraph) -> object:
+    patches = {"first.output": ZeroPatch()}
+    return pg.sweep({"i": range(2)}, lambda i: patches, X, metric=torch.sum, batch=None, progress=False)
+
+
+@pytest.mark.parametrize("action", [verifies, sweeps])
+def test_a_context_that_ends_while_another_thread_runs_the_model_leaves_nothing(
+    gated: tuple[PatchableGraph, Tensor, list[int]], action: Callable[[PatchableGraph], object]
+) -> None:
+    pg, expected, there = gated
+    with torch.no_grad(), pg.patch(BOUNDARIES, strict=True):
+        running = WAITING.run(lambda: action(pg))
+        assert torch.equal(pg(X), expected)
+    WAITING.end(running)
+    assert what_hooks_are_there(pg._module) == there
+    with torch.no_grad(), pg.patch(BOUNDARIES, strict=True):
+        assert torch.equal(pg(X), expected)
+
+
+@pytest.mark.parametrize("action", [verifies, sweeps])
+def test_a_context_keeps_its_patches_when_another_thread_has_run_the_model(
+    gated: tuple[PatchableGraph, Tensor, list[int]], action: Callable[[PatchableGraph], object]
+) -> None:
+    pg, expected, there = gated
+    running = WAITING.run(lambda: action(pg))
+    with torch.no_grad(), pg.patch(BOUNDARIES, strict=True):
+        assert torch.equal(pg(X), expected)
+        WAITING.end(running)
+        assert torch.equal(pg(X), expected)
+    assert what_hooks_are_there(pg._module) == there
+
+
+def test_the_model_runs_on_while_a_context_ends_in_another_thread() -> None:
+    """`Module.__call__` goes through the hooks that there were, and looks up which of them take keyword arguments."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_forward_pre_hook(lambda _module, _args: WAITING.in_thread())
+    pg, expected = PatchableGraph(model, X), model(X)
+    with pg.patch({"sub_0.input": AddPatch(1.0)}):
+        running = WAITING.run(lambda: model(X))
+    assert torch.equal(WAITING.end(running), expected)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from graphpatch_notebook.errors import (
     PatchValueError,
     add_note,
 )
-from graphpatch_notebook.execution.live.frames import RunningFrames
+from graphpatch_notebook.execution.live.frames import FrameRun, RunningFrames
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import Indices
 from graphpatch_notebook.execution.reports import FiredPatches
@@ -65,13 +65,7 @@ class Applier:
                     continue
             elif entry.observed_shape is not None and self.observe(entry, value):
                 continue
-            if not self.is_under_mode:
-                value = self.apply(entry, value)
-                continue
-            # A call site may call modules and ops (`for f in (self.linear, torch.tanh)`): the patches' own torch calls
-            # must not be counted there.
-            with self.frames.inside_one_node():
-                value = self.apply(entry, value)
+            value = self.apply(entry, value)
         return value
 
     def in_graph(self, entries_by_name: Mapping[str, list[Entry]], name: str, value: Any) -> Any:
@@ -113,6 +107,11 @@ class Applier:
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry and notes that it fired, or why it could not."""
         __tracebackhide__ = True
+        stack = self.frames.stack
+        frame_run = stack[-1]
+        # What is called here is not the model's: neither if a patch calls the model or a module of it, nor at a call
+        # site that calls modules and ops (`for f in (self.linear, torch.tanh)`). `inside_one_node`, written out.
+        stack.append(FrameRun(None))
         try:
             if isinstance(value, Tensor) and value.shape == entry.plain_shape and not entry.sources:
                 patched = value
@@ -123,7 +122,7 @@ class Applier:
                 patched = value
             else:
                 applied = self._with_values(entry) if entry.sources else entry
-                indices_in, inputs = self._indices_for(entry), self._inputs_for(entry)
+                indices_in, inputs = self._indices_for(entry), _inputs_for(entry, frame_run)
                 patched = _apply_at(applied, value, entry.target.dig, indices_in, inputs)
                 if patched is not value and entry.target.node.is_view_filled_later:
                     _warn_of_lost_writes(entry)
@@ -137,6 +136,8 @@ class Applier:
             if entry.patches[0].stops_run:
                 self.fired.ended_at = entry.target.text
             raise
+        finally:
+            stack.pop()
         self.fired.ids.add(id(entry))
         self.fired.has_changed |= patched is not value
         return patched
@@ -171,11 +172,12 @@ class Applier:
             raise HeldBackError
         return None if entry.restriction.positions is None else partial(steps.indices, entry)
 
-    def _inputs_for(self, entry: Entry) -> CallInputs | None:
-        """Returns the arguments of the running frame, if the entry patches one of its ops."""
-        frame_run, target = self.frames.stack[-1], entry.target
-        is_here = frame_run.plan is not None and frame_run.plan.frame is target.frame
-        return frame_run.inputs if is_here and target.node.kind == "op" and not target.dig else None
+
+def _inputs_for(entry: Entry, frame_run: FrameRun) -> CallInputs | None:
+    """Returns the arguments of the running frame, if the entry patches one of its ops."""
+    target = entry.target
+    is_here = frame_run.plan is not None and frame_run.plan.frame is target.frame
+    return frame_run.inputs if is_here and target.node.kind == "op" and not target.dig else None
 
 
 _NOTHING_TO_HIDE = nullcontext()

@@ -116,11 +116,12 @@ class Run:
             return None
         if len(self._stack) == 1:
             self._begin(module, args, kwargs)
-        self._with_patched_inputs.add(id(module))
         if plan.probed_inputs and self.has_gradients:
             args, kwargs = _with_aliases(self.applier, plan, args, kwargs)
         _watch_inputs(self.applier, plan, args, kwargs)
-        return _patched_inputs(self.applier, plan, args, kwargs)
+        patched = _patched_inputs(self.applier, plan, args, kwargs)
+        self._with_patched_inputs.add(id(module))  # last: a patch may call the module itself
+        return patched
 
     def on_output(self, module: Module, output: Any) -> Any:
         """Applies the patches on a module's output, after the module's own hooks."""
@@ -158,7 +159,7 @@ class Run:
             if plan.inputs:
                 args, kwargs = _patched_inputs(applier, plan, args, kwargs)
         if skip is not None:
-            with applier.unseen():
+            with applier.unseen(), applier.frames.inside_one_node():
                 return _skipped_output(applier, skip, args, kwargs)
         if plan.tensors or plan.watched_tensors:
             return self._run_with_tensors(module, plan, forward, args, kwargs)
@@ -449,8 +450,10 @@ class ModuleHooks:
             self._modules.clear()
 
 
-def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     __tracebackhide__ = True
+    if kwargs is None:  # another thread takes the hook away (or adds it) while this call goes through the hooks
+        return None
     on_inputs = getattr(observer.get(), "on_inputs", None)
     return None if on_inputs is None else on_inputs(original_of(module), args, kwargs)
 
