@@ -437,7 +437,7 @@ class PatchableGraph(_LikeItsModel):
         allow_doubts: bool = False,
         any_size: bool = False,
     ) -> fx.GraphModule:
-        """Returns the model, with the patches that are active, as a nested `torch.fx.GraphModule`.
+        """Returns a snapshot of the model, with the patches that are active, as a nested `torch.fx.GraphModule`.
 
         For `torch.compile(..., fullgraph=True)`, `torch.export` and other tools that work on graphs. The modules have
         the names that they have in the model and share its parameters and buffers; patches are modules in the graphs
@@ -445,9 +445,14 @@ class PatchableGraph(_LikeItsModel):
 
         The graphs are a record of the run on the example inputs. The result was compared with this `PatchableGraph` on
         `args` and `kwargs`, bit for bit. It raises an error on inputs of another structure or memory layout than the
-        example's, and in another mode (`train()`, `eval()`) than the captured one. It is not valid after changes of the
-        model other than of its weights. Of an object among the inputs, such as a static cache, it reads and writes the
-        tensors; it raises an error if their shapes, or plain values in the object, differ from the example's.
+        example's, and in another mode (`train()`, `eval()`) than the captured one. Of an object among the inputs, such
+        as a static cache, it reads and writes the tensors; it raises an error if their shapes, or plain values in the
+        object, differ from the example's.
+
+        A snapshot does not follow the model: writes into weights reach it, and nothing else does. If an attribute, the
+        config, a hook, a global or another value that the model's code reads changes, or the model gets another
+        parameter or submodule, it returns the old numbers, without an error: call `to_fx` again. (What `compile`
+        returns does raise an error then.)
 
         Args:
             args: Inputs to compare with, positional.

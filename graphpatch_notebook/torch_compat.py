@@ -229,6 +229,13 @@ def is_any_compiled(modules: Iterable[torch.nn.Module]) -> bool:
 
 _COMPILED = "_torchdynamo_orig_callable"
 
+COMPILER_NOTES = frozenset({"_is_torch_compile", "_compiled_call_impl"})
+"""The attributes that `torch.compile(module)` and `module.compile()` leave on a module, which no forward reads.
+
+`_is_torch_compile`: torch 2.13; `_compiled_call_impl`: 2.2 to 2.13. Tested by:
+tests/execution/test_compiled_model.py.
+"""
+
 
 class EagerCode(HeldSwitch):
     """Makes compiled code run eagerly, in all threads.

@@ -450,7 +450,7 @@ def plain_values_read(module: Module) -> dict[str, Any]:
 
     Example:
         >>> plain_values_read(torch.nn.ReLU())
-        {'inplace': False, 'forward (defaults)': None}
+        {'forward': 'ReLU.forward', 'inplace': False, 'forward (defaults)': None}
     """
     walk, functions = Walk([]), dict[types.FunctionType, None]()
     attributes = [(name, value) for name, value in module.__dict__.items() if "_hooks" not in name]
@@ -460,7 +460,8 @@ def plain_values_read(module: Module) -> dict[str, Any]:
     walk.add([(outer.name, value) for outer, value in outer_values if outer.is_searched(type(value))])
     named = {text for function in functions for text in (*names_in(function.__code__), *function.__code__.co_consts)}
     named -= {"training"}
-    found = {name: value for name, value in attributes if name in named}
+    found: dict[str, Any] = {"forward": original_forward(module)}
+    found |= {name: value for name, value in attributes if name in named}
     found |= {outer.name: value for outer, value in outer_values}
     for _, items, _, name in walk.places + walk.slotted:
         inside = items.items() if type(items) is dict else enumerate(items)
@@ -472,6 +473,17 @@ def plain_values_read(module: Module) -> dict[str, Any]:
     found |= {f"{name}.{number}": item for name, value in tuples for number, item in enumerate(value)}
     found |= {name: value.__qualname__ for name, value in found.items() if type(value) in (*FUNCTIONS, type(len))}
     return {name: value for name, value in found.items() if type(value) in PLAIN_VALUES}
+
+
+def names_of_generate(modules: Iterable[Module]) -> frozenset[str]:
+    """Returns the names that the code of methods `generate` uses, and no `forward`: of notes about caches, for one."""
+    generating, running = dict[types.FunctionType, None](), dict[types.FunctionType, None]()
+    kinds: list[Any] = [*dict.fromkeys(map(type, modules))]
+    for kind in kinds:
+        _follow([getattr(kind, "generate", None)], kind, generating)
+        _follow([kind.forward], kind, running)
+    named = {name for function in generating for name in names_in(function.__code__)}
+    return frozenset(named - {name for function in running for name in names_in(function.__code__)})
 
 
 class Identities:

@@ -14,8 +14,9 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from graphpatch_notebook.capture.held_values import (
     Walk,
     is_own_generator,
     memory_of,
+    names_of_generate,
     outer_values_of,
     raw_dict,
     registered_modules,
@@ -46,7 +48,7 @@ from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.hooks import HookOwner, is_inert, owner_of
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import StateWarning
-from graphpatch_notebook.torch_compat import copied_with_storage, version_of, without_torch_functions
+from graphpatch_notebook.torch_compat import COMPILER_NOTES, copied_with_storage, version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -269,9 +271,11 @@ class Change:
 
     @property
     def is_inert(self) -> bool:
-        """Whether it is a new hook that is inert, or a note that there are some (transformers adds both)."""
-        is_hook = callable(self.after) and self.before is ABSENT and is_inert(self.after)
-        return self.kind is ChangeKind.HOOK and (is_hook or self.after is True)
+        """Whether it is an inert hook that is new or gone, or a note that there are some (transformers adds both)."""
+        hooks = [hook for hook in (self.before, self.after) if hook is not ABSENT]
+        return self.kind is ChangeKind.HOOK and all(
+            hook is True or (callable(hook) and is_inert(hook)) for hook in hooks
+        )
 
     def __str__(self) -> str:
         if self.kind is ChangeKind.RANDOM:
@@ -288,7 +292,57 @@ _EVERYWHERE = (slice(None), slice(None), slice(None))
 _NOWHERE = (slice(0), slice(0), slice(0))
 
 
-class ModuleState:
+class HeldValues:
+    """What a model holds at one moment, and what its code reads from outside of it: see `Walk`.
+
+    `start` are other values that are searched, before the model.
+    """
+
+    def __init__(self, root: Module, start: Iterable[Any] = ()) -> None:
+        self._root = root
+        self._walk = Walk([*start, root])
+        self._outer: list[tuple[OuterValue, Any]] = []
+
+    def _changed_holders(self, places: slice, empty: slice, *, has_hooks: bool = True) -> Iterator[Change]:
+        """Yields what containers, objects and attributes of modules hold otherwise than then."""
+        for container, saved, module, name in self._walk.places[places]:
+            if not _holds_the_same(container, saved, is_module=not name):
+                for key, before, after in _changed_items(container, saved):
+                    yield self._change_of(module, f"{name}.{key}" if name else str(key), before, after)
+        for owner, saved, module, name in self._walk.slotted:
+            for key, before in saved.items():
+                if not is_same(before, after := getattr(owner, key, ABSENT)):
+                    yield self._change_of(module, f"{name}.{key}", before, after)
+        filled = [*filter(None, self._walk.empty[empty])]
+        if filled and (has_hooks or not _hook_registries(self._walk.modules()).keys() >= {*map(id, filled)}):
+            yield from self._filled()
+
+    def _filled(self) -> Iterator[Change]:
+        """Yields what is in containers that were empty, which have no names of their own: a new walk finds them."""
+        empty = {id(container) for container in self._walk.empty}
+        walk = Walk([self._root])
+        walk.add_outer_values()
+        for container, saved, module, name in walk.places:
+            if id(container) in empty:
+                yield from (self._change_of(module, f"{name}.{key}", ABSENT, item) for key, item in _items(saved))
+
+    def _change_of(self, module: Module | None, name: str, before: Any, after: Any) -> Change:
+        registry, _, inner = name.partition(".")
+        kind = _KINDS.get(registry, ChangeKind.HOOK if "_hooks" in registry else ChangeKind.ATTRIBUTE)
+        if kind is ChangeKind.ATTRIBUTE and isinstance(before, Tensor) and before is after:
+            kind = ChangeKind.TENSOR
+        if module is None:
+            kind, inner, name = ChangeKind.GLOBAL, "", name if before is after else name.rpartition(".")[0]
+        path = next((path for path, one in registered_modules(self._root) if one is module), "")
+        return Change(kind, path, type(module).__name__, inner if registry in REGISTRIES else name, before, after)
+
+    def _outer_changes(self) -> Iterator[Change]:
+        for outer, saved in self._outer:
+            if not is_same(saved, value := outer.value()):
+                yield Change(ChangeKind.GLOBAL, "", "", outer.name, saved, value)
+
+
+class ModuleState(HeldValues):
     """All that a run may change in a model, at one moment: to see what has changed since, and to put it back.
 
     It covers all modules that can be reached: attributes, what containers and plain objects among them hold (the
@@ -307,10 +361,8 @@ class ModuleState:
     """
 
     def __init__(self, root: Module, generators: Iterable[Any] = (), *, is_look: bool = False) -> None:
-        self._root = root
-        self._outer: list[tuple[OuterValue, Any]] = []
         with without_torch_functions():
-            self._walk = Walk([*filter(is_own_generator, generators), root])
+            super().__init__(root, filter(is_own_generator, generators))
             self._has_warned = False
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             self.is_training = any(module.training for module in self._walk.modules())
@@ -384,19 +436,9 @@ class ModuleState:
         has_hooks: bool = True,
     ) -> Iterator[Change]:
         places, empty, tensors = span
-        for container, saved, module, name in self._walk.places[places]:
-            if not _holds_the_same(container, saved, is_module=not name):
-                for key, before, after in _changed_items(container, saved):
-                    yield self._change_of(module, f"{name}.{key}" if name else str(key), before, after)
-        for owner, saved, module, name in self._walk.slotted:
-            for key, before in saved.items():
-                if not is_same(before, after := getattr(owner, key, ABSENT)):
-                    yield self._change_of(module, f"{name}.{key}", before, after)
+        yield from self._changed_holders(places, empty, has_hooks=has_hooks)
         for other in (other for other in self._others if other.is_changed()):
             yield self._change_of(other.module, other.name, other.value, other.value)
-        filled = [*filter(None, self._walk.empty[empty])]
-        if filled and (has_hooks or not _hook_registries(self._walk.modules()).keys() >= {*map(id, filled)}):
-            yield from self._filled()
         held = zip(self._walk.tensors[tensors], self._versions[tensors], self._copies[tensors], strict=True)
         for (tensor, module, name), version, content in held:
             is_written = version_of(tensor) != version
@@ -404,30 +446,6 @@ class ModuleState:
                 has_contents and content is not None and not _is_equal(tensor, content)
             ):
                 yield self._change_of(module, name, tensor, tensor)
-
-    def _filled(self) -> Iterator[Change]:
-        """Yields what is in containers that were empty, which have no names of their own: a new walk finds them."""
-        empty = {id(container) for container in self._walk.empty}
-        walk = Walk([self._root])
-        walk.add_outer_values()
-        for container, saved, module, name in walk.places:
-            if id(container) in empty:
-                yield from (self._change_of(module, f"{name}.{key}", ABSENT, item) for key, item in _items(saved))
-
-    def _change_of(self, module: Module | None, name: str, before: Any, after: Any) -> Change:
-        registry, _, inner = name.partition(".")
-        kind = _KINDS.get(registry, ChangeKind.HOOK if "_hooks" in registry else ChangeKind.ATTRIBUTE)
-        if kind is ChangeKind.ATTRIBUTE and isinstance(before, Tensor) and before is after:
-            kind = ChangeKind.TENSOR
-        if module is None:
-            kind, inner, name = ChangeKind.GLOBAL, "", name if before is after else name.rpartition(".")[0]
-        path = next((path for path, one in registered_modules(self._root) if one is module), "")
-        return Change(kind, path, type(module).__name__, inner if registry in REGISTRIES else name, before, after)
-
-    def _outer_changes(self) -> Iterator[Change]:
-        for outer, saved in self._outer:
-            if not is_same(saved, value := outer.value()):
-                yield Change(ChangeKind.GLOBAL, "", "", outer.name, saved, value)
 
     def _random_changes(self, besides: Iterable[str] = ()) -> Iterator[Change]:
         drawn = [owner for owner in self._random.changed() if owner not in besides]
@@ -508,6 +526,86 @@ class ModuleState:
         held = [*self._walk.tensors, *Walk([self._root]).tensors]
         kept = {memory_of(tensor) for tensor, _, _ in held if not isinstance(tensor, Parameter)} - {None}
         return copied_output(value) if any(memory_of(tensor) in kept for tensor in tensors_in(value)) else value
+
+
+class Watch(HeldValues):
+    """Finds what a model holds, or its code reads, otherwise than when this was made: fast, for each call of a model.
+
+    Other parameters, buffers and modules, hooks and modes are changes; writes into tensors, and hooks that are inert,
+    are not, nor are notes that `generate` of transformers (about its caches) and `torch.compile` leave on a module. It
+    keeps all that the model held alive.
+    """
+
+    def __init__(self, root: Module) -> None:
+        with without_torch_functions():
+            super().__init__(root)
+            self._outer = self._walk.add_outer_values()
+        # Compilers and loaders mark parameters and buffers by attributes of these.
+        of_tensors = ("_parameters.", "_buffers.")
+        self._walk.places = [place for place in self._walk.places if not place[3].startswith(of_tensors)]
+        self._modules = [*self._walk.modules()]
+        self._forwards = [*map(_forward_of, self._modules)]
+        self._notes: frozenset[str] | None = None
+        self._earlier: Change | None = None  # before this was copied
+        # Next to a small model, a look at each module takes long: so all are asked at once.
+        holders = [holder for holder, _, _, _ in self._walk.places]
+        self._views = [dict.values(holder) if isinstance(holder, dict) else holder for holder in holders]
+        attributes = [(owner, key) for owner, saved, _, _ in self._walk.slotted for key in saved]
+        attributes += [(kind, "forward") for kind in dict.fromkeys(map(type, self._modules))]
+        self._reads: list[Callable[[], Any]] = [partial(getattr, owner, key, ABSENT) for owner, key in attributes]
+        self._reads += [_read_of(outer) for outer, _ in self._outer]
+        self._last = self._now()
+
+    def change(self) -> Change | None:
+        """Returns the first change; `None` if nothing changed."""
+        if self._earlier is not None:
+            return self._earlier
+        now = self._now()
+        if len(now) == len(self._last) and all(map(operator.is_, now, self._last)):
+            return None
+        with without_torch_functions():
+            changes = itertools.chain(
+                self._changed_holders(slice(None), slice(None)), self._changed_forwards(), self._outer_changes()
+            )
+            found = next((c for c in changes if not c.is_inert and not self._is_note(c)), None)
+        if found is None:  # equal values, or forwards that this package swapped
+            self._last = now
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        result = Watch(copy.deepcopy(self._root, memo))
+        result._earlier = self.change()
+        return result
+
+    def _now(self) -> list[Any]:
+        filled = filter(None, self._walk.empty)
+        held = itertools.chain(itertools.chain.from_iterable(self._views), itertools.chain.from_iterable(filled))
+        return [*held, *map(type, self._modules), *[read() for read in self._reads]]
+
+    def _is_note(self, change: Change) -> bool:
+        if self._notes is None:
+            self._notes = COMPILER_NOTES | names_of_generate(self._modules)
+        return change.kind is ChangeKind.ATTRIBUTE and change.name.partition(".")[0] in self._notes
+
+    def _changed_forwards(self) -> Iterator[Change]:
+        for module, before in zip(self._modules, self._forwards, strict=True):
+            if (after := _forward_of(module)) != before:
+                yield self._change_of(module, "forward", before, after)
+
+
+def _forward_of(module: Module) -> tuple[type, Any]:
+    forward = original_forward(module)
+    return type(module), getattr(forward, "__func__", forward)
+
+
+def _read_of(outer: OuterValue) -> Callable[[], Any]:
+    """Returns what `outer.value` does, several times faster."""
+    if type(outer.holder) is types.FunctionType:
+        return partial(getattr, outer.holder, outer.key)
+    if type(outer.holder) is types.CellType:
+        return outer.value
+    scope: Any = outer.holder if type(outer.holder) is dict else vars(outer.holder)
+    return partial(scope.get, outer.key, ABSENT)
 
 
 class Fingerprint:

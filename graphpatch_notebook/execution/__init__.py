@@ -27,11 +27,13 @@ from graphpatch_notebook.execution.positions import (
     DECODER_TOKENS,
     PositionsError,
     Restriction,
+    TokenDims,
     restriction_of,
     row_and_position_dims,
     row_dimension,
     sequence_dim,
     takes_tokens,
+    token_dims,
     token_inputs,
 )
 from graphpatch_notebook.execution.recording import Recording, record, results_of
@@ -87,6 +89,7 @@ __all__ = [
     "Recording",
     "Restriction",
     "StepCount",
+    "TokenDims",
     "active_patches",
     "apply_to_rows",
     "call_patched",
@@ -116,6 +119,7 @@ __all__ = [
     "takes_tokens",
     "target_of_call",
     "tensor_at",
+    "token_dims",
     "token_inputs",
     "verified_fx_module",
 ]

@@ -7,7 +7,6 @@ pg.compile(patches, *inputs)  ->  CompiledModel: one graph, for calls like the o
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import ExampleInputs, inputs_of_call
 from graphpatch_notebook.checks.comparison import compared
-from graphpatch_notebook.checks.hooks import is_inert
+from graphpatch_notebook.checks.model_state import Change, ChangeKind, Watch
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.patch_map import problems_of
@@ -138,13 +137,7 @@ class CompiledModel:
         self.graph = graph
         self._steps = steps
         self._patches = patches
-        # The graph refers to these, so writes into weights have their effect, and other parameters or modules do not.
-        self._parts = {name: (module, _parts_of(module)) for name, module in model.named_modules()}
-        modules = [module for module, _ in self._parts.values()]
-        self._places = [places for module in modules for places in _registries_of(module)]
-        self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-        self._modes = [module.__dict__ for module in modules]
-        self._all_parts = self._all_parts_now()
+        self._watch = Watch(model)
         check = graph.get_submodule("check_inputs")
         assert isinstance(check, InputCheck)
         check.maker = "pg.compile"
@@ -154,19 +147,17 @@ class CompiledModel:
         """Runs the compiled model with the current values of the patches.
 
         Raises:
-            GraphError: The mode of the model (train or eval), a parameter, a buffer, a module or a hook is another one
-                than when it was compiled; the inputs differ from those; torch cannot compile the model; or fields of
-                patches other than values had too many values.
+            GraphError: Something that the model holds, or that its code reads, is another one than when it was
+                compiled: its mode (train or eval), a parameter, a buffer, a module, a hook, an attribute, its config,
+                a global, a closure variable; the inputs differ from those; torch cannot compile the model; or fields
+                of patches other than values had too many values.
             PatchMapError: A patch is not valid any more.
             PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
         __tracebackhide__ = True
-        if not _are_same(self._all_parts, self._all_parts_now()):
-            changed = [name for name, (module, parts) in self._parts.items() if not _are_same(parts, _parts_of(module))]
-            raise GraphError(
-                f"{(*changed, '')[0] or 'the model'!r} has another mode (train or eval), or other parameters, buffers, "
-                "modules or hooks, than when it was compiled: call pg.compile again"
-            )
+        # The compiled code refers to the weights, so writes into them have their effect. Nothing else has.
+        if (change := self._watch.change()) is not None:
+            raise GraphError(f"{_other_than(change)} than when it was compiled: call pg.compile again")
         self._patches.read()
         try:
             return self._compiled(*args, **kwargs)
@@ -185,12 +176,6 @@ class CompiledModel:
                 f"torch.compile cannot make one graph of this model, as of many mixtures of experts "
                 f"({str(error).splitlines()[0]}); run the patches without pg.compile"
             ) from error
-
-    def _all_parts_now(self) -> list[Any]:
-        # Asked in each call, so all at once: next to a step of a small model, a look at each module takes a fifth.
-        parts = itertools.chain.from_iterable([places.values() for places in self._places])
-        hooks = [hook for hooks in self._hooks if hooks for hook in hooks.values() if not is_inert(hook)]
-        return [*parts, *[attributes.get("training") for attributes in self._modes], *hooks]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates text as the model's own `generate` does, with the patches, at compiled speed.
@@ -235,14 +220,13 @@ def _are_same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
-def _parts_of(module: Module) -> list[Any]:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    parts = itertools.chain.from_iterable(places.values() for places in _registries_of(module))
-    return [module.training, *parts, *(hook for hook in hooks if not is_inert(hook))]
-
-
-def _registries_of(module: Module) -> tuple[dict[str, Any], ...]:
-    return module._parameters, module._buffers, module._modules
+def _other_than(change: Change) -> str:
+    if change.kind is ChangeKind.GLOBAL:
+        return f"the code of the model reads another {change.name!r}"
+    where = f"{change.path!r} ({change.module_class})" if change.path else f"the model ({change.module_class})"
+    if change.kind is ChangeKind.MODE:
+        return f"{where} is in another mode (train or eval)"
+    return f"{where} has another {change.kind.value} {change.name!r}"
 
 
 class CompiledPatches:

@@ -7,8 +7,9 @@ same length (`checks.dimensions`). All other cases are errors: a guess could giv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.nn import Module
 
@@ -131,6 +132,33 @@ def row_and_position_dims(root: Frame, target: Target) -> tuple[int, int | None,
     if isinstance(whole, TensorSpec) and any(dimensions_of(root).dims_like(whole, profile) for profile in sequences):
         dim, is_encoder = sequence_dim(root, target)
     return row_dimension(root, target, dim), dim, is_encoder
+
+
+class TokenDims(NamedTuple):
+    """The dimensions of a value that hold the batch (`None` if none does, or it is not known) and the tokens."""
+
+    row: int | None
+    positions: tuple[int, ...]
+
+
+def token_dims(root: Frame, target: Target) -> TokenDims | None:
+    """Returns the dimensions of a target's part that run along the tokens of the model; `None` if none is known to.
+
+    In a pattern of attention, these are two. Of an encoder-decoder model, the tokens are those of the decoder.
+    """
+    sequence, whole, known = _sequence(root), target.whole, dimensions_of(root)
+    if sequence is None or not isinstance(whole, TensorSpec) or target.node.kind in HELD_KINDS:
+        return None
+    dims = [dim for dim in known.dims_like(whole, sequence) if dim in target.whole_dims]
+    if known.is_placed_by_values(target.frame, target.node, whole, dims, [sequence]):
+        return None
+    has_decoder = token_inputs(root) != token_inputs(root, is_encoder=True)
+    if not known.is_known(whole) and (len(dims) > 1 or has_decoder):  # by equal sizes
+        return None
+    kept, row = target.kept_dims, None
+    with suppress(ValueError):
+        row = kept.index(row_dimension(root, target, dims[0] if dims else None))
+    return TokenDims(row, tuple(map(kept.index, dims))) if dims else None
 
 
 def _holds_all_positions(root: Frame, target: Target) -> bool:

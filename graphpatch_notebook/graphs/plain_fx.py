@@ -236,7 +236,14 @@ class _Writer:
             )
             new.target = self._put(path, below)
         elif new.op == "get_attr":
-            value = operator.attrgetter(str(old.target))(self._source)
+            try:
+                value = operator.attrgetter(str(old.target))(self._source)
+            except AttributeError:
+                raise GraphError(
+                    f"{self._source.path or '<root>'!r} does not have {str(old.target)!r} any more, which it used when "
+                    "it was captured; if the model deletes it while it runs, no graph does the same, and if it was "
+                    "deleted since, make a PatchableGraph of the model as it is now"
+                ) from None
             if record is not None and record.kind == "constant" and self._given.has(value):
                 self._read_given(new, value)
                 return

@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import EditedGraphWarning, PatchableGraph, UnverifiedGraphWarning
+from graphpatch_notebook import (
+    AddPatch,
+    EditedGraphWarning,
+    PatchableGraph,
+    ProbePatch,
+    UnverifiedGraphWarning,
+    ZeroPatch,
+)
 from graphpatch_notebook.errors import GraphError, SerializationError
 
 SCALE: Any = 2.0
@@ -72,6 +79,13 @@ def set_global(name: str, value: Any) -> Callable[[Any], None]:
     return lambda _: globals().update({name: value})
 
 
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
 def closed_over() -> Model:
     scale = 2.0
 
@@ -108,19 +122,36 @@ MODELS: dict[str, Callable[[], Any]] = {
     "function of torch": lambda: Model(lambda m, x: ACT(x), set_global("ACT", torch.tanh)),
     "in a global": lambda: Model(lambda m, x: x * BOX["scales"][0], lambda _: BOX["scales"].insert(0, 3.0)),
     "closure": closed_over,
+    "slot": lambda: Model(
+        lambda m, x: x * m.slotted.scale, lambda m: setattr(m.slotted, "scale", 3.0), slotted=Slotted(2.0)
+    ),
+    "forward": lambda: Model(lambda m, x: x * 2, lambda m: setattr(m, "forward", lambda x: m.linear(x) * 3)),
     "class attribute": OfClass,
     "method": OfMethod,
+}
+MORE_MODELS: dict[str, Callable[[], Any]] = {
+    **MODELS,
+    "in an empty dict": lambda: Model(
+        lambda m, x: x * m.scales.get("x", 2.0), lambda m: m.scales.update(x=3.0), scales={}
+    ),
+    "forward of a child": lambda: Model(
+        lambda m, x: x * 2, lambda m: setattr(m.linear, "forward", lambda x: x @ m.linear.weight)
+    ),
 }
 
 
 @pytest.fixture(params=list(MODELS))
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def model(request: pytest.FixtureRequest, original_values: None) -> Any:
+    torch.manual_seed(0)
+    return MORE_MODELS[request.param]().eval()
+
+
+@pytest.fixture
+def original_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SCALE", 2.0), ("BOX", {"scales": [2.0]}), ("ACT", torch.relu), ("scaled", scaled)):
         monkeypatch.setitem(globals(), name, value)
     monkeypatch.setattr(OfClass, "factor", 2.0)
     monkeypatch.setattr(OfMethod, "scaled", OfMethod.scaled)
-    torch.manual_seed(0)
-    return MODELS[request.param]().eval()
 
 
 def edit(pg: PatchableGraph) -> None:
@@ -190,3 +221,86 @@ def test_a_loaded_graph_does_not_run_in_place_of_a_changed_model(model: Any, is_
     with contextlib.suppress(SerializationError):  # of a submodule of another class
         pg = pg if is_loaded_first else loaded()
     assert torch.equal(pg(X), model(X))
+
+
+@pytest.mark.parametrize("model", list(MORE_MODELS), indirect=True)
+def test_a_compiled_model_does_not_run_in_place_of_a_changed_one(model: Any) -> None:
+    compiled = PatchableGraph(model, X).compile({"linear.output": AddPatch(value=0.0)}, X, backend="eager")
+    before = model(X)
+    assert torch.equal(compiled(X), before)
+    model.change(model)
+    assert not torch.equal(model(X), before)
+    with pytest.raises(GraphError, match="than when it was compiled: call pg.compile again"):
+        compiled(X)
+
+
+@pytest.mark.usefixtures("original_values")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("attribute", r"the model \(Model\) has another attribute 'scale' than"),
+        ("attribute of a child", r"'linear' \(Linear\) has another attribute 'scale' than"),
+        ("config", "another attribute 'config.scale' than"),
+        ("list", "another attribute 'scales.0' than"),
+        ("global", "the code of the model reads another 'SCALE' than"),
+        ("in a global", "the code of the model reads another 'BOX.scales' than"),
+        ("class attribute", "the code of the model reads another 'OfClass.factor' than"),
+        ("forward of a child", r"'linear' \(Linear\) has another attribute 'forward' than"),
+    ],
+)
+def test_a_compiled_model_names_what_was_changed(name: str, message: str) -> None:
+    model = MORE_MODELS[name]().eval()
+    compiled = PatchableGraph(model, X).compile({"linear.output": AddPatch(value=0.0)}, X, backend="eager")
+    model.change(model)
+    with pytest.raises(GraphError, match=message):
+        compiled(X)
+
+
+def test_a_compiled_model_runs_after_what_changes_no_number() -> None:
+    model = MODELS["config"]()
+    pg = PatchableGraph(model, X)
+    compiled = pg.compile({"linear.output": AddPatch(value=0.0)}, X, backend="eager")
+    with torch.no_grad():
+        model.linear.weight += 1
+    model.config.scale = float("2")  # an equal number
+    assert torch.equal(compiled(X), model(X))
+    with pg.patch({"mul": ZeroPatch(), "linear.output": ProbePatch()}):
+        pg(X)
+        assert torch.equal(compiled(X), model(X))
+        model.config.scale = float("3")
+        with pytest.raises(GraphError, match=r"config.scale"):
+            compiled(X)
+    copied = copy.deepcopy(compiled)
+    model.config.scale = float("2")
+    assert torch.equal(compiled(X), model(X))
+    assert torch.equal(copy.deepcopy(compiled)(X), model(X))
+    with pytest.raises(GraphError, match=r"config.scale"):  # changed before it was copied
+        copied(X)
+
+
+class Deleting(nn.Module):
+    def __init__(self, deletes_itself: bool) -> None:
+        super().__init__()
+        self.deletes_itself = deletes_itself
+        self.register_buffer("mask", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "mask" in self._buffers:
+            x = x + self.mask
+            if self.deletes_itself:
+                del self.mask
+        return x * 2
+
+
+@pytest.mark.parametrize("deletes_itself", [False, True])
+def test_buffers_that_were_deleted_are_named(deletes_itself: bool) -> None:
+    model = nn.Sequential(Deleting(deletes_itself))
+    pg = PatchableGraph(model, X)
+    if not deletes_itself:
+        del model[0].mask
+    message = "'sub_0' does not have 'mask' any more, .* make a PatchableGraph of the model as it is now"
+    with pytest.raises(GraphError, match=message):
+        pg.to_fx((X,))
+    with pytest.raises(GraphError, match=message):
+        pg.compile({"output": AddPatch(value=0.0)}, X, backend="eager")
+    assert torch.equal(pg(X), X * 2)

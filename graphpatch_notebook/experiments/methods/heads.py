@@ -23,7 +23,7 @@ from graphpatch_notebook.checks.dimensions import dimensions_of
 from graphpatch_notebook.components.flow import Flow, Value, walk
 from graphpatch_notebook.components.names import parse_name
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import row_dimension, sequence_dim
+from graphpatch_notebook.execution import sequence_dim
 from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.experiments.methods.positions import (
     PositionCells,
@@ -173,7 +173,7 @@ def head_layout(
 
     Heads have the dimension that a component at the path says. Elsewhere they are equal parts of the last dimension, or
     have a dimension of their own: in a value with at least four dimensions, one of size `count` that is not the first,
-    the last, the batch or the sequence, preferably one that does not follow the sizes of inputs.
+    the last or the sequence, and does not follow the sizes of inputs, as far as that is known.
 
     The shapes of values are given by path, and their sequence dimensions if the user chose positions; `rows` is the
     batch size, if known.
@@ -206,11 +206,8 @@ def _dim(root: Frame, path: str, target: Target, shape: Shape, count: int, seque
             sequence = kept.index(sequence_dim(root, target)[0])
     own = [dim for dim in range(1, len(shape) - 1) if shape[dim] == count and dim != sequence] if len(shape) > 3 else []
     if own and isinstance(whole, TensorSpec) and known.is_known(whole):
-        with suppress(ValueError):
-            row = kept.index(row_dimension(root, target, None if sequence is None else kept[sequence]))
-            own = [dim for dim in own if dim != row]
         profiles = known.profiles(whole)
-        own = [dim for dim in own if not known.follows_inputs(profiles[kept[dim]])] or own
+        own = [dim for dim in own if not known.follows_inputs(profiles[kept[dim]])]
     if len(own) > 1:
         raise ExperimentError(
             f"{path!r} has shape {shape}: the {count} heads could be in any of the dimensions "

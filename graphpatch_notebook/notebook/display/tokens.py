@@ -10,13 +10,14 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import bind, signature_of
 from graphpatch_notebook.capture.observers import original_forward
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.execution import TokenDims, token_dims
+from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 
 _MOST_TOKENS = 10
-_ROUNDED = 0.03
 _DECODER = "decoder_input_ids"
-_DECODERS = ("decoder_", "labels", "kwargs")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class TokenInputs:
         ids: The ids of the first row; `None` if the inputs have no token ids.
         mask: The attention mask of the first row; `None` without one.
         rows: The number of rows.
-        batch: The ids of all rows; `None` if other inputs have the same length, so that positions are ambiguous.
+        batch: The ids of all rows; `None` without.
     """
 
     ids: list[int] | None
@@ -48,9 +49,7 @@ class TokenInputs:
         found = _row(ids)
         if found is None or ids is None:
             return cls(None, None, 0)
-        # Encoder values have other tokens. With equal lengths, the shape of a value cannot distinguish the two.
-        is_clear = not has_decoder or len(found) not in _lengths_beside_decoder(bound)
-        return cls(found, _row(mask), len(ids), ids.tolist() if is_clear else None)
+        return cls(found, _row(mask), len(ids), ids.tolist())
 
     def last_position(self, length: int) -> int:
         """Returns the last position of logits of this length that is not padding."""
@@ -60,60 +59,50 @@ class TokenInputs:
         is_whole = len(mask) == length
         return max((i for i, is_token in enumerate(mask) if is_token), default=length - 1) if is_whole else length - 1
 
-    def labels(self, tokenizer: Any) -> TokenLabels | None:
-        """Returns the texts of the tokens, or `None` without tokens or a tokenizer."""
-        return None if tokenizer is None or self.batch is None else TokenLabels(self.batch, tokenizer)
-
-
-def _lengths_beside_decoder(bound: dict[str, Any]) -> set[int]:
-    """Returns the lengths of the inputs that do not belong to the decoder."""
-    others = [value for name, value in bound.items() if not name.startswith(_DECODERS)]
-    tensors = [one for value in others for one in (value, *(child for _, child in readable_children(value) or ()))]
-    return {one.shape[1] for one in tensors if isinstance(one, Tensor) and one.dim() > 1}
+    def labels(self, tokenizer: Any, root: Frame, path: str) -> TokenLabels | None:
+        """Returns the texts of the tokens along the value at a path; `None` if it has none, or without a tokenizer."""
+        if tokenizer is None or self.batch is None:
+            return None
+        try:
+            dims = token_dims(root, resolve(root, path))
+        except Unresolvable:  # a part of a splice, say
+            return None
+        return None if dims is None else TokenLabels(self.batch, tokenizer, dims)
 
 
 @dataclass(frozen=True)
 class TokenLabels:
-    """The texts of tokens, for the axes of plots."""
+    """The texts of tokens along a value, for the axes of plots."""
 
     batch: list[list[int]]  # the ids, of shape (batch, seq)
     tokenizer: Any
+    dims: TokenDims  # of the value
 
     def of_axes(self, value: Tensor, index: Any) -> tuple[list[str] | None, list[str] | None]:
-        """Returns labels for the rows and the columns of a plot, if these are positions of tokens.
-
-        If another dimension has the same size, there are no labels, since they could be wrong.
-        """
-        at_row = _coordinates(value, 0, index) if (dims := self._dimensions(value)) else torch.empty(0)
-        if at_row.numel() == 0 or not bool((at_row == at_row[0, 0]).all()):  # each row of the batch has its own tokens
-            return None, None
-        ids = self.batch[int(at_row[0, 0])]
+        """Returns labels for the rows and the columns of a plot of the value, if these are positions of tokens."""
         found: list[list[str] | None] = [None, None]
-        for dim in dims:
+        ids = self._ids(value, index)
+        if ids is None:
+            return None, None
+        for dim in self.dims.positions:
+            if dim >= value.dim() or value.shape[dim] != len(ids):  # a model may work on some positions only
+                continue
             positions = _coordinates(value, dim, index)
             for axis, along in ((0, positions[:, :1]), (1, positions[:1])):
                 if along.unique().numel() > 1 and bool((positions == along).all()):
                     found[axis] = [token_text(self.tokenizer, ids[at]) for at in along.flatten().tolist()]
         return found[0], found[1]
 
-    def _dimensions(self, value: Tensor) -> list[int]:
-        """Returns the token dimensions of a value of shape (batch, seq, ...) or (batch, head, seq, seq)."""
-        shape, length = list(value.shape), len(self.batch[0])
-        if shape[:1] != [len(self.batch)]:
-            return []
-        if len(shape) in (2, 3):
-            return [1] if shape[1] == length and shape.count(length) == 1 else []
-        if len(shape) != 4 or shape[2] != length:
-            return []
-        if shape[3] == length:
-            # Queries have the same shape if the head size equals the length. Rows of an attention pattern sum to one.
-            return [2, 3] if shape.count(length) == 2 and _is_pattern(value[0, 0]) else []
-        return [2] if shape.count(length) == 1 else []
-
-
-def _is_pattern(plane: Tensor) -> bool:
-    rows = plane.to(torch.float64)
-    return bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < _ROUNDED).all())
+    def _ids(self, value: Tensor, index: Any) -> list[int] | None:
+        """Returns the tokens of the row of the batch that a plot shows; `None` for several rows, or unknown ones."""
+        row = self.dims.row
+        if row is None:
+            return self.batch[0] if len(self.batch) == 1 else None
+        if row >= value.dim() or value.shape[row] != len(self.batch):
+            return None
+        at_row = _coordinates(value, row, index)
+        is_one = at_row.numel() > 0 and bool((at_row == at_row[0, 0]).all())
+        return self.batch[int(at_row[0, 0])] if is_one else None
 
 
 def _coordinates(value: Tensor, dim: int, index: Any) -> Tensor:

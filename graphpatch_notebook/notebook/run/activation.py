@@ -64,7 +64,8 @@ class Activation:
                 raise SessionError("; ".join(results.warnings) or f"{self._target.text!r} was not computed in this run")
 
         def make() -> ShownValue:
-            labels = None if tokens is None else tokens.labels(tokenizer)
+            root, path = self._target.frame.root, self._target.text
+            labels = None if tokens is None else tokens.labels(tokenizer, root, path)
             return ShownValue(self._target.text, value, plane, labels, is_kept=self._calls is not None)
 
         shown = job.interruptibly(make)

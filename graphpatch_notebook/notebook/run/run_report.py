@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -231,6 +231,10 @@ class Buffers:
         return {**plot, "buffer": len(self.parts) - 1}
 
 
+LabelsOf: TypeAlias = "Callable[[str], TokenLabels | None]"
+"""Returns the texts of the tokens along the value at a path."""
+
+
 @dataclass(frozen=True)
 class KeptValue:
     """The value that a probe or record kept in a run."""
@@ -249,7 +253,7 @@ class KeptValue:
         except PatchValueError as error:
             return cls(chosen, None, str(error))
 
-    def report(self, labels: TokenLabels | None, buffers: Buffers) -> dict[str, Any]:
+    def report(self, labels: LabelsOf, buffers: Buffers) -> dict[str, Any]:
         """Returns the `ProbeReport` of the front end."""
         report = {
             "number": self.chosen.number,
@@ -268,8 +272,9 @@ class KeptValue:
                 report["note"] = f"{len(self.value)} values were recorded; this is the last one"
         if shown is None:
             return {**report, "note": self.problem or "it did not fire in this run"}
-        # The dimensions of a slice are not those of tokens, even if the sizes are equal.
-        return {**report, **shown_value(shown, labels if self.chosen.slice is None else None, buffers)}
+        # The dimensions of a slice are not those of the value.
+        own = labels(self.chosen.path) if self.chosen.slice is None else None
+        return {**report, **shown_value(shown, own, buffers)}
 
 
 def with_copied_weights(value: Any, model: Module) -> Any:
@@ -339,7 +344,7 @@ class ProbedCalls:
         """Stores copies of what the probes of the call before the last one kept."""
         self._without = [_apart(KeptValue.of(one, patch, names, lambda value: value)) for one, patch in self.unpatched]
 
-    def reports(self, kept: list[KeptValue], labels: TokenLabels | None, buffers: Buffers) -> list[dict[str, Any]]:
+    def reports(self, kept: list[KeptValue], labels: LabelsOf, buffers: Buffers) -> list[dict[str, Any]]:
         """Returns the `ProbeReport`s of the front end, given the values of the last call."""
         reports = [one.report(labels, buffers) for one in kept]
         before = {one.chosen.number: one for one in self._without}

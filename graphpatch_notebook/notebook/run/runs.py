@@ -19,7 +19,7 @@ import torch
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
-from graphpatch_notebook.notebook.display.tokens import TokenInputs, next_tokens
+from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, next_tokens
 from graphpatch_notebook.notebook.run.activation import Activation, ShownValue
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
 from graphpatch_notebook.notebook.run.model_calls import (
@@ -266,7 +266,11 @@ class Runs:
 
         def make() -> dict[str, Any]:
             found = changes(unpatched, output)
-            labels = None if inputs is None else inputs.labels(self.tokenizer)
+            root = captured(self._session.graph).root
+
+            def labels(path: str) -> TokenLabels | None:
+                return None if inputs is None else inputs.labels(self.tokenizer, root, path)
+
             tokens, remarks = self._tokens(unpatched, output, inputs)
             return {
                 **head,

@@ -440,6 +440,25 @@ def test_heads_are_not_the_batch() -> None:
             assert found.values[0, head] == pg(ids).sum().item()
 
 
+class OnImages(nn.Module):
+    """Its heads are parts of the channels, which are last."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        doubled = images * 2
+        return doubled.square().sum((1, 2))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 8), (2, 4, 3, 8), (2, 4, 4, 8)])
+def test_heads_are_not_the_height_or_the_width_of_images(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(shape)
+    pg = PatchableGraph(OnImages(), images)
+    found = ablate(pg, ["doubled"], images, metric=torch.sum, heads=4, progress=False, batch=None)
+    for head in range(4):
+        rest = images.unflatten(-1, (4, 2))[..., [other for other in range(4) if other != head], :]
+        assert found.values[0, head] == pytest.approx((rest * 2).square().sum().item())
+
+
 def test_heads_among_the_rows_of_the_batch_are_refused() -> None:
     torch.manual_seed(0)
     pg = PatchableGraph(BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=23)).eval(), IDS)

@@ -358,8 +358,38 @@ def test_values_of_an_encoder_do_not_have_the_tokens_of_the_decoder(length: int)
     _, view = shown(runs, "encoder.output")
     assert view["row_labels"] is None
     _, view = shown(runs, "decoder.output")
-    expected = [" w11", " w12", " w13", " w14"]
-    assert view["row_labels"] == (expected if length == 3 else None)  # with as many tokens nobody can tell
+    assert view["row_labels"] == [" w11", " w12", " w13", " w14"]
+
+
+class Slots(nn.Module):
+    """Has as many slots as the example has tokens, and sorts these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 6)
+        self.slots = nn.Parameter(torch.ones(4, 6))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        tokens = self.table(input_ids)
+        slots = torch.softmax(self.slots @ tokens.transpose(1, 2), -1) @ tokens
+        best = tokens.gather(1, tokens.sum(-1, keepdim=True).argsort(1).expand_as(tokens))
+        return slots.sum() + best + tokens[0]
+
+
+def test_dimensions_of_the_size_of_the_tokens_do_not_have_their_texts() -> None:
+    pg = PatchableGraph(Slots().eval(), torch.tensor([[5, 6, 7, 8]]))
+    runs = runs_of(pg, tokenizer=Words())
+    texts = [" w5", " w6", " w7", " w8"]
+    expected = {
+        "table.output": (texts, None),
+        "transpose": (None, texts),
+        "softmax": (None, texts),  # slots by tokens
+        "slots_1": (None, None),
+        "best": (None, None),  # sorted
+        "getitem": (texts, None),
+    }
+    found = {path: shown(runs, path)[1] for path in expected}
+    assert {path: (view["row_labels"], view["column_labels"]) for path, view in found.items()} == expected
 
 
 def test_what_the_slice_of_a_probe_leaves_has_no_tokens() -> None:

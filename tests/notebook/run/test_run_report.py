@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graphpatch_notebook.execution import TokenDims
 from graphpatch_notebook.notebook.display import statistics
-from graphpatch_notebook.notebook.display.tokens import TokenInputs, next_tokens, token_text
+from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels, next_tokens, token_text
 from graphpatch_notebook.notebook.run.run_report import changes
 from graphpatch_notebook.notebook.session.slices import parse_slice
 
@@ -251,38 +252,31 @@ def test_without_logits_there_are_no_next_tokens(before: Any, after: Any, tokeni
 
 
 @pytest.mark.parametrize(
-    ("shape", "index", "expected"),
+    ("shape", "dims", "index", "expected"),
     [
-        ((2, 3, 5), "0, :, :", ("abc", None)),
-        ((2, 3, 5), "1, :, :", ("def", None)),
-        ((2, 3, 5), "-1, [2, 0], 1:", ("fd", None)),
-        ((2, 3, 5), "1, ::2, :", ("df", None)),
-        ((2, 3, 5), ":, :, 0", (None, None)),  # the rows of the batch have tokens of their own
-        ((2, 3, 5), ":, 1, :", (None, None)),
-        ((2, 3, 3), "0, :, :", (None, None)),
-        ((3, 2, 3), "0, :, :", (None, None)),
-        ((3, 5), ":, :", (None, None)),
-        ((2, 4, 3, 5), "1, 0, :, :", ("def", None)),
-        ((2, 3, 4, 5), "0, :, 0, :", (None, None)),
-        ((2, 4, 3, 3), "1, 0, :, :", (None, None)),  # queries, say
-        ((2, 3, 3, 3), "0, 0, :, :", (None, None)),
+        ((2, 3, 5), TokenDims(0, (1,)), "0, :, :", ("abc", None)),
+        ((2, 3, 5), TokenDims(0, (1,)), "1, :, :", ("def", None)),
+        ((2, 3, 5), TokenDims(0, (1,)), "-1, [2, 0], 1:", ("fd", None)),
+        ((2, 3, 5), TokenDims(0, (1,)), "1, ::2, :", ("df", None)),
+        ((2, 3, 5), TokenDims(0, (1,)), ":, :, 0", (None, None)),  # the rows of the batch have tokens of their own
+        ((2, 3, 5), TokenDims(0, (1,)), ":, 1, :", (None, None)),
+        ((2, 3, 3), TokenDims(0, (2,)), "0, :, :", (None, "abc")),
+        ((3, 2, 3), TokenDims(1, (0,)), ":, 1, :", ("def", None)),
+        ((3, 5), TokenDims(None, (0,)), ":, :", (None, None)),
+        ((2, 4, 3, 5), TokenDims(0, (2,)), "1, 0, :, :", ("def", None)),
+        ((2, 4, 3, 3), TokenDims(0, (2, 3)), "1, 0, :, :", ("def", "def")),
+        ((2, 4, 3, 3), TokenDims(0, (2, 3)), "0, 2, :, 1:", ("abc", "bc")),
+        ((2, 4, 3, 3), TokenDims(0, (2, 3)), "0, :, 1, :", (None, "abc")),
+        ((2, 1, 5), TokenDims(0, (1,)), "0, :, :", (None, None)),  # as long in the example only
+        ((3, 3, 5), TokenDims(0, (1,)), "0, :, :", (None, None)),
     ],
 )
-def test_axes_have_the_tokens_of_their_row_or_none(shape: tuple[int, ...], index: str, expected: Any) -> None:
-    ids = TokenInputs([0, 1, 2], None, 2, [[0, 1, 2], [3, 4, 5]])
-    labels = ids.labels(Letters())
-    assert labels is not None
+def test_axes_have_the_tokens_of_their_row_or_none(
+    shape: tuple[int, ...], dims: TokenDims, index: str, expected: Any
+) -> None:
+    labels = TokenLabels([[0, 1, 2], [3, 4, 5]], Letters(), dims)
     found = labels.of_axes(logits(*shape), parse_slice(index).index({}))
     assert found == tuple(None if texts is None else list(texts) for texts in expected)
-
-
-def test_attention_patterns_have_tokens_on_both_axes() -> None:
-    labels = TokenInputs([0, 1, 2], None, 1, [[0, 1, 2]]).labels(Letters())
-    assert labels is not None
-    pattern = logits(1, 4, 3, 3).softmax(-1)
-    for index, expected in (("0, 0", ("abc", "abc")), ("0, 2, :, 1:", ("abc", "bc")), ("0, :, 1, :", (None, "abc"))):
-        found = labels.of_axes(pattern, parse_slice(index).index({}))
-        assert found == tuple(None if texts is None else list(texts) for texts in expected)
 
 
 class Letters:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError
+from graphpatch_notebook.execution import TokenDims
 from graphpatch_notebook.notebook.display.statistics import readable
 from graphpatch_notebook.notebook.display.tokens import TokenLabels
 from graphpatch_notebook.notebook.run import value_plots
@@ -108,7 +109,9 @@ sizes = st.integers(2, 3 * SIDE + 5)
 
 @pytest.mark.parametrize(("length", "labels"), [(SIDE, [f"#{token}" for token in range(SIDE)]), (SIDE + 1, None)])
 def test_only_cells_of_one_row_have_its_token(length: int, labels: list[str] | None) -> None:
-    found = picture(readable(torch.randn(1, length, 3)), Plane(), TokenLabels([[*range(length)]], object()))
+    found = picture(
+        readable(torch.randn(1, length, 3)), Plane(), TokenLabels([[*range(length)]], object(), TokenDims(0, (1,)))
+    )
     assert (found.row_labels, found.column_labels) == (labels, None)
 
 
