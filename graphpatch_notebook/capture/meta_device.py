@@ -75,8 +75,11 @@ class OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = raw_name(func), {key: value for key, value in (kwargs or {}).items() if key != "generator"}
-        if name in _THE_SAME or has_values((args, kwargs)):
+        name, kwargs = raw_name(func), kwargs or {}
+        if name in _THE_SAME:
+            return func(*args, **kwargs)
+        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        if has_values((args, kwargs)):
             return func(*args, **kwargs)
         if name == "device":
             return self._device

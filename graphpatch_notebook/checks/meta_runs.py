@@ -199,7 +199,9 @@ class _MetaRecorder(Recorder):
         self._root = captured
         self._variation = variation
         self._indices: dict[Any, dict[Any, Any]] = {}
-        self._left = 1000 + _MOST_TIMES_AS_MANY_OPS * sum(len(frame.nodes) for frame in captured.walk())
+        nodes = [node for frame in captured.walk() for node in frame.nodes]
+        self._left = 1000 + _MOST_TIMES_AS_MANY_OPS * len(nodes)
+        self._is_any_sized_by_values = any(map(is_sized_by_values, nodes))
 
     def run_op(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], place: OpPlace
@@ -212,7 +214,7 @@ class _MetaRecorder(Recorder):
             if read is None or read.value is None:
                 raise MetaRunError(f"the model reads a value into Python ({name})")
             return read.value + self._variation.more if type(read.value) is int else read.value
-        node = self._captured(place, nodes_by_key)
+        node = self._captured(place, nodes_by_key) if self._is_any_sized_by_values else None
         if node is not None and is_sized_by_values(node) and not has_values(args):
             return result_of_size(func, name, args, kwargs, _count(node) + self._variation.more_entries)
         return func(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -263,8 +263,10 @@ def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> P
     operands = _operands(trails, attention, inside)
     for name, part in operands.items():
         if name in "qkv":
-            _trace(trails, name, part, inside, found, missing)
-            if name in found and _is_tiled(trails, part, inside, found[name].size_of("head")):
+            between = region(trails, part.value, inside)
+            known = _known_axes(between, part)
+            _trace(name, part, between, known, found, missing)
+            if name in found and _is_tiled(between, known, found[name].size_of("head")):
                 tiled.add(name)
         else:
             found[name] = part
@@ -281,10 +283,8 @@ def parts_of(trails: Trails, attention: Attention, inside: frozenset[Node]) -> P
     return Parts(found, missing, operands, _output_map(flow, attention), tiled)
 
 
-def _is_tiled(trails: Trails, operand: Part, inside: frozenset[Node], heads: int) -> bool:
+def _is_tiled(between: Region, known: Mapping[Value, Part], heads: int) -> bool:
     """Whether an operand has all heads again and again, and not each of them several times."""
-    between = region(trails, operand.value, inside)
-    known = _known_axes(between, operand)
     for before, waist in pairwise(between.waists):
         part, old = known.get(waist), known.get(before)
         if part is None or old is None or not 1 < heads == old.size_of("head") < part.size_of("head"):
@@ -463,12 +463,15 @@ def _with_heads_split(flow: Flow, part: Part) -> Part:
 
 
 def _trace(
-    trails: Trails, name: str, operand: Part, inside: frozenset[Node], found: dict[str, Part], missing: dict[str, str]
+    name: str,
+    operand: Part,
+    between: Region,
+    known: Mapping[Value, Part],
+    found: dict[str, Part],
+    missing: dict[str, str],
 ) -> None:
     """Follows an operand of the products back to the linear map that it comes from."""
-    between = region(trails, operand.value, inside)
     place_of = between.waists.index
-    known = _known_axes(between, operand)
     rotated = [waist for waist in between.waists if _is_rotation(between, waist)]
     # A cache, or repeated heads, add to these: `k` and `v` have the positions and heads of the call.
     stop_at = [w for before, w in pairwise(between.waists) if w.size > before.size or between.ops[w] == ("cat",)]
@@ -506,7 +509,7 @@ def _known_axes(between: Region, operand: Part) -> dict[Value, Part]:
     return found
 
 
-def _before(known: dict[Value, Part], between: Region, stops: list[Value]) -> Iterator[Part]:
+def _before(known: Mapping[Value, Part], between: Region, stops: list[Value]) -> Iterator[Part]:
     """Yields the waists with all axes before the first of `stops`, last ones first, best axes first."""
     waists = list(between.waists)
     end = min((waists.index(stop) for stop in stops), default=len(waists))

@@ -291,20 +291,24 @@ def region(trails: Trails, end: Value, inside: frozenset[Node]) -> Region:
         waiting += reads[value]
     values = sorted(reads, key=lambda value: flow.order[value.node])
     last_use = {read: position for position, value in enumerate(values) for read in reads[value]}
-    open_values: set[Value] = set()
+    closing = [0] * (len(values) + 2)  # how many of the values before are read for the last time at a position
+    count = 0  # of the values before that are read later
     waists: list[Value] = []
     ops: dict[Value, tuple[str, ...]] = {}
     between: list[str] = []
-    rest = len(sources)
+    rest = set(sources)
     for position, value in enumerate(values):
-        open_values = {each for each in open_values if last_use[each] > position} | {value}
-        rest -= value in sources
-        if value not in sources:
+        count -= closing[position]
+        if value in rest:
+            rest.remove(value)
+        else:
             between.append("layer_norm" if value in trails.norms or value.op in NORMS else value.op)
-        if len(open_values) == 1 and not rest:
+        if not count and not rest:
             waists.append(value)
             ops[value] = tuple(between)
             between = []
+        count += 1
+        closing[max(last_use.get(value, 0), position + 1)] += 1
     return Region(tuple(sources), tuple(waists), ops)
 
 

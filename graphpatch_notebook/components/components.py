@@ -338,8 +338,8 @@ class _ComponentFinder:
         elif write.kind == "mlp":
             named.mlp = self._add_mlp(start, kind, write, layer)
         path = self._path(write.value, layer.frame)
-        is_chosen = any(node.op in CHOICES for node in write.inside)
-        if is_chosen and write.value.node.is_in_place and path == self._flow.path(write.value):
+        is_written_into = write.value.node.is_in_place and path == self._flow.path(write.value)
+        if is_written_into and any(node.op in CHOICES for node in write.inside):
             why = "the layer writes the results of experts into it one by one, and other inputs may have other experts"
             self.found.missing[f"{start}{kind}_out"] = f"{why}; a module of its own for the mixture would return all"
         else:

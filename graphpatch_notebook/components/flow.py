@@ -40,6 +40,7 @@ from graphpatch_notebook.values import (
     spec_at,
 )
 
+_BOUNDARY = frozenset({"input", "call", "output"})
 _CONTAINERS = (tuple, list, dict, slice)
 
 
@@ -154,10 +155,11 @@ class Flow:
         if node.kind in HELD_KINDS:
             self._held.add(node)
         elif self._is_computed(node):
-            reads = self.reads(node)
-            for value in reads:
+            is_held = True
+            for value in self.reads(node):
                 self.users[value.node].append(node)
-            if all(value.node in self._held for value in reads):
+                is_held = is_held and value.node in self._held
+            if is_held:
                 self._held.add(node)
 
     def _is_computed(self, node: Node) -> bool:
@@ -178,18 +180,17 @@ class Flow:
 
     def resolve(self, node: Node, keys: tuple[Key, ...] = ()) -> Value | None:
         """Returns the value that a reference refers to; `None` if it is not a single value."""
-        if node.kind == "op" and not keys:
-            return Value(node)
-        while True:
+        while node.kind in _BOUNDARY:
             is_opaque = isinstance(node, CallNode) and node.frame.opaque_reason is not None
             passed = None if is_opaque else passed_on(node, self.frame_of[node])
             if passed is None:
-                element = self._elements.get((node, keys[0])) if keys else None
-                return Value(element, keys[1:]) if element is not None else Value(node, keys)
+                break
             found = at_keys(passed[0], keys)
             if not isinstance(found, Ref):
                 return None
             node, keys = found.node, found.dig
+        element = self._elements.get((node, keys[0])) if keys else None
+        return Value(element, keys[1:]) if element is not None else Value(node, keys)
 
     def arguments(self, given: Any, of: Callable[[Value], Any]) -> Any:
         """Returns recorded arguments: numbers unchanged, and the result of `of` for every other value.
@@ -273,13 +274,13 @@ class Flow:
             inside: The frame that this frame is in; `None` for the whole model.
             is_unread: Nothing in that frame may read the value: a patch on the output would not reach it there.
         """
-        found = self.path(value)
+        found = None
         for frame in self.frames_around(value):
             place = next((place for place in self.outputs(frame) if place.value == value), None)
             if frame is inside or place is None or (is_unread and self._is_read_in(value, frame)):
                 break
             found = place.path
-        return found
+        return self.path(value) if found is None else found
 
     def outputs(self, frame: Frame) -> list[Place]:
         """Returns the tensors that a frame returns."""

@@ -126,9 +126,9 @@ def _adds_bias(flow: Flow, found: Region, waist: Value) -> bool:
 
 def _router(trails: Trails, write: Write) -> tuple[Value | None, Node | None]:
     flow = trails.flow
-    for node in sorted(write.inside, key=flow.order.__getitem__):
-        choice = node.whole
-        if choice.op not in CHOICES or not (reads := flow.reads(choice)):
+    choosing = (node for node in write.inside if node.whole.op in CHOICES)
+    for choice in (node.whole for node in sorted(choosing, key=flow.order.__getitem__)):
+        if not (reads := flow.reads(choice)):
             continue
         found = [value for value in region(trails, reads[0], write.inside).sources if flow.is_linear_map(value)]
         if found:

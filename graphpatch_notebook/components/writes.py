@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from torch.autograd import Function
 
@@ -29,6 +29,8 @@ _MIXED = {"multi_head_attention_forward": 2, "grid_sample": 0}
 
 _OF_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 """What names of kernels of attention have (`FlashAttnFunc`, `_flash_attention_forward`): other kernels are mixers."""
+
+_Found = TypeVar("_Found")
 
 WriteKind: TypeAlias = Literal["attn", "cross_attn", "mlp", "mixer", "unknown"]
 
@@ -72,7 +74,8 @@ class Writes:
     def __init__(self, trails: Trails, attentions: Iterable[Attention]) -> None:
         self._trails = trails
         self._flow: Flow = trails.flow
-        self._attentions = list(attentions)
+        self._attentions = _by_node((attention.z.node, attention) for attention in attentions)
+        self._norms = _by_node((value.node, norm) for value, norm in trails.norms.items())
 
     def of(self, layer: Layer) -> list[Write]:
         """Returns what a layer writes, in order."""
@@ -127,7 +130,7 @@ class Writes:
         found = self.slice(value, layer)
         latest = max(found.states, key=lambda state: self._flow.order[state.node], default=step.source)
         inside = frozenset(found.inside)
-        every = [each for each in self._attentions if each.z.node in inside]
+        every = _among(self._attentions, inside)
         own = tuple(each for each in every if not _is_at_one_position(each, layer))
         rest = inside - {each.z.node if each.softmax is None else each.softmax for each in every if each not in own}
         kind = self._kind(found, rest, own, layer)
@@ -173,18 +176,33 @@ class Writes:
 
     def _is_convolution(self, node: Node) -> bool:
         """Whether an operation is a convolution over positions, and not a linear map written as one."""
-        sizes = (size for weight in self._flow.weights(node) for size in weight.shape[2:])
-        return node.op in CONVOLUTIONS and any(size > 1 for size in sizes)
+        return node.op in CONVOLUTIONS and any(
+            size > 1 for weight in self._flow.weights(node) for size in weight.shape[2:]
+        )
 
     def _norm(self, state: Value, found: Slice) -> Norm | None:
         """Returns the norm at the start of a write, which reads the stream."""
         is_same = self._trails.is_same
-        for value, norm in self._trails.norms.items():
+        for norm in _among(self._norms, found.inside):
             given = norm.given.value
             # The stream may continue from the cast input of the norm, as in exported programs.
-            if value.node in found.inside and (is_same(given, state) or is_same(state, given)):
+            if is_same(given, state) or is_same(state, given):
                 return norm
         return None
+
+
+def _by_node(found: Iterable[tuple[Node, _Found]]) -> dict[Node, list[tuple[int, _Found]]]:
+    """Returns what was found at each node, with its number in the order of `found`."""
+    result: dict[Node, list[tuple[int, _Found]]] = {}
+    for number, (node, each) in enumerate(found):
+        result.setdefault(node, []).append((number, each))
+    return result
+
+
+def _among(found: Mapping[Node, list[tuple[int, _Found]]], nodes: Iterable[Node]) -> list[_Found]:
+    """Returns what was found at some nodes, in the order of its numbers."""
+    numbered = dict(pair for node in nodes for pair in found.get(node, ()))
+    return [numbered[number] for number in sorted(numbered)]
 
 
 def norm_of(write: Write, layer: Layer) -> Value | None:

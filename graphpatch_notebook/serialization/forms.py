@@ -255,6 +255,7 @@ class _Explorer:
         self.notes: list[str] = []
         self._root = root
         self._shapes = input_shapes(root)
+        self._outcomes: dict[tuple[tuple[int, ...], ...], bool | None] = {}
         try:
             self._steps: list[_Step] | None = list(steps_of(recorded_on_meta(root, Variation(self._shapes))))
         except MetaRunError:
@@ -284,6 +285,12 @@ class _Explorer:
         shapes = [list(shape) for shape in self._shapes]
         for (number, position), size in changes.items():
             shapes[number][position] = size
+        tried = tuple(map(tuple, shapes))
+        if tried not in self._outcomes:
+            self._outcomes[tried] = self._has_same_steps(shapes)
+        return self._outcomes[tried]
+
+    def _has_same_steps(self, shapes: list[list[int]]) -> bool | None:
         if self._steps is None:
             return None
         try:

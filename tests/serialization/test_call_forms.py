@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, SerializationError, StoredFormError, UnstoredFrameWarning, ZeroPatch
+from graphpatch_notebook.checks.dimensions import dimensions_of
 from graphpatch_notebook.checks.equality import difference
 from tests.serialization.files import Mlp, reloaded, x
 from tests.zoo import case_by_name
@@ -134,6 +135,26 @@ def test_sizes_between_others(kind: str, shape: tuple[int, int], tmp_path: Path)
         for length in range(1, 10):
             with suppress(StoredFormError):
                 assert torch.equal(loaded(x(batch, length, 4)), model(x(batch, length, 4))), (batch, length)
+
+
+class Printing(nn.Module):
+    """Prints the sizes at which it runs without values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.untyped_storage().device.type == "meta":
+            print(tuple(x.shape))
+        return x * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_size_is_tried_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pg = PatchableGraph(Printing(), x())
+    dimensions_of(pg.nodes.root)
+    capsys.readouterr()
+    pg.save(tmp_path / "graph")
+    tried = capsys.readouterr().out.splitlines()
+    assert {"(3, 4)", "(307, 4)", "(3, 1)", "(307, 307)", "(1, 1)"} <= set(tried)
+    assert [shape for shape in set(tried) if tried.count(shape) > 1] == []
 
 
 def test_sizes_at_which_the_model_cannot_run_on_meta(tmp_path: Path) -> None:
