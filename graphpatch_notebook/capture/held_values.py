@@ -471,8 +471,13 @@ def plain_values_read(module: Module) -> dict[str, Any]:
             found |= {f"{name}.{key}": value for key, value in child.__dict__.items() if key in named}
     tuples = [(name, value) for name, value in found.items() if isinstance(value, tuple)]
     found |= {f"{name}.{number}": item for name, value in tuples for number, item in enumerate(value)}
-    found |= {name: value.__qualname__ for name, value in found.items() if type(value) in (*FUNCTIONS, type(len))}
+    found |= {name: _name_of(value) for name, value in found.items() if type(value) in (*FUNCTIONS, type(len))}
     return {name: value for name, value in found.items() if type(value) in PLAIN_VALUES}
+
+
+def _name_of(function: Any) -> str:
+    made_of: Any = getattr(function, "__func__", function)  # of a method of an object, say
+    return str(getattr(function, "__qualname__", type(made_of).__qualname__))
 
 
 def names_of_generate(modules: Iterable[Module]) -> frozenset[str]:

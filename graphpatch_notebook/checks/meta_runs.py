@@ -95,6 +95,8 @@ def recorded_on_meta(root: Frame, variation: Variation) -> Frame:
     thread = threading.Thread(target=run, name="graphpatch-sizes", daemon=True)
     thread.start()
     thread.join()
+    if failures and not isinstance(failures[0], Exception):  # of the model's code, which asks Python to exit
+        raise failures[0]
     if failures:
         raise MetaRunError(f"{type(failures[0]).__name__}: {failures[0]}") from failures[0]
     return result[0]
