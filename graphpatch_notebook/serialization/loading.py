@@ -198,9 +198,11 @@ def _changed_read(fields: Mapping[str, JsonValue], stored: Mapping[int, Module])
     for number, item in enumerate(fields["modules"].items()):
         if number in stored and "read" in (entries := item.entries()):
             now = plain_values_read(stored[number])
-            for name, entry in entries["read"].entries().items():
-                if name in now and not is_same_plain(now[name], decoded(entry)):
-                    return f"{name!r} ({type(stored[number]).__name__})"
+            before = {name: decoded(entry) for name, entry in entries["read"].entries().items()}
+            found = [name for name in before if name in now and not is_same_plain(now[name], before[name])]
+            found += [name for name in now if "." in name and name not in before]  # new in a dict or list
+            if found:
+                return f"{found[0]!r} ({type(stored[number]).__name__})"
     return None
 
 

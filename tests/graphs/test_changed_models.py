@@ -128,12 +128,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "forward": lambda: Model(lambda m, x: x * 2, lambda m: setattr(m, "forward", lambda x: m.linear(x) * 3)),
     "class attribute": OfClass,
     "method": OfMethod,
-}
-MORE_MODELS: dict[str, Callable[[], Any]] = {
-    **MODELS,
     "in an empty dict": lambda: Model(
         lambda m, x: x * m.scales.get("x", 2.0), lambda m: m.scales.update(x=3.0), scales={}
     ),
+}
+MORE_MODELS: dict[str, Callable[[], Any]] = {
+    **MODELS,
     "forward of a child": lambda: Model(
         lambda m, x: x * 2, lambda m: setattr(m.linear, "forward", lambda x: x @ m.linear.weight)
     ),
