@@ -340,6 +340,15 @@ class OuterValue(NamedTuple):
             return _content(holder)
         return getattr(holder, key) if type(holder) is types.FunctionType else vars(holder).get(key, ABSENT)
 
+    def reader(self) -> Callable[[], Any]:
+        """Returns a function that does the same as `value`, faster: for values that each call of a model asks for."""
+        holder: Any = self.holder
+        if type(holder) is types.CellType:
+            return functools.partial(_content, holder)
+        if type(holder) is types.FunctionType:
+            return functools.partial(getattr, holder, self.key)
+        return functools.partial((holder if type(holder) is dict else vars(holder)).get, self.key, ABSENT)
+
     def assign(self, value: Any) -> None:
         """Gives the variable a value; `ABSENT` removes it."""
         if type(self.holder) is types.CellType:
