@@ -6,8 +6,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,14 +20,13 @@ from graphpatch_notebook.experiments.plotting.grids import (
     Grid,
     Scale,
     Side,
+    check_dimension,
     checked,
-    facets_of,
     grid_of,
-    is_upward,
     numbers_of,
     sides_of,
 )
-from graphpatch_notebook.experiments.plotting.labels import glyphs_of_font, shown_labels
+from graphpatch_notebook.experiments.plotting.labels import shown_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from graphpatch_notebook.patchable_graph import PatchableGraph
 
 
-_FOR_HEADS = "; for paths and heads at several positions, use plot_heads(result, facet='position')"
 _ACROSS = 4
 """The number of grids in a row."""
 _FOR_PAPER: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "path"}
@@ -109,9 +106,16 @@ def plot_heatmap(
     Source:
         Meng et al., Locating and Editing Factual Associations in GPT (ROME), 2022, for the layout.
     """
-    options = DisplayOptions(center, limits, labels, relative_to)
-    grid = grid_of(result, options, tokens=tokens, rows=rows, instead=_FOR_HEADS)
-    return _drawn(grid, ax, colormap, origin, title, colorbar=colorbar)
+    grid = grid_of(result, DisplayOptions(center, limits, labels, relative_to), tokens=tokens, rows=rows)
+    is_upward = grid.is_upward(origin)
+    axes = _new_axes(grid.rows, grid.columns)[0, 0] if ax is None else ax
+    cells = _draw_cells(axes, grid, colormap, is_upward=is_upward)
+    if colorbar:
+        _draw_color_bar(axes, cells, grid.scale)
+    _draw_legend(axes, grid.scale, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    if title is not None:
+        axes.set_title(title, loc="left", pad=None if grid.scale.missing is None else 20.0)
+    return axes
 
 
 def plot_heads(
@@ -143,16 +147,38 @@ def plot_heads(
         >>> plot_heads(result).get_xlabel()
         'head'
     """
-    array = checked(result, 2 if facet is None else 3, "" if facet is not None else "; or give facet=, a dimension")
-    if "head" not in array.dims:
-        raise ExperimentError(f"heads need a dimension 'head'; the result has {', '.join(map(str, array.dims))}")
+    array = checked(result, 2 if facet is None else 3)
+    check_dimension(array, "head", "columns")
     if facet is None:
         return plot_heatmap(array.transpose(..., "head"), tokens=tokens, ax=ax, **options)
-    if ax is not None:
-        raise ExperimentError("facet= draws into several axes; remove ax=")
+    check_dimension(array, facet, "facet")
+    if ax is not None or facet == "head":
+        raise ExperimentError("facet= is a dimension other than 'head', and draws into several axes, without ax=")
+    array = array.transpose(facet, ..., "head")
     colormap, origin, title = (options.pop(name, None) for name in ("colormap", "origin", "title"))
-    parts, side = facets_of(array, DisplayOptions(**options), facet, tokens)
-    return _drawn_facets(parts, side, colormap, origin, title)
+    display = DisplayOptions(**options)
+    values, scale = numbers_of(array, display)
+    side, rows, columns = sides_of(array, tokens, display)
+    across = min(len(values), _ACROSS)
+    table = _new_axes(rows, columns, (math.ceil(len(values) / across), across))
+    axes = table.flat[: len(values)]
+    for number, (one, part) in enumerate(zip(axes, values, strict=True)):
+        grid = Grid(part, rows, columns, scale)
+        cells = _draw_cells(one, grid, colormap, is_upward=grid.is_upward(origin))
+        label = shown_labels(side, _glyphs_of_font())[number]
+        value = f"{side.values[number]}: " if side.is_tokens and label != str(side.values[number]) else ""
+        one.set_title(f"{side.name} {value}{label}", fontsize="medium", **_PLAIN)
+        is_left, is_bottom = number % across == 0, number + across >= len(values)
+        one.tick_params(labelleft=is_left, labelbottom=is_bottom)
+        one.xaxis.label.set_visible(is_bottom)
+        one.yaxis.label.set_visible(is_left)
+    for empty in table.flat[len(values) :]:
+        empty.remove()
+    _draw_color_bar(axes, cells, scale)
+    _draw_legend(axes[0].figure, scale, loc="outside lower right")
+    if title is not None:
+        axes[0].figure.suptitle(title)
+    return axes
 
 
 def plot_scores(
@@ -185,10 +211,9 @@ def plot_scores(
         >>> [tick.get_text() for tick in plot_scores(result, top=2).get_yticklabels()]
         ['b', 'c']
     """
-    count: Any = top
-    if count is not None and (not isinstance(count, int) or count < 1):
+    if top is not None and top < 1:
         raise ExperimentError(f"top={top!r} must be a number of bars, or None for all")
-    array = checked(result, 1, "; plot_heatmap(result) draws two dimensions")
+    array = checked(result, 1)
     options = DisplayOptions(0.0, None, labels, relative_to)
     values, scale = numbers_of(array, options)
     has_paths = distinct and "path" in array.coords and array.dims == ("path",)
@@ -202,8 +227,12 @@ def plot_scores(
     total = len(ranks) + left_out
     remark = f" ({len(order):,} of {total:,}" if len(order) < total else ""
     remark += f", {left_out:,} without a finite number" if left_out else ""
-    axes, size = _axes_for([side], ax)
-    draw_bars(axes, values[order], side, size, (scale.name, side.title + (f"{remark})" if remark else "")))
+    axes = _new_axes(side, None)[0, 0] if ax is None else ax
+    axes.barh(np.arange(len(order)), values[order], color=np.where(values[order] < 0, _NEGATIVE, _POSITIVE).tolist())
+    axes.axvline(0.0, color=axes.spines["bottom"].get_edgecolor(), linewidth=0.8)
+    axes.set_ylim(len(order) - 0.4, -0.6)
+    axes.set_xlabel(_wrapped(scale.name), **_PLAIN)
+    _label(axes.yaxis, side, side.title + (f"{remark})" if remark else ""))
     if title is not None:
         axes.set_title(title, loc="left")
     return axes
@@ -218,7 +247,8 @@ def save_figure(drawn: Any, file: str | os.PathLike[str], *, dpi: int = 300) -> 
         dpi: Dots per inch, for raster formats.
 
     Raises:
-        ExperimentError: `drawn` is something else, or matplotlib does not support the format.
+        ExperimentError: `drawn` is something else.
+        ValueError: matplotlib does not support the format.
 
     Example:
         >>> import tempfile, xarray
@@ -235,13 +265,8 @@ def save_figure(drawn: Any, file: str | os.PathLike[str], *, dpi: int = 300) -> 
     figure = first if isinstance(first, Figure) else getattr(first, "figure", None)
     if figure is None:
         raise ExperimentError(f"expected a figure or the result of a plot, not {type(drawn).__name__}")
-    name = os.fspath(file)
-    known = figure.canvas.get_supported_filetypes()
-    suffix = Path(name).suffix.lstrip(".").lower()
-    if suffix not in known:
-        raise ExperimentError(f"{name!r} must end with a format of matplotlib: {', '.join(f'.{end}' for end in known)}")
     with rc_context(_FOR_PAPER):
-        figure.savefig(name, dpi=dpi, bbox_inches="tight", pad_inches=0.03)
+        figure.savefig(file, dpi=dpi, bbox_inches="tight", pad_inches=0.03)
 
 
 def show_heatmap(
@@ -287,11 +312,11 @@ def show_heatmap(
 
     grid = grid_of(result, DisplayOptions(**options), tokens=tokens, rows=rows)
     if pg is None:
-        return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
+        return ResultHeatmap(grid, title, is_upward=grid.is_upward(origin))
     from graphpatch_notebook.notebook.views.result_view import LinkedHeatmap
 
     workspace, _ = _for_view((), {})
-    return LinkedHeatmap(result, grid, title, is_upward=is_upward(grid, origin), graph=pg, workspace=workspace)
+    return LinkedHeatmap(result, grid, title, is_upward=grid.is_upward(origin), graph=pg, workspace=workspace)
 
 
 def show_attention(
@@ -475,47 +500,6 @@ def _for_view(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workspace,
     return workspace_of_user(sys._getframe(2).f_globals), Inputs(args, kwargs) if args or kwargs else None
 
 
-def _axes_for(sides: Sequence[Side], ax: Axes | None) -> tuple[Axes, tuple[float, float]]:
-    """Returns the given or new axes, and their width and height in inches."""
-    if ax is not None:
-        box, dpi = ax.get_window_extent(), ax.figure.dpi
-        return ax, (box.width / dpi, box.height / dpi)
-    table, size = new_axes(sides)
-    return table[0, 0], size
-
-
-def _drawn(
-    grid: Grid, ax: Axes | None, colormap: Any, origin: str | None, title: str | None, *, colorbar: bool
-) -> Axes:
-    upward = is_upward(grid, origin)
-    axes, size = _axes_for([grid.rows, grid.columns], ax)
-    cells = draw_grid(axes, grid, size, colormap, is_upward=upward)
-    if colorbar:
-        draw_color_bar(axes, cells, grid.scale)
-    draw_legend(axes, grid.scale, {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)})
-    if title is not None:
-        axes.set_title(title, loc="left", pad=None if grid.scale.missing is None else 20.0)
-    return axes
-
-
-def _drawn_facets(parts: Sequence[Grid], side: Side, colormap: Any, origin: str | None, title: str | None) -> Any:
-    upward = is_upward(parts[0], origin)
-    across = min(len(parts), _ACROSS)
-    table, size = new_axes([parts[0].rows, parts[0].columns], (math.ceil(len(parts) / across), across))
-    axes = table.flat[: len(parts)]
-    for number, (ax, grid) in enumerate(zip(axes, parts, strict=True)):
-        cells = draw_grid(ax, grid, size, colormap, is_upward=upward)
-        is_bottom = number + across >= len(parts)
-        name_facet(ax, side, number, is_left=number % across == 0, is_bottom=is_bottom)
-    for empty in table.flat[len(parts) :]:
-        empty.remove()
-    draw_color_bar(axes, cells, parts[0].scale)
-    draw_legend(axes[0].figure, parts[0].scale, {"loc": "outside lower right"})
-    if title is not None:
-        axes[0].figure.suptitle(title)
-    return axes
-
-
 _DIVERGING, _SEQUENTIAL = "RdBu_r", "Purples"
 """Colormaps that are safe for color-blind readers."""
 _POSITIVE, _NEGATIVE = "#b2182b", "#4393c3"
@@ -523,28 +507,20 @@ _POSITIVE, _NEGATIVE = "#b2182b", "#4393c3"
 _MISSING: Any = {"facecolor": "0.88", "edgecolor": "0.6", "hatch": "////", "linewidth": 0.0}
 _PLAIN: Any = {"parse_math": False, "usetex": False}
 """For texts of users, in which `$` and backslashes have no meaning."""
-_SMALL: Any = {"fontsize": "small", **_PLAIN}
 
 
-def new_axes(sides: Sequence[Side], shape: tuple[int, int] = (1, 1)) -> tuple[Any, tuple[float, float]]:
-    """Returns an array of axes in a new figure, and the approximate width and height of each in inches.
-
-    The size depends on the rows and the columns, if any. `shape` is the number of rows and columns of axes.
-    """
+def _new_axes(rows: Side, columns: Side | None, shape: tuple[int, int] = (1, 1)) -> Any:
+    """Returns an array of axes in a new figure, with room for the rows and columns and their labels."""
     pyplot = extra("matplotlib.pyplot", "a plot")
-    rows, columns = sides if len(sides) > 1 else (sides[0], None)
-    wide = max(min(0.32 * len(columns.values), 11.0 / shape[1]), 2.0 if shape[1] > 1 else 3.0) if columns else 4.0
+    wide = 4.0 if columns is None else max(min(0.32 * len(columns.values), 11.0 / shape[1]), 2.5)
     tall = max(min(0.25 * len(rows.values), 8.5 / shape[0]), 2.0)
     beside, below = (0.0 if side is None else _length(shown_labels(side)) for side in (rows, columns))
     size = shape[1] * (wide + 0.2) + beside + 1.5, shape[0] * (tall + 0.3) + below + 1.0
-    return pyplot.subplots(*shape, figsize=size, layout="constrained", squeeze=False)[1], (wide, tall)
+    return pyplot.subplots(*shape, figsize=size, layout="constrained", squeeze=False)[1]
 
 
-def draw_grid(ax: Axes, grid: Grid, size: tuple[float, float], colormap: Any, *, is_upward: bool) -> Any:
-    """Draws cells and labels, and returns the colored mesh. Cells without a number show the hatched background.
-
-    The size of the axes is in inches. If `is_upward`, the first row is the lowest.
-    """
+def _draw_cells(ax: Axes, grid: Grid, colormap: Any, *, is_upward: bool) -> Any:
+    """Draws cells and labels, and returns the colored mesh. Cells without a number show the hatched background."""
     rows, columns = grid.values.shape
     cells = ax.pcolormesh(
         np.arange(columns + 1) - 0.5,
@@ -557,43 +533,24 @@ def draw_grid(ax: Axes, grid: Grid, size: tuple[float, float], colormap: Any, *,
     if grid.scale.missing is not None:
         ax.patch.set(**_MISSING)
     ax.set_ylim(*((-0.5, rows - 0.5) if is_upward else (rows - 0.5, -0.5)))
-    _draw_rows(ax, grid.rows, size[1], grid.rows.title)
-    labels = shown_labels(grid.columns, glyphs_of_font())
-    is_text = grid.columns.is_tokens or any(isinstance(value, str) for value in grid.columns.values)
-    is_upright = is_text and _length(labels) > size[0] / columns
-    kept = _thinned(columns, size[0] / (_line() if is_upright else _length(labels)))
-    ax.set_xticks(kept, [labels[index] for index in kept], rotation=90 if is_upright else 0, **_SMALL)
-    ax.set_xlabel(_wrapped(grid.columns.title, size[0]), **_PLAIN)
+    _label(ax.yaxis, grid.rows, grid.rows.title)
+    _label(ax.xaxis, grid.columns, grid.columns.title)
     return cells
 
 
-def draw_bars(ax: Axes, values: Any, side: Side, size: tuple[float, float], names: tuple[str, str]) -> None:
-    """Draws labeled bars, the first on top.
-
-    The size of the axes is in inches; `names` are those of the numbers and of the bars.
-    """
-    ax.barh(np.arange(len(values)), values, color=np.where(values < 0, _NEGATIVE, _POSITIVE).tolist())
-    ax.axvline(0.0, color=ax.spines["bottom"].get_edgecolor(), linewidth=0.8)
-    ax.set_ylim(len(values) - 0.4, -0.6)
-    ax.set_xlabel(_wrapped(names[0], size[0]), **_PLAIN)
-    _draw_rows(ax, side, size[1], names[1])
-
-
-def _draw_rows(ax: Axes, side: Side, height: float, title: str) -> None:
-    labels = shown_labels(side, glyphs_of_font())
-    kept = _thinned(len(labels), height / _line())
-    ax.set_yticks(kept, [labels[index] for index in kept], **_SMALL)
-    ax.set_ylabel(_wrapped(title, height), **_PLAIN)
-
-
-def _thinned(count: int, room: float) -> list[int]:
-    """Returns the indices of ticks with a label, if there is room for `room` labels."""
-    from matplotlib.ticker import MaxNLocator
-
-    if count <= room:
-        return list(range(count))
-    places = MaxNLocator(max(int(room), 1), steps=[1, 2, 5, 10], integer=True).tick_values(0, count - 1)
-    return [int(place) for place in places if 0 <= place < count]
+def _label(axis: Any, side: Side, title: str) -> None:
+    """Labels rows or columns; where there are too many, every second, fifth or tenth, and so on."""
+    labels, count = shown_labels(side, _glyphs_of_font()), len(side.labels)
+    box = axis.axes.get_window_extent()
+    room = (box.width if axis.axis_name == "x" else box.height) / axis.axes.figure.dpi
+    is_text = side.is_tokens or any(isinstance(value, str) for value in side.values)
+    is_upright = axis.axis_name == "x" and is_text and _length(labels) > room / count
+    each = _line() if axis.axis_name == "y" or is_upright else _length(labels)
+    steps = (step * 10**power for power in range(9) for step in (1, 2, 5))
+    kept = range(0, count, next(step for step in steps if count / step * each <= room or step >= count))
+    texts = [labels[index] for index in kept]
+    axis.set_ticks(kept, texts, rotation=90 if is_upright else 0, fontsize="small", **_PLAIN)
+    axis.set_label_text(_wrapped(title), **_PLAIN)
 
 
 def _line() -> float:
@@ -608,29 +565,26 @@ def _length(labels: Sequence[str]) -> float:
     return 0.5 * _line() * (max(map(len, labels)) + 1)
 
 
-def _wrapped(name: str, room: float = 3.0) -> str:
-    """Returns a name, wrapped to `room` inches."""
-    return textwrap.fill(name, max(round(11 * room), 32)) or name
+def _wrapped(name: str) -> str:
+    return textwrap.fill(name, 48) or name
 
 
-def draw_color_bar(axes: Any, cells: Any, scale: Scale) -> None:
+def _glyphs_of_font() -> Callable[[str], bool]:
+    """Returns a function that checks whether matplotlib's current fonts have a character."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    fonts = [get_font(findfont(FontProperties(family=[family]))) for family in FontProperties().get_family()]
+    return lambda character: any(font.get_char_index(ord(character)) for font in fonts)
+
+
+def _draw_color_bar(axes: Any, cells: Any, scale: Scale) -> None:
     """Adds the color bar of axes, with the names of the numbers and of the center."""
     bar = cells.axes.figure.colorbar(cells, ax=axes)
     named = scale.center if scale.center is not None and scale.center.name else None
     bar.set_label(_wrapped(scale.name) + (f"\n(no color: {named})" if named else ""), **_PLAIN)
 
 
-def name_facet(ax: Axes, side: Side, number: int, *, is_left: bool, is_bottom: bool) -> None:
-    """Sets the title of one of several axes, and hides the labels of inner axes."""
-    ax.tick_params(labelleft=is_left, labelbottom=is_bottom)
-    ax.xaxis.label.set_visible(is_bottom)
-    ax.yaxis.label.set_visible(is_left)
-    label = shown_labels(side, glyphs_of_font())[number]
-    place = f"{side.values[number]}: {label}" if side.is_tokens and label != str(side.values[number]) else label
-    ax.set_title(f"{side.name} {place}", fontsize="medium", **_PLAIN)
-
-
-def draw_legend(drawn: Any, scale: Scale, place: dict[str, Any]) -> None:
+def _draw_legend(drawn: Any, scale: Scale, **place: Any) -> None:
     """Adds a legend for hatched cells to axes or a figure."""
     from matplotlib.patches import Patch
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import traitlets
 
-from graphpatch_notebook.experiments.plotting.grids import IN_FULL, FloatArray, Grid, Scale, Side
+from graphpatch_notebook.experiments.plotting.grids import FloatArray, Grid, Scale, Side
 from graphpatch_notebook.experiments.plotting.labels import shown_labels, tick_text
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
@@ -215,8 +215,7 @@ class ResultCells:
         if block > 1:
             parts = [values[start : start + block] for start in range(0, len(values), block)]
             values = [" to ".join(dict.fromkeys((part[0], part[-1]))) for part in parts]
-            title = side.title.removesuffix(IN_FULL)
-            return state | {"title": title, "values": values, "labels": None, "tokens": None}
+            return state | {"values": values, "labels": None, "tokens": None}
         tokens = [tick_text(label, is_token=True) for label in side.labels[::step]] if side.is_tokens else None
         return state | {"values": values, "labels": shown_labels(side)[::step], "tokens": tokens}
 

@@ -79,7 +79,7 @@ def test_a_normalized_trace(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None
     low, high = ax.collections[0].get_clim()
     assert low == -high
     assert label(ax).endswith("normalized (no color: corrupted 0)")
-    with pytest.raises(ExperimentError, match="already normalized"):
+    with pytest.raises(ExperimentError, match="relative_to"):
         plot_heatmap(result, relative_to="corrupted")
 
 
@@ -101,7 +101,7 @@ def test_one_of_several_metrics(
         assert label(ax).startswith(f"{name} − corrupted")
         heatmap = show_heatmap(every.sel(metric=name))
         assert heatmap.heatmap["center"] == f"corrupted {alone.attrs['corrupted']:.4g}"
-    with pytest.raises(ExperimentError, match=r"2 numbers, .* select a metric first, result\.sel\(metric='one'\)"):
+    with pytest.raises(ExperimentError, match="relative_to"):
         plot_heatmap(every[0].transpose("metric", ...), relative_to="corrupted")
 
 
