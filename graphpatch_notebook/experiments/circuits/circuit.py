@@ -215,7 +215,7 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
             >>> Circuit(edges, feeds, candidates=3, clean=2.0, corrupted=0.0).to_svg()[:4]
             '<svg'
         """
-        from graphpatch_notebook.experiments.circuits.svg import svg_of
+        from graphpatch_notebook.experiments.circuits.picture import svg_of
 
         text = svg_of(self, edges)
         if file is not None:

@@ -3,7 +3,7 @@
 front end  -- pinned ---->  checked; sets `selected`
 `selected` -- pinned ---->  front end
 
-The front end is js/src/circuits/. It draws the layout of `experiments/circuits/layout.py`, as `Circuit.to_svg` does.
+The front end is js/src/circuits/. It draws the layout of `experiments/circuits/picture.py`, as `Circuit.to_svg` does.
 The tree browser shows the same picture above the tree. A saved notebook shows the SVG, and a list of the strongest
 edges where pages allow no pictures.
 """
@@ -17,8 +17,7 @@ from typing import Any
 import traitlets
 
 from graphpatch_notebook.experiments.circuits.circuit import READABLE, Circuit
-from graphpatch_notebook.experiments.circuits.layout import NODE_HEIGHT, lay_out
-from graphpatch_notebook.experiments.circuits.svg import summary_of
+from graphpatch_notebook.experiments.circuits.picture import NODE_HEIGHT, lay_out, summary_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
 
@@ -115,12 +114,13 @@ def _key(item: dict[str, Any], *names: str) -> Any:
 def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _: None) -> dict[str, Any]:
     """Returns the `CircuitPicture` of the front end."""
     shown = circuit.strongest(_MOST_EDGES)
-    layout = lay_out(shown)
-    rows = [row_of(node.name) for node in layout.nodes]
+    picture = lay_out(shown)
+    number = {node: index for index, node in enumerate(picture.nodes)}
+    rows = [row_of(node.name) for node in picture.nodes]
     return {
-        "width": layout.width,
-        "height": layout.height,
-        "bands": [{"label": band.label, "y": band.y, "height": band.height} for band in layout.bands],
+        "width": picture.width,
+        "height": picture.height,
+        "bands": [{"label": label, "y": y, "height": height} for label, y, height in picture.bands],
         "nodes": [
             {
                 "name": node.name,
@@ -129,27 +129,27 @@ def picture_of(circuit: Circuit, row_of: Callable[[str], int | None] = lambda _:
                 "y": node.y,
                 "width": node.width,
                 "height": NODE_HEIGHT,
-                "ports": [[port, round(node.port_x(port), 1)] for port in node.ports],
+                "ports": [[port, round(x, 1)] for port, x in node.ports.items()],
                 "row": -1 if row is None else row,
                 "position": node.position,
             }
-            for node, row in zip(layout.nodes, rows, strict=True)
+            for node, row in zip(picture.nodes, rows, strict=True)
         ],
         "edges": [
             {
-                "sender": placed.edge.sender,
-                "receiver": placed.edge.receiver,
-                "score": placed.edge.score,
-                "position": placed.edge.position,
-                "from": placed.sender,
-                "to": list(placed.receivers),
-                "thickness": placed.width,
-                "line": placed.line,
+                "sender": drawn.edge.sender,
+                "receiver": drawn.edge.receiver,
+                "score": drawn.edge.score,
+                "position": drawn.edge.position,
+                "from": number[drawn.sender],
+                "to": [number[node] for node in drawn.receivers],
+                "thickness": drawn.width,
+                "line": drawn.line,
             }
-            for placed in layout.edges
+            for drawn in picture.edges
         ],
-        "columns": [{"label": column.label, "x": column.x} for column in layout.columns],
-        "links": [{"ends": [link.reader, link.writer], "line": link.line} for link in layout.links],
+        "columns": [{"label": label, "x": x} for label, x in picture.columns],
+        "links": [{"ends": [number[one], number[other]], "line": line} for one, other, line in picture.links],
         "first": min(READABLE, len(shown.edges)),
         "summary": summary_of(circuit, len(shown.edges)),
         "python": circuit.to_python(),

@@ -1,5 +1,5 @@
 /**
- * The picture of a circuit. The kernel computes the layout (`experiments/circuits/layout.py`); this draws it, and handles
+ * The picture of a circuit. The kernel computes the layout (`experiments/circuits/picture.py`); this draws it, and handles
  * pointer and keyboard: a slider hides weak edges, hovering highlights a node with its neighbors, a click pins it.
  */
 import type { CircuitEdge, CircuitNode, CircuitPicture, Pinned } from "../kernel/protocol";

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from graphpatch_notebook.experiments import Circuit, Edge
-from graphpatch_notebook.experiments.circuits.layout import NODE_HEIGHT, lay_out
+from graphpatch_notebook.experiments.circuits.picture import NODE_HEIGHT, lay_out
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -51,35 +51,36 @@ CIRCUITS += [placed(made(2, 2, 12), 3), placed(made(3, 4, 50, 3, kv_heads=2), 5)
 
 @pytest.mark.parametrize("circuit", CIRCUITS, ids=lambda circuit: str(len(circuit.edges)))
 def test_edges_go_upwards_and_nodes_do_not_overlap(circuit: Circuit) -> None:
-    layout = lay_out(circuit)
-    assert [each.edge for each in layout.edges] == sorted(circuit.edges, key=lambda edge: -abs(edge.score))
-    assert {node.name for node in layout.nodes} <= {*circuit.nodes}
-    for each in layout.edges:
-        assert layout.nodes[each.sender].name == each.edge.sender
-        assert {layout.nodes[at].name for at in each.receivers} <= {*circuit.targets(each.edge.receiver)}
-        assert {layout.nodes[at].position for at in (each.sender, *each.receivers)} == {each.edge.position}
+    picture = lay_out(circuit)
+    assert [each.edge for each in picture.edges] == sorted(circuit.edges, key=lambda edge: -abs(edge.score))
+    for each in picture.edges:
+        ends = (each.sender, *each.receivers)
         assert each.receivers
+        assert each.sender.name == each.edge.sender
+        assert {node.name for node in each.receivers} <= {*circuit.targets(each.edge.receiver)}
+        assert {node.position for node in ends} == {each.edge.position}
+        assert {*ends} <= {*picture.nodes}
         numbers = [float(number) for number in re.findall(r"-?\d+\.\d", each.line)]
         lowest, highest = max(numbers[1::2]), min(numbers[1::2])
-        assert lowest == layout.nodes[each.sender].y - NODE_HEIGHT / 2
-        assert highest == min(layout.nodes[at].y for at in each.receivers) + NODE_HEIGHT / 2 < lowest
-    for node in layout.nodes:
-        assert node.width / 2 <= node.x <= layout.width - node.width / 2
-        assert NODE_HEIGHT / 2 <= node.y <= layout.height - NODE_HEIGHT / 2
-    for one, other in itertools.combinations(layout.nodes, 2):
+        assert lowest == each.sender.y - NODE_HEIGHT / 2
+        assert highest == min(node.y for node in each.receivers) + NODE_HEIGHT / 2 < lowest
+    for node in picture.nodes:
+        assert node.width / 2 <= node.x <= picture.width - node.width / 2
+        assert NODE_HEIGHT / 2 <= node.y <= picture.height - NODE_HEIGHT / 2
+    for one, other in itertools.combinations(picture.nodes, 2):
         assert one.y != other.y or abs(one.x - other.x) >= (one.width + other.width) / 2 + 15
 
 
 def test_tokens_go_across() -> None:
     """The nodes of a position are in its column; dotted lines lead from keys and values to where their head writes."""
     circuit = placed(made(3, 4, 50, 3, kv_heads=2), 5)
-    layout = lay_out(circuit)
-    assert [column.label for column in layout.columns] == ["a", "b", "c", "d", "e"]
+    picture = lay_out(circuit)
+    assert [label for label, _ in picture.columns] == ["a", "b", "c", "d", "e"]
     sides = [[], [], [], [], []]
-    for node in layout.nodes:
+    for node in picture.nodes:
         sides[node.position] += [node.x - node.width / 2, node.x + node.width / 2]
-    for column, (one, other) in zip(layout.columns, itertools.pairwise([*sides, [layout.width]]), strict=True):
-        assert min(one) < column.x < max(one) < min(other)
+    for (_, x), (one, other) in zip(picture.columns, itertools.pairwise([*sides, [picture.width]]), strict=True):
+        assert min(one) < x < max(one) < min(other)
 
     head = "layers[1].attn.heads[0]"
     feeds = {f"{head}.k": (f"{head}.z",), f"{head}.q": (f"{head}.z",), "@logits": ()}
@@ -89,17 +90,17 @@ def test_tokens_go_across() -> None:
         Edge(f"{head}.z", "@logits", 1.0, 4),
     )
     circuit = Circuit(edges, feeds, 9, clean=1.0, corrupted=0.0)
-    layout = lay_out(circuit)
-    nodes = {(node.name, node.position): node for node in layout.nodes}
+    picture = lay_out(circuit)
+    nodes = {(node.name, node.position): node for node in picture.nodes}
     assert set(nodes) == {("@embed", 1), ("@embed", 4), (f"{head}.z", 1), (f"{head}.z", 4), ("@logits", 4)}
-    (link,) = layout.links
-    numbers = [float(number) for number in re.findall(r"-?\d+\.\d", link.line)]
+    ((reader, writer, line),) = picture.links
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d", line)]
     first, last = nodes[f"{head}.z", 1], nodes[f"{head}.z", 4]
-    assert (layout.nodes[link.reader], layout.nodes[link.writer]) == (first, last)
+    assert (reader, writer) == (first, last)
     assert (numbers[0], numbers[-2]) == pytest.approx((first.x + first.width / 2, last.x - last.width / 2))
     texts = [text.text for text in ElementTree.fromstring(circuit.to_svg()).iter(f"{SVG}text")]
     assert texts.index("1") < texts.index("4")
-    assert "attention across positions" in texts
+    assert "attention across positions" in circuit.to_svg()
     # Attention that is not causal writes what it has read at earlier positions, too.
     edges = (*edges, Edge(f"{head}.z", "@logits", 0.5, 0))
     for ahead, count in (((), 1), (("layers[0].attn",), 1), (("layers[1].attn",), 2)):
@@ -107,16 +108,16 @@ def test_tokens_go_across() -> None:
 
 
 def test_a_layer_is_above_the_ones_before_it_and_its_mlp_above_its_heads() -> None:
-    layout = lay_out(made(3, 4, 40, 1))
-    places = {node.name: node.y for node in layout.nodes}
+    picture = lay_out(made(3, 4, 40, 1))
+    places = {node.name: node.y for node in picture.nodes}
     assert places["@embed"] == max(places.values())
     assert places["@logits"] == min(places.values())
     order = [re.sub(r"heads\[\d+\]", "heads", name) for name in sorted(places, key=lambda name: -places[name])]
     assert list(dict.fromkeys(order))[1:5] == [
         "layers[0].attn.heads.z", "layers[0].mlp_out", "layers[1].attn.heads.z", "layers[1].mlp_out",
     ]  # fmt: skip
-    assert [band.label for band in layout.bands] == ["layer 0", "layer 1", "layer 2"]
-    assert {port for node in layout.nodes for port in node.ports} == {"q", "k", "v"}
+    assert [label for label, _, _ in picture.bands] == ["layer 0", "layer 1", "layer 2"]
+    assert {port for node in picture.nodes for port in node.ports} == {"q", "k", "v"}
 
 
 def test_an_edge_to_shared_keys_ends_at_each_of_the_heads_that_pass_something_on() -> None:
@@ -125,9 +126,9 @@ def test_an_edge_to_shared_keys_ends_at_each_of_the_heads_that_pass_something_on
     outs = [Edge(f"layers[0].attn.heads[{head}].z", "@logits", 0.5) for head in (0, 1)]
     for used in ([0], [1], [0, 1]):
         circuit = Circuit((shared, *(outs[head] for head in used)), feeds, 9, clean=1.0, corrupted=0.0)
-        layout = lay_out(circuit)
-        placed = next(one for one in layout.edges if one.edge == shared)
-        names = [layout.nodes[at].name for at in placed.receivers]
+        picture = lay_out(circuit)
+        placed = next(one for one in picture.edges if one.edge == shared)
+        names = [node.name for node in placed.receivers]
         assert names == [f"layers[0].attn.heads[{head}].z" for head in used]
         assert placed.line.count("M") == len(used)
 
@@ -140,8 +141,8 @@ def test_a_chain_is_drawn_without_crossings() -> None:
     ]
     edges = [Edge(f"{lower}.z", f"{upper}.v", 1.0) for lower, upper in names]
     feeds = {f"{name}.v": (f"{name}.z",) for pair in names for name in pair}
-    layout = lay_out(Circuit(tuple(edges), feeds, 9, clean=1.0, corrupted=0.0))
-    x = {node.name: node.x for node in layout.nodes}
+    picture = lay_out(Circuit(tuple(edges), feeds, 9, clean=1.0, corrupted=0.0))
+    x = {node.name: node.x for node in picture.nodes}
     first, second = ((x[f"{lower}.z"], x[f"{upper}.z"]) for lower, upper in names)
     assert (first[0] < second[0]) == (first[1] < second[1])
 
@@ -157,8 +158,8 @@ def test_the_svg_has_each_name_and_as_many_edges_as_asked(count: int | None) -> 
     assert names == {*replace(circuit, edges=tuple(kept)).nodes}
     widths = [float(line.get("stroke-width")) for line in root.iter(f"{SVG}path") if line.get("class") == "edge"]
     assert widths == sorted(widths)  # strong edges are drawn last, over weak ones
-    dashed = sum(line.get("stroke-dasharray") is not None for line in root.iter(f"{SVG}path"))
-    assert dashed == sum(edge.score < 0 for edge in kept) + 1  # that of the legend
+    dashed = sum(path.get("stroke-dasharray") is not None for path in root.iter(f"{SVG}path") if path.get("class"))
+    assert dashed == sum(edge.score < 0 for edge in kept)
     texts = [text.text for text in root.iter(f"{SVG}text")]
     total = f"40 of {circuit.candidates} edges, faithfulness 0.912"
     assert texts[-1] == (total if count is None else f"{total}, the strongest 5 are shown")
