@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
+from graphpatch_notebook.experiments.attribution.direct_logits import direct_logit_attribution
 from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge
 from graphpatch_notebook.experiments.circuits.edges import attribute_edges
 from graphpatch_notebook.experiments.circuits.runs import circuit_patches
@@ -41,7 +42,7 @@ from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.head_scores import composition_scores, head_scores, keep_heads
-from graphpatch_notebook.experiments.methods.lens import direct_logit_attribution, logit_lens
+from graphpatch_notebook.experiments.methods.lens import logit_lens
 from graphpatch_notebook.experiments.methods.path_patching import path_patch
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
 from graphpatch_notebook.experiments.plotting.plots import (

@@ -30,10 +30,8 @@ from graphpatch_notebook.experiments.engine.inputs import inputs_of
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
-    check_inputs,
     check_metric,
     check_same_input_shapes,
-    checked_bytes,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
 from graphpatch_notebook.experiments.methods.heads import head_layout
@@ -42,13 +40,11 @@ from graphpatch_notebook.experiments.methods.positions import (
     Positions,
     RowPositions,
     by_problem,
-    check_is_used,
 )
 from graphpatch_notebook.experiments.results.arrays import keep_components, metric_name, with_component_dims
 from graphpatch_notebook.inspection.node_map import NodeMap, kept_for
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
@@ -171,13 +167,10 @@ def attribute(
     given = (inputs_of(clean), inputs_of(corrupted))
     if isinstance(corrupted, (Noise, type)):
         raise ExperimentError(f"corrupted is {corrupted!r}; give inputs as for clean (noise is for causal_trace)")
-    for inputs in given:
-        check_inputs(pg, inputs)
     check_same_input_shapes(pg, *given)
     of_all = kept_for(pg.nodes, _AllNodes) if paths is None else None
     selected = selected_nodes(pg.nodes, paths) if of_all is None else of_all.selected
     wanted = [node for node in selected.nodes if node.is_wanted]
-    check_is_used(position_dim, is_used=positions is not None)
     axis = None if positions is None else PositionAxis(pg, selected, given[1], positions, position_dim)
     kept = {} if axis is None else {path: KeptDims(dim, **axis.of_rows(path)) for path, dim in axis.dims.items()}
     members = {place.path: place for place in selected.places.values() if place.dim is not None}
@@ -191,10 +184,9 @@ def attribute(
         kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
     nodes = wanted if one_sided else selected.nodes
-    limit = checked_bytes(max_bytes)
     idle = [] if of_all is None else of_all.idle
     watched = idle.pop() if idle else WatchedRuns(pg, nodes)
-    runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, limit, method, routing, one_sided)
+    runs = AttributionRuns(pg, watched, metric, *given, nodes, kept, fractions, max_bytes, method, routing, one_sided)
     found = runs.run()
     idle.append(watched)
     found.problems |= selected.skipped
@@ -279,9 +271,7 @@ def _with_heads(
     """Returns the dimensions of positions and heads in values."""
     if paths is None:
         raise ExperimentError("heads= needs values with separate heads: paths=['h_0.attn.c_proj.x', ...]")
-    given = (node.spec.shape for node in pg.nodes.root.inputs() if isinstance(node.spec, TensorSpec))
-    rows = next((shape[0] for shape in given if shape), None)
-    dims = head_layout(pg, {node.path: tuple(node.spec.shape) for node in nodes}, count, rows, sequences).dims
+    dims = head_layout(pg, {node.path: tuple(node.spec.shape) for node in nodes}, count, sequences).dims
     return {path: replace(kept.get(path, KeptDims()), heads=dim, count=count) for path, dim in dims.items()}
 
 

@@ -38,7 +38,6 @@ from graphpatch_notebook.experiments.methods.positions import (
     found_or_problems,
     given_dims,
     rows_of,
-    whole_numbers,
 )
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve_all
@@ -281,9 +280,7 @@ class PositionAxis:
         position_dim: PositionDim,
     ) -> None:
         self._root = pg.nodes.root
-        rows = rows_of(positions) if are_of_rows(positions) else None
-        if positions is not None and positions is not True and rows is None:
-            whole_numbers(positions)  # check this first
+        rows: Any = positions if are_of_rows(positions) else None
         self.cached: set[int] = set()
         targets = {node.path: node.target for node in selected.nodes if node.is_wanted}
         targets |= {target.path: target for target in selected.targets.values() if target.path in targets}
@@ -296,7 +293,7 @@ class PositionAxis:
             row = None if rows is None else row_dimension(self._root, target, dim)
             return Restriction(None, _ALL, dim, is_encoder, row)
 
-        self._places, self.problems = found_or_problems(targets, place, has_repairs=False)
+        self._places, self.problems = found_or_problems(targets, place)
         if selected.targets or not self._places:
             check_problems(self.problems)
         self._columns: tuple[tuple[int, ...], ...] = ()
@@ -313,7 +310,7 @@ class PositionAxis:
                 )
             if self._step.past:
                 raise ExperimentError("positions of each row are not known after a cache; give the whole sequence")
-            self._columns = tuple(zip(*map(self._chosen, rows), strict=True))
+            self._columns = tuple(zip(*rows_of(rows, self._step.length or 0), strict=True))
             self.positions = list(range(len(self._columns)))
 
     def of_rows(self, path: str) -> dict[str, Any]:
@@ -408,4 +405,4 @@ class PositionAxis:
         longest = max(lengths, default=max(total, of_encoder))
         if not longest:
             raise ExperimentError("the sequence has no positions: give inputs with at least one token")
-        return counted_positions(given, longest, f"the sequence has {longest} positions")
+        return counted_positions(given, longest)

@@ -45,10 +45,8 @@ from graphpatch_notebook.experiments.executors.mapping import map_batches
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
-    check_inputs,
     check_metric,
     check_same_input_shapes,
-    checked_bytes,
 )
 from graphpatch_notebook.experiments.methods.positions import Positions, RowPositions, are_of_rows
 from graphpatch_notebook.experiments.methods.reference_runs import record
@@ -174,7 +172,7 @@ def attribute_edges(
     if method == "exact" and routing != "free":
         raise ExperimentError('method="exact" runs the model itself, with its own choices of experts: drop routing=')
     ends = _ends(one_sided, method)
-    points, limit = midpoints(steps), checked_bytes(max_bytes)
+    points, limit = midpoints(steps), max_bytes
     Choices(routing)  # checks it
     fractions = points if method == "integrated" else [0.0]
     batches = batches_of(pg, metric, clean, corrupted)
@@ -286,8 +284,6 @@ def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> l
     for each, (one, other) in zip(metrics, pairs, strict=True):
         check_metric(each)
         inputs = inputs_of(one), inputs_of(other)
-        for given in inputs:
-            check_inputs(pg, given)
         check_same_input_shapes(pg, *inputs)
         found.append(Batch(each, *inputs))
     return found

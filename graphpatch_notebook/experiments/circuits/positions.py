@@ -52,19 +52,18 @@ class WrittenPositions:
             )
         lengths = {stream: shapes[stream][dim] for stream, (dim, _) in dims.items()}
         longest = max(lengths.values())
-        whose = f"the sequence has {longest} positions"
         if not are_of_rows(given):
             if len(set(lengths.values())) > 1 and counts_from_end(given):
                 raise ExperimentError(
                     f"positions={given!r} counts from the end, but stacks have {sorted(set(lengths.values()))} "
                     "positions: count from the start"
                 )
-            self.labels = counted_positions(given, longest, whose)
+            self.labels = counted_positions(given, longest)
             by_row = None
         else:
             if len(shapes) > 1:
                 raise ExperimentError("positions of each row are those of one sequence, but the model has two stacks")
-            by_row = [counted_positions(row, longest, whose) for row in rows_of(given)]
+            by_row = rows_of(given, longest)
             self.labels = list(range(len(by_row[0])))
         for stream, shape in shapes.items():
             self._numbers[stream] = self._numbered(shape, *dims[stream], by_row)

@@ -120,7 +120,7 @@ class CircuitRuns:
         self, pg: PatchableGraph, nodes: Nodes, corrupted: Inputs, metric: Callable[[Any], float] | None = None
     ) -> None:
         run = record(pg, corrupted, list(dict.fromkeys([*nodes.recorded, *nodes.reads])), metric)
-        run.warn_if_random(pg)
+        run.warn_if_random()
         self._root = pg.nodes.root
         self._nodes = nodes
         self._stream = Stream(run.values, nodes.readers[-1])

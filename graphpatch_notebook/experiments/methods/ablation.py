@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.methods.arguments import (
-    Paths,
-    check_graph,
-    check_input_names,
-    check_metric,
-    several_paths,
-)
+from graphpatch_notebook.experiments.methods.arguments import Paths, check_graph, check_metric, several_paths
 from graphpatch_notebook.experiments.methods.heads import ValueParts
 from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
     Positions,
     RowPositions,
-    check_is_used,
     position_dims,
     row_dims,
 )
@@ -116,26 +110,29 @@ def ablate(
     """
     check_graph(pg)
     check_metric(metric)
-    check_input_names(pg, input_kwargs, ablate)
+    check_input_names(pg.nodes.root, input_kwargs, ablate)
     _check_method(method, reference, mean_over, seed)
     names = several_paths(pg, paths)
     given = Inputs(inputs, input_kwargs)
     is_pooled = mean_over != "batch"
-    check_is_used(position_dim, is_used=positions is not None or is_pooled)
     dims = position_dims(pg, names, position_dim) if positions is not None or is_pooled else {}
-    rows = {} if method == "zero" else row_dims(pg, names, dims, "the rows of the batch are unknown:")
+    rows = {} if method == "zero" else row_dims(pg, names, dims)
     run = record(pg, given, names)
-    run.warn_if_random(pg)
-    values = run.values
-    parts = ValueParts(pg, values, given.rows, heads, positions, dims)
+    run.warn_if_random()
+    parts = ValueParts(pg, run.values, heads, positions, dims)
     instead: dict[str, Tensor] = {}
     if method != "zero":
-        fills = _Fills(given, inputs_of(reference), rows, dims if is_pooled else {}, seed)
-        others = record(pg, fills.reference, names).values
-        fill = fills.mean if method == "mean" else fills.resampled
-        instead = {name: fill(name, values[name], others[name]) for name in names}
+        others = record(pg, inputs_of(reference), names).values
+        for name, value in run.values.items():
+            pooled = [rows[name], *([dims[name]] if is_pooled else [])]
+            _check_reference(name, value, others[name], pooled if method == "mean" else [rows[name]])
+            if method == "mean":
+                fill = others[name].mean(pooled, keepdim=True).expand_as(value.narrow(rows[name], 0, 1))
+            else:
+                fill = _resampled(others[name], rows[name], value.shape[rows[name]], seed)
+            instead[name] = fill
     result = run_sweep(
-        pg, parts.axes, _Ablation(parts, values, instead), given, metric=metric, batch=batch, progress=progress,
+        pg, parts.axes, _Ablation(parts, run.values, instead), given, metric=metric, batch=batch, progress=progress,
         checkpoint=checkpoint, checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
     )  # fmt: skip
     result.attrs["method"] = method
@@ -171,92 +168,43 @@ class _Ablation:
         return {path: ReplacePatch(value=value[index].clone(), slice=where)}
 
 
-class _Fills:
-    """The replacements of values, computed from the values on the reference inputs.
-
-    `row_dims` has the batch dimension by path; `pooled_dims` the sequence dimension, if means are also over positions.
-    With a seed, rows are drawn.
-    """
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        reference: Inputs,
-        row_dims: Mapping[str, int],
-        pooled_dims: Mapping[str, int],
-        seed: int | None,
-    ) -> None:
-        self.reference = reference
-        self._row_dims, self._pooled_dims = row_dims, pooled_dims
-        self._rows, self._reference_rows = _batch_size(inputs, "the inputs"), _batch_size(reference, "reference")
-        self._seed = seed
-
-    def mean(self, path: str, value: Tensor, other: Tensor) -> Tensor:
-        """Returns the mean of `other` over the batch, in the shape of `value` with one row."""
-        self._check(path, value, other)
-        row = self._row_dims[path]
-        pooled = [self._pooled_dims[path]] if path in self._pooled_dims else []
-        return other.mean((row, *pooled), keepdim=True).expand_as(value.narrow(row, 0, 1))
-
-    def resampled(self, path: str, value: Tensor, other: Tensor) -> Tensor:
-        """Returns the rows of `other` that replace those of `value`."""
-        self._check(path, value, other)
-        return other.index_select(self._row_dims[path], self._drawn_rows().to(other.device))
-
-    def _drawn_rows(self) -> Tensor:
-        rows, count = self._rows, self._reference_rows
-        if self._seed is not None:
-            generator = torch.Generator().manual_seed(self._seed)
-            if count < rows:
-                return torch.randint(count, (rows,), generator=generator)
-            return torch.randperm(count, generator=generator)[:rows]
-        if count != rows:
-            raise ExperimentError(
-                f"the reference has {count} rows and the inputs have {rows}; give as many, or draw rows with seed=0"
-            )
-        return torch.arange(rows)
-
-    def _check(self, path: str, value: Tensor, other: Tensor) -> None:
-        if not value.is_floating_point() and not value.is_complex():
-            raise ExperimentError(
-                f"{path!r} has dtype {value.dtype}; only floating-point values have other methods than 'zero'"
-            )
-        row = self._row_dims[path]
-        for tensor, rows, what in ((value, self._rows, "inputs"), (other, self._reference_rows, "reference")):
-            if tensor.shape[row] != rows:
-                raise ExperimentError(
-                    f"{path!r} has shape {tuple(tensor.shape)} on the {what}, but the batch has {rows} rows; give "
-                    "another path"
-                )
-        shapes = [list(tensor.shape) for tensor in (value, other)]
-        for shape in shapes:
-            for dim in (row, self._pooled_dims.get(path, row)):
-                shape[dim] = 1
-        if shapes[0] != shapes[1]:
-            raise ExperimentError(
-                f"{path!r} has shape {tuple(value.shape)} on the inputs and {tuple(other.shape)} on the reference; "
-                "give a reference of the same length, or use mean_over='batch and positions'"
-            )
+def _resampled(other: Tensor, dim: int, rows: int, seed: int | None) -> Tensor:
+    """Returns as many rows of a value on the reference inputs as the inputs have: in order, or drawn."""
+    count = other.shape[dim]
+    if seed is None and count != rows:
+        raise ExperimentError(
+            f"the reference has {count} rows and the inputs have {rows}; give as many, or draw rows with seed=0"
+        )
+    generator = torch.Generator().manual_seed(seed or 0)
+    drawn = torch.arange(rows)
+    if seed is not None:
+        several = count < rows
+        drawn = (
+            torch.randint(count, (rows,), generator=generator)
+            if several
+            else torch.randperm(count, generator=generator)
+        )
+    return other.index_select(dim, drawn[:rows].to(other.device))
 
 
-def _batch_size(inputs: Inputs, what: str) -> int:
-    if inputs.rows is None:
-        raise ExperimentError(f"the batch size of {what} is unknown, since they contain no tensors")
-    return inputs.rows
+def _check_reference(path: str, value: Tensor, other: Tensor, free: Sequence[int]) -> None:
+    """Checks that a value on the reference inputs differs in shape from that on the inputs in some dimensions only."""
+    shapes = [[1 if dim in free else size for dim, size in enumerate(each.shape)] for each in (value, other)]
+    if not value.is_floating_point() or shapes[0] != shapes[1]:
+        raise ExperimentError(
+            f"{path!r} is {value.dtype} of shape {tuple(value.shape)} on the inputs, and of shape {tuple(other.shape)} "
+            "on the reference: give floating-point values, and a reference of the same length, or "
+            "mean_over='batch and positions'"
+        )
 
 
 def _check_method(method: str, reference: Any, mean_over: str, seed: int | None) -> None:
-    if method not in ("zero", "mean", "resample"):
-        raise ExperimentError(f"method must be 'zero', 'mean' or 'resample', not {method!r}")
-    if mean_over not in ("batch", "batch and positions"):
-        raise ExperimentError(f"mean_over must be 'batch' or 'batch and positions', not {mean_over!r}")
-    if method == "zero" and reference is not None:
-        raise ExperimentError("method='zero' takes no reference; did you mean method='mean' or 'resample'?")
-    if method != "zero" and reference is None:
-        raise ExperimentError(f"method={method!r} needs reference inputs: reference=...")
-    if method != "mean" and mean_over != "batch":
-        raise ExperimentError(f"mean_over is for method='mean', not {method!r}")
-    if method != "resample" and seed is not None:
-        raise ExperimentError(f"seed is for method='resample', not {method!r}")
-    if seed is not None and type(seed) is not int:
-        raise ExperimentError(f"seed must be an integer, not {seed!r}")
+    if method not in ("zero", "mean", "resample") or mean_over not in ("batch", "batch and positions"):
+        raise ExperimentError(
+            f"method must be 'zero', 'mean' or 'resample', not {method!r}; mean_over 'batch' or 'batch and positions', "
+            f"not {mean_over!r}"
+        )
+    if (method == "zero") is not (reference is None):
+        raise ExperimentError("method='mean' and 'resample' need reference inputs, reference=...; 'zero' takes none")
+    if (method != "mean" and mean_over != "batch") or (method != "resample" and seed is not None):
+        raise ExperimentError(f"mean_over is for method='mean', and seed for method='resample', not {method!r}")

@@ -18,7 +18,6 @@ from graphpatch_notebook.experiments.methods.arguments import (
     Paths,
     check_graph,
     check_metric,
-    check_options,
     check_same_shapes,
     several_paths,
 )
@@ -27,7 +26,6 @@ from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
     Positions,
     RowPositions,
-    check_is_used,
     position_cells,
     position_dims,
 )
@@ -73,13 +71,12 @@ class Noise:
     def __post_init__(self) -> None:
         if self.scale is None and self.deviations is None:
             object.__setattr__(self, "deviations", 3.0)
-        if self.scale is not None and self.deviations is not None:
-            raise ExperimentError("noise has one scale; give scale= (absolute) or deviations=, not both")
         size: Any = self.deviations if self.scale is None else self.scale
-        if isinstance(size, str) or not (size > 0 and math.isfinite(size)):
-            raise ExperimentError(f"the scale of noise must be a positive number, not {size!r}")
-        if type(self.seed) is not int:
-            raise ExperimentError(f"seed must be an integer, not {self.seed!r}")
+        is_double = self.scale is not None and self.deviations is not None
+        if is_double or isinstance(size, str) or not 0 < size < math.inf:
+            raise ExperimentError(
+                f"noise has one positive scale: scale={self.scale!r} (absolute) or deviations={self.deviations!r}"
+            )
         if type(self.samples) is not int or self.samples < 1:
             raise ExperimentError(f"samples must be a positive integer, not {self.samples!r}")
 
@@ -162,9 +159,6 @@ def causal_trace(
     """
     check_graph(pg)
     check_metric(metric)
-    check_options(options, causal_trace, run_sweep)
-    if isinstance(corrupted, type):
-        raise ExperimentError(f"corrupted is the class {corrupted.__name__}; give {corrupted.__name__}(path, ...)")
     if type(window) is not int or window < 1:
         raise ExperimentError(f"window must be a positive number of paths, not {window!r}")
     names = several_paths(pg, paths)
@@ -173,12 +167,11 @@ def causal_trace(
     chosen = None if positions is False else True if positions is None else positions
     noisy_paths = [] if noise is None else [str(noise.path)]
     placed = [*noisy_paths, *(names if chosen is not None else ())]
-    check_is_used(position_dim, is_used=bool(placed))
     dims = position_dims(pg, placed, position_dim)
     run = record(pg, inputs, [*names, *noisy_paths], metric)
-    run.warn_if_random(pg)
+    run.warn_if_random()
     values = {name: run.values[name] for name in names}
-    parts = ValueParts(pg, values, inputs.rows, heads, chosen, {path: dims[path] for path in values if path in dims})
+    parts = ValueParts(pg, values, heads, chosen, {path: dims[path] for path in values if path in dims})
     axes, corruptions = parts.axes, []
     if noise is None:
         inputs = inputs_of(corrupted)

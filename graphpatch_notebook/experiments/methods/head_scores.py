@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.components import Weights
 from graphpatch_notebook.components.ends import table_of
 from graphpatch_notebook.errors import ExperimentError, PatchNotFiredError, add_note
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.arguments import check_graph, check_input_names
+from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.experiments.methods.lens import arranged, component, layer_count
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
@@ -71,7 +72,7 @@ def head_scores(
         induction heads (2022).
     """
     check_graph(pg)
-    check_input_names(pg, input_kwargs, head_scores)
+    check_input_names(pg.nodes.root, input_kwargs, head_scores)
     xarray = extra("xarray", "an array of scores")
     layers, prefix = layer_count(pg, stack), f"{stack}." if stack else ""
     names = {layer: f"{prefix}layers[{layer}].attn.pattern" for layer in range(layers)}
@@ -321,15 +322,9 @@ def _head_dim(name: str, axes: Sequence[str]) -> int:
 
 
 def _checked_heads(heads: Iterable[tuple[int, int]], counts: Sequence[int]) -> set[tuple[int, int]]:
-    kept = set()
-    given: Iterable[Any] = heads
-    for pair in given:
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(n, (int, np.integer)) for n in pair):
-            raise ExperimentError(f"heads are pairs of layer and head, such as (3, 5), not {pair!r}")
-        layer, head = map(int, pair)
-        if not -len(counts) <= layer < len(counts) or not -counts[layer] <= head < counts[layer]:
-            raise ExperimentError(
-                f"unknown head {(layer, head)}: the model has {len(counts)} layers, of {counts[0]} heads"
-            )
-        kept.add((layer % len(counts), head % counts[layer]))
-    return kept
+    try:
+        return {(range(len(counts))[layer], range(counts[layer])[head]) for layer, head in heads}
+    except (IndexError, TypeError, ValueError):
+        raise ExperimentError(
+            f"heads are pairs of layer and head, such as (3, 5); there are {len(counts)} layers, of {counts[0]} heads"
+        ) from None

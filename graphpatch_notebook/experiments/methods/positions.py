@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +26,9 @@ PositionDim: TypeAlias = "int | Mapping[str, int] | None"
 """The sequence dimension: of all values, or by path."""
 
 
+# -- dimensions --------------------------------------------------------------------------------------------------------
+
+
 def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: PositionDim) -> dict[str, int]:
     """Returns the sequence dimension of the value at each path.
 
@@ -36,29 +39,26 @@ def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: Positi
     """
     places, root = targets(pg, paths), pg.nodes.root
     given = given_dims(pg, places, position_dim)
-
-    def dim(path: str, target: Target) -> int:
-        return target.kept_dims.index(sequence_dim(root, target, given.get(path))[0])
-
-    found, problems = found_or_problems(places, dim)
+    found, problems = found_or_problems(
+        places, lambda path, target: target.kept_dims.index(sequence_dim(root, target, given.get(path))[0])
+    )
     check_problems(problems)
     return found
 
 
-def row_dims(pg: PatchableGraph, paths: Iterable[str], dims: Mapping[str, int], what: str) -> dict[str, int]:
+def row_dims(pg: PatchableGraph, paths: Iterable[str], dims: Mapping[str, int]) -> dict[str, int]:
     """Returns the batch dimension of the value at each path, whose sequence dimension `dims` has if it is known.
 
     Raises:
-        ExperimentError: A batch dimension is unknown. The message begins with `what`, and has each reason once.
+        ExperimentError: A batch dimension is unknown.
     """
 
     def dim(path: str, target: Target) -> int:
-        sequence = dims.get(path)
-        whole = None if sequence is None else target.kept_dims[sequence]
+        whole = target.kept_dims[dims[path]] if path in dims else None
         return target.kept_dims.index(row_dimension(pg.nodes.root, target, whole))
 
     found, problems = found_or_problems(targets(pg, paths), dim)
-    check_problems(problems, what)
+    check_problems(problems, "the rows of the batch are unknown:")
     return found
 
 
@@ -66,22 +66,16 @@ _Found = TypeVar("_Found")
 
 
 def found_or_problems(
-    targets: Mapping[str, Target], find: Callable[[str, Target], _Found], *, has_repairs: bool = True
+    targets: Mapping[str, Target], find: Callable[[str, Target], _Found]
 ) -> tuple[dict[str, _Found], dict[str, str]]:
-    """Returns by path what a function finds in a value, and the text of each `ValueError` that it raises.
-
-    Without repairs, the text does not say how to patch the value instead.
-    """
-    problems: dict[str, str] = {}
-
+    """Returns by path what a function finds in a value, and the text of each `ValueError` that it raises."""
     found: dict[str, _Found] = {}
+    problems: dict[str, str] = {}
     for path, target in targets.items():
         try:
             result = find(path, target)
         except ValueError as problem:
-            problems[path] = str(problem)
-            if isinstance(problem, PositionsError) and not has_repairs:
-                problems[path] = problem.reason
+            problems[path] = problem.reason if isinstance(problem, PositionsError) else str(problem)
             continue
         found[path] = result
     return found, problems
@@ -95,12 +89,6 @@ def given_dims(pg: PatchableGraph, paths: Iterable[str], position_dim: PositionD
     if others := given.keys() - set(paths):
         raise ExperimentError(f"position_dim has {min(others)!r}, whose positions are not asked for")
     return dict(given)
-
-
-def check_is_used(position_dim: PositionDim, *, is_used: bool) -> None:
-    """Raises an `ExperimentError` if a sequence dimension is given, but nothing has positions."""
-    if position_dim is not None and not is_used:
-        raise ExperimentError(f"position_dim={position_dim!r} has no effect without positions=...")
 
 
 def check_problems(problems: Mapping[str, str], what: str = "the sequence dimension is unknown:") -> None:
@@ -121,32 +109,37 @@ def by_problem(problems: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def counted_positions(given: Positions | RowPositions, length: int, whose: str) -> list[int]:
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+def counted_positions(given: Positions | RowPositions, length: int, whose: str = "the sequence") -> list[int]:
     """Returns the given positions in the given order, counted from the start of a sequence of some length.
 
     `True` and `None` are all positions. `whose` says what has that length, for the message.
 
     Example:
-        >>> counted_positions([2, -1], 7, ""), counted_positions(slice(-2, None), 7, "")
+        >>> counted_positions([2, -1], 7), counted_positions(slice(-2, None), 7)
         ([2, 6], [5, 6])
     """
+    every = np.arange(length)
     if given is None or given is True:
         return list(range(length))
-    numbers = whole_numbers(given)
-    if isinstance(numbers, slice):
-        if chosen := range(length)[numbers]:
-            return list(chosen)
-        raise ExperimentError(f"positions={given!r} selects nothing: {whose}")
-    if bad := [position for position in numbers if not -length <= position < length]:
-        raise ExperimentError(f"position {bad[0]} is out of range: {whose}")
-    counted = [position % length for position in numbers]
-    if len(set(counted)) < len(counted):
-        twice = next(position for position in counted if counted.count(position) > 1)
-        asked = [number for number, position in zip(numbers, counted, strict=True) if position == twice]
-        raise ExperimentError(
-            f"positions has {twice} more than once ({', '.join(map(str, asked))}): {whose}, and -1 is the last of them"
-        )
-    return counted
+    index: Any = given
+    if not isinstance(given, slice):
+        index = np.atleast_1d(np.asarray(given.tolist() if isinstance(given, Tensor) else _listed(given)))
+        if index.dtype.kind not in "iu":
+            raise ExperimentError(f"positions must be integers, or True for all, not {given!r}")
+    try:
+        found: list[int] = every[index].tolist()
+    except (IndexError, TypeError) as error:
+        raise ExperimentError(f"positions={given!r}: {whose} has {length} positions, {error}") from error
+    if not found or len(set(found)) < len(found):
+        raise ExperimentError(f"positions={given!r} must have each position once, of {length} of {whose}; not {found}")
+    return found
+
+
+def _listed(given: Any) -> Any:
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, (str, np.ndarray)) else given
 
 
 def are_of_rows(given: Any) -> bool:
@@ -161,6 +154,20 @@ def are_of_rows(given: Any) -> bool:
     return isinstance(given, (list, tuple)) and any(
         isinstance(row, (list, tuple)) or len(getattr(row, "shape", ())) for row in given
     )
+
+
+def rows_of(given: Any, length: int, whose: str = "the sequence") -> list[list[int]]:
+    """Returns the positions of each row of the batch, counted from the start."""
+    rows = [counted_positions(row, length, whose) for row in given]
+    if len({len(row) for row in rows}) > 1:
+        raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
+    return rows
+
+
+def counts_from_end(given: Any) -> bool:
+    """Whether positions count from the end of the sequence."""
+    parts = (given.start, given.stop) if isinstance(given, slice) else np.ravel(_listed(given)).tolist()
+    return any(part is not None and part < 0 for part in parts)
 
 
 @dataclass(frozen=True)
@@ -196,56 +203,15 @@ def position_cells(
     The values, and their sequence dimensions, are given by path.
     """
     lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
+    if len(set(lengths.values())) > 1:
+        raise ExperimentError(f"give paths of one sequence at a time; these have different lengths: {lengths}")
     first, length = next(iter(lengths.items()))
-    for path, other in lengths.items():
-        if other != length:
-            raise ExperimentError(
-                f"{path!r} has {other} positions, but {first!r} has {length}; give paths of one sequence at a time"
-            )
-    whose = f"{first!r} has {length} positions, shape {tuple(values[first].shape)}"
     if not are_of_rows(given):
-        return PositionCells(counted_positions(given, length, whose), dims)
-    rows = rows_of(given)
-    batch_dims = row_dims(pg, dims, dims, "positions of each row cannot be used here:")
+        return PositionCells(counted_positions(given, length, repr(first)), dims)
+    rows, batch_dims = rows_of(given, length, repr(first)), row_dims(pg, dims, dims)
     for path, dim in batch_dims.items():
         shape = tuple(values[path].shape)
         if shape[dim] != len(rows):
             raise ExperimentError(f"positions has {len(rows)} rows, but {path!r} has {shape[dim]}, shape {shape}")
-    columns = list(zip(*(counted_positions(row, length, whose) for row in rows), strict=True))
+    columns = list(zip(*rows, strict=True))
     return PositionCells(list(range(len(columns))), dims, columns, batch_dims)
-
-
-def rows_of(given: Any) -> list[list[int]]:
-    """Returns the positions of each row of the batch, as Python integers."""
-    rows = [row for row in map(whole_numbers, given) if not isinstance(row, slice)]
-    if len(rows) < len(given) or len({len(row) for row in rows}) > 1:
-        raise ExperimentError(f"positions must have as many numbers for each row of the batch, not {given!r}")
-    return rows
-
-
-def counts_from_end(given: Positions | RowPositions) -> bool:
-    """Whether positions count from the end of the sequence."""
-    if given is None or given is True:
-        return False
-    numbers = whole_numbers(given)
-    parts = (numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
-    return any(part is not None and part < 0 for part in parts)
-
-
-def whole_numbers(given: Any) -> list[int] | slice:
-    """Returns positions as Python integers; a slice is returned unchanged."""
-    if isinstance(given, slice):
-        parts = (given.start, given.stop, given.step)
-        if any(part is not None and type(part) is not int for part in parts) or given.step == 0:
-            raise ExperimentError(f"positions must be integers, or True for all, not {given!r}")
-        return given
-    listed = given.tolist() if hasattr(given, "tolist") else given
-    several = [listed] if isinstance(listed, int) else listed
-    try:
-        if not isinstance(listed, bool):
-            if numbers := [operator.index(number) for number in several]:
-                return numbers
-            raise ExperimentError("positions is empty; give at least one, or True for all")
-    except TypeError:
-        pass
-    raise ExperimentError(f"positions must be integers, or True for all, not {given!r}")

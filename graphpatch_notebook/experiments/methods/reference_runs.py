@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,10 +14,8 @@ from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
-from graphpatch_notebook.experiments.engine.side_effects import draws_from_python
-from graphpatch_notebook.experiments.methods.arguments import check_inputs
-from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch, ProbePatch, StopPatch
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
@@ -31,58 +29,45 @@ class ReferenceRun:
     Attributes:
         values: The values at some paths: the model's tensors, detached.
         measurement: The metric.
-        drawn: The random generators that the model used.
+        is_random: Whether the model drew random numbers of torch.
     """
 
     values: Mapping[str, Tensor]
     measurement: Measurement
-    drawn: Sequence[str] = ()
+    is_random: bool = False
 
-    def warn_if_random(self, pg: PatchableGraph) -> None:
+    def warn_if_random(self) -> None:
         """Warns if the model draws random numbers, which differ in each run."""
-        if self.drawn:
-            repair = "; call pg.eval() first" if pg.training else ""
+        if self.is_random:
             warn_each_time(
-                f"the model draws random numbers (of {' and '.join(self.drawn)}) in each run, so the compared runs "
-                f"also differ by these{repair}",
+                "the model draws random numbers in each run, so the compared runs also differ by these; call pg.eval() "
+                "first, if it is in training mode",
                 ExperimentWarning,
             )
 
 
 def record(
-    pg: PatchableGraph,
-    inputs: Inputs,
-    paths: Iterable[str],
-    metric: Callable[[Any], Any] | None = None,
-    until: str | None = None,
+    pg: PatchableGraph, inputs: Inputs, paths: Iterable[str], metric: Callable[[Any], Any] | None = None
 ) -> ReferenceRun:
     """Runs the model once without gradients, and returns the values at `paths` and the metric.
-
-    With `until`, the run ends at that path, and has no output.
 
     Raises:
         ExperimentError: A value is not a tensor.
         PatchNotFiredError: A path was not reached.
     """
-    check_inputs(pg, inputs)
-    probes = {path: ProbePatch() for path in paths}
-    patches: dict[Any, list[Patch[Any]]] = {path: [probe] for path, probe in probes.items()}
-    if until is not None:
-        patches.setdefault(until, []).append(StopPatch())
-    with torch.no_grad(), pg.patch(patches, strict=True):
+    probes: dict[Any, ProbePatch] = {path: ProbePatch() for path in paths}
+    with torch.no_grad(), pg.patch(probes, strict=True):
         state = SharedRandomState()
         output = inputs.run(pg)
-        drawn = state.changed()
+        is_random = any(name.startswith("torch") for name in state.changed())
         given = measurement(0.0) if metric is None else baseline_of(metric, output)
-    if "Python" in drawn and not draws_from_python(lambda: inputs.run(pg), captured(pg).module):
-        drawn.remove("Python")
     values = {}
     for path, probe in probes.items():
         value = probe.activation
         if not isinstance(value, Tensor):
             raise ExperimentError(f"{str(path)!r} holds {value!r}, which is not a tensor; give paths of tensors")
         values[str(path)] = value.detach()
-    return ReferenceRun(values, given, drawn)
+    return ReferenceRun(values, given, is_random)
 
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -99,7 +84,7 @@ class MetricRange:
     def __post_init__(self) -> None:
         with np.errstate(invalid="ignore"):  # infinite metrics
             span = self.clean - self.corrupted
-        if self.normalize and (not np.all(np.isfinite(span)) or np.any(span == 0)):
+        if self.normalize and not np.all(np.isfinite(span) & (span != 0)):
             raise ExperimentError(
                 f"cannot normalize: the metric is {self.clean.tolist()} on the clean inputs and "
                 f"{self.corrupted.tolist()} on the corrupted inputs; remove normalize=True, or change the inputs"
@@ -112,11 +97,10 @@ class MetricRange:
         the partial result is finished in the same way.
         """
         try:
-            swept = run()
+            return self._finished(form(run()))
         except SweepInterrupted as stopped:
             stopped.result = self._finished(form(stopped.result))
             raise
-        return self._finished(form(swept))
 
     def _finished(self, result: DataArray) -> DataArray:
         attrs, baseline = result.attrs, self.corrupted

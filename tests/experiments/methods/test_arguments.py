@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import graphpatch_notebook.experiments as gx
-from graphpatch_notebook import ExperimentError, PatchableGraph, ZeroPatch
+from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import (
     KLDivergence,
     LogitDifference,
@@ -77,20 +77,6 @@ def test_an_error_of_the_metric_says_what_it_was_given(pg: PatchableGraph, call:
     (note,) = caught.value.__notes__
     assert note.startswith("graphpatch: raised by the metric for what the model returned without patches, a CausalLM")
     assert "metrics are given the whole output (the logits of a language model are output.logits)" in note
-
-
-def test_each_reason_why_positions_are_unknown_is_given_once() -> None:
-    model = gpt2(6)
-    model.set_attn_implementation("eager")
-    pg = PatchableGraph(model, CLEAN)
-    paths = [path for path in pg.nodes if path.endswith(("attn.matmul", "ln_1.weight", "mlp.output"))]
-    with pytest.raises(ExperimentError, match="the sequence dimension is unknown") as caught:
-        causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC)
-    _, *lines = str(caught.value).splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("  'transformer.h_0.ln_1.weight', 'transformer.h_1.ln_1.weight', 'transformer.h_2.ln_1")
-    assert lines[0].endswith("and 3 others: a parameter has no positions; drop positions=")
-    assert "and 3 others: several dimensions of its shape (1, 4, 7, 7)" in lines[1]
 
 
 def test_signatures_are_those_that_a_user_needs() -> None:

@@ -51,7 +51,7 @@ def test_ablation_of_a_part(pg):
             expected.append(metric(pg(clean)).item())
     assert by_name.dims == ("layer",)
     np.testing.assert_allclose(by_name.values, expected, rtol=1e-5)
-    with pytest.raises(ExperimentError, match=r"'transformer.h_0.mlp.output' is not a value of attention"):
+    with pytest.raises(ExperimentError, match="'transformer.h_0.mlp.output'"):
         ablate(pg, MLPS, clean, heads=4, metric=metric, progress=False)
 
 
@@ -73,7 +73,7 @@ def test_path_patching(pg):
     assert by_name.receiver.values.tolist() == ["layers[1].mlp_out", "output"]
     whole = path_patch(pg, MLPS[0], None, clean, corrupted, metric, progress=False)
     assert by_name.values[1] != whole.values
-    with pytest.raises(ExperimentError, match="is a part of a value already"):
+    with pytest.raises(ExperimentError, match="is a part of a value"):
         path_patch(pg, (part, index), None, clean, corrupted, metric)
     with pytest.raises(ExperimentError, match="held as a whole"):
         path_patch(pg, ATTENTIONS[0], None, clean, corrupted, metric, components=[part])
@@ -102,7 +102,7 @@ def test_heads(pg):
 
 
 def test_another_number_of_heads_than_the_attention_has_is_refused(pg):
-    with pytest.raises(ExperimentError, match=r"heads=2, but this attention has 4 \('layers\[0\].attn.z'\)"):
+    with pytest.raises(ExperimentError, match="this attention has 4 heads"):
         ablate(pg, ["transformer.h_0.attn.c_proj.x"], clean, metric=metric, heads=2)
     with pytest.raises(ExperimentError, match="is one of these parts"):
         attribute(pg, metric, clean, corrupted, paths="layers[0].attn.heads[*].z", heads=4)

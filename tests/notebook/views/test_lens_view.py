@@ -200,12 +200,12 @@ def test_of_an_encoder_and_a_decoder_the_lens_is_of_the_decoder() -> None:
     model = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=40, decoder_start_token_id=0)).eval()
     ids = torch.arange(1, 6)[None]
     pg = PatchableGraph(model, input_ids=ids, decoder_input_ids=ids)
-    with pytest.raises(ExperimentError, match="has 2 stacks .* give stack='encoder' or stack='decoder'"):
+    with pytest.raises(ExperimentError, match="'encoder', 'decoder'"):
         show_lens(pg)
-    with pytest.raises(ExperimentError, match="unknown stack of layers 'dec' .* stack='decoder'"):
+    with pytest.raises(ExperimentError, match="'dec'.*'decoder'"):
         show_lens(pg, stack="dec")
     # As many positions as the decoder has, but the logits are for other ones.
-    with pytest.raises(ExperimentError, match="for the positions of the stack 'decoder', which reads 'encoder'"):
+    with pytest.raises(ExperimentError, match="positions of other stacks"):
         show_lens(pg, stack="encoder")
     states: list[Tensor] = []
 

@@ -1,0 +1,257 @@
+"""Direct logit attribution: what each part of a model adds to a logit, through the final norm and the unembedding only.
+
+One run of the model gives the values and their derivatives, with the scales of norms held (the rules of RelP): these
+derivatives are linear maps between a part and the logit, or between heads and what they write to the stream.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.checks.keywords import check_input_names
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.experiments.attribution.rules import rules_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.methods.arguments import check_graph
+from graphpatch_notebook.experiments.methods.lens import arranged, checked_tokens, component, layer_count, of_rows
+from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
+from graphpatch_notebook.patches.kinds import CustomPatch, ProbePatch
+from graphpatch_notebook.warning_places import warn_each_time
+
+if TYPE_CHECKING:
+    from xarray import Dataset
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+_DIVIDED = {"head": ("attn", "attn.z"), "neuron": ("mlp", "mlp.post"), "layer": ("", "")}
+
+
+@runs_where_the_model_is
+def direct_logit_attribution(
+    pg: PatchableGraph,
+    *inputs: Any,
+    target: int | Tensor,
+    minus: int | Tensor | None = None,
+    by: Literal["layer", "head", "neuron"] = "layer",
+    position: int | Sequence[int] | Tensor = -1,
+    stack: str = "",
+    **input_kwargs: Any,
+) -> Dataset:
+    """Returns what each part of the model adds to a logit directly: through the final norm and the unembedding only.
+
+    The residual stream is the sum of what the embeddings and layers write to it. With the scale of the final norm held
+    at its value in this run, the logit is linear in the stream, and so a sum over these parts. A norm between heads or
+    neurons and the stream (Gemma 2) is held likewise. All numbers of the result add up to the logit; this is checked,
+    and so are the norms, the sum and the unembedding.
+
+    Args:
+        pg: The graph.
+        *inputs: Inputs of the model, positional.
+        target: The token whose logit is attributed: a number, or a tensor with one for each row.
+        minus: A token whose logit is subtracted, likewise; for logit differences.
+        by: What layers are divided into: `"head"` for attention, `"neuron"` for MLPs.
+        position: The position of the logit; one for all rows, or one for each row.
+        stack: The stack of layers, if the model has several.
+        **input_kwargs: Inputs of the model, by keyword.
+
+    Returns:
+        A dataset of arrays: `embed` (batch), `attn` and `mlp` (layer, batch; and others that layers write, such as
+        `mixer`), and `bias` (batch), of the final norm and the unembedding. With `by="head"`, `attn` has the dimension
+        `head` too, and `attn_bias` (layer, batch) is the rest; with `by="neuron"`, likewise `mlp` and `mlp_bias`. A
+        layer without such a part has zeros. Its attribute `logit` has the logits.
+
+    Raises:
+        ExperimentError: The logit is not such a sum in this model; the message says where it is not. Mixtures of
+            experts are not divided into neurons.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20)).eval()
+        >>> ids = torch.arange(6)[None]
+        >>> parts = direct_logit_attribution(PatchableGraph(model, ids), ids, target=3, by="head")
+        >>> parts["attn"].dims, parts["attn"].shape
+        (('layer', 'head', 'batch'), (2, 2, 1))
+        >>> total = sum(float(part.sum()) for part in parts.values())
+        >>> abs(total - model(ids).logits[0, -1, 3].item()) < 1e-4
+        True
+
+    Source:
+        Elhage et al., A mathematical framework for transformer circuits (2021); Wang et al., Interpretability in the
+        wild (2022).
+    """
+    check_graph(pg)
+    check_input_names(pg.nodes.root, input_kwargs, direct_logit_attribution)
+    if by not in _DIVIDED:
+        raise ExperimentError(f"by must be 'layer', 'head' or 'neuron', not {by!r}")
+    xarray = extra("xarray", "a dataset of contributions")
+    for tokens in (target, minus):
+        checked_tokens(tokens, component(pg, "@logits"))
+        if tokens is not None and not isinstance(tokens, Tensor) and type(tokens) is not int:
+            raise ExperimentError(f"give one token, or a tensor with one for each row, not {tokens!r}")
+    with torch.inference_mode(False), torch.enable_grad():
+        run = _Run(pg, Inputs(inputs, input_kwargs), stack, by)
+        logit, bias, gradient = run.direction(target, minus, position)
+        found: dict[str, tuple[list[str], Tensor]] = {"embed": (["batch"], run.share(run.embed, gradient))}
+        for kind in dict.fromkeys(kind for kind, _ in run.writes):
+            names = [run.writes.get((kind, layer)) for layer in range(run.layers)]
+            whole = torch.stack([logit * 0 if name is None else run.share(name, gradient) for name in names])
+            found[kind] = (["layer", "batch"], whole)
+            if kind == _DIVIDED[by][0]:
+                shares = [logit[None] * 0 if name is None else run.inner_shares(name, gradient) for name in names]
+                most = max(map(len, shares))
+                divided = torch.stack(
+                    [torch.cat([each, each.new_zeros(most - len(each), len(logit))]) for each in shares]
+                )
+                found[kind] = (["layer", by, "batch"], divided)
+                found[f"{kind}_bias"] = (["layer", "batch"], whole - divided.sum(1))
+        found["bias"] = (["batch"], bias)
+    if pg.weights[stack].changes_logits:  # a cap or a scale
+        message = (
+            "the model changes its logits after the unembedding: the contributions add up to the logit before that"
+        )
+        warn_each_time(message, ExperimentWarning)
+    arrays = {name: xarray.DataArray(values.cpu().numpy(), dims=dims) for name, (dims, values) in found.items()}
+    attrs = {"logit": logit.tolist(), "position": run.positions.tolist()}
+    return xarray.Dataset(arrays, {"layer": list(range(run.layers))}, attrs)  # type: ignore[no-any-return]
+
+
+class _Run:
+    """A run of the model with gradients, in which the scales of norms are constants.
+
+    Attributes:
+        layers: The number of layers.
+        embed: The name of what the first layer reads.
+        writes: The names of what layers add to the stream, by kind and layer.
+        positions: The position of each row.
+    """
+
+    positions: Tensor
+
+    def __init__(self, pg: PatchableGraph, inputs: Inputs, stack: str, by: str) -> None:
+        start, self.layers = f"{stack}." if stack else "", layer_count(pg, stack)
+        self.embed = component(pg, f"{start}layers[0].resid_pre").name
+        end = component(pg, f"{start}layers[{self.layers - 1}].resid_post")
+        if end.axes != ("batch", "position", "channel"):
+            raise ExperimentError(f"the stream has the dimensions {end.axes}, not batch, position, channel")
+        pattern = re.compile(re.escape(start) + r"layers\[(\d+)\]\.(\w+)_out")
+        written = {name: match for name in pg.components if (match := pattern.fullmatch(name)) is not None}
+        self.writes = {(match[2], int(match[1])): name for name, match in written.items()}
+        divided, part = _DIVIDED[by]
+        inner = {
+            name: component(pg, f"{start}layers[{layer}].{part}")
+            for (kind, layer), name in self.writes.items()
+            if kind == divided
+        }
+        self._wanted = ["batch", "position", "head", "channel"] if by == "head" else ["batch", "position", "neuron"]
+        self._inner = {name: (each.name, each.axes) for name, each in inner.items()}
+        unembedding = pg.weights[stack].unembedding
+        names = [self.embed, end.name, unembedding, *self.writes.values(), *(each.name for each in inner.values())]
+        self._values = _values(pg, inputs, self.embed, names)
+        self._end, self._logits = self._values[end.name], self._values[unembedding]
+        self._tolerance = _TOLERANCE.get(self._end.dtype, 1e-3)
+        total = sum(self._in_stream(name).double() for name in (self.embed, *self.writes.values()))
+        if not self._is_small(total - self._end.detach(), self._end):
+            raise ExperimentError(
+                "the residual stream of this model is not the sum of its embeddings and of what its layers write (it "
+                "is normalized or scaled on the way), so a logit does not have direct contributions"
+            )
+
+    def direction(self, target: Any, minus: Any, position: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the logit of each row, its bias, and its derivative by the last state, (batch, position, channel)."""
+        rows, length = self._end.shape[:2]
+        chosen = torch.as_tensor(position, device=self._end.device)
+        is_inside = bool(((chosen >= -length) & (chosen < length)).all())
+        if chosen.is_floating_point() or chosen.shape not in ((), (rows,)) or not is_inside:
+            raise ExperimentError(f"position must be one of {length}, or one for each of {rows} rows, not {position!r}")
+        self.positions = (chosen % length).expand(rows)
+        tokens = [self._of_rows(each, rows) for each in (target, minus) if each is not None]
+        logits = self._logits.reshape(rows, -1, self._logits.shape[-1])
+        picked = [of_rows(logits, numbers) for numbers in tokens]
+        logit = picked[0] - picked[1] if minus is not None else picked[0]
+        gradient = _gradient(logit.sum(), self._end)
+        parts = (self._end.detach().double() * gradient.double()).sum(-1)
+        at = torch.arange(rows, device=chosen.device), self.positions
+        here = torch.zeros_like(gradient)
+        here[at] = gradient[at]
+        if logit.shape[1] != length:  # computed for one position only
+            parts = parts[at][:, None]
+            is_linear = bool((here == gradient).all())
+        else:
+            is_linear = True
+        bias = logit.detach().double() - parts
+        for pair in torch.stack(tokens, -1).unique(dim=0):
+            same = bias[(torch.stack(tokens, -1) == pair).all(-1)]
+            is_linear &= self._is_small(same - same.flatten()[0], logits)
+        if not is_linear:
+            raise ExperimentError(
+                f"the logit is not a linear map of the stream after the final norm at position "
+                f"{self.positions.tolist()[0]}: there is something else in between, so the logit is not a sum of "
+                "contributions; or it reads another position (position=0 is that of a class token)"
+            )
+        found = logit.detach().double()
+        return (found[at], bias[at], here) if logit.shape[1] == length else (found[:, 0], bias[:, 0], here)
+
+    def share(self, name: str, gradient: Tensor) -> Tensor:
+        """Returns what a value of the stream adds to the logit of each row."""
+        return (self._in_stream(name).double() * gradient.double()).sum((1, 2))
+
+    def _in_stream(self, name: str) -> Tensor:
+        """Returns a value with the shape of the stream: some MLPs merge batch and positions."""
+        value = self._values[name].detach()
+        return value.reshape(self._end.shape) if value.numel() == self._end.numel() else value.expand_as(self._end)
+
+    def inner_shares(self, written: str, gradient: Tensor) -> Tensor:
+        """Returns what each head or neuron adds, (heads or neurons, batch); checks that what it writes is a sum."""
+        name, axes = self._inner[written]
+        value, inner = self._values[written].reshape(self._end.shape), self._values[name]
+        everywhere = gradient.sum(1, keepdim=True).expand_as(value)
+        by_position = self._products(inner, axes, _gradient(value, inner, everywhere))
+        terms = value.detach().double() * everywhere
+        rest = terms.sum(-1) - by_position.sum(-1)
+        if not self._is_small(rest - rest[:, :1], terms.abs().sum(-1)):
+            raise ExperimentError(
+                f"{written!r} is not the sum over its parts in {name!r}: there is something else in between; use "
+                "by='layer'"
+            )
+        return self._products(inner, axes, _gradient(value, inner, gradient)).sum(1).T
+
+    def _products(self, inner: Tensor, axes: Sequence[str], gradient: Tensor) -> Tensor:
+        """Returns value times derivative, summed over channels: (batch, position, heads or neurons)."""
+        product = inner.detach().double() * gradient.double()
+        if axes[0] == "token":
+            product, axes = product.unflatten(0, self._end.shape[:2]), ("batch", "position", *axes[1:])
+        product = arranged(product, axes, self._wanted)
+        return product.sum(-1) if product.ndim > 3 else product
+
+    def _of_rows(self, tokens: Any, rows: int) -> Tensor:
+        numbers = torch.as_tensor(tokens, device=self._end.device)
+        if numbers.shape not in ((), (rows,)):
+            raise ExperimentError(
+                f"there are {rows} rows, and tokens of shape {tuple(numbers.shape)}: give one for each"
+            )
+        return numbers.expand(rows)
+
+    def _is_small(self, difference: Tensor, like: Tensor) -> bool:
+        return bool(difference.abs().max() <= self._tolerance * like.abs().max())
+
+
+def _values(pg: PatchableGraph, inputs: Inputs, first: str, names: Sequence[str]) -> Mapping[str, Tensor]:
+    """Returns values of a run, with derivatives by all values after `first`."""
+    probes: dict[Any, ProbePatch] = {name: ProbePatch() for name in names}
+    leaf = CustomPatch(custom_op=lambda value: value.detach().requires_grad_().clone())
+    with rules_of("relp").applied(), pg.patch({first: leaf}), pg.patch(probes, strict=True):
+        inputs.run(pg)
+    return {name: probe.activation for name, probe in probes.items()}
+
+
+def _gradient(result: Tensor, value: Tensor, given: Tensor | None = None) -> Tensor:
+    try:
+        found: Tensor | None = torch.autograd.grad(result, value, given, retain_graph=True, allow_unused=True)[0]
+    except RuntimeError as error:
+        raise ExperimentError(f"contributions are computed from gradients, which this model lacks: {error}") from error
+    return torch.zeros_like(value) if found is None else found
