@@ -57,7 +57,7 @@ def label(ax: pyplot.Axes) -> str:
     return " ".join(ax.collections[0].colorbar.ax.get_ylabel().split())
 
 
-@pytest.mark.parametrize("suffix", [None, "json", "parquet"])
+@pytest.mark.parametrize("suffix", [None, "nc"])
 def test_a_causal_trace(runs: tuple[PatchableGraph, Tensor, Tensor], tmp_path: Path, suffix: str | None) -> None:
     result = causal_trace(*runs, PATHS, None, METRIC, progress=False)
     if suffix is not None:
@@ -83,7 +83,7 @@ def test_a_normalized_trace(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None
         plot_heatmap(result, relative_to="corrupted")
 
 
-@pytest.mark.parametrize("suffix", [None, "json", "parquet"])
+@pytest.mark.parametrize("suffix", [None, "nc"])
 def test_one_of_several_metrics(
     runs: tuple[PatchableGraph, Tensor, Tensor], tmp_path: Path, suffix: str | None
 ) -> None:
