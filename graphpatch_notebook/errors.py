@@ -164,10 +164,6 @@ class RepeatedCallWarning(GraphPatchWarning):
     """A module or an op ran more often in one frame than when it was captured, and all of that was patched."""
 
 
-class DataLoopWarning(GraphPatchWarning):
-    """A patched value is computed in a loop over data: its name means one iteration, which may process other data."""
-
-
 class CheckpointWarning(GraphPatchWarning):
     """A patched forward is to be recomputed in backward, but backward did not run inside the patch context."""
 

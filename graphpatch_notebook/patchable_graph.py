@@ -29,7 +29,6 @@ from graphpatch_notebook.execution import (
     Entry,
     PatchContext,
     Recording,
-    call_patched,
     copied_config,
     generating_with,
     innermost,
@@ -950,13 +949,14 @@ class PatchableGraph(_LikeItsModel):
         model = self._captured
         context = innermost(model)
         if context is None and model.has_patched_calls:
-            with PatchContext.of_one_call(model):
+            context = PatchContext(model, {}, is_of_one_call=True)
+            with context if model.permanent else context.quiet():
                 return self._call(function, args, kwargs)
         model.check_weights()
-        if (sharding := sharding_of(model.root)) is not None:
-            with sharding.checked_call(function, () if context is None else context.plan.entries):
-                return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
-        return function(*args, **kwargs) if context is None else call_patched(context, function, args, kwargs)
+        if (sharding := sharding_of(model.root)) is None:
+            return function(*args, **kwargs) if context is None else context.call(function, args, kwargs)
+        with sharding.checked_call(function, () if context is None else context.plan.entries):
+            return function(*args, **kwargs) if context is None else context.call(function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -17,8 +18,6 @@ import torch._compile
 import torch.fx
 import torch.fx._pytree
 import torch.utils._pytree
-
-from graphpatch_notebook.interrupts import HeldSwitch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -67,18 +66,10 @@ def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any]
 def runs_hooks(module: torch.nn.Module) -> bool:
     """Whether `Module.__call__` goes the long way for `module`, past hooks, rather than straight to `forward`.
 
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_03_edits.py.
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_06_gradients.py.
     """
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _module_globals["_global_forward_hooks"]
-        or _module_globals["_global_forward_pre_hooks"]
-        or _module_globals["_global_backward_hooks"]
-        or _module_globals["_global_backward_pre_hooks"]
-    )
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return any(getattr(module, f"_{kind}") or _module_globals[f"_global_{kind}"] for kind in kinds)
 
 
 def takes_hooks(module: torch.nn.Module) -> bool:
@@ -167,15 +158,6 @@ def function_mode_depth() -> int:
     return torch._C._len_torch_function_stack()
 
 
-def pop_function_modes(depth: int) -> None:
-    """Switches off the function modes beyond the first `depth` that are on, after an interrupt left them on.
-
-    `torch.overrides._pop_mode`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_05_interrupts.py.
-    """
-    while torch._C._len_torch_function_stack() > depth:
-        torch.overrides._pop_mode()
-
-
 def may_compile() -> bool:
     """Whether `torch.compile` may have compiled anything so far: it imports `torch._dynamo`.
 
@@ -195,6 +177,15 @@ def called_by(call: Callable[..., Any]) -> dict[str, Any]:
     `Module._compiled_call_impl`: torch 2.2 to 2.13. Tested by: tests/execution/test_compiled_model.py.
     """
     return {"_compiled_call_impl": call}
+
+
+def called_attribute(module: torch.nn.Module) -> str:
+    """Returns the attribute that `Module.__call__` calls, which a module may have of its own: its forward with hooks.
+
+    `Module._call_impl`, and `Module._compiled_call_impl`, which `Module.compile` sets: torch 2.2 to 2.13. Tested by:
+    tests/laws/test_law_03_edits.py.
+    """
+    return "_call_impl" if module.__dict__.get("_compiled_call_impl") is None else "_compiled_call_impl"
 
 
 def has_compiled_parts(root: torch.nn.Module) -> bool:
@@ -237,7 +228,32 @@ tests/execution/test_compiled_model.py.
 """
 
 
-class EagerCode(HeldSwitch):
+class Switch:
+    """A context manager for something that is on while any thread is in a block of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._blocks = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._blocks += 1
+            self._switch_on()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._switch_off()
+
+    def _switch_on(self) -> None:
+        """Switches it on, also if it is on already."""
+
+    def _switch_off(self) -> None:
+        """Switches it off."""
+
+
+class EagerCode(Switch):
     """Makes compiled code run eagerly, in all threads.
 
     `torch.compiler.set_stance` (public): torch 2.6 and later. Earlier, dynamo would fail on modes and hooks inside
@@ -277,7 +293,7 @@ def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return torch._compile._disable_dynamo(function)
 
 
-class VisibleFlexAttention(HeldSwitch):
+class VisibleFlexAttention(Switch):
     """Makes function modes see `flex_attention` and `create_block_mask`, if these were imported.
 
     These are plain Python functions that do not hand themselves over to function modes, and models call what

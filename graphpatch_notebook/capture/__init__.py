@@ -17,7 +17,6 @@ from __future__ import annotations
 import operator
 import warnings
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -53,13 +52,12 @@ from graphpatch_notebook.capture.meta_device import (
 from graphpatch_notebook.capture.naming import call_sites
 from graphpatch_notebook.capture.naming.call_sites import INVOKE, is_own
 from graphpatch_notebook.capture.naming.names import name_nodes
-from graphpatch_notebook.capture.observers import Swaps, ThreadState, apply_observer, observer, visible_apply
+from graphpatch_notebook.capture.observers import Swaps, apply_observer, observer, visible_apply
 from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of
 from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
 from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import eager_code, is_any_compiled, version_of
@@ -152,21 +150,17 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if has_compiled and not eager_code.is_possible:
         raise CaptureError(eager_code.reason)
     swaps = Swaps()
-
-    def replace_sizes() -> None:
+    observed, applied = observer.set(recorder), apply_observer.set(recorder)
+    try:
+        swaps.hold(modules)
+        with visible_apply, eager_code if has_compiled else nullcontext(), recorder:
+            module(*args, **kwargs)
+    finally:
+        observer.reset(observed)
+        apply_observer.reset(applied)
+        swaps.let_go()
         if recorder.has_kept_values():
             _replace_sizes(module, recorder)
-
-    switches = [partial(switch.let_go, recorder) for switch in (visible_apply, eager_code)]
-    with afterwards(ThreadState().restore, *switches, swaps.let_go, replace_sizes):
-        swaps.hold(modules)
-        observer.set(recorder)
-        apply_observer.set(recorder)
-        if has_compiled:
-            eager_code.hold(recorder)
-        visible_apply.hold(recorder)
-        with recorder:
-            module(*args, **kwargs)
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
     return recorder.root_frame

@@ -41,8 +41,8 @@ LARGE = 64 * 2**20
 WRITTEN: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """Tensors that a model is known to write into, by id; weights too, as `torch.nn.Embedding(max_norm=...)` does."""
 
-NOT_STATE = ("forward", "_old_forward", "_hf_hook")
-"""This package swaps forwards; the hook of accelerate records what it loaded."""
+NOT_STATE = ("forward", "_call_impl", "_old_forward", "_hf_hook")
+"""This package swaps forwards and calls; the hook of accelerate records what it loaded."""
 
 
 class _Contents:  # of plain numbers: Python 3.11 reads members of an enum five times slower

@@ -8,20 +8,17 @@ the last observer restores the original.
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
-from torch import is_grad_enabled, set_grad_enabled
 from torch.autograd import Function
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphpatch_notebook.capture.naming.call_sites import facts_of, invoke
-from graphpatch_notebook.interrupts import HeldSwitch, holding
-from graphpatch_notebook.torch_compat import function_mode_depth, pop_function_modes, visible_flex_attention
+from graphpatch_notebook.torch_compat import Switch, called_attribute, visible_flex_attention
 from graphpatch_notebook.values import ABSENT
 
 
@@ -40,22 +37,19 @@ observer: ContextVar[Observer | None] = ContextVar("graphpatch_observer", defaul
 OfUnobserved: TypeAlias = "Callable[[Module], Observer | None]"
 """Called when a swapped `forward` runs without an observer; returns one for it, or `None`."""
 
-_lock = threading.RLock()
-_swaps: dict[int, _SwappedForward] = {}
-
 
 class _SwappedForward:
     """Replaces `forward` on a module instance. It has its signature; a copy of the module gets the real `forward`."""
 
-    def __init__(self, module: Module, of_unobserved: OfUnobserved | None) -> None:
+    def __init__(self, module: Module, name: str) -> None:
         self.holders: set[Swaps] = set()
-        self.of_unobserved = of_unobserved
-        self._module = module
-        self._attribute = innermost_forward(module) if "_hf_hook" in module.__dict__ else "forward"
-        self._before = module.__dict__.get(self._attribute, ABSENT)
-        self._is_installed = False
+        self.of_unobserved: OfUnobserved | None = None
+        self._module, self._name = module, name
+        self._before = module.__dict__.get(name, ABSENT)
         # `inspect.signature` returns that of the original
-        self.original = self.__wrapped__ = getattr(module, self._attribute)
+        self.original = self.__wrapped__ = getattr(module, name)
+        # Bypasses `nn.Module.__setattr__`, which some models override.
+        module.__dict__[name] = self
 
     def __getattr__(self, name: str) -> Any:
         if name == "__wrapped__":
@@ -66,12 +60,19 @@ class _SwappedForward:
         __tracebackhide__ = True
         watching = observer.get()
         if watching is None:
-            watching = self.of_unobserved(self._module) if self.of_unobserved is not None else None
-            if watching is None:
-                return self.original(*args, **kwargs)
-            with holding(observer, watching):
-                return watching.on_forward(self._module, self.original, args, kwargs)
+            return self._unobserved(args, kwargs)
         return watching.on_forward(self._module, self.original, args, kwargs)
+
+    def _unobserved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True
+        watching = self.of_unobserved(self._module) if self.of_unobserved is not None else None
+        if watching is None:
+            return self.original(*args, **kwargs)
+        token = observer.set(watching)
+        try:
+            return self(*args, **kwargs)
+        finally:
+            observer.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the module must run its own weights, not those of the module that it was copied from.
@@ -80,25 +81,35 @@ class _SwappedForward:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_same, (self.original,))
 
-    def install(self) -> None:
-        """Puts it on the module, once."""
-        if not self._is_installed:
-            # Bypasses `nn.Module.__setattr__`, which some models override.
-            self._module.__dict__[self._attribute] = self
-            self._is_installed = True
-
     def restore(self) -> None:
         """Gives the module back what it had before."""
-        if self._module.__dict__.get(self._attribute) is not self:
-            return  # the user's code has set another `forward` since: keep it
+        if self._module.__dict__.get(self._name) is not self:
+            return  # the user's code has set another one since: keep it
         if self._before is ABSENT:
-            del self._module.__dict__[self._attribute]
+            del self._module.__dict__[self._name]
         else:
-            self._module.__dict__[self._attribute] = self._before
+            self._module.__dict__[self._name] = self._before
 
 
-def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
+class _SwappedCall(_SwappedForward):
+    """Replaces what `Module.__call__` calls: `forward` with the hooks of the module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        watching = observer.get()
+        if watching is None:
+            return self._unobserved(args, kwargs)
+        on_call = getattr(watching, "on_call", None)
+        return self.original(*args, **kwargs) if on_call is None else on_call(self._module, self.original, args, kwargs)
+
+
+_lock = threading.RLock()
+_forwards: dict[int, _SwappedForward] = {}  # by the id of the module
+_calls: dict[int, _SwappedCall] = {}
+
+
+def _same(original: Callable[..., Any]) -> Callable[..., Any]:
+    return original
 
 
 def innermost_forward(module: Module) -> str:
@@ -118,51 +129,52 @@ def declared_forward(module: Module, forward: Callable[..., Any]) -> Callable[..
 
 
 class Swaps:
-    """Swaps of `forward`, as long as they are held.
-
-    A KeyboardInterrupt may occur between any two instructions. So each swap is noted before it is made, and `let_go`
-    can be called again if it was interrupted.
-    """
+    """Swaps of `forward`, and of whole calls, as long as they are held."""
 
     def __init__(self, of_unobserved: OfUnobserved | None = None) -> None:
-        self._modules: list[Module] = []
+        self._forwards: dict[int, Module] = {}
+        self._calls: dict[int, Module] = {}
         self._of_unobserved = of_unobserved
 
-    def hold(self, modules: Iterable[Module]) -> None:
-        """Swaps `forward` of each module, until `let_go`."""
+    def hold(self, modules: Iterable[Module], called: Iterable[Module] = ()) -> None:
+        """Swaps `forward` of `modules`, and the calls of those in `called`, until `let_go`."""
         with _lock:
             for module in modules:
-                self._modules.append(module)
-                known = _swaps.get(id(module))
-                if known is None:
-                    known = _swaps[id(module)] = _SwappedForward(module, self._of_unobserved)
-                elif known.of_unobserved is None:
-                    known.of_unobserved = self._of_unobserved
-                known.holders.add(self)
-                known.install()
+                if (known := _forwards.get(id(module))) is None:
+                    known = _forwards[id(module)] = _SwappedForward(module, innermost_forward(module))
+                self._forwards[id(module)] = module
+                self._add(known)
+            for module in called:
+                if (known := _calls.get(id(module))) is None:
+                    known = _calls[id(module)] = _SwappedCall(module, called_attribute(module))
+                self._calls[id(module)] = module
+                self._add(known)
+
+    def _add(self, known: _SwappedForward) -> None:
+        known.of_unobserved = known.of_unobserved or self._of_unobserved
+        known.holders.add(self)
 
     def let_go(self) -> None:
-        """Releases all swaps; modules without other holders get their original `forward` back."""
+        """Releases all swaps; modules without other holders get back what they had."""
         with _lock:
-            for module in self._modules:
-                known = _swaps.get(id(module))
-                if known is None:
-                    continue
-                known.holders.discard(self)
-                if not known.holders:
-                    known.restore()
-                    _swaps.pop(id(module), None)
-            self._modules.clear()
+            for held, swapped in ((self._forwards, _forwards), (self._calls, _calls)):
+                for key in held:
+                    known = swapped[key]
+                    known.holders.discard(self)
+                    if not known.holders:
+                        known.restore()
+                        del swapped[key]
+                held.clear()
 
 
 def is_swapped(module: Module) -> bool:
     """Whether `forward` of `module` is swapped at present."""
-    return id(module) in _swaps
+    return id(module) in _forwards
 
 
 def original_forward(module: Module) -> Callable[..., Any]:
     """Returns the module's own forward, also while it is swapped."""
-    known = _swaps.get(id(module))
+    known = _forwards.get(id(module))
     original: Callable[..., Any] = known.original if known is not None else getattr(module, innermost_forward(module))
     return original
 
@@ -185,35 +197,11 @@ class ApplyObserver(Protocol):
 apply_observer: ContextVar[ApplyObserver | None] = ContextVar("graphpatch_apply_observer", default=None)
 
 
-class ThreadState:
-    """What a run of the model may leave changed in its thread: the observers, function modes, and the gradient mode."""
-
-    __slots__ = ("_applied", "_depth", "_error", "_has_gradients", "_observer")
-
-    def __init__(self) -> None:
-        self._observer, self._applied = observer.get(), apply_observer.get()
-        self._depth, self._has_gradients = function_mode_depth(), is_grad_enabled()
-        self._error = sys.exc_info()[1]
-
-    def restore(self) -> None:
-        """Restores it all, but the gradient mode only after an interrupt: otherwise it is what the model's code left.
-
-        `torch.no_grad` restores it by a call that function modes see, and an interrupt may arrive while ours handles
-        it.
-        """
-        observer.set(self._observer)
-        apply_observer.set(self._applied)
-        pop_function_modes(self._depth)
-        error = sys.exc_info()[1]
-        if error is not self._error and not isinstance(error, Exception):
-            set_grad_enabled(self._has_gradients)
-
-
 # These run whole modules inside. Users want the nodes of these.
 TRANSPARENT = (CheckpointFunction,)
 
 
-class _VisibleApply(HeldSwitch):
+class _VisibleApply(Switch):
     """Passes calls of `Function.apply` to the `apply_observer` of their context, and shows modes flex attention."""
 
     def __init__(self) -> None:
@@ -221,16 +209,22 @@ class _VisibleApply(HeldSwitch):
         self._wrapper: Any = classmethod(_apply)
         self.original: Any = Function.__dict__["apply"]
 
+    def __enter__(self) -> None:
+        super().__enter__()
+        visible_flex_attention.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        visible_flex_attention.__exit__()
+        super().__exit__()
+
     def _switch_on(self) -> None:
         if Function.__dict__["apply"] is not self._wrapper:
             self.original = Function.__dict__["apply"]
             Function.apply = self._wrapper  # type: ignore[method-assign]
-        visible_flex_attention.hold(self)
 
     def _switch_off(self) -> None:
         if Function.__dict__["apply"] is self._wrapper:
             Function.apply = self.original  # type: ignore[method-assign]
-        visible_flex_attention.let_go(self)
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

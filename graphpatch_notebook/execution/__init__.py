@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.context import PatchContext, active_patches, call_patched, innermost
+from graphpatch_notebook.execution.context import PatchContext, active_patches, innermost
 from graphpatch_notebook.execution.live.apply import apply_to_rows
 from graphpatch_notebook.execution.live.boundaries import FrameWatch, frames_seen
 from graphpatch_notebook.execution.live.stand_in import (
@@ -39,7 +39,7 @@ from graphpatch_notebook.execution.positions import (
 from graphpatch_notebook.execution.recording import Recording, record, results_of
 from graphpatch_notebook.execution.skipped_calls import call_problem, target_of_call
 from graphpatch_notebook.execution.splices import is_part_of_splice
-from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount, is_given_cache
+from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount, caches_of
 from graphpatch_notebook.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ __all__ = [
     "TokenDims",
     "active_patches",
     "apply_to_rows",
-    "call_patched",
+    "caches_of",
     "call_problem",
     "check_compilable",
     "check_no_counts",
@@ -103,7 +103,6 @@ __all__ = [
     "has_hooks",
     "held_value",
     "innermost",
-    "is_given_cache",
     "is_part_of_splice",
     "leaves_of",
     "no_compile_arguments",

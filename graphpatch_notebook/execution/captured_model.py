@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,10 +15,8 @@ from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError, UnknownPathError
 from graphpatch_notebook.execution.patch_map import entries_of, targets_of
-from graphpatch_notebook.execution.plan import Callers, Entry, RunPlan, make_plan
-from graphpatch_notebook.execution.reports import warn_of_data_loops
+from graphpatch_notebook.execution.plan import Callers, Entry, Plan, make_plan
 from graphpatch_notebook.execution.splices import check_splices
-from graphpatch_notebook.execution.steps import StepCount
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.build import connect_records
 from graphpatch_notebook.graphs.copies import copied_frame
@@ -54,7 +51,6 @@ class CapturedModel:
         self.unstored = dict(unstored or {})
         self.permanent = tuple(permanent)  # the patch maps that all calls have (`PatchableGraph.edit`), in order
         self._lacks_weights = bool(parameter_without_values(module))
-        self._outside = threading.local()
         self._hierarchy: GraphModule | None = None
         self._derived: _Derived | None = None
         custom = [frame for frame in root.walk() if frame.custom_graph is not None]
@@ -71,9 +67,7 @@ class CapturedModel:
         if patch_map is not None:
             plan = self.plan(self.entries_of(patch_map))
             before = self.permanent_plan
-            check_splices((plan if before is None else before.with_more(plan.entries)).entries)
-            if plan.data_loops:
-                warn_of_data_loops(plan.data_loops, is_by_user=True)
+            check_splices((plan if before is None else before.with_more(plan.entries)).unjoined)
             listed = {path: [p] if isinstance(p, Patch) else list(p) for path, p in patch_map.items()}
             permanent = (*permanent, listed)
         result = self._with_records(self.module, self.root, permanent)
@@ -179,7 +173,7 @@ class CapturedModel:
                 derived.targets.setdefault(target.text, [target])
         return found
 
-    def plan(self, entries: Sequence[Entry]) -> RunPlan:
+    def plan(self, entries: Sequence[Entry]) -> Plan:
         """Returns the plan of runs with the patches of `entries`."""
         derived = self._current()
         return derived.plan(entries) if entries else derived.without_patches
@@ -190,19 +184,12 @@ class CapturedModel:
         return self.runs_own_graphs or bool(self.permanent)
 
     @property
-    def steps_outside(self) -> StepCount:
-        """The steps of the calls that this thread made outside of any context."""
-        if not hasattr(self._outside, "count"):
-            self._outside.count = StepCount()
-        return self._outside.count  # type: ignore[no-any-return]
-
-    @property
     def permanent_paths(self) -> tuple[str, ...]:
         """The paths with permanent patches, each once."""
         return tuple(dict.fromkeys(str(path) for each in self.permanent for path in each))
 
     @property
-    def permanent_plan(self) -> RunPlan | None:
+    def permanent_plan(self) -> Plan | None:
         """The plan of runs with the permanent patches only; `None` if there are none."""
         if not self.permanent:
             return None
@@ -211,7 +198,7 @@ class CapturedModel:
             derived.permanent = derived.plan([entry for each in self.permanent for entry in self.entries_of(each)])
         return derived.permanent
 
-    def is_current(self, plan: RunPlan) -> bool:
+    def is_current(self, plan: Plan) -> bool:
         """Whether no graph was edited, and no module replaced, since `plan` was made."""
         return plan.callers is self._current().callers
 
@@ -234,7 +221,7 @@ class _Derived:
         self._own_graphs = graphs
         self.edits = edits
         self.targets: dict[str, list[Target]] = {}  # by the paths that were resolved so far
-        self.permanent: RunPlan | None = None  # of the permanent patches, when it was first needed
+        self.permanent: Plan | None = None  # of the permanent patches, when it was first needed
 
     @functools.cached_property
     def callers(self) -> Callers:
@@ -245,9 +232,9 @@ class _Derived:
         return NodeMap(self._root)
 
     @functools.cached_property
-    def without_patches(self) -> RunPlan:
+    def without_patches(self) -> Plan:
         """The plan of runs in which graphs that are their module run, without patches."""
         return self.plan(())
 
-    def plan(self, entries: Sequence[Entry]) -> RunPlan:
+    def plan(self, entries: Sequence[Entry]) -> Plan:
         return make_plan(self._root, entries, self.callers, self._own_graphs)

@@ -241,9 +241,8 @@ def _placed(sharding: Sharding, entry: Entry, problems: list[str]) -> Entry:
         target=sharding.run_target(target),
         placement=placement,
         is_early=sharding.is_leaf(target),
-        observed_shape=None,
         plain_shape=None,
-        watch=None,
+        keep=(),
     )
 
 

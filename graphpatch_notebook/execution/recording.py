@@ -245,7 +245,7 @@ class _Recorder:
             patches.setdefault(path if result is None else result.z, []).append(patch)
         patch_map = {path: each if len(each) > 1 else each[0] for path, each in patches.items()}
         entries = captured.entries_of(patch_map)
-        self._context = PatchContext.of_entries(captured, patch_map, entries)
+        self._context = PatchContext(captured, patch_map, entries=entries)
         components = [entry.target.component for entry in entries]
         has_doubts = any(each is not None and each.doubt for each in components)
         # Whether another recording may be made: not if it has weights, or must warn of doubts each time.

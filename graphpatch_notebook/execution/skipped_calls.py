@@ -10,8 +10,8 @@ from torch import Tensor
 from graphpatch_notebook.capture.records import CallNode, Frame
 from graphpatch_notebook.checks.dimensions import dimensions_of, shape_problem
 from graphpatch_notebook.errors import GraphPatchError
-from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.steps import CACHES
+from graphpatch_notebook.execution.plan import Plan
+from graphpatch_notebook.execution.steps import CACHES, caches_of
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, parse, resolve
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.paths import format_path
@@ -96,9 +96,11 @@ def passing_input(target: Target) -> str | None:
     return first.target if is_alike else None
 
 
-def refuse_with_cache(entries: Sequence[Entry]) -> None:
+def refuse_with_cache(plan: Plan, function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises a `GraphPatchError` if a call is to be skipped that fills the cache of a generation."""
-    for entry in entries:
+    if function is plan.root.frame.module and not caches_of(plan.root.frame, args, kwargs):
+        return
+    for entry in plan.skips:
         if any(parameter.name in CACHES for frame in entry.target.frame.walk() for parameter in frame.parameters):
             raise GraphPatchError(
                 f"{format_path(entry.target.frame.path)!r} fills a cache, which would lack its keys if skipped in a "

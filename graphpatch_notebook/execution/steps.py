@@ -1,6 +1,6 @@
 """The steps of a generation: which one is running, and the positions of its tokens in the sequence.
 
-    StepCount            of a context: lasts over its calls
+    StepCount            of a block: lasts over its calls
     └── GenerationSteps            of one call of the `PatchableGraph`, or of a method of it
         └── GenerationStep         one call of the model within it
 
@@ -11,69 +11,61 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import PatchShapeError, PatchValueError
+from graphpatch_notebook.errors import GraphPatchError, PatchShapeError, PatchValueError
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.positions import DECODER_TOKENS, TOKENS, Indices, Restriction, token_inputs
-from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.execution.positions import DECODER_TOKENS, TOKENS, Indices, token_inputs
 
 CACHES = (
     "cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "past", "past_buckets_states", "mems",
     "state",
 )  # fmt: skip
 
+Unreached: TypeAlias = "list[tuple[Entry, str]]"
+"""Entries whose steps or positions were not reached, each with the reason."""
+
 
 class HeldBackError(Exception):
     """The value has none of the positions of a patch, or it is not a step of the patch (caught inside the package)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unreached:
-    """Entries whose steps or positions were not reached, each with the reason."""
-
-    idle: Sequence[tuple[Entry, str]]  # those that had no effect
-    missed: Sequence[tuple[Entry, str]]  # those that had no effect at some of the steps or positions that they list
-
-
 @dataclass(slots=True)
 class StepCount:
-    """The steps of the calls made in a context; contexts inside it share the count."""
+    """The steps of the calls made in a block; blocks inside it share the count."""
 
     last: int = 0  # the step of the last direct call
-    # Entries (by id) without an effect so far, since no direct call was at their steps or positions, with the reason.
-    idle: dict[int, tuple[Entry, str]] = field(default_factory=dict)
-    fired: dict[int, Entry] = field(default_factory=dict)  # entries that had an effect (by id)
-    # Of the numbers that an entry lists one by one, those at which it had no effect so far (by the id of the entry, and
-    # "steps" or "positions").
-    missed: dict[tuple[int, str], list[int]] = field(default_factory=dict)
-    # The steps, or positions, that the last call had, for the same keys.
-    came: dict[tuple[int, str], str] = field(default_factory=dict)
-    # Entries (by id) whose value is known to have a dimension as long as the sequence.
-    fitting: dict[int, Entry] = field(default_factory=dict)
+    # Entries without an effect so far, since no direct call was at their steps or positions, with the reason.
+    idle: dict[Entry, str] = field(default_factory=dict)
+    fired: set[Entry] = field(default_factory=set)  # entries that had an effect
+    # Of the numbers that an entry lists one by one, as "steps" or "positions", those that no call had so far.
+    missed: dict[tuple[Entry, str], list[int]] = field(default_factory=dict)
+    # Entries whose value is known to have a dimension as long as the sequence.
+    fitting: set[Entry] = field(default_factory=set)
 
-    def forget(self) -> None:
-        """Forgets which entries had an effect: the next call begins another sequence."""
-        for known in (self.idle, self.fired, self.missed, self.came):
-            known.clear()
+    def take(self, entries: Sequence[Entry]) -> tuple[Unreached, Unreached]:
+        """Returns those of `entries` that had no effect, and those that had it at some of their numbers only.
 
-    def take(self, entries: Sequence[Entry]) -> Unreached:
-        """Returns those of `entries` that did not have an effect everywhere they are meant to, and forgets them."""
+        They are forgotten.
+        """
         idle, missed = [], []
         for entry in entries if self.idle or self.missed else ():
-            has_fired = id(entry) in self.fired
-            if (found := self.idle.pop(id(entry), None)) is not None and not has_fired:
-                idle.append(found)
+            if (why := self.idle.pop(entry, None)) is not None and entry not in self.fired:
+                idle.append((entry, why))
             for what in ("steps", "positions"):
-                numbers = self.missed.pop(key := (id(entry), what), [])
-                if numbers and has_fired:
+                if (numbers := self.missed.pop((entry, what), None)) and entry in self.fired:
                     listed = f"{what} {', '.join(map(str, numbers))} (of {getattr(entry.restriction, what)})"
-                    missed.append((entry, f"not at {listed}: {self.came[key]}"))
-        return Unreached(idle, missed)
+                    missed.append((entry, f"not at {listed}"))
+        return idle, missed
+
+    def note_missed(self, entry: Entry, what: str, outside: list[int]) -> None:
+        """Keeps which of the numbers that an entry lists a call does not have."""
+        before = self.missed.get((entry, what), outside)
+        self.missed[entry, what] = [number for number in before if number in outside]
 
 
 @dataclass(slots=True)
@@ -89,57 +81,44 @@ class GenerationStep:
 
 
 class GenerationSteps:
-    """The steps of one call.
+    """The steps of one call: of the model itself (`is_direct`), or of a method that calls it.
 
-    The model itself is called (`is_direct`), or a method that calls it; outside of any block (`is_outside`), the next
-    sequence forgets this one.
+    Direct calls in a block are steps of one sequence; outside of any block (`is_outside`), nothing is known of others.
     """
 
     def __init__(
-        self,
-        root: Frame,
-        restricted: Sequence[Entry],
-        count: StepCount,
-        is_direct: bool,
-        *,
-        is_outside: bool = False,
+        self, root: Frame, restricted: Sequence[Entry], count: StepCount, is_direct: bool, *, is_outside: bool = False
     ) -> None:
         self._root = root
         self._restricted = restricted
+        self._restrictions = [entry.restriction for entry in restricted if entry.restriction is not None]
         self.count = count
         self.is_direct = is_direct
-        self._is_outside = is_outside
-        self._asks_positions = any(entry.restriction and entry.restriction.positions for entry in restricted)
-        # What the calls before this one did not reach, if this one begins another sequence.
-        self.before: Unreached | None = None
-        # Whether later calls may continue the sequence: those of the same block, or, outside of blocks, if this call
-        # has a cache or asks for one.
-        self.may_continue = is_direct and not is_outside
+        self.is_outside = is_outside
         self._begun: list[GenerationStep] = []
         self._outside: dict[int, int] = {}
         self.current = GenerationStep(0, 0)
-        self._skipped: set[int] = set()
-        self._held_back: set[int] = set()
+        self._skipped: set[Entry] = set()
+        self._held_back: set[Entry] = set()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins the next step: a call of the model."""
         step = GenerationStep(len(self._begun))
-        if self._asks_positions:
+        if any(restriction.positions for restriction in self._restrictions):
             self._place(step, args, kwargs)
         if self.is_direct:
             past = self._past(args, kwargs) if step.past is None else step.past
+            if past and self.is_outside and any(restriction.steps for restriction in self._restrictions):
+                raise GraphPatchError(
+                    "the step of a call with a cache is not known outside of a block: make the calls of a sequence in "
+                    "one `with pg.patch({}):`"
+                )
             step.number = self.count.last = 0 if past == 0 else self.count.last + 1
-            if self._is_outside:
-                asked = self._input("use_cache", args, kwargs)
-                self.may_continue = asked not in (None, False) or bool(caches_of(self._root, args, kwargs))
-                if step.number == 0:
-                    self.before = self.count.take(self._restricted)
-                    self.count.forget()
         self.current = step
         self._begun.append(step)
 
     def outside(self, module: object, kwargs: dict[str, Any]) -> None:
-        """Notes that a module of the model is called by a method, outside of the model's own forward."""
+        """Counts a call of a module of the model by a method, outside of the model's own forward."""
         number = len(self._begun)
         if self._outside.get(id(module)) == number:
             raise PatchValueError(
@@ -151,7 +130,8 @@ class GenerationSteps:
 
     def _place(self, step: GenerationStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step.past = self._past(args, kwargs)
-        inputs = {name: self._input(name, args, kwargs) for name in (*DECODER_TOKENS, *TOKENS, "encoder_outputs")}
+        names = (*DECODER_TOKENS, *TOKENS, "encoder_outputs")
+        inputs = {name: _input_of(self._root, name, args, kwargs) for name in names}
         step.length = _length_among(token_inputs(self._root), inputs)
         step.batch = next((len(given) for given in inputs.values() if isinstance(given, Tensor) and given.dim()), 1)
         step.encoder_length = _length_among(("encoder_outputs", *TOKENS), inputs)
@@ -165,9 +145,6 @@ class GenerationSteps:
     def _past(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return max((_length_of(*given) for given in caches_of(self._root, args, kwargs).items()), default=0)
 
-    def _input(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _input_of(self._root, name, args, kwargs)
-
     # -- what of a patch belongs to the step ---------------------------------------------------------------------------
 
     def admits(self, entry: Entry) -> bool:
@@ -177,10 +154,10 @@ class GenerationSteps:
             return True
         number = self.current.number
         if number not in steps:
-            self._skipped.add(id(entry))
+            self._skipped.add(entry)
             return False
         if steps.lists_several:
-            self._note_missed(entry, "steps", steps.outside(number, number + 1))
+            self.count.note_missed(entry, "steps", steps.outside(number, number + 1))
         return True
 
     def indices(self, entry: Entry, value: Any) -> Indices:
@@ -196,11 +173,7 @@ class GenerationSteps:
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise PatchShapeError(f"{target.path!r} was {target.whole} when it was captured, but is {shown} now")
         size = value.shape[restriction.dim]
-        if restriction.is_encoder:
-            first = self._first_of_encoder(target, restriction, size)
-        else:
-            first = self._first(entry, target, restriction, size)
-        positions = restriction.positions
+        first, positions = self._first(entry, size), restriction.positions
         assert positions is not None
         is_for_one_run = entry.patches[0].is_for_one_run
         outside = positions.outside(first, first + size) if is_for_one_run or positions.lists_several else []
@@ -211,67 +184,59 @@ class GenerationSteps:
             )
         found = restriction.indices(first, size)
         if not found:
-            self._held_back.add(id(entry))
+            self._held_back.add(entry)
             raise HeldBackError
         if positions.lists_several:
-            self._note_missed(entry, "positions", outside)
+            self.count.note_missed(entry, "positions", outside)
         return found
 
-    def _note_missed(self, entry: Entry, what: str, outside: list[int]) -> None:
-        missed, key = self.count.missed, (id(entry), what)
-        missed[key] = outside if key not in missed else [number for number in missed[key] if number in outside]
-
-    def _first(self, entry: Entry, target: Target, restriction: Restriction, size: int) -> int:
+    def _first(self, entry: Entry, size: int) -> int:
         """Returns the position of the first entry of a value: that of its first token, or zero for a whole sequence."""
-        step = self.current
+        restriction, step = entry.restriction, self.current
+        assert restriction is not None
+        assert restriction.positions is not None
         past, length = step.past or 0, step.length
+        if restriction.is_encoder:
+            past, length = 0, step.encoder_length
+            if length is None:
+                return 0
         if size == length:
             if past == 0 and step.batch > 1:
-                self.count.fitting[id(entry)] = entry
+                self.count.fitting.add(entry)
             return past
         # Keys and values, after those in the cache were put before them. The number of tokens of several sequences in
         # one row could be the same by accident.
         is_whole = restriction.dim > 0 and length is not None and size == past + length
-        if is_whole and (id(entry) in self.count.fitting or step.batch * (length or 0) != size):
-            self.count.fitting[id(entry)] = entry
+        if is_whole and (entry in self.count.fitting or step.batch * (length or 0) != size):
+            self.count.fitting.add(entry)
             return 0
-        assert restriction.positions is not None
-        if length is not None and not restriction.positions.within(0, past + length):
-            self._held_back.add(id(entry))
+        if not restriction.is_encoder and length is not None and not restriction.positions.within(0, past + length):
+            self._held_back.add(entry)
             raise HeldBackError
-        raise PatchShapeError(
-            f"{target.path!r} has {size} entries in dimension {restriction.dim} at step {step.number}, where the model "
-            f"is given {length} tokens after {past} others: their positions are not known; choose with steps= and "
-            "slice="
+        given = (
+            f"the encoder has {length} positions"
+            if restriction.is_encoder
+            else (f"the model is given {length} tokens after {past} others")
         )
-
-    def _first_of_encoder(self, target: Target, restriction: Restriction, size: int) -> int:
-        length = self.current.encoder_length
-        if length is not None and size != length:
-            raise PatchShapeError(
-                f"{target.path!r} has {size} entries in dimension {restriction.dim}, where the encoder has {length} "
-                "positions: those of its entries are not known; choose with steps= and slice="
-            )
-        return 0
+        raise PatchShapeError(
+            f"{entry.target.path!r} has {size} entries in dimension {restriction.dim} at step {step.number}, where "
+            f"{given}: their positions are not known; choose with steps= and slice="
+        )
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
-    def settle(self, unfired: list[tuple[Entry, str]], fired: set[int]) -> list[tuple[Entry, str]]:
+    def settle(self, unfired: Unreached, fired: set[int]) -> Unreached:
         """Returns the entries that did not fire and that are reported.
 
-        A direct call is one step only: that a patch is not for that step is reported at the end of the context, if then
-        no other call was.
+        A direct call in a block is one step only: that a patch is not for that step is reported at the end of the
+        block, if then no other call was.
         """
-        idle = self.count.idle
-        self.count.fired.update({id(entry): entry for entry in self._restricted if id(entry) in fired})
-        for entry in self._restricted if self.count.missed else ():
-            for what, came in (("steps", self._came_steps), ("positions", self._came_positions)):
-                self.count.came[id(entry), what] = came(entry)
-        if not self.is_direct:
+        self.count.fired |= {entry for entry in self._restricted if id(entry) in fired}
+        if not self.is_direct or self.is_outside:
             return unfired
-        held_back = {id(entry) for entry, _ in unfired if self.why_not(entry) is not None}
-        idle.update({id(entry): (entry, why) for entry, why in unfired if id(entry) in held_back})
-        return [(entry, why) for entry, why in unfired if id(entry) not in held_back]
+        held_back = {entry: why for entry, why in unfired if self.why_not(entry) is not None}
+        self.count.idle |= held_back
+        return [(entry, why) for entry, why in unfired if entry not in held_back]
 
     def why_not(self, entry: Entry) -> str | None:
         """Returns why an entry was held back; `None` if steps and positions are not the reason."""
@@ -279,37 +244,34 @@ class GenerationSteps:
         if restriction is None or not self._begun:
             return None
         if restriction.steps is not None and not any(step.number in restriction.steps for step in self._begun):
-            return f"its steps ({restriction.steps}) were not reached: {self._came_steps(entry)}"
-        if id(entry) in self._held_back:
+            return f"its steps ({restriction.steps}) were not reached: {self._came_steps()}"
+        if entry in self._held_back:
             where = "" if restriction.steps is None else " at its steps"
             return f"its positions ({restriction.positions}) were not reached{where}: {self._came_positions(entry)}"
-        if id(entry) in self._skipped:
+        if entry in self._skipped:
             return f"its value was computed, but not at its steps ({restriction.steps})"
         return None
 
-    def _came_steps(self, _: Entry) -> str:
+    def _came_steps(self) -> str:
         numbers = [step.number for step in self._begun] or [0]
         came = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
         return f"{self._call} had {came}"
 
     def _came_positions(self, entry: Entry) -> str:
-        steps = self._begun or [self.current]
-        if entry.restriction is not None and entry.restriction.is_encoder:
-            return f"{self._call} had 0 to {max(step.encoder_length or 0 for step in steps) - 1}"
-        return f"{self._call} had 0 to {max((step.past or 0) + (step.length or 0) for step in steps) - 1}"
+        of_encoder = entry.restriction is not None and entry.restriction.is_encoder
+        counts = [s.encoder_length if of_encoder else (s.past or 0) + (s.length or 0) for s in self._begun]
+        return f"{self._call} had 0 to {max(count or 0 for count in counts) - 1}"
 
     @property
     def _call(self) -> str:
-        return "the last call" if self.is_direct else "this call"
-
-
-def is_given_cache(root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a model is given a cache, so that its first token may not be at position 0."""
-    return bool(caches_of(root, args, kwargs))
+        return "the last call" if self.is_direct and not self.is_outside else "this call"
 
 
 def caches_of(root: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the caches that a call of a model is given, by the names of its inputs."""
+    """Returns the caches that a call of a model is given, by the names of its inputs.
+
+    With one, the first token may not be at position 0.
+    """
     names = dict.fromkeys([*(parameter.name for parameter in root.parameters), *kwargs])
     given = ((name, _input_of(root, name, args, kwargs)) for name in names)
     return {name: value for name, value in given if value is not None and _is_cache(name, value)}

@@ -122,12 +122,12 @@ class RemoteGraph(PatchableGraph):
         context = innermost(self._captured)
         if context is not None:
             has_steps = any(patch.steps is not None for entry in context.plan.entries for patch in entry.patches)
-            if has_steps and context.calls.has_runs:
+            if has_steps and context.has_runs:
                 raise GraphError(
                     "patches with steps= count the calls of one block, and each call here is one of its own in the "
                     "engines: call generate(), or enter a block for each step"
                 )
-            context.calls.has_runs = context.calls.is_used = True
+            context.has_runs = context.is_used = True
         patches = active_patches(self._captured)
         output, kept = self._there.run(
             _call_there,
@@ -167,7 +167,7 @@ class RemoteGraph(PatchableGraph):
     @property
     def _is_strict(self) -> bool:
         context = innermost(self._captured)
-        return context is not None and context.reports.is_strict
+        return context is not None and context.is_strict
 
     def record(self, patterns: Any, *inputs: Any, **options: Any) -> Recording:
         """Returns the values at some paths, on the CPU: see `PatchableGraph.record`."""

@@ -98,14 +98,10 @@ LAWS = (
 
 _MOST_INTERRUPTS = 12
 _IGNORED: dict[int, tuple[type[Warning], ...]] = {
-    2: (graphpatch_notebook.DataLoopWarning, graphpatch_notebook.SharedGradientWarning),
-    3: (
-        graphpatch_notebook.AliasedPatchWarning,
-        graphpatch_notebook.DataLoopWarning,
-        graphpatch_notebook.RepeatedCallWarning,
-    ),
+    2: (graphpatch_notebook.SharedGradientWarning,),
+    3: (graphpatch_notebook.AliasedPatchWarning, graphpatch_notebook.RepeatedCallWarning),
     5: (GraphPatchWarning,),
-    6: (graphpatch_notebook.AliasedPatchWarning, graphpatch_notebook.DataLoopWarning),
+    6: (graphpatch_notebook.AliasedPatchWarning,),
 }
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, RecordPatch, ZeroPatch
-from graphpatch_notebook.execution.plan import Layout
-from graphpatch_notebook.patchable_graph import captured
 
 
 class Twice(nn.Module):
@@ -72,16 +70,3 @@ def test_patches_of_other_contexts_for_the_same_frames_stay_in_these() -> None:
         with pg.patch({"inner_1.output": record}):
             pg(X)
     assert [torch.equal(value, expected["inner_1.output"]) for value in record.activations] == [True] * 3
-
-
-def test_layouts_are_computed_once_and_few_are_cached() -> None:
-    pg, expected = outputs()
-    layouts: dict[object, Layout] = captured(pg).callers._layouts
-    for _ in range(3):
-        with pg.patch({"inner_0.output": ProbePatch(), "last.output": ProbePatch()}):
-            pg(X)
-        assert len(layouts) == 1
-    for paths in (paths for size in (1, 2, 3) for paths in combinations(expected, size)):
-        with pg.patch({path: ProbePatch() for path in paths}):
-            pg(X)
-    assert len(layouts) <= 16

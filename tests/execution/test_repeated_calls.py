@@ -15,18 +15,15 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
-    DataLoopWarning,
     ExtractionOptions,
     MultiplyInvokedModule,
     PatchableGraph,
     PatchNotFiredWarning,
-    ProbePatch,
     RecordPatch,
     RepeatedCallWarning,
     ZeroPatch,
 )
 from graphpatch_notebook.patchable_graph import captured as captured_model
-from tests.zoo import case_by_name
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -591,186 +588,6 @@ def test_a_module_that_is_called_with_a_shared_one_is_patched() -> None:
     tanh = torch.tanh(model.shared(X) + 2.0) + 1.0
     assert torch.equal(seen.activations[0], tanh)
     assert torch.equal(patched, model.shared(tanh))
-
-
-# -- loops over data ---------------------------------------------------------------------------------------------------
-
-
-def in_data_loops(pg: PatchableGraph) -> dict[str, set[str]]:
-    """Returns the paths that warn on entry, by the head of their loop."""
-    found: dict[str, set[str]] = {}
-    for path in pg.nodes:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            with pg.patch({path: ProbePatch()}):
-                pass
-        for each in told:
-            head = re.search(r"computed in a loop over data \((.*)\)\. ", str(each.message))
-            assert head is not None
-            assert each.filename == __file__
-            found.setdefault(head[1], set()).add(path)
-    return found
-
-
-def test_what_is_in_a_loop_over_data() -> None:
-    case = case_by_name("awkward-loops-over-values")
-    found = in_data_loops(PatchableGraph(case.build(), *case.example().args))
-    rows, kinds = "for row in (x[:, 0] > 0).nonzero():", "for kind in sorted(set(kinds)):"
-    assert set(found) == {rows, kinds}
-    assert {"chosen", "chosen_1", "shared_0.output", "shared_1.linear", "total_1"} <= found[rows]
-    assert {"mul", "mul_1"} <= found[kinds]
-    # A module with a name of its own is the same one whenever it runs, and loops over modules and sizes are no data.
-    assert not any("tanh" in path or path.startswith("layers_1") for paths in found.values() for path in paths)
-    sizes = case_by_name("awkward-loops-over-sizes")
-    assert in_data_loops(PatchableGraph(sizes.build(), *sizes.example().args)) == {}
-
-
-class UntilDone(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        while x.norm() > 1:
-            x = x / 2
-        for _ in range(int(x.max() * 10)):
-            x = x + 1
-        for _ in range(9):
-            y = x.sum() + 2
-            if y > 12:
-                break
-        many = len((x > 0).nonzero())
-        for _ in range(many):
-            x = x - 1
-        parts = [part * 3 for part in x[x[:, 0] > 0]]
-        return torch.stack(parts)
-
-
-def test_loops_that_values_end() -> None:
-    pg = PatchableGraph(UntilDone(), torch.tensor([[0.5, 0.1], [0.3, 0.2]]) * 2)
-    found = {path for paths in in_data_loops(pg).values() for path in paths}
-    heads = in_data_loops(pg)
-    assert {head.split()[0] for head in heads} == {"while", "for", "parts"}
-    ops = {node.op for path, node in pg.nodes.items() if path in found}
-    assert ops >= {"div", "add", "sub", "mul"}
-    assert "stack" not in found
-
-
-class Router(nn.Module):
-    def forward(self, x: Tensor) -> list[int]:
-        return torch.unique(x[:, 0].long()).tolist()
-
-
-def skipped(x: Tensor, _: Router) -> Any:
-    total = x.cos()
-    for row in x.unbind():
-        if row.sum() < 0:
-            continue
-        total = total + row.tanh()
-    return total
-
-
-def in_a_branch(x: Tensor, _: Router) -> Any:
-    total = x.cos()
-    for row in x.unbind():
-        total = total * 2
-        if row.sum() > 0:
-            total = total + row.tanh()
-    return total
-
-
-def filtered(x: Tensor, _: Router) -> Any:
-    return sum(row.tanh() for row in x.unbind() if row.sum() > 0)
-
-
-def collected(x: Tensor, _: Router) -> Any:
-    total, rows = x.cos(), {}
-    for number, kind in enumerate(x[:, 0].long().tolist()):
-        rows.setdefault(kind, []).append(number)
-    for chosen in rows.values():
-        total = total + x[chosen].tanh().sum()
-    return total
-
-
-def in_order(x: Tensor, _: Router) -> Any:
-    total = x.cos()
-    for kind in sorted(x[:, 0].long().tolist(), key=lambda kind: -kind):
-        total = total + (x * kind).tanh()
-    return total
-
-
-def mapped(x: Tensor, _: Router) -> Any:
-    return sum(map(lambda kind: (x * kind).tanh(), x[:, 0].long().tolist()))  # noqa: C417
-
-
-def routed(x: Tensor, router: Router) -> Any:
-    total = x.cos()
-    for kind in router(x):
-        total = total + (x * kind).tanh()
-    return total
-
-
-class Keeping(nn.Module):
-    """Keeps what it read in attributes: one loop is over these, the other is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log, self.layers = [], [torch.cos, torch.cos]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kinds = x[:, 0].long().tolist()
-        self.log.append(x.sum().item())
-        for layer in self.layers:
-            x = layer(x)
-        for kind in self.kinds:
-            x = (x * kind).tanh()
-        return x
-
-
-def test_attributes_are_not_confused() -> None:
-    pg = PatchableGraph(Keeping(), torch.tensor([[3.0, 1.0], [-2.0, 1.0]]))
-    found = {pg.nodes[path].op for paths in in_data_loops(pg).values() for path in paths}
-    assert "tanh" in found
-    assert "cos" not in found
-
-
-class InSomeTurns(nn.Module):
-    """Which turn of a loop an operation is in, or what it works on, depends on values."""
-
-    def __init__(self, way: Callable[[Tensor, Router], Any]) -> None:
-        super().__init__()
-        self.way, self.router = way, Router()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.way(x, self.router).exp()
-
-
-@pytest.mark.parametrize("way", [skipped, in_a_branch, filtered, collected, in_order, mapped, routed])
-def test_operations_whose_turn_depends_on_values(way: Callable[[Tensor, Router], Any]) -> None:
-    pg = PatchableGraph(InSomeTurns(way), torch.tensor([[3.0, 1.0], [-2.0, 1.0], [3.0, 0.5]]))
-    found = {path for paths in in_data_loops(pg).values() for path in paths}
-    turns = {path for path, node in pg.nodes.items() if node.op == "tanh"}
-    assert len(turns) > 1
-    assert turns <= found
-    assert not {pg.nodes[path].op for path in found} & {"cos", "exp"}
-    if way is in_a_branch:
-        assert not any(pg.nodes[path].op == "mul" for path in found)
-
-
-def test_the_turns_of_an_expert_loop() -> None:
-    case = case_by_name("mixtral-expert-loop-eager")
-    pg = PatchableGraph(case.build(), **case.example().kwargs)
-    with (
-        pytest.warns(DataLoopWarning, match=r"^'model.*linear_2': computed in a loop over data \(for expert_idx in"),
-        pg.patch({"model.layers_0.mlp.experts.linear_2": ZeroPatch(), "model.layers_1.output": ZeroPatch()}),
-    ):
-        pass
-
-
-def test_an_experiment_warns_once() -> None:
-    case = case_by_name("awkward-loops-over-values")
-    (x,) = case.example().args
-    pg = PatchableGraph(case.build(), x)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("default")
-        pg.sweep({"by": [0.0, 1.0, 2.0]}, lambda by: {"chosen_1": AddPatch(by)}, x, metric=torch.sum, progress=False)
-    assert [each.category for each in told] == [DataLoopWarning]
 
 
 def _several(x: Tensor, times: int) -> list[Tensor]:

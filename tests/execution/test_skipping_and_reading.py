@@ -33,8 +33,6 @@ from tests.laws.captures import capture_of, leaves_its_state_alone, outcome, som
 from tests.zoo import CASES, Case
 from tests.zoo.values import same_state, snapshot
 
-pytestmark = [pytest.mark.filterwarnings("ignore::graphpatch_notebook.DataLoopWarning")]
-
 
 @contextlib.contextmanager
 def skipped_by_hand(module: nn.Module) -> Iterator[None]:

@@ -37,8 +37,6 @@ from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, run
 from tests.zoo import Case
 from tests.zoo.values import bit_equal, same_state, snapshot
 
-pytestmark = [pytest.mark.filterwarnings("ignore::graphpatch_notebook.DataLoopWarning")]
-
 
 class HandStop(BaseException):
     """Ends a forward of plain torch."""

@@ -13,16 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
+from graphpatch_notebook import AddPatch, CustomPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.capture.observers import is_swapped
 from tests.fuzz.graph_runs import add_unused_call
-from tests.fuzz.test_faults import PATCHES, X
 from tests.fuzz.test_programs import FIRST_SEED
+from tests.fuzz.test_user_errors import X
 from tests.fuzz.user_errors import Model
 from tests.zoo import case_by_name
 from tests.zoo.values import same_state, snapshot
 
 THREADS = 8
+PATCHES = {
+    "inner_0.output|hidden": [ZeroPatch(slice=(..., 0)), ProbePatch()],
+    "inner_1.hidden": AddPatch(value=1.0),
+    "inner_1.scale": ZeroPatch(slice=1),
+    "last.sub_0.linear": CustomPatch(custom_op=lambda t: t.tanh()),
+    "add": AddPatch(value=0.5, slice=0),
+}
 
 
 def in_threads(work: Callable[[int], None]) -> None:

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphpatch_notebook.capture import observers
 from graphpatch_notebook.execution import context
-from graphpatch_notebook.execution.live import boundaries
 from graphpatch_notebook.torch_compat import eager_code, function_mode_depth
 from tests.noted import Steps
 
@@ -131,10 +130,9 @@ def process_state() -> dict[str, Any]:
         "show warning": warnings.showwarning,
         "hook": sys.excepthook,
         "contextvars": {v.name: x for v, x in copy_context().items() if v.name.startswith("graphpatch") and x},
-        "swaps": dict(observers._swaps),
-        "hooks": dict(boundaries._hooks),
-        "contexts": list(context._entered),
-        "eager code": list(eager_code._holders),
+        "swaps": [dict(observers._forwards), dict(observers._calls)],
+        "contexts": list(context._blocks),
+        "eager code": eager_code._blocks,
         "apply": torch.autograd.Function.__dict__["apply"],
         "module": dict(vars(nn.Module)),
         "tensor": dict(vars(Tensor)),

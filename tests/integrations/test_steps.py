@@ -434,11 +434,11 @@ def test_sequences_of_equal_length_are_not_confused() -> None:
 @pytest.mark.parametrize(
     ("where", "missed"),
     [
-        ({"positions": [2, 60]}, "positions 60 (of 2, 60): the last call had 0 to 6"),
-        ({"positions": {1, 7, 9}}, "positions 7, 9 (of 1, 7, 9): the last call had 0 to 6"),
-        ({"positions": [[2], [60], [3]]}, "positions 60 (of [2], [60], [3]): the last call had 0 to 6"),
-        ({"steps": [0, 7]}, "steps 7 (of 0, 7): the last call had step 0"),
-        ({"steps": 0, "positions": [2, 60]}, "positions 60 (of 2, 60): the last call had 0 to 6"),
+        ({"positions": [2, 60]}, "positions 60 (of 2, 60)"),
+        ({"positions": {1, 7, 9}}, "positions 7, 9 (of 1, 7, 9)"),
+        ({"positions": [[2], [60], [3]]}, "positions 60 (of [2], [60], [3])"),
+        ({"steps": [0, 7]}, "steps 7 (of 0, 7)"),
+        ({"steps": 0, "positions": [2, 60]}, "positions 60 (of 2, 60)"),
     ],
     ids=str,
 )
@@ -460,7 +460,7 @@ def test_positions_of_an_encoder_that_are_not_reached() -> None:
     _, pg = captured("t5-sdpa")
     for chosen, why in (([4, 5], "not at positions 5 .*"), (5, r"its positions \(5\) were not reached")):
         patches = {"encoder.block_0.layer_0.SelfAttention.q.output": ZeroPatch(positions=chosen)}
-        with pytest.warns(PatchNotFiredWarning, match=f"{why}: the last call had 0 to 4$"), pg.patch(patches):
+        with pytest.warns(PatchNotFiredWarning, match=why), pg.patch(patches):
             pg(input_ids=tokens(3, 5), decoder_input_ids=tokens(3, 9))
 
 
@@ -774,7 +774,7 @@ def test_direct_calls_report_no_other_steps() -> None:
 def test_steps_that_no_direct_call_reaches_are_reported_when_the_context_ends() -> None:
     _, pg = captured("gpt2-sdpa")
     path = PATHS["gpt2-sdpa"][1]
-    steps = r"its steps \('decoding'\) were not reached: the last call had step 0"
+    steps = r"its steps \('decoding'\) were not reached"
     why = f"a patch never fired in this context: '{path}': {steps}"
 
     def twice(patches: list[Any], strict: bool = False) -> None:

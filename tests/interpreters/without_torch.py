@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CHECKS = ("assignments", "call_sites", "interrupts", "source", "with_blocks")
+CHECKS = ("assignments", "call_sites", "source")
 
 
 class TorchClasses(types.ModuleType):

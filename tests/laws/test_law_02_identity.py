@@ -24,8 +24,6 @@ from tests.laws.captures import (
 from tests.zoo import Call, Case
 from tests.zoo.values import bit_equal, flatten
 
-pytestmark = pytest.mark.filterwarnings("ignore::graphpatch_notebook.DataLoopWarning")
-
 
 def has_fast_paths(case: Case) -> bool:
     """Without autograd torch runs fused kernels, which a function mode switches off: another path than with it."""

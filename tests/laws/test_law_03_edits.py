@@ -33,7 +33,6 @@ from tests.zoo import Case
 # A patch on a view that is filled in later does what the same edit of the source does, and is warned of.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::graphpatch_notebook.AliasedPatchWarning"),
-    pytest.mark.filterwarnings("ignore::graphpatch_notebook.DataLoopWarning"),
 ]
 
 MakeEdits = Callable[[Capture], Iterable[Edit]]

@@ -1,16 +1,10 @@
-"""Law 5, where it is hardest: an interrupt that comes between any two instructions of the engine.
-
-A trace function raises `KeyboardInterrupt` at the n-th line that the engine executes, for every n: while a context is
-entered, while a call runs in it, and while it is left.
-"""
+"""Law 5 for interrupts: a `KeyboardInterrupt` at each line of the user's code leaves nothing behind."""
 
 from __future__ import annotations
 
 import itertools
-import linecache
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,43 +12,46 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import graphpatch_notebook
-import graphpatch_notebook.capture as capture_package
-from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ZeroPatch, interrupts
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.capture import observers
 from graphpatch_notebook.capture.observers import is_swapped, observer
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.torch_compat import function_mode_depth
+from tests.zoo.values import same_state, snapshot
 
-PACKAGE = str(Path(graphpatch_notebook.__file__).parent)
 X = torch.ones(2, 3)
 APPLY = torch.autograd.Function.__dict__["apply"]
+
+
+def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output + 1
+
+
+def halved(value: Tensor) -> Tensor:
+    return value / 2
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.linear.register_forward_hook(lambda module, args, output: output + 1)
+        self.linear.register_forward_hook(hook)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = x.abs().max()
+        scale = x.abs().max()
         return torch.relu(self.linear(x)) * 2 * scale
 
 
-def interrupted(action: Callable[[], object], at: int, in_files: str = PACKAGE) -> bool:
-    """Runs `action` and interrupts it at a line of the engine; returns whether it came so far."""
+def interrupted(action: Callable[[], object], at: int, in_file: str = __file__) -> bool:
+    """Runs `action` and interrupts it at a line of functions in a file; returns whether there are so many."""
     lines = itertools.count()
     came: list[int] = []
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(in_files):
+        if frame.f_code.co_filename != in_file or frame.f_code.co_name in ("patched", "action", "<lambda>"):
             return None
-        if is_beyond_reach(frame, event):
-            return trace
-        if event in ("call", "line") and next(lines) == at:
+        if event == "line" and next(lines) == at:
             sys.settrace(None)
             came.append(at)
             raise KeyboardInterrupt
@@ -70,86 +67,57 @@ def interrupted(action: Callable[[], object], at: int, in_files: str = PACKAGE) 
     return bool(came)
 
 
-def assert_thread_is_unchanged(at: int) -> None:
-    assert observer.get() is None, at
-    assert observers.apply_observer.get() is None, at
-    assert function_mode_depth() == 0, at
-    assert torch.is_grad_enabled(), at
-    assert torch.autograd.Function.__dict__["apply"] is APPLY, at
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows some interrupts
-def test_the_model_is_unchanged_after_an_interrupt_at_any_point() -> None:
+@pytest.mark.parametrize("has_block", [False, True])
+def test_the_model_is_unchanged_after_an_interrupt(has_block: bool) -> None:
+    """In the call, or as the block goes on: the next call in it is a whole one."""
     torch.manual_seed(0)
     model = Model()
-    pg = PatchableGraph(model, X)
-    expected = model(X)
-    before = [dict(vars(module)) for module in model.modules()]
-    hooks = [len(module._forward_hooks) for module in model.modules()]
-    patches = {"linear.output": [ZeroPatch(), ProbePatch()], "relu": AddPatch(value=1.0), "linear.bias": ZeroPatch()}
+    pg, expected = PatchableGraph(model, X), model(X)
+    patches = {
+        "linear.output": [CustomPatch(halved), ProbePatch()],
+        "linear.input": CustomPatch(halved),
+        "relu": AddPatch(value=1.0),
+        "linear.bias": ZeroPatch(),
+    }
 
-    def patched() -> None:
+    def patched() -> Tensor:
         with pg.patch(patches):
-            pg(X)
+            return pg(X)
 
-    patched()
-    with pg.patch(patches):
-        changed = pg(X)
-    assert not torch.equal(changed, expected)
+    def check(at: int) -> None:
+        assert observer.get() is None, at
+        assert observers.apply_observer.get() is None, at
+        assert function_mode_depth() == 0, at
+        assert torch.is_grad_enabled(), at
+        assert torch.autograd.Function.__dict__["apply"] is APPLY, at
+        assert torch.equal(model(X), expected), at
+
+    changed, before = patched(), snapshot(model)
     at = 0
-    while interrupted(patched, at):
-        assert [dict(vars(module)) for module in model.modules()] == before, at
-        assert [len(module._forward_hooks) for module in model.modules()] == hooks, at
-        assert innermost(captured(pg)) is None, at
-        assert_thread_is_unchanged(at)
-        assert not any(is_swapped(module) for module in model.modules()), at
-        assert torch.equal(pg(X), expected), at
-        at += 1
-    assert at > 300
-    with pg.patch(patches):
-        assert torch.equal(pg(X), changed)
-        assert torch.equal(model(X), expected)
-
-
-def is_beyond_reach(frame: FrameType, event: str) -> bool:
-    """Whether no Python code could take back what an interrupt leaves there, or Python looks for no signals there."""
-    if frame.f_code.co_name == "__exit__" and frame.f_lineno <= frame.f_code.co_firstlineno + _LINES_BEFORE_TRY:
-        return True
-    # Signals are looked for after calls, never between the end of a `with` block and its `__exit__`.
-    return event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-
-
-_LINES_BEFORE_TRY = 3  # `def __exit__(`, its parameters, `) -> None:`, `try:`
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_call_that_was_interrupted_leaves_nothing_in_its_context() -> None:
-    torch.manual_seed(0)
-    model = Model()
-    pg = PatchableGraph(model, X)
-    expected = model(X)
-    with pg.patch({"relu": AddPatch(value=1.0)}):
-        changed = pg(X)
-        at = 0
-        while interrupted(lambda: pg(X), at):
-            assert_thread_is_unchanged(at)
-            assert torch.equal(model(X), expected), at
-            assert torch.equal(pg(X), changed), at
-            at += 1
-    assert at > 100
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_model_is_unchanged_after_an_interrupt_of_a_capture_at_any_point() -> None:
-    """At each line of what sets a capture up and takes it back; tests/fuzz has points of all the rest."""
-    torch.manual_seed(0)
-    model = Model()
-    before = [dict(vars(module)) for module in model.modules()]
-    for file in (capture_package, observers, interrupts):
-        at = 0
-        while interrupted(lambda: PatchableGraph(model, X), at, str(file.__file__)):
-            assert [dict(vars(module)) for module in model.modules()] == before, at
+    if has_block:
+        with pg.patch(patches):
+            while interrupted(lambda: pg(X), at):
+                check(at)
+                assert torch.equal(pg(X), changed), at
+                at += 1
+    else:
+        while interrupted(patched, at):
+            check(at)
+            assert same_state(model, before) is None, at
+            assert innermost(captured(pg)) is None, at
             assert not any(is_swapped(module) for module in model.modules()), at
-            assert_thread_is_unchanged(at)
             at += 1
-        assert at > 10
+    assert at > 4
+    assert same_state(model, before) is None
+    assert torch.equal(patched(), changed)
+
+
+def test_the_model_is_unchanged_after_an_interrupt_of_a_capture() -> None:
+    model = Model()
+    before, at = snapshot(model), 0
+    while interrupted(lambda: PatchableGraph(model, X), at):
+        assert same_state(model, before) is None, at
+        assert not any(is_swapped(module) for module in model.modules()), at
+        assert observer.get() is None, at
+        at += 1
+    assert at > 2

@@ -19,6 +19,7 @@ from tests.zoo.values import bit_equal, same_state, snapshot
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning"),
+    pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True``"),  # torch, of a hook that raised
 ]
 
 

@@ -17,8 +17,6 @@ from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, run
 from tests.zoo import Case, case_by_name
 from tests.zoo.values import bit_equal
 
-pytestmark = pytest.mark.filterwarnings("ignore::graphpatch_notebook.DataLoopWarning")
-
 PATHS = [
     "transformer.h_0.mlp.act.mul_3",
     "transformer.h_0.mlp.output",

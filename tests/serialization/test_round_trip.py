@@ -29,8 +29,6 @@ from graphpatch_notebook.checks.equality import difference
 from tests.serialization.files import Mlp, read, reloaded, x
 from tests.zoo import Call, case_by_name, installed, seed_all
 
-pytestmark = pytest.mark.filterwarnings("ignore::graphpatch_notebook.DataLoopWarning")
-
 TRANSFORMERS = """
 gpt2-eager gpt2-sdpa gpt2-train-eager llama-sdpa llama-bfloat16-sdpa mistral-eager mixtral-eager
 mixtral-expert-loop-eager gemma2-eager t5-eager bert-sdpa vit-eager clip-sdpa whisper-sdpa

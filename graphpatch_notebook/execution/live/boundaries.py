@@ -1,66 +1,90 @@
-"""A patched run of the model's own code: identifies frames, and patches inputs, parameters and outputs.
+"""One patched call of a model, on the model's own code.
 
-Only frames on the path to a patched value are seen, and only those with patched ops run under a function mode
-(`operations`).
+A `Run` sees the swapped forwards and calls of the modules on the way to patched values: it recognizes the frames of the
+capture, and patches their inputs, parameters and outputs. It is also the function mode under which the frames with
+patched ops run: it patches an op when its call site is reached.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
+from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture import INVOKE, call_sites, decomposition_of
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
-from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke, observer
+from graphpatch_notebook.capture.observers import Swaps, apply_observer, invoke
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.dimensions import CallInputs
 from graphpatch_notebook.checks.sharding import is_parallel_machinery
-from graphpatch_notebook.errors import PatchShapeError
-from graphpatch_notebook.execution.live.apply import Applier
-from graphpatch_notebook.execution.live.frames import FrameRun, RunningFrames
-from graphpatch_notebook.execution.live.patched_operations import LiveMode, is_in_checkpoint
-from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, holding_tensors, original_of, tensor_at
-from graphpatch_notebook.execution.live.tracebacks import explain
-from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan
-from graphpatch_notebook.execution.reports import Repetitions
+from graphpatch_notebook.errors import AliasedPatchWarning, GraphPatchError, PatchShapeError, PatchValueError
+from graphpatch_notebook.execution.live.apply import MissingChildError, apply_at, apply_patch, value_at, write_back
+from graphpatch_notebook.execution.live.stand_in import bound_with, held_value, holding_tensors
+from graphpatch_notebook.execution.plan import EntriesByChain, Entry, FramePlan, PatchedCode, Plan, SiteEntries
 from graphpatch_notebook.execution.skipped_calls import passing_input
-from graphpatch_notebook.execution.steps import GenerationSteps
-from graphpatch_notebook.interrupts import afterwards, holding
-from graphpatch_notebook.torch_compat import runs_hooks, takes_hooks
-from graphpatch_notebook.values import ContainerSpec, Key, ValueSpec, rebuilt, take
+from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
+from graphpatch_notebook.patches.kinds import RunStopped
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import function_mode_depth, takes_hooks, without_torch_functions
+from graphpatch_notebook.values import ContainerSpec, Key, ValueSpec, rebuilt, replaced, take
+from graphpatch_notebook.warning_places import warn
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.execution.context import PatchContext
 
 
-class Run:
-    """One patched call of a model: sees the swapped `forward`s and the hooks of its modules."""
+class _Frame:
+    """A frame that is running. Without a plan, nothing in it belongs to a node: neither calls nor ops are counted."""
 
-    def __init__(
-        self,
-        root: Module,
-        plan: RunPlan,
-        hooks: ModuleHooks,
-        steps: GenerationSteps | None = None,
-        repetitions: Repetitions | None = None,
-    ) -> None:
-        self.root = root
+    __slots__ = ("counts", "inputs", "plan", "sites")
+
+    def __init__(self, plan: FramePlan | None, inputs: CallInputs = ((), {})) -> None:
         self.plan = plan
-        self.applier = Applier(RunningFrames(root, plan, repetitions or Repetitions()), steps)
+        self.sites = None if plan is None else plan.sites
+        # How often each submodule was called, and each patched call site was reached, so far (by id).
+        self.counts: dict[int, int] = {}
+        self.inputs = inputs  # the arguments of its `forward`
+
+
+class Run(TorchFunctionMode):
+    """One patched call of a model."""
+
+    def __init__(self, context: PatchContext, plan: Plan, steps: GenerationSteps | None = None) -> None:
+        super().__init__()
+        self.context = context  # reports repeated calls
+        self.plan = plan
+        self.root = plan.root.frame.module
+        self.steps = steps  # of a generation; `None` if no patch is for some of them only
         # Whether gradients were enabled at the start: reentrant checkpointing itself disables them.
         self.has_gradients = torch.is_grad_enabled()
+        self.stack = [_Frame(plan.root)]  # the frames that are running; the first is outside of all module calls
+        self.values: dict[str, Any] = {}  # the values that patches of the run read, by name
+        self.is_under_mode = False  # whether this mode is on
+        self._depth = 0  # how many function modes are on then
+        self._calls: set[int] = set()  # the frame plans (by id) whose module is called, and has not begun its forward
+        self._with_inputs: set[int] = set()  # the modules (by id) whose inputs are patched by a hook, likewise
+        # What happened:
+        self.fired: set[int] = set()  # the entries that fired (by id)
+        self.missing: dict[int, str] = {}  # why entries did not find a value to patch (by id)
+        self.reached: set[int] = set()  # the frames that ran (by id)
+        self.skipped: set[int] = set()  # the frames that were skipped (by id)
+        # The paths of probed inputs whose gradients include those of other uses of the tensor.
+        self.with_other_uses: list[str] = []
+        self.has_changed = False  # whether a patch changed a value
         self.is_checkpointed = False  # whether a patched frame ran under activation checkpointing
-        self._frames = self.applier.frames
-        self._stack = self._frames.stack
-        self._hooks = hooks
-        self._with_patched_inputs: set[int] = set()
-        self._awaiting_output: dict[int, list[tuple[int, FramePlan]]] = {}
+        self.has_stopped = False  # whether a patch ended the run
+        self.ended_at = ""  # the path at which a patch ended the forward; the model may have gone on
 
     @property
     def is_patched(self) -> bool:
@@ -70,66 +94,92 @@ class Run:
     @property
     def has_edited_graphs(self) -> bool:
         """Whether an edited graph runs in it."""
-        return any(frame_plan.frame.is_edited for frame_plan in self.plan.root.walk())
+        return any(plan.frame.is_edited for plan in self.plan.frames)
+
+    # -- frames --------------------------------------------------------------------------------------------------------
+
+    def on_call(self, module: Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a module with its hooks, and patches its output: the value that its caller gets."""
+        __tracebackhide__ = True
+        plan, _ = self._next_plan(module)
+        if plan is None or not plan.output:
+            return call(*args, **kwargs)
+        self._calls.add(id(plan))
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._calls.discard(id(plan))
+        return self.at_boundary(plan.output, output)
+
+    def on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Patches the inputs of a module after its own pre-hooks, and before its own hooks see them."""
+        __tracebackhide__ = True
+        plan, _ = self._next_plan(module)
+        self._with_inputs.discard(id(module))  # of a call that another hook ended early
+        if plan is None or not plan.inputs or plan.graph is not None:
+            return None
+        self._begin(module, args, kwargs)
+        patched = self._patched_inputs(plan, args, kwargs)
+        self._with_inputs.add(id(module))  # last: a patch may call the module itself
+        return patched
 
     def on_forward(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs one frame, with the patches on its inputs, parameters, ops and output."""
+        """Runs one frame, with its patches."""
         __tracebackhide__ = True
-        if id(module) not in self.plan.watched_ids:  # swapped for another context
+        if id(module) not in self.plan.watched:  # swapped for another context
             return forward(*args, **kwargs)
-        stack = self._stack
-        if len(stack) == 1:
-            self._begin(module, args, kwargs)
-        plan = self._frames.plan_of(module)
-        if self._awaiting_output:
-            self._drop_abandoned(module)
-        frame_run = FrameRun(plan, (args, kwargs))  # `tracebacks` finds it here
-        stack.append(frame_run)
+        self._begin(module, args, kwargs)
+        plan = self._plan_of(module)
+        is_called = plan is not None and id(plan) in self._calls
+        self._calls.discard(id(plan))
+        self.stack.append(_Frame(plan, (args, kwargs)))  # `tracebacks` finds it here
         try:
             if plan is None:
                 return invoke(forward, args, kwargs)
-            self.applier.fired.reached.add(id(plan.frame))
-            if self.has_gradients and not self.is_checkpointed and is_in_checkpoint():
-                self.is_checkpointed = True
-            hooks_follow = bool(plan.output) and runs_hooks(module) and self._hooks_follow(module)
+            self.reached.add(id(plan.frame))
+            if self.has_gradients and not self.is_checkpointed:
+                self.is_checkpointed = is_in_checkpoint()
             output = self.run_frame(module, plan, forward, args, kwargs)
-        except Exception as error:
-            if len(stack) == 2:  # the outermost frame: the traceback shows the whole way down from here
-                frames = self.plan.callers.frames_of(module) if plan is None else [plan.frame]
-                explain(error, module, frames, self.applier.fired.changes(self.plan))
-            raise
         finally:
-            stack.pop()
-        if hooks_follow:
-            self._awaiting_output.setdefault(id(module), []).append((len(stack), plan))
-            return output
-        return self.applier.at_boundary(plan.output, output) if plan.output else output
+            self.stack.pop()
+        return output if is_called or not plan.output else self.at_boundary(plan.output, output)
 
-    def on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Applies the patches on a module's inputs before its own hooks, which see the patched inputs."""
-        __tracebackhide__ = True
-        plan, _ = self._frames.next_plan(module)
-        self._with_patched_inputs.discard(id(module))  # of a call that another hook ended early
-        if plan is None or not (plan.inputs or plan.watched_inputs) or plan.override is not None:
-            return None
-        if len(self._stack) == 1:
-            self._begin(module, args, kwargs)
-        if plan.probed_inputs and self.has_gradients:
-            args, kwargs = _with_aliases(self.applier, plan, args, kwargs)
-        _watch_inputs(self.applier, plan, args, kwargs)
-        patched = _patched_inputs(self.applier, plan, args, kwargs)
-        self._with_patched_inputs.add(id(module))  # last: a patch may call the module itself
-        return patched
+    def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Counts a call from outside any frame: of the model, or by a method of it."""
+        if len(self.stack) > 1 or id(module) in self._with_inputs:
+            return
+        if module is self.root:
+            self.values.clear()
+            if self.steps is not None:
+                self.steps.begin(args, kwargs)
+        elif self.steps is not None:
+            self.steps.outside(module, kwargs)
 
-    def on_output(self, module: Module, output: Any) -> Any:
-        """Applies the patches on a module's output, after the module's own hooks."""
-        __tracebackhide__ = True
-        waiting = self._awaiting_output.get(id(module))
-        if not waiting or waiting[-1][0] != len(self._stack):
-            return output
-        return self.applier.at_boundary(waiting.pop()[1].output, output)
+    def _next_plan(self, module: Module) -> tuple[FramePlan | None, int]:
+        """Returns the plan of the next frame of `module`, and the number of that call."""
+        caller = self.stack[-1]
+        index = caller.counts.get(id(module), 0)
+        if len(self.stack) == 1:
+            if module is self.root:
+                return self.plan.root, index
+            frames = self.plan.callers.frames_of(module)
+            if len(frames) == 1:  # a method of the model calls it outside of all frames
+                return self.plan.by_frame.get(id(frames[0])), index
+        by_index = caller.plan.calls.get(id(module)) if caller.plan is not None else None
+        return (None if by_index is None else by_index.get(index)), index
+
+    def _plan_of(self, module: Module) -> FramePlan | None:
+        """Returns the plan of the frame of `module` that begins now, and counts it."""
+        plan, index = self._next_plan(module)
+        caller = self.stack[-1]
+        caller.counts[id(module)] = index + 1
+        if plan is not None:
+            return plan
+        if index > 0 and caller.plan is not None:
+            self.context.report_repeated_call(index, caller.plan.calls.get(id(module)))
+        return self.plan.custom.get(id(module))
 
     def run_frame(
         self,
@@ -143,25 +193,18 @@ class Run:
         __tracebackhide__ = True
         if plan.is_bare:
             return invoke(forward, args, kwargs)
-        applier = self.applier
-        if plan.probed_inputs and self.has_gradients and id(module) not in self._with_patched_inputs:
-            args, kwargs = _with_aliases(applier, plan, args, kwargs)
-        skip = next(filter(applier.may_apply, reversed(plan.skips)), None) if plan.skips else None
-        override = plan.override
-        if override is not None and skip is None:
-            patched = partial(applier.in_graph, override.entries)
-            return override.module.run_patched(override.names, patched, args, kwargs)
-        if self._with_patched_inputs and id(module) in self._with_patched_inputs:
-            self._with_patched_inputs.discard(id(module))
-        else:
-            if plan.watched_inputs:
-                _watch_inputs(applier, plan, args, kwargs)
-            if plan.inputs:
-                args, kwargs = _patched_inputs(applier, plan, args, kwargs)
+        skip = next(filter(self._may_apply, reversed(plan.skips)), None)
+        if plan.graph is not None and skip is None:
+            args, kwargs = self._with_aliases(plan, args, kwargs)
+            patched = partial(self._in_graph, plan.in_graph)
+            return plan.graph.run_patched(frozenset(plan.in_graph), patched, args, kwargs)
+        if id(module) in self._with_inputs:
+            self._with_inputs.discard(id(module))
+        elif plan.inputs:
+            args, kwargs = self._patched_inputs(plan, args, kwargs)
         if skip is not None:
-            with applier.unseen(), applier.frames.inside_one_node():
-                return _skipped_output(applier, skip, args, kwargs)
-        if plan.tensors or plan.watched_tensors:
+            return self._skipped_output(skip, args, kwargs)
+        if plan.tensors:
             return self._run_with_tensors(module, plan, forward, args, kwargs)
         return self._invoke(plan, forward, args, kwargs)
 
@@ -177,13 +220,20 @@ class Run:
         __tracebackhide__ = True
         bound_to = getattr(forward, "__self__", None)  # a stand-in itself, if the calling frame runs on one
         module = bound_to if isinstance(bound_to, Module) else module
-        replaced = _replacements(self.applier, plan, module)
-        if not replaced:
+        changed: dict[str, Tensor] = {}
+        for path, entries in plan.tensors.items():
+            value = module._parameters.get(path) if path not in plan.packed else None
+            if value is None:
+                with without_torch_functions():
+                    value = held_value(module, path)
+            if (patched := self.at_boundary(entries, value)) is not value:
+                changed[path] = patched
+        if not changed:
             return self._invoke(plan, forward, args, kwargs)
         if is_parallel_machinery(forward):
-            with holding_tensors(module, replaced):
+            with holding_tensors(module, changed):
                 return self._invoke(plan, forward, args, kwargs)
-        stand_in, bound = bound_with(module, replaced, forward)
+        stand_in, bound = bound_with(module, changed, forward)
         try:
             return self._invoke(plan, bound, args, kwargs)
         finally:
@@ -192,147 +242,363 @@ class Run:
     def _invoke(
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls `forward`: under the mode of this run, and all that it calls too, if it needs that."""
+        """Calls `forward`: under this mode, and all that it calls too, if it needs that."""
         __tracebackhide__ = True
-        applier = self.applier
-        if applier.is_under_mode or not plan.needs_mode:
+        if self.is_under_mode or not plan.needs_mode:
             return invoke(forward, args, kwargs)
-        mode, before = LiveMode(applier, has_gradients=self.has_gradients), apply_observer.get()
-        applier.is_under_mode = True
+        token = apply_observer.set(self)
+        self.is_under_mode = True
         try:
-            try:  # `holding`, written out
-                apply_observer.set(mode)
-                with mode:
-                    return invoke(forward, args, kwargs)
-            finally:
-                apply_observer.set(before)
+            with self:
+                return invoke(forward, args, kwargs)
         finally:
-            apply_observer.set(before)
-            applier.is_under_mode = False
+            apply_observer.reset(token)
+            self.is_under_mode = False
 
-    def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes a call from outside any frame: of the model, or by a method of it."""
-        if id(module) in self._with_patched_inputs:
-            return  # noted when its inputs were patched
-        steps = self.applier.steps
-        if module is self.root:
-            self.applier.values.clear()
-            if steps is not None:
-                steps.begin(args, kwargs)
-        elif steps is not None:
-            steps.outside(module, kwargs)
+    # -- inputs and skipped calls --------------------------------------------------------------------------------------
 
-    def _hooks_follow(self, module: Module) -> bool:
-        """Whether the module's own hooks run after this `forward`; then registers ours after them."""
-        if not takes_hooks(module) or not is_called_by_module_call():
-            return False
-        self._hooks.hold(module)
-        return True
-
-    def _drop_abandoned(self, module: Module) -> None:
-        """Forgets earlier calls of `module` without an output: a hook of the model raised, which was handled."""
-        waiting = self._awaiting_output.get(id(module))
-        while waiting and waiting[-1][0] >= len(self._stack):
-            waiting.pop()
-
-
-# -- what a module call is given --------------------------------------------------------------------------------------
-
-
-def _watch_inputs(applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Applies the entries on inputs that only observe."""
-    with applier.unseen():
-        for position, name, entry in plan.watched_inputs:
-            if position < len(args):
-                value = args[position]
-            elif name in kwargs:
-                value = kwargs[name]
+    def _patched_inputs(
+        self, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a call with the entries on inputs applied."""
+        __tracebackhide__ = True
+        args, kwargs = self._with_aliases(plan, args, kwargs)
+        for name, entries in plan.inputs.items():
+            if 0 <= plan.positions[name] < len(args):
+                given = args[plan.positions[name]]
             else:
-                value = given_input(plan.frame.parameters, name, args, kwargs)
-            applier.watch(entry, value)
+                given = given_input(plan.frame.parameters, name, args, kwargs)
+            value = self.at_boundary(entries, given)
+            if value is not given:
+                args, kwargs = with_input(plan.frame.parameters, name, value, args, kwargs)
+        return args, kwargs
 
+    def _with_aliases(
+        self, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a call with a separate alias for each tensor that a patch keeps, if it may have a gradient.
 
-def _patched_inputs(
-    applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call with the entries on inputs applied."""
-    __tracebackhide__ = True
-    for name, entries in plan.inputs.items():
-        given = given_input(plan.frame.parameters, name, args, kwargs)
-        value = applier.at_boundary(entries, given)
-        if value is not given:
-            args, kwargs = with_input(plan.frame.parameters, name, value, args, kwargs)
-    return args, kwargs
-
-
-def _with_aliases(
-    applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call with a separate alias for each tensor that a patch observes.
-
-    A caller may use the tensor elsewhere, too (the residual stream): the gradient of the alias is that of what the
-    module does with it.
-    """
-    seen: set[int] = set()
-    with_other_uses = applier.fired.with_other_uses
-    with applier.unseen():
-        for entry in plan.probed_inputs:
+        A caller may use the tensor elsewhere, too (the residual stream): the gradient of the alias is that of what the
+        module does with it.
+        """
+        aliases: set[int] = set()
+        for entry in plan.probed if self.has_gradients else ():
             value = given_input(plan.frame.parameters, entry.target.node.target, args, kwargs)
             try:
                 for key in entry.target.dig:
                     value = take(value, key)
             except (LookupError, AttributeError, TypeError):  # reported when the patch is applied
                 continue
-            if not isinstance(value, Tensor) or not value.requires_grad or id(value) in seen:
-                continue
-            if not torch.is_grad_enabled():  # an alias would not have a gradient, and the module might read it
-                with_other_uses.append(entry.target.path)
-                continue
-            alias = value.view_as(value)
+            with without_torch_functions():
+                if not isinstance(value, Tensor) or not value.requires_grad or id(value) in aliases:
+                    continue
+                if not torch.is_grad_enabled():  # an alias would not have a gradient, and the module might read it
+                    self.with_other_uses.append(entry.target.path)
+                    continue
+                alias = value.view_as(value)
             # A module may check whether two of its inputs are one tensor, so they stay one.
             args, count = with_other_tensor(args, value, alias)
             named = {name: with_other_tensor(given, value, alias) for name, given in kwargs.items()}
             kwargs = {name: given for name, (given, _) in named.items()}
             count += sum(each for _, each in named.values())
             if count:
-                seen.add(id(alias))
+                aliases.add(id(alias))
             if count != 1:
-                with_other_uses.append(entry.target.path)
-    return args, kwargs
+                self.with_other_uses.append(entry.target.path)
+        return args, kwargs
+
+    def _skipped_output(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a call that `entry` replaces."""
+        __tracebackhide__ = True
+        target, patch = entry.target, entry.patches[-1]
+        self.fired.add(id(entry))
+        self.skipped.add(id(target.frame))
+        self.has_changed = True
+        name = passing_input(target)
+        given = None if name is None else given_input(target.frame.parameters, name, args, kwargs)
+        if not isinstance(given, Tensor) and not isinstance(getattr(patch, "value", None), Tensor):
+            raise PatchShapeError(f"{target.text!r}: the call has no tensor as {name!r} to pass through: give value=")
+        with self._inside_one_node():
+            return _container(target.frame.output_node.spec, target.dig, patch.op(given))
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def at_boundary(self, entries: Sequence[Entry], value: Any) -> Any:
+        """Applies entries to a value of a frame."""
+        __tracebackhide__ = True
+        for entry in entries:
+            if not (entry.keep and self._is_kept(entry, value)):
+                value = self.apply(entry, value)
+        return value
+
+    def _is_kept(self, entry: Entry, value: Any) -> bool:
+        """Shows a tensor to patches that only keep it; returns whether it is one of the recorded shape."""
+        if self.is_under_mode:
+            with without_torch_functions():
+                if not isinstance(value, Tensor) or value.shape != entry.plain_shape:
+                    return False
+        elif not isinstance(value, Tensor) or value.shape != entry.plain_shape:
+            return False
+        self.fired.add(id(entry))  # before: the last patch of `pg.record` ends the run
+        if self.is_under_mode:
+            with without_torch_functions():
+                for keep in entry.keep:
+                    keep(value)
+        else:
+            for keep in entry.keep:
+                keep(value)
+        return True
+
+    def apply(self, entry: Entry, value: Any) -> Any:
+        """Applies one entry, and keeps that it fired, or why it could not."""
+        __tracebackhide__ = True
+        caller = self.stack[-1]
+        # What is called here is not the model's: neither if a patch calls the model or a module of it, nor at a call
+        # site that calls modules and ops (`for f in (self.linear, torch.tanh)`).
+        self.stack.append(_Frame(None))
+        try:
+            if isinstance(value, Tensor) and value.shape == entry.plain_shape and not entry.sources:
+                patched = value
+                for patch in entry.patches:
+                    patched = apply_patch(patch, entry.target, patched)
+            elif entry.is_source:
+                self.values[entry.target.text] = value_at(entry, value)
+                patched = value
+            else:
+                patched = self._applied(entry, value, caller)
+        except MissingChildError as missing:
+            self.missing[id(entry)] = str(missing)
+            return value
+        except HeldBackError:
+            return value
+        except RunStopped:
+            self.fired.add(id(entry))
+            self.ended_at = entry.target.text
+            raise
+        finally:
+            self.stack.pop()
+        self.fired.add(id(entry))
+        self.has_changed |= patched is not value
+        return patched
+
+    def _applied(self, entry: Entry, value: Any, caller: _Frame) -> Any:
+        __tracebackhide__ = True
+        target, indices_in = entry.target, None
+        if entry.restriction is not None:
+            if self.steps is None:  # not a call of the `PatchableGraph`, but backward
+                raise GraphPatchError(_RECOMPUTED_STEP.format(path=target.path))
+            if not self.steps.admits(entry):
+                raise HeldBackError
+            if entry.restriction.positions is not None:
+                indices_in = partial(self.steps.indices, entry)
+        is_here = caller.plan is not None and caller.plan.frame is target.frame
+        inputs = caller.inputs if is_here and target.node.kind == "op" and not target.dig else None
+        applied = self._with_values(entry) if entry.sources else entry
+        patched = apply_at(applied, value, target.dig, indices_in, inputs)
+        if patched is not value and target.node.is_view_filled_later:
+            warn(_LOST_WRITES.format(path=target.path), AliasedPatchWarning, stacklevel=2)
+        return patched
+
+    def _with_values(self, entry: Entry) -> Entry:
+        """Returns an entry whose patch reads the values of this run."""
+        missing = next((name for name in entry.sources if name not in self.values), None)
+        if missing is not None:
+            raise PatchValueError(
+                f"{entry.target.text!r} reads {missing!r}, which was not computed before it in this forward (or, under "
+                "activation checkpointing, in what backward runs again)"
+            )
+        (patch,) = entry.patches
+        reading = patch.reading([self.values[name] for name in entry.sources])
+        return Entry(entry.target, (reading,), entry.restriction, placement=entry.placement)
+
+    def _may_apply(self, entry: Entry) -> bool:
+        """Whether an entry may have an effect at the current step of a generation."""
+        return entry.restriction is None or self.steps is None or self.steps.admits(entry)
+
+    def _in_graph(self, entries_by_name: dict[str, list[Entry]], name: str, value: Any) -> Any:
+        """Applies the entries on a node of a graph that is running."""
+        __tracebackhide__ = True
+        entries = entries_by_name[name]
+        patched = self.at_boundary(entries, value)
+        if entries[0].target.node.is_in_place:
+            write_back(value, patched, entries[0].target)
+        return patched
+
+    @contextmanager
+    def _inside_one_node(self, inside: FramePlan | None = None) -> Iterator[None]:
+        """Inside the block, no value belongs to the plan except those of `inside`."""
+        self.stack.append(_Frame(inside))
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    # -- ops -----------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._depth = function_mode_depth()
+        return self
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        __tracebackhide__ = True
+        frame = self.stack[-1]
+        if frame.sites is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        leaf = sys._getframe(1)
+        # The fast path of `_entries_at`, inlined: most calls are at instructions where nothing is patched.
+        code = frame.sites.get(id(leaf.f_code))
+        if code is None:
+            entries = self._entries_at(leaf)
+        else:
+            by_chain = code[leaf.f_lasti]
+            entries = None if by_chain is None else self._entries_of(frame, by_chain, leaf)
+        if entries is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if entries.inside is not None:
+            result = self.open_call(entries.inside, func, args, kwargs or {})
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        return self._patched_result(entries, result, args, kwargs or {})
+
+    def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Applies patches on the call of an `autograd.Function`: one node, without nodes for the code inside it."""
+        __tracebackhide__ = True
+        if function_mode_depth() < self._depth:  # an operator's own autograd function
+            return apply(*args, **kwargs)
+        entries = self._entries_at(sys._getframe(1))
+        # Unlike in `__torch_function__`, the mode is on here; calls that patches make are not ops of the model, either.
+        with self._inside_one_node():
+            result = apply(*args, **kwargs)
+            return result if entries is None else self._patched_result(entries, result, args, kwargs)
+
+    def open_call(
+        self, inside: FramePlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a composite function step by step, with the patches `inside` it."""
+        decomposition = decomposition_of(func)
+        is_fused = any(entry.target.node.is_inner for entry in inside.entries)
+        # Without one, the model calls another function here this time.
+        if decomposition is None or not any(map(self._may_apply, inside.entries)):
+            return func(*args, **kwargs)
+        refusal = decomposition.refusal(args, kwargs)
+        if refusal is not None:
+            why = f"{decomposition.name} cannot be decomposed in this call: {refusal}"
+            self.missing.update((id(entry), why) for entry in inside.entries)
+            return func(*args, **kwargs)
+        with self._inside_one_node(inside), self:  # the mode is off in its own handler
+            return decomposition.steps(is_fused=is_fused)(*args, **kwargs)
+
+    def _entries_at(self, leaf: FrameType) -> SiteEntries | None:
+        """Returns the entries on the op that this Python frame calls, and counts the call."""
+        frame = self.stack[-1]
+        if frame.sites is None:
+            return None
+        code = frame.sites.get(id(leaf.f_code))
+        while code is None:
+            outer = call_sites.caller_of_hidden(leaf)
+            if outer is None:
+                frame.sites[id(leaf.f_code)] = _UNPATCHED
+                return None
+            leaf = outer
+            code = frame.sites.get(id(leaf.f_code))
+        by_chain = code[leaf.f_lasti]
+        return None if by_chain is None else self._entries_of(frame, by_chain, leaf)
+
+    def _entries_of(self, frame: _Frame, by_chain: EntriesByChain, leaf: FrameType) -> SiteEntries | None:
+        """Returns the entries on the op at an instruction with patched ops, and counts the call."""
+        above = leaf.f_back
+        is_in_forward = above is not None and above.f_code is INVOKE
+        by_occurrence = by_chain.get(() if is_in_forward else call_sites.chain(above))
+        if by_occurrence is None:
+            return None
+        occurrence = frame.counts.get(id(by_occurrence), 0)
+        frame.counts[id(by_occurrence)] = occurrence + 1
+        entries = by_occurrence.get(occurrence)
+        if entries is None and occurrence >= len(by_occurrence):
+            self.context.report_repeated_op(occurrence, by_occurrence)
+        return entries
+
+    def _patched_result(self, entries: list[Entry], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True
+        for entry in entries:
+            # The fast path of `at_boundary`, inlined: this runs for every op of a model that is probed whole.
+            if entry.keep and isinstance(result, Tensor) and result.shape == entry.plain_shape:
+                self.fired.add(id(entry))
+                for keep in entry.keep:
+                    keep(result)
+                continue
+            node = entry.target.node
+            if node.is_in_place:
+                value = node.written_of(args, kwargs)
+            else:
+                value = result if node.position is None else result[node.position]
+            patched = self.apply(entry, value)
+            if patched is value:
+                continue
+            if self.has_gradients and is_in_checkpoint():
+                raise GraphPatchError(_RECOMPUTED.format(path=entry.target.path))
+            if node.is_in_place:
+                write_back(value, patched, entry.target)
+            else:
+                result = patched if node.position is None else replaced(result, node.position, patched)
+        return result
+
+    # -- afterwards ----------------------------------------------------------------------------------------------------
+
+    def changes(self) -> list[str]:
+        """Returns descriptions of the patches that were applied so far, except for those that only observe."""
+        return [
+            f"{entry.target.path!r} ({type(patch).__name__})"
+            for entry in self.plan.entries
+            if id(entry) in self.fired
+            for patch in entry.patches
+            if not patch.observes_only
+        ]
+
+    def unfired(self, needed: Sequence[Entry]) -> list[tuple[Entry, str]]:
+        """Returns the needed entries that never fired, with the reasons."""
+        if len(self.fired) == len(self.plan.entries):
+            return []
+        idle = [entry for entry in needed if id(entry) not in self.fired and not entry.is_source]
+        return [
+            (e, self.missing.get(id(e)) or (self.steps and self.steps.why_not(e)) or self._why(e.target.frame))
+            for e in idle
+        ]
+
+    def _why(self, frame: Frame) -> str:
+        if self.has_stopped:
+            return "the run was stopped before it"
+        skipped = next((above for above in frame.frames_above() if id(above) in self.skipped), None)
+        if skipped is not None:
+            return f"{format_path(skipped.path)!r} was skipped"
+        if id(frame) in self.reached:
+            return "its module ran, but did not come to this operation"
+        outermost = above = frame
+        while above.parent is not None and id(above.parent) not in self.reached:
+            above = above.parent
+            outermost = above if id(above) in self.plan.by_frame else outermost
+        return f"{format_path(outermost.path) or 'the model'!r} was not called"
 
 
-def _replacements(applier: Applier, plan: FramePlan, module: Module) -> dict[str, Tensor]:
-    """Returns the tensors that patches put in place of parameters, buffers and attributes of `module`, by path."""
-    __tracebackhide__ = True
-    with applier.unseen():
-        for path, entry in plan.watched_tensors:
-            held = module._parameters
-            applier.watch(entry, held[path] if path in held else tensor_at(module, path))
-    found: dict[str, Tensor] = {}
-    for path, entries in plan.tensors.items():
-        with applier.unseen():
-            value = held_value(module, path)
-        patched = applier.at_boundary(entries, value)
-        if patched is not value:
-            found[path] = patched
-    return found
+_RECOMPUTED_STEP = (
+    "{path!r} is recomputed in backward (activation checkpointing), where the step of a generation that it belongs to "
+    "is not known: switch checkpointing off, or drop steps= and positions="
+)
+_LOST_WRITES = (
+    "{path!r} is a view through which the model later writes into another tensor. The patch replaces the view, so "
+    "these writes are lost; patch the tensor after it is filled"
+)
+_RECOMPUTED = (
+    "{path!r} is computed in a function under torch.utils.checkpoint, which runs again in backward, where it cannot be "
+    "patched, so that gradients would be wrong: run without gradients (torch.no_grad), switch checkpointing off, or "
+    "patch a value outside of that function"
+)
 
-
-# -- calls that a patch replaces ---------------------------------------------------------------------------------------
-
-
-def _skipped_output(applier: Applier, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the result of a call that `entry` replaces."""
-    __tracebackhide__ = True
-    target, patch = entry.target, entry.patches[-1]
-    applier.fired.ids.add(id(entry))
-    applier.fired.skipped.add(id(target.frame))
-    applier.fired.has_changed = True
-    name = passing_input(target)
-    given = None if name is None else given_input(target.frame.parameters, name, args, kwargs)
-    if not isinstance(given, Tensor) and not isinstance(getattr(patch, "value", None), Tensor):
-        raise PatchShapeError(f"{target.text!r}: the call has no tensor as {name!r} to pass through: give value=")
-    return _container(target.frame.output_node.spec, target.dig, patch.op(given))
+_UNPATCHED = PatchedCode()
+"""Stands for all code without a patched op."""
 
 
 def _container(spec: ValueSpec, dig: Sequence[Key], value: Any) -> Any:
@@ -342,6 +608,26 @@ def _container(spec: ValueSpec, dig: Sequence[Key], value: Any) -> Any:
     assert isinstance(spec, ContainerSpec)
     items = [_container(child, dig[1:], value) if key == dig[0] else None for _, key, child in spec.children]
     return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
+
+
+# -- activation checkpointing ------------------------------------------------------------------------------------------
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
+
+def is_in_checkpoint() -> bool:
+    """Whether activation checkpointing lies between the calling frame and this one: it runs again in backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not INVOKE:
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def was_in_checkpoint(error: BaseException) -> bool:
+    """Whether activation checkpointing lies between the frame that handles an error and the one that raised it."""
+    return any(frame.f_code.co_filename == _CHECKPOINT_FILE for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 # -- runs whose frames are seen ----------------------------------------------------------------------------------------
@@ -369,16 +655,21 @@ watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", defa
 @contextmanager
 def frames_seen(frame_watch: FrameWatch, modules: Iterable[Module]) -> Iterator[None]:
     """Shows `frame_watch` the frames of these modules in patched runs in the block, not only those of patched ones."""
-    swaps = Swaps()
-    with afterwards(swaps.let_go), holding(watch, frame_watch):
+    swaps, token = Swaps(), watch.set(frame_watch)
+    try:
         swaps.hold(module for module in modules if takes_hooks(module))
         yield
+    finally:
+        swaps.let_go()
+        watch.reset(token)
 
 
 class WatchedRun(Run):
     """A patched run with a `FrameWatch` that sees all its frames."""
 
-    frame_watch: FrameWatch
+    def __init__(self, frame_watch: FrameWatch, *args: Any) -> None:
+        super().__init__(*args)
+        self.frame_watch = frame_watch
 
     def on_forward(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -399,84 +690,3 @@ class WatchedRun(Run):
         output = super().run_frame(module, plan, forward, args, kwargs)
         self.frame_watch.returned(output)  # before the patches on the output
         return output
-
-
-def new_run(*args: Any) -> Run:
-    """Returns a patched run; a `FrameWatch` of this context sees its frames."""
-    frames = watch.get()
-    if frames is None:
-        return Run(*args)
-    run = WatchedRun(*args)
-    run.frame_watch = frames
-    return run
-
-
-# -- hooks: on modules with hooks of their own, ours must come last; all contexts share one pair for each module -------
-
-_lock = threading.Lock()
-# By module (its id): what holds its hooks, and their handles.
-_hooks: dict[int, tuple[set[ModuleHooks], list[RemovableHandle]]] = {}
-
-
-class ModuleHooks:
-    """The hooks that one context holds. As with `Swaps`, `let_go` can be called again after an interrupt."""
-
-    def __init__(self) -> None:
-        self._modules: dict[int, Module] = {}
-
-    def hold(self, module: Module) -> None:
-        """Sees the inputs and the output of `module`, after its own hooks, until `let_go`."""
-        if id(module) in self._modules:
-            return
-        self._modules[id(module)] = module
-        with _lock:
-            holders, handles = _hooks.setdefault(id(module), (set(), []))
-            holders.add(self)
-            if not handles:
-                handles.append(module.register_forward_pre_hook(_on_inputs, with_kwargs=True))
-            if len(handles) == 1:
-                handles.append(module.register_forward_hook(_on_output))
-
-    def let_go(self) -> None:
-        """Takes back all that `hold` did."""
-        with _lock:
-            for key in self._modules:
-                holders, handles = _hooks.get(key, (set(), []))
-                holders.discard(self)
-                if not holders:
-                    for handle in handles:
-                        handle.remove()
-                    _hooks.pop(key, None)
-            self._modules.clear()
-
-
-def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-    __tracebackhide__ = True
-    if kwargs is None:  # another thread takes the hook away (or adds it) while this call goes through the hooks
-        return None
-    on_inputs = getattr(observer.get(), "on_inputs", None)
-    return None if on_inputs is None else on_inputs(original_of(module), args, kwargs)
-
-
-def _on_output(module: Module, _args: Any, output: Any) -> Any:
-    __tracebackhide__ = True
-    on_output = getattr(observer.get(), "on_output", None)
-    return output if on_output is None else on_output(original_of(module), output)
-
-
-_MODULE_FILE = Module.__call__.__code__.co_filename
-_MODULE_CALLERS = {"_call_impl", "inner", "_slow_forward"}
-
-
-def is_called_by_module_call() -> bool:
-    """Whether the swapped `forward` was called by `Module.__call__`, which runs the module's hooks afterwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == _MODULE_FILE:
-            return code.co_name in _MODULE_CALLERS
-        facts = call_sites.facts_of(code)
-        if not (call_sites.is_own(code) or facts.is_offloading or facts.is_collecting):
-            return False
-        frame = frame.f_back
-    return False

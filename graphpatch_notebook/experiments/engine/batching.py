@@ -21,7 +21,7 @@ from graphpatch_notebook.execution import (
     Entry,
     FrameNode,
     FrameTree,
-    is_given_cache,
+    caches_of,
     leaves_of,
 )
 from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions, substitutes
@@ -271,7 +271,7 @@ def batching_of(
     output, layouts, of_paths, problems = assumed or _looked_up(pg, clean, [t for t in targets if t.path in moving])
     problems = {**problems, **more}
     shapes = {path: mark.value.shape for path, mark in clean.marks.items() if isinstance(mark.value, Tensor)}
-    has_cache = is_given_cache(captured(pg).root, inputs.args, inputs.kwargs)
+    has_cache = bool(caches_of(captured(pg).root, inputs.args, inputs.kwargs))
     is_assumed = assumed is not None
     return Batching(
         layout,

@@ -274,7 +274,7 @@ class Plain:
         """
         setup = self._setup
         graph = captured(setup.pg)
-        with PatchContext(graph, patches) if entries is None else PatchContext.of_entries(graph, patches, entries):
+        with PatchContext(graph, patches, entries=entries):
             value = setup.request.metric((inputs or setup.request.inputs).run(setup.pg))
             if setup.request.backward:
                 _backward(value)

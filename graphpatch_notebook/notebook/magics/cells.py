@@ -40,7 +40,7 @@ from IPython.core.error import UsageError
 
 from graphpatch_notebook.errors import PatchMapError, PatchValueError, SessionError, add_note
 from graphpatch_notebook.execution import PatchContext, innermost
-from graphpatch_notebook.interrupts import Block, on_error
+from graphpatch_notebook.interrupts import on_error
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch, RecordPatch, is_overwritten
 from graphpatch_notebook.torch_compat import version_of
@@ -264,7 +264,7 @@ class CellResults:
 
     def _is_called(self) -> bool:
         context = innermost(captured(self._active.graph))
-        return self._has_results or (context is not None and context.calls.has_runs)
+        return self._has_results or (context is not None and context.has_runs)
 
     def _put_missing(self) -> None:
         """Fills the variables of patches that fired before the error: their values help to find its cause."""
@@ -393,7 +393,7 @@ class CellRun:
         workspace.notice_new_graphs()
         active, chosen = chosen_for(workspace, line)
         self._is_silent = is_silent
-        self._block: Block | None = Block(frame)
+        self._is_open = True
         self._has_begun = False
         resolved = active.session.resolve(workspace.namespace, chosen)
         context = active.graph.patch(dict(resolved.patch_map.items()))
@@ -410,7 +410,7 @@ class CellRun:
     def current() -> CellRun:
         """Returns the current run."""
         run = _current.get()
-        if run is None or run._block is None:
+        if run is None or not run._is_open:
             raise SessionError("no %%graphpatch cell is running")
         return run
 
@@ -421,11 +421,12 @@ class CellRun:
     def end(self) -> None:
         """Marks the run as ended, and releases all values. Called before the patches are removed."""
         self._has_begun = False
-        self._block = self._entry = self._results = None
+        self._is_open = False
+        self._entry = self._results = None
 
     def is_running(self) -> bool:
-        """Whether the cell is running. `False` also if an interrupt ended it before `end` was called."""
-        return self._has_begun and self._block is not None and not self._block.is_over()
+        """Whether the cell is running."""
+        return self._has_begun and self._is_open
 
     def leave(self) -> None:
         """Removes the patches if they are still active after the cell has ended."""
