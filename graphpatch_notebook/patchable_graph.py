@@ -885,30 +885,20 @@ class PatchableGraph(_LikeItsModel):
             progress: Whether to show the progress, the cells per second, and the remaining time.
             backward: Whether to call `backward` on the metric of each cell; gradients accumulate. Not with `checkpoint`
                 or `executor`, which do not keep gradients.
-            checkpoint: The name of a file to which finished cells are saved, chunk by chunk. After an interrupt, a
-                crash or a power cut, the same call continues from it; cells that failed run again. The file of another
-                sweep (with other axes, patches, metric, inputs, weights, metric without patches, or `checkpoint_key`)
-                is refused and left unchanged. In the same environment, the result has the same bits as that of an
-                uninterrupted sweep. As with `executor`, all patch maps are made before any cell runs, so functions
-                cannot use state that earlier cells changed; it is an error if what the patches of a cell refer to
-                changes before the last map is made. A sweep that resumes warns if cells that are done changed such
-                state.
-            checkpoint_key: A text that identifies the version of your functions; change it when you change them. The
-                code of functions is not compared, so `checkpoint` requires a key unless patches are `ZeroPatch`,
-                `AddPatch` and `ReplacePatch`, the metric belongs to this package or to torch (such as `torch.sum`), and
-                the inputs are plain data.
-            executor: An executor that runs the chunks, as in `concurrent.futures`: its method `submit` returns a
-                future. Threads share the graph of this process. Other executors (processes, `joblib`'s, a Dask `Client`
-                or its `get_executor()`) need a `recipe`; weights are not sent to workers. If a worker is lost, its
-                chunk is submitted again. If the executor breaks or loses all workers, the remaining chunks run in this
-                process, with an `ExperimentWarning`, except those that may have caused the loss. Cells that depend on
-                their order run in this process, in order, and another warning says so: all of them, if a run without
-                patches changes the model, random numbers or the metric; and those whose functions change what they
-                refer to or draw from shared random generators, which the first cell with the same code shows here.
-                Each cell needs probes of its own.
+            checkpoint: The name of a folder to which finished cells are saved, chunk by chunk. After an interrupt, a
+                crash or a power cut, the same call continues from it; cells that failed run again. The folder of
+                another sweep (with other axes, patches, metric, inputs, weights, metric without patches, or
+                `checkpoint_key`) is refused and left unchanged. As with `executor`, all patch maps are made before any
+                cell runs.
+            checkpoint_key: A text that identifies the version of your functions; change it when you change them or what
+                they refer to. `checkpoint` requires it unless patches are `ZeroPatch`, `AddPatch` and `ReplacePatch`.
+            executor: Runs the chunks, in any order: an executor as in `concurrent.futures`, whose method `submit`
+                returns a future. Threads share the graph of this process. Other executors (processes, `joblib`'s, a
+                Dask `Client`, a `RayExecutor`) need a `recipe`; weights are not sent to workers. If a worker is lost,
+                its chunk is submitted once more; cells that are lost again are NaN, with the reason. Each cell needs
+                probes of its own.
             recipe: How another process gets the graph: a function without arguments that returns it, with the same
                 mode, dtype and weights as here, or the name of a file written by `pg.save`. Each process calls it once.
-                The metric without patches must be the same there up to rounding; otherwise its cells fail.
             **input_kwargs: Keyword inputs of the model.
 
         Raises:

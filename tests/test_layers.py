@@ -488,7 +488,6 @@ READABLE = set(
 )
 # What reads the private attributes of objects of other files, and why. Nothing is added to it.
 READ_PRIVATE = {
-    "experiments/executors/clusters.py": {"_client"},  # of a Dask executor, which has no public name for it
     "notebook/magics/cells.py": {"_since", "_kept"},  # of a `RecordPatch`: a cell checks only the new values
 }
 
