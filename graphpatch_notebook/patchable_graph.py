@@ -19,7 +19,7 @@ from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.keywords import check_input_names
-from graphpatch_notebook.checks.model_state import Holdings, ModuleState, SharedRandomState, copied
+from graphpatch_notebook.checks.model_state import RandomState, copied, preserved
 from graphpatch_notebook.components import find
 from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
@@ -40,7 +40,6 @@ from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.inspection.aliases import METHODS
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
@@ -129,7 +128,7 @@ class PatchableGraph(_LikeItsModel):
             lambda name: any(name in signature_of(one.forward).parameters for one in given.modules()),
         )
         super().__init__()
-        examples, before = ExampleInputs(example_args, example_kwargs), SharedRandomState()
+        examples, before = ExampleInputs(example_args, example_kwargs), RandomState()
         try:
             root_frame = capture(module, options, example_args, example_kwargs)
         except Exception as error:
@@ -141,7 +140,6 @@ class PatchableGraph(_LikeItsModel):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.changed()
-        root_frame.capture.holdings = Holdings.read_within(root_frame.walk())
         root_frame = with_whole_records(root_frame)
         publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
@@ -340,15 +338,15 @@ class PatchableGraph(_LikeItsModel):
         if not args and not kwargs and any(self._captured.root.inputs()):
             raise GraphError("there are no example inputs: give inputs, components.verify(*inputs)")
         unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
-        state = ModuleState(self._captured.root.module)
+        model = self._captured.root.module
 
         def run(patches: Mapping[str, Patch[Any]]) -> Any:
             own_args, own_kwargs = copied((args, kwargs))
             patch_map: dict[str | NodePath, Patch[Any] | Sequence[Patch[Any]]] = dict(patches.items())
-            with afterwards(state.restore), torch.no_grad(), unpatched.patch(patch_map).quiet():
+            with preserved(model), torch.no_grad(), unpatched.patch(patch_map).quiet():
                 return unpatched(*own_args, **own_kwargs)
 
-        with afterwards(state.restore), torch.no_grad():  # proofs call parts of the model, too
+        with preserved(model), torch.no_grad():  # proofs call parts of the model, too
             prove(run, self.nodes)
 
     @property
@@ -586,7 +584,7 @@ class PatchableGraph(_LikeItsModel):
         def compiled(*args: Any, **kwargs: Any) -> CompiledModel:
             own_args, own_kwargs = copied((args, kwargs))
             plain = plain_values_in(own_kwargs)
-            with afterwards(ModuleState(model.module).restore):
+            with preserved(model.module):
                 step = PatchableGraph(model.module, model.options, *own_args, **own_kwargs)
             check_no_counts(plain, plain_values_in(own_kwargs))
             return step.compile(patches_in_steps(entries, step._captured), *args, **options, **kwargs)

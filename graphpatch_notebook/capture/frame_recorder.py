@@ -356,18 +356,10 @@ class FrameRecorder:
         """Marks the nodes whose values change with `tensor`: those that use its memory, in any frame."""
         for node in self.recorder.owners.get(memory_of(tensor) or 0, ()):
             node.is_mutated_later = True
-        self.note_write(tensor)
         if tensor._is_view():
             for frame in self.recorder.stack:
                 if (ref := frame._lookup(tensor)) is not None:
                     ref.node.is_view_filled_later = True
-
-    def note_write(self, tensor: Any) -> None:
-        """Notes that the model writes into one of its own tensors, if it is one, or shares memory with one."""
-        memory, ref = memory_of(tensor), self._lookup(tensor)
-        owners = [*self.recorder.owners.get(memory or 0, ()), *([ref.node] if ref is not None else [])]
-        if any(node.kind in (*_OF_THE_MODEL, "constant") for node in owners):
-            self.recorder.written.add(memory)
 
     def _add_size_read(self, node: OpNode, result: Any, variable: Assigned) -> Any:
         node.spec = describe(result)

@@ -396,7 +396,6 @@ class Reason(enum.Enum):
     USES_OBJECT = "uses an object ({what}) that is not one of its inputs"
     IS_GIVEN_OBJECT = "it is given an object ({what}), whose contents are unknown"
     HOOKS_ARE_LEFT_OUT = "hooks on a {what} that it calls would not run"
-    HOLDS_UNKNOWN_VALUE = "it uses a value ({what}) that is not computed in it, and not held by its module or its code"
     SWITCHES_MODES = "switches autocast or inference mode, which a graph does not record"
     HANDLES_ERROR = "a call of {what!r} raised an error, which was handled"
     WRITES_PARAMETER = "writes into a parameter ({what})"
@@ -428,15 +427,10 @@ def listed_doubts(doubts: list[Doubt]) -> str:
 
 @dataclass(slots=True, eq=False)
 class Capture:
-    """What all frames of a capture share: how it was captured, and the results of analyses by their function.
-
-    Attributes:
-        holdings: What the modules held afterwards (`checks.model_state.Holdings`); `None` if that is not known.
-    """
+    """What all frames of a capture share: how it was captured, and the results of analyses by their function."""
 
     options: ExtractionOptions | None = None
     findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
-    holdings: Any = None
 
 
 @dataclass(slots=True, eq=False)

@@ -28,8 +28,7 @@ from graphpatch_notebook.checks.call_signature import (
 )
 from graphpatch_notebook.checks.dimensions import InputDim, dimensions_of
 from graphpatch_notebook.checks.meta_runs import MetaRunError, Variation, input_shapes, recorded_on_meta
-from graphpatch_notebook.checks.model_state import Holdings, ModuleState
-from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.reading import JsonValue
 from graphpatch_notebook.serialization.codecs.values import dtype_of
@@ -137,12 +136,12 @@ class Form:
 class Guard:
     """Finds calls that a loaded graph with these modules is not valid for.
 
-    With a model, `holdings` are what its modules held, and `changed` is what they held otherwise when it was saved.
+    With a model, `changed` is what its modules held otherwise when it was saved.
     """
 
-    def __init__(self, form: Form, modules: Sequence[Module], holdings: Holdings | None, changed: str | None) -> None:
+    def __init__(self, form: Form, modules: Sequence[Module], changed: str | None) -> None:
         self.form = form
-        self._holdings, self._changed = holdings, changed
+        self._changed = changed
         self._modes = [(module, module.training) for module in modules]
         self._dtypes = [
             (registry, name, tensor.dtype)
@@ -163,8 +162,8 @@ class Guard:
             if tensor is None or tensor.dtype != dtype:
                 now = "gone" if tensor is None else f"of {tensor.dtype}"
                 return f"the tensor {name!r} was of {dtype} when the graph was captured, and is {now}"
-        if self._changed is not None or not (self._holdings is None or self._holdings.is_as_now()):
-            return f"{self._changed or 'what the code of the model reads'} has changed since it was saved"
+        if self._changed is not None:
+            return f"{self._changed} has changed since it was saved"
         return self.form.problem(args, kwargs, advice)
 
 
@@ -231,7 +230,7 @@ def find_sizes(root: Frame, form: Form) -> None:
 
     Sizes that the model cannot be recorded at stay those of the example, until a call of the user shows more.
     """
-    with afterwards(ModuleState(root.module).restore):  # a copy runs, but may write into objects outside the model
+    with preserved(root.module):  # a copy runs, but may write into objects outside the model
         explorer = _Explorer(root)
         groups = [g for g in dimensions_of(root).groups if all(number < len(form.dims) for number, _ in g)]
         found = [(places, sizes) for places in groups if (sizes := explorer.sizes(places))]

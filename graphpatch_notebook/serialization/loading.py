@@ -17,7 +17,6 @@ from torch.nn import Module
 from graphpatch_notebook.capture.held_values import plain_values_read
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import Holdings
 from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
@@ -119,8 +118,7 @@ def _assembled(
         model = None if originals is None else originals[root]
         has_edits = any(frame.is_edited for frame in reader.frames)
         stored = {n: module for n, module in (originals or {}).items() if n not in live}
-        holdings = Holdings(stored.values()) if stored else None
-        guard = Guard(form, list(watched.values()), holdings, _changed_read(fields, stored))
+        guard = Guard(form, list(watched.values()), _changed_read(fields, stored))
         first.module.set_guard(guard, model, has_edits=has_edits)
     allowed.check(file)
     unstored = {format_path(f.path): f.opaque_reason for f in reader.frames if f.opaque_reason is not None}
