@@ -253,7 +253,8 @@ class ModelSnapshot:
 
         Usually this is the value itself; it is a copy if the value shares memory with a tensor of the model.
         """
-        kept = {memory_of(tensor.value) for one in self._modules.values() for tensor in one.tensors} - {None}
+        held = (tensor.value for one in self._modules.values() for tensor in one.tensors)
+        kept = {memory_of(tensor) for tensor in held if not isinstance(tensor, Parameter)} - {None}
         return copied_output(value) if any(memory_of(tensor) in kept for tensor in plain_tensors(value)) else value
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import ExampleInputs, inputs_of_call
 from graphpatch_notebook.checks.comparison import compared
@@ -148,8 +149,8 @@ class CompiledModel:
         """Runs the compiled model with the current values of the patches.
 
         Raises:
-            GraphError: The inputs, or the mode (train or eval), differ from those that it was compiled for; torch cannot compile the model; or
-                fields of patches other than values had too many values.
+            GraphError: The inputs, or the mode (train or eval), differ from those that it was compiled for; torch
+                cannot compile the model; or fields of patches other than values had too many values.
             PatchMapError: A patch is not valid any more.
             PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
