@@ -19,7 +19,7 @@ from graphpatch_notebook.capture import built_without_weights, capture
 from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.keywords import check_input_names
-from graphpatch_notebook.checks.model_state import Holdings, ModuleState, SharedRandomState, copied
+from graphpatch_notebook.checks.model_state import RandomState, copied, preserved
 from graphpatch_notebook.components import find
 from graphpatch_notebook.delegation import delegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
@@ -40,7 +40,6 @@ from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.inspection.aliases import METHODS
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches.kinds import Patch, StopPatch
 from graphpatch_notebook.patches.selections import PositionSelection
@@ -129,7 +128,7 @@ class PatchableGraph(_LikeItsModel):
             lambda name: any(name in signature_of(one.forward).parameters for one in given.modules()),
         )
         super().__init__()
-        examples, before = ExampleInputs(example_args, example_kwargs), SharedRandomState()
+        examples, before = ExampleInputs(example_args, example_kwargs), RandomState()
         try:
             root_frame = capture(module, options, example_args, example_kwargs)
         except Exception as error:
@@ -141,7 +140,6 @@ class PatchableGraph(_LikeItsModel):
                 add_note(error, _COMPILES_ITSELF)
             raise
         drawn = before.changed()
-        root_frame.capture.holdings = Holdings.read_within(root_frame.walk())
         root_frame = with_whole_records(root_frame)
         publish_stage(root_frame)
         self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
@@ -340,15 +338,15 @@ class PatchableGraph(_LikeItsModel):
         if not args and not kwargs and any(self._captured.root.inputs()):
             raise GraphError("there are no example inputs: give inputs, components.verify(*inputs)")
         unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
-        state = ModuleState(self._captured.root.module)
+        model = self._captured.root.module
 
         def run(patches: Mapping[str, Patch[Any]]) -> Any:
             own_args, own_kwargs = copied((args, kwargs))
             patch_map: dict[str | NodePath, Patch[Any] | Sequence[Patch[Any]]] = dict(patches.items())
-            with afterwards(state.restore), torch.no_grad(), unpatched.patch(patch_map).quiet():
+            with preserved(model), torch.no_grad(), unpatched.patch(patch_map).quiet():
                 return unpatched(*own_args, **own_kwargs)
 
-        with afterwards(state.restore), torch.no_grad():  # proofs call parts of the model, too
+        with preserved(model), torch.no_grad():  # proofs call parts of the model, too
             prove(run, self.nodes)
 
     @property
@@ -586,7 +584,7 @@ class PatchableGraph(_LikeItsModel):
         def compiled(*args: Any, **kwargs: Any) -> CompiledModel:
             own_args, own_kwargs = copied((args, kwargs))
             plain = plain_values_in(own_kwargs)
-            with afterwards(ModuleState(model.module).restore):
+            with preserved(model.module):
                 step = PatchableGraph(model.module, model.options, *own_args, **own_kwargs)
             check_no_counts(plain, plain_values_in(own_kwargs))
             return step.compile(patches_in_steps(entries, step._captured), *args, **options, **kwargs)
@@ -611,19 +609,20 @@ class PatchableGraph(_LikeItsModel):
         *,
         check: Sequence[tuple[Sequence[Any], dict[str, Any]]] = (),
     ) -> None:
-        """Writes graphs, structure and weights to one file, without pickle: JSON in a safetensors file.
+        """Writes graphs, options, structure and weights to one file, without pickle: JSON in a safetensors file.
 
-        The graphs are snapshots of the model as it was captured. The loaded graph accepts inputs of other sizes where
-        the model's code, as far as the capture saw, takes the same branches. Calls of modules whose graph may differ
-        from them are not stored, with an `UnstoredFrameWarning` that has the reason. Active patches have no effect.
+        Before that, every graph is compared with the model, bit for bit, on generated inputs like the example's. Graphs
+        that differ are not stored, with an `UnstoredFrameWarning` that has the reason. The loaded graph accepts inputs
+        of other sizes if the model takes the same steps at these sizes. Active patches have no effect on it.
 
         Args:
             file: The name of the file, or an open binary file such as an `io.BytesIO`.
-            check: Calls (arguments, keyword arguments) on which to compare what is loaded with the model, bit for bit.
+            check: More calls (arguments, keyword arguments) on which to compare graphs and model: the loaded graph
+                accepts inputs of their sizes. Needed if the model cannot run on generated inputs.
 
         Raises:
-            SerializationError: Graph and model differ on one of the `check` calls; or a graph that *is* its module
-                (edited, or custom) cannot be stored. Then nothing is written.
+            SerializationError: Graphs and model cannot be compared, or differ on one of the `check` calls; or a graph
+                that *is* its module (edited, or custom) cannot be stored. Then nothing is written.
             FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
             TypeError: `file` is neither the name of a file nor an open binary file.
 
@@ -646,10 +645,7 @@ class PatchableGraph(_LikeItsModel):
                 "the patches with save_patches(file, patches); then PatchableGraph.load(...).edit(load_patches(...))"
             )
         unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
-        options = self._captured.options
-        source = serialization.GraphToSave(
-            self._graph_module, unpatched, lambda module, root: self._of(module, root, options)
-        )
+        source = serialization.GraphToSave(self._graph_module, self._captured.options, unpatched, self._of)
         serialization.save(source, file, check)
 
     @classmethod
@@ -663,8 +659,7 @@ class PatchableGraph(_LikeItsModel):
         """Returns the `PatchableGraph` that `save` wrote to `file`. The model's classes are not needed.
 
         Nothing in the file is run, and nothing is imported except what `allow` names. The result raises an error for
-        calls that its graphs do not cover: other flags, other inputs than the example had, sizes that take another
-        branch in the model's code.
+        calls that its graphs do not cover: other flags, other inputs than the example had, sizes that were not checked.
 
         Args:
             file: The name of the file, or an open binary file, which is read from its current position.
@@ -691,7 +686,7 @@ class PatchableGraph(_LikeItsModel):
         from graphpatch_notebook import serialization
 
         loaded = serialization.load(file, model, allow)
-        return cls._around(CapturedModel(loaded.module, loaded.root, ExtractionOptions(), unstored=loaded.unstored))
+        return cls._around(CapturedModel(loaded.module, loaded.root, loaded.options, unstored=loaded.unstored))
 
     @property
     def unstored(self) -> dict[str, str]:
@@ -888,30 +883,20 @@ class PatchableGraph(_LikeItsModel):
             progress: Whether to show the progress, the cells per second, and the remaining time.
             backward: Whether to call `backward` on the metric of each cell; gradients accumulate. Not with `checkpoint`
                 or `executor`, which do not keep gradients.
-            checkpoint: The name of a file to which finished cells are saved, chunk by chunk. After an interrupt, a
-                crash or a power cut, the same call continues from it; cells that failed run again. The file of another
-                sweep (with other axes, patches, metric, inputs, weights, metric without patches, or `checkpoint_key`)
-                is refused and left unchanged. In the same environment, the result has the same bits as that of an
-                uninterrupted sweep. As with `executor`, all patch maps are made before any cell runs, so functions
-                cannot use state that earlier cells changed; it is an error if what the patches of a cell refer to
-                changes before the last map is made. A sweep that resumes warns if cells that are done changed such
-                state.
-            checkpoint_key: A text that identifies the version of your functions; change it when you change them. The
-                code of functions is not compared, so `checkpoint` requires a key unless patches are `ZeroPatch`,
-                `AddPatch` and `ReplacePatch`, the metric belongs to this package or to torch (such as `torch.sum`), and
-                the inputs are plain data.
-            executor: An executor that runs the chunks, as in `concurrent.futures`: its method `submit` returns a
-                future. Threads share the graph of this process. Other executors (processes, `joblib`'s, a Dask `Client`
-                or its `get_executor()`) need a `recipe`; weights are not sent to workers. If a worker is lost, its
-                chunk is submitted again. If the executor breaks or loses all workers, the remaining chunks run in this
-                process, with an `ExperimentWarning`, except those that may have caused the loss. Cells that depend on
-                their order run in this process, in order, and another warning says so: all of them, if a run without
-                patches changes the model, random numbers or the metric; and those whose functions change what they
-                refer to or draw from shared random generators, which the first cell with the same code shows here.
-                Each cell needs probes of its own.
+            checkpoint: The name of a folder to which finished cells are saved, chunk by chunk. After an interrupt, a
+                crash or a power cut, the same call continues from it; cells that failed run again. The folder of
+                another sweep (with other axes, patches, metric, inputs, weights, metric without patches, or
+                `checkpoint_key`) is refused and left unchanged. As with `executor`, all patch maps are made before any
+                cell runs.
+            checkpoint_key: A text that identifies the version of your functions; change it when you change them or what
+                they refer to. `checkpoint` requires it unless patches are `ZeroPatch`, `AddPatch` and `ReplacePatch`.
+            executor: Runs the chunks, in any order: an executor as in `concurrent.futures`, whose method `submit`
+                returns a future. Threads share the graph of this process. Other executors (processes, `joblib`'s, a
+                Dask `Client`, a `RayExecutor`) need a `recipe`; weights are not sent to workers. If a worker is lost,
+                its chunk is submitted once more; cells that are lost again are NaN, with the reason. Each cell needs
+                probes of its own.
             recipe: How another process gets the graph: a function without arguments that returns it, with the same
                 mode, dtype and weights as here, or the name of a file written by `pg.save`. Each process calls it once.
-                The metric without patches must be the same there up to rounding; otherwise its cells fail.
             **input_kwargs: Keyword inputs of the model.
 
         Raises:

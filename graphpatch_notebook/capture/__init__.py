@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from graphpatch_notebook.capture.data_loops import (
     PART_FUNCTIONS,
@@ -35,9 +35,8 @@ from graphpatch_notebook.capture.decompositions import chosen_decompositions, de
 from graphpatch_notebook.capture.held_values import (
     PLAIN_VALUES,
     WRITTEN,
-    Walk,
     all_modules,
-    memory_of,
+    mutable_containers,
     reachable_modules,
 )
 from graphpatch_notebook.capture.meta_device import (
@@ -56,7 +55,7 @@ from graphpatch_notebook.capture.observers import Swaps, apply_observer, observe
 from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of
 from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
 from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
-from graphpatch_notebook.capture.sizes import Size, plain
+from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
@@ -113,15 +112,11 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     recorder = Recorder(module, options)
     tensors = (tensor for one in all_modules(module) for tensor in (*one._parameters.values(), *one._buffers.values()))
     held = [tensor for tensor in tensors if tensor is not None]
-    before = [*map(_writes_into, held)]
+    before = [*map(version_of, held)]
     with WithoutWeights() if parameter_without_values(module) else nullcontext() as without_weights:
         root = record(recorder, args, kwargs)
-    written = [tensor for tensor, writes in zip(held, before, strict=True) if _writes_into(tensor) != writes]
-    if recorder.written:
-        walk = Walk([module])
-        walk.add_outer_values()
-        written += [tensor for tensor, _, _ in walk.tensors if memory_of(tensor) in recorder.written]
-    WRITTEN.update({id(tensor): tensor for tensor in written})
+    pairs = zip(held, before, strict=True)
+    WRITTEN.update({id(tensor): tensor for tensor, version in pairs if version_of(tensor) != version})
     if without_weights is not None and without_weights.guessed:
         message = (
             f"the model reads values that depend on its weights, which are on the meta device "
@@ -129,17 +124,10 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         )
         warnings.warn(CompilationWarning(message), stacklevel=4)
     root.capture.options = options
-    root.capture.has_escaped_sizes = recorder.escapes.found
     _report_failures(recorder)
     _report_unopened(recorder)
     _check_unused(root, options)
     return root
-
-
-def _writes_into(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns something that a write into a tensor of the model, or into its gradient, changes."""
-    grad = tensor.grad if type(tensor) is Parameter else None
-    return (version_of(tensor),) if grad is None else (version_of(tensor), id(grad), version_of(grad))
 
 
 def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
@@ -209,29 +197,26 @@ def _check_unused(root: Frame, options: ExtractionOptions) -> None:
 
 def _replace_sizes(root: Module, recorder: Recorder) -> None:
     """Puts plain integers in place of sizes that the model kept for itself, and its own tensors in place of aliases."""
-    walk = Walk([root])
-    for outer, value in walk.add_outer_values():
-        if outer.is_written and (plain := _plain(value, recorder)) is not value:
-            outer.assign(plain)
-    for container, held, _, _ in walk.places:
+    held = [container for module in reachable_modules(root) for _, container in mutable_containers(module)]
+    for container in held:
         if not isinstance(container, dict):
-            values = [_plain(value, recorder) for value in held]
-            if any(map(operator.is_not, values, held)):
+            values = [_plain(value, recorder) for value in container]
+            if any(map(operator.is_not, values, container)):
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(values)
-            continue
-        for name, value in held.items():
-            if type(value) not in PLAIN_VALUES and (plain := _plain(value, recorder)) is not value:
-                container[name] = plain
-        if any(type(name) is Size for name in held):
-            items = [(_plain(name, recorder), value) for name, value in container.items()]
+        elif any(type(name) is Size for name in container):
+            items = [(_plain(name, recorder), _plain(value, recorder)) for name, value in container.items()]
             container.clear()
             container.update(items)
+        else:
+            for name, value in list(container.items()):
+                if type(value) not in PLAIN_VALUES and (plain := _plain(value, recorder)) is not value:
+                    container[name] = plain
 
 
 def _plain(value: Any, recorder: Recorder) -> Any:
     if type(value) is Size:
-        return plain(value)
+        return int(value)
     if isinstance(value, Tensor):
         return recorder.original(value)
     if isinstance(value, tuple):

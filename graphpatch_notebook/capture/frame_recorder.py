@@ -39,12 +39,11 @@ from graphpatch_notebook.capture.records import (
     Reason,
     Ref,
     Site,
-    SizeGuard,
     Structure,
     ValueRead,
     map_leaves,
 )
-from graphpatch_notebook.capture.sizes import Size, plain
+from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import (
     NUMBERS,
@@ -98,7 +97,7 @@ class FrameRecorder:
         self._sizes.clear()
 
     def _size(self, value: int, ref: Ref) -> Size:
-        size = Size.of(value, self, ref, self.recorder.escapes)
+        size = Size.of(value, self, ref)
         self._sizes.append(size)
         return size
 
@@ -161,7 +160,7 @@ class FrameRecorder:
         if isinstance(leaf, Tensor):
             return self._lookup(leaf) or self._tensor_from_elsewhere(leaf)
         if type(leaf) is Size:
-            return leaf.ref if leaf.owner is self else self._lookup(leaf) or self._size_from_elsewhere(leaf)
+            return leaf.ref if leaf.owner is self else self._lookup(leaf) or int(leaf)
         if isinstance(leaf, _WITHOUT_A_NODE) or (callable(leaf) and not getattr(leaf, "__closure__", None)):
             return leaf
         known, inside = self._lookup(leaf), children(leaf)
@@ -170,10 +169,6 @@ class FrameRecorder:
         if inside is not None:
             return Structure(type(leaf), tuple((key, self.refs(child)) for key, child in inside))
         return self._object_from_elsewhere(leaf)
-
-    def _size_from_elsewhere(self, size: Size) -> int:
-        self.recorder.escapes.found = True
-        return plain(size)
 
     def _is_unchanged(self, known: Ref, inside: list[tuple[Key, Any]]) -> bool:
         """Whether a container is unchanged since it was recorded: models assign into a child's output."""
@@ -243,7 +238,7 @@ class FrameRecorder:
     def _own_sizes(self, value: Any, node: Node, dig: tuple[Key, ...]) -> Any:
         """Returns `value` with sizes that belong to this frame in place of those of the calling frame."""
         if type(value) is Size:
-            return self._size(plain(value), Ref(node, dig))
+            return self._size(int(value), Ref(node, dig))
         if type(value) in (tuple, list, torch.Size) and any(type(item) is Size for item in value):
             return type(value)([self._own_sizes(item, node, (*dig, i)) for i, item in enumerate(value)])
         return value
@@ -361,18 +356,10 @@ class FrameRecorder:
         """Marks the nodes whose values change with `tensor`: those that use its memory, in any frame."""
         for node in self.recorder.owners.get(memory_of(tensor) or 0, ()):
             node.is_mutated_later = True
-        self.note_write(tensor)
         if tensor._is_view():
             for frame in self.recorder.stack:
                 if (ref := frame._lookup(tensor)) is not None:
                     ref.node.is_view_filled_later = True
-
-    def note_write(self, tensor: Any) -> None:
-        """Notes that the model writes into one of its own tensors, if it is one, or shares memory with one."""
-        memory, ref = memory_of(tensor), self._lookup(tensor)
-        owners = [*self.recorder.owners.get(memory or 0, ()), *([ref.node] if ref is not None else [])]
-        if any(node.kind in (*_OF_THE_MODEL, "constant") for node in owners):
-            self.recorder.written.add(memory)
 
     def _add_size_read(self, node: OpNode, result: Any, variable: Assigned) -> Any:
         node.spec = describe(result)
@@ -404,12 +391,6 @@ class FrameRecorder:
             else:
                 self.register(value, element)
         node.is_size = True
-
-    def guard_size(self, func: Callable[..., Any] | None, operands: tuple[Any, ...], result: Any) -> None:
-        """Notes what Python found out about sizes: a graph holds as long as it would find the same."""
-        guard = SizeGuard(func, self.refs(operands), result)
-        if guard not in self.record.size_guards:
-            self.record.size_guards.append(guard)
 
     def record_size(self, func: Callable[..., Any], operands: tuple[Any, ...], result: int) -> Any:
         """Records arithmetic on sizes."""

@@ -711,6 +711,45 @@ def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
             yield from ((f"{name}.{key}", item) for key, item in value.items() if isinstance(item, Module))
 
 
+def mutable_containers(module: Module) -> Iterator[tuple[str, Any]]:
+    """Yields what `module` itself holds values in, each with its name: its `__dict__` (""), and the containers in it.
+
+    These are dicts, lists, sets, deques and the attributes of plain objects (a cache, the config), also inside of each
+    other. Large ones are data: they are not searched.
+    """
+    waiting: list[tuple[str, Any]] = [("", module.__dict__)]
+    seen: set[int] = set()
+    for name, container in waiting:
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        if not isinstance(container, tuple):
+            yield name, container
+        if name != "_modules" and (len(container) <= MANY or name in REGISTRIES):
+            prefix = f"{name}." if name else ""
+            for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
+                if type(item) not in PLAIN_VALUES and (inside := _inside(item)) is not None:
+                    waiting.append((f"{prefix}{key}", inside))
+
+
+def _inside(value: Any) -> Any:
+    """Returns the container in which a value holds others; `None` for modules, tensors, functions and the like."""
+    if isinstance(value, (dict, list, set, deque, tuple)):
+        return value
+    is_plain = not (callable(value) or isinstance(value, (Tensor, enum.Enum)))
+    if not is_plain or type(value).__module__.partition(".")[0] in _SHARED_BY_PROGRAM:
+        return None
+    try:
+        attributes = value.__dict__
+    except Exception:  # it has none, or is a proxy of something that is gone
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+_SHARED_BY_PROGRAM = ("torch", "logging", "threading", "asyncio", "concurrent", "builtins", "bitsandbytes")
+"""Packages whose objects belong to the whole program, or keep records of their own."""
+
+
 class AttributePaths:
     """Attribute paths between modules, for naming calls."""
 

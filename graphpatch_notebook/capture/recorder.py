@@ -41,7 +41,7 @@ from graphpatch_notebook.capture.records import (
     Ref,
     Site,
 )
-from graphpatch_notebook.capture.sizes import Escapes, Size
+from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload, version_of
@@ -49,9 +49,6 @@ from graphpatch_notebook.values import PLAIN_TENSORS, describe, readable_childre
 
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
 """Where torch's machinery around the calls of modules is: their backward hooks."""
-
-_UNCOUNTED = ("__set__", "numpy")
-"""Assignments to `data`, `grad` and `requires_grad`, and arrays that may be written into: no version counts these."""
 
 OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 """The call site of an op, and its occurrence there; `None` for what is not recorded."""
@@ -92,7 +89,6 @@ class Recorder(TorchFunctionMode):
         self.stack: list[FrameRecorder] = []
         self.owners: dict[int, list[Node]] = {}
         self.freed_later: set[int] = set()
-        self.written: set[int | None] = set()
         self.root_frame: Frame | None = None
         self.decompositions = chosen_decompositions(options.decompose)
         self.fused = opened_by_default(options.decompose)
@@ -101,7 +97,6 @@ class Recorder(TorchFunctionMode):
         self.failures: list[tuple[Frame, BaseException]] = []
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.kept_sizes: list[Size] = []
-        self.escapes = Escapes()
         self.muted = 0
         self.depth = 0
         self.count = frame_count.get()
@@ -217,8 +212,6 @@ class Recorder(TorchFunctionMode):
                 args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence, composite=frame.composite,
             )  # fmt: skip
             wrote = self._written(name, args, kwargs, result, before)
-            if name in _UNCOUNTED and args:  # it changes the tensor itself, or hands out its memory
-                frame.note_write(args[0])
             if wrote and (result is None or result is wrote[0]):
                 named: dict[int | str, Any] = dict(enumerate(args))
                 named.update(kwargs)

@@ -112,18 +112,6 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeGuard:
-    """What Python found out about sizes and went on with: `func` of `operands`, or the one operand if there is none.
-
-    Among the operands, sizes are `Ref`s.
-    """
-
-    func: Callable[..., Any] | None
-    operands: tuple[Any, ...]
-    result: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Structure:
     """A container of any other class (dataclass, `ModelOutput`, ...) whose children may hold `Ref`s."""
 
@@ -408,7 +396,6 @@ class Reason(enum.Enum):
     USES_OBJECT = "uses an object ({what}) that is not one of its inputs"
     IS_GIVEN_OBJECT = "it is given an object ({what}), whose contents are unknown"
     HOOKS_ARE_LEFT_OUT = "hooks on a {what} that it calls would not run"
-    HOLDS_UNKNOWN_VALUE = "it uses a value ({what}) that is not computed in it, and not held by its module or its code"
     SWITCHES_MODES = "switches autocast or inference mode, which a graph does not record"
     HANDLES_ERROR = "a call of {what!r} raised an error, which was handled"
     WRITES_PARAMETER = "writes into a parameter ({what})"
@@ -440,17 +427,10 @@ def listed_doubts(doubts: list[Doubt]) -> str:
 
 @dataclass(slots=True, eq=False)
 class Capture:
-    """What all frames of a capture share: how it was captured, and the results of analyses by their function.
-
-    Attributes:
-        holdings: What the modules held afterwards (`checks.model_state.Holdings`); `None` if that is not known.
-        has_escaped_sizes: Whether the model used a size as a plain number outside of the module call that read it.
-    """
+    """What all frames of a capture share: how it was captured, and the results of analyses by their function."""
 
     options: ExtractionOptions | None = None
     findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
-    holdings: Any = None
-    has_escaped_sizes: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -473,7 +453,6 @@ class Frame:
         is_edited: Whether the user edited the graph of this frame, which then runs in place of the module.
         custom_failure: Why the custom extraction function did not return a graph.
         value_reads: The values that were read into Python, and where.
-        size_guards: What Python found out about sizes: branches, for example, depend on it.
     """
 
     module: Module
@@ -492,7 +471,6 @@ class Frame:
     is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
     value_reads: list[ValueRead] = field(default_factory=list)
-    size_guards: list[SizeGuard] = field(default_factory=list)
 
     @property
     def path(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.checks.equality import IncomparableError, difference
-from graphpatch_notebook.checks.model_state import ModuleState, copied
+from graphpatch_notebook.checks.model_state import ModelSnapshot, copied, preserved
 from graphpatch_notebook.interrupts import afterwards
 
 
@@ -79,15 +79,14 @@ def compared(
         kwargs: The inputs by keyword.
         within_rounding: Whether floats may differ by rounding.
     """
-    with _lock:
-        try:
-            state, (own_args, own_kwargs) = ModuleState(model), copied((args, kwargs))
-        except Exception as error:  # of the user's own objects
-            return _not_copied(error)
-        had_gradients = torch.is_grad_enabled()
-        with afterwards(state.restore, lambda: torch.set_grad_enabled(had_gradients)):
-            runs = partial(run_and_compare, model, expected, found, own_args, own_kwargs)
-            return copy_context().run(runs, within_rounding=within_rounding)[1]
+    try:
+        own_args, own_kwargs = copied((args, kwargs))
+    except Exception as error:  # of the user's own objects
+        return _not_copied(error)
+    had_gradients = torch.is_grad_enabled()
+    with _lock, preserved(model), afterwards(lambda: torch.set_grad_enabled(had_gradients)):
+        runs = partial(run_and_compare, model, expected, found, own_args, own_kwargs)
+        return copy_context().run(runs, within_rounding=within_rounding)[1]
 
 
 def run_and_compare(
@@ -105,42 +104,48 @@ def run_and_compare(
     """
     with _lock:
         try:
-            before, copies = ModuleState(model), copied((args, kwargs))
+            before, copies = ModelSnapshot(model), copied((args, kwargs))
         except Exception as error:
             return expected(*args, **kwargs), _not_copied(error)
         had_gradients = torch.is_grad_enabled()
         context = copy_context()  # `expected` and `found` must not see the context variables that the other one sets
         result = expected(*args, **kwargs)
-        if (change := before.unrepeatable_change()) is not None:
-            return result, RunComparison(ComparisonOutcome.UNREPEATABLE, str(change))
-        after, has_gradients = ModuleState(model), torch.is_grad_enabled()
-        with afterwards(after.restore, lambda: torch.set_grad_enabled(has_gradients)):
+        if (why := _unrepeatable(before)) is not None:
+            return result, RunComparison(ComparisonOutcome.UNREPEATABLE, why)
+        has_gradients = torch.is_grad_enabled()
+        with preserved(model) as after, afterwards(lambda: torch.set_grad_enabled(has_gradients)):
             before.restore()
             torch.set_grad_enabled(had_gradients)
             try:
                 value = context.run(found, *copies[0], **copies[1])
             except Exception as error:
                 return result, RunComparison(ComparisonOutcome.RAISES, first_line(error))
-            return result, _comparison(
-                model, after, has_gradients, (value, copies), (result, (args, kwargs)), within_rounding
-            )
+            if torch.is_grad_enabled() != has_gradients:
+                return result, RunComparison(ComparisonOutcome.DIFFERENT, "it ends in another gradient mode")
+            return result, _comparison(after, (value, copies), (result, (args, kwargs)), within_rounding)
 
 
-def _comparison(
-    model: Module, after: ModuleState, has_gradients: bool, found: Any, expected: Any, within_rounding: bool
-) -> RunComparison:
-    if torch.is_grad_enabled() != has_gradients:
-        return RunComparison(ComparisonOutcome.DIFFERENT, "it ends in another gradient mode")
+def _unrepeatable(before: ModelSnapshot) -> str | None:
+    """Returns what a run has changed that graphs do not repeat: they write, and draw from torch, as the module does."""
+    if drawn := [owner for owner in before.random.changed() if owner in ("Python", "numpy")]:
+        return f"the model draws random numbers (of {' and '.join(drawn)})"
+    changes = (change for change in before.changes() if not (change.is_write and change.is_restorable))
+    return next(map(str, changes), None)
+
+
+def _comparison(after: ModelSnapshot, found: Any, expected: Any, within_rounding: bool) -> RunComparison:
     try:
-        text = (
-            difference(found[0], expected[0], "output", within_rounding=within_rounding)
-            or difference(found[1], expected[1], "inputs", within_rounding=within_rounding)
-            or ModuleState(model).difference(after)
+        text = difference(found[0], expected[0], "output", within_rounding=within_rounding) or difference(
+            found[1], expected[1], "inputs", within_rounding=within_rounding
         )
     except IncomparableError as error:
         return RunComparison(ComparisonOutcome.NOT_COMPARABLE, str(error))
     except (RuntimeError, NotImplementedError) as error:  # the tensors of `torch.func`
         return RunComparison(ComparisonOutcome.NOT_COMPARABLE, f"its values cannot be compared ({first_line(error)})")
+    if text is None and after.random.changed():
+        text = "it ends in another random state"
+    if text is None and (change := next(after.changes(), None)) is not None:
+        text = f"it leaves another {change.name!r} in {change.module_class}"
     return RunComparison(ComparisonOutcome.EQUAL) if text is None else RunComparison(ComparisonOutcome.DIFFERENT, text)
 
 

@@ -21,8 +21,7 @@ from graphpatch_notebook.capture import is_sized_by_values
 from graphpatch_notebook.capture.inputs import given_input, passed_on
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
 from graphpatch_notebook.checks.meta_runs import MetaRunError, Variation, input_shapes, matched, recorded_on_meta
-from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.values import (
     ContainerSpec,
     ObjectSpec,
@@ -98,7 +97,7 @@ class Dimensions:
         self._reordered: dict[int, set[Profile]] | None = None
         self._is_far = False
         # A copy of the model runs, but it may draw random numbers, and write into objects outside the model.
-        with afterwards(ModuleState(root.module).restore):
+        with preserved(root.module):
             try:
                 self._note_run(recorded_on_meta(root, Variation(self._sizes[0])))
                 self._explore()
@@ -155,7 +154,7 @@ class Dimensions:
         if self._is_far or self.reason is not None:
             return False
         self._is_far = True
-        with _lock, afterwards(ModuleState(self._root.module).restore):
+        with _lock, preserved(self._root.module):
             for places in self.groups:
                 size = self._size(places[0])
                 any(self._run(Variation(self._at(places, far))) for far in _FAR if far > 2 * size)

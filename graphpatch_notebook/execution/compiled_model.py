@@ -18,7 +18,6 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import ExampleInputs, inputs_of_call
 from graphpatch_notebook.checks.comparison import compared
-from graphpatch_notebook.checks.model_state import Change, ChangeKind, Watch
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.patch_map import problems_of
@@ -109,6 +108,9 @@ def _contents(value: Any) -> tuple[Any, Any]:
 class CompiledModel:
     """What `PatchableGraph.compile` returns: call it like the model.
 
+    It is a snapshot of the model's code, over the model's own weights: writes into weights have their effect, other
+    changes of the model (its attributes, hooks, replaced parameters) have none.
+
     Each call reads the values of the patches that it was compiled with. Another value of the same shape and dtype does
     not compile again; a number counts as a tensor without dimensions.
 
@@ -137,7 +139,7 @@ class CompiledModel:
         self.graph = graph
         self._steps = steps
         self._patches = patches
-        self._watch = Watch(model)
+        self._model, self._was_training = model, model.training
         check = graph.get_submodule("check_inputs")
         assert isinstance(check, InputCheck)
         check.maker = "pg.compile"
@@ -147,17 +149,15 @@ class CompiledModel:
         """Runs the compiled model with the current values of the patches.
 
         Raises:
-            GraphError: Something that the model holds, or that its code reads, is another one than when it was
-                compiled: its mode (train or eval), a parameter, a buffer, a module, a hook, an attribute, its config,
-                a global, a closure variable; the inputs differ from those; torch cannot compile the model; or fields
-                of patches other than values had too many values.
+            GraphError: The inputs, or the mode (train or eval), differ from those that it was compiled for; torch
+                cannot compile the model; or fields of patches other than values had too many values.
             PatchMapError: A patch is not valid any more.
             PatchValueError: The value of a patch does not fit, or is neither a tensor nor a number.
         """
         __tracebackhide__ = True
-        # The compiled code refers to the weights, so writes into them have their effect. Nothing else has.
-        if (change := self._watch.change()) is not None:
-            raise GraphError(f"{_other_than(change)} than when it was compiled: call pg.compile again")
+        if self._model.training is not self._was_training:
+            mode = "train" if self._was_training else "eval"
+            raise GraphError(f"the model was compiled in {mode} mode: call pg.{mode}(), or pg.compile again")
         self._patches.read()
         try:
             return self._compiled(*args, **kwargs)
@@ -218,15 +218,6 @@ _TOO_MANY = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
 
 def _are_same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
-
-
-def _other_than(change: Change) -> str:
-    if change.kind is ChangeKind.GLOBAL:
-        return f"the code of the model reads another {change.name!r}"
-    where = f"{change.path!r} ({change.module_class})" if change.path else f"the model ({change.module_class})"
-    if change.kind is ChangeKind.MODE:
-        return f"{where} is in another mode (train or eval)"
-    return f"{where} has another {change.kind.value} {change.name!r}"
 
 
 class CompiledPatches:

@@ -185,7 +185,7 @@ class FrameRecording:
         assert node.module is not None
         change = running.change
         if change is None and self._state is not None and not _is_stateless(node.module):
-            found = self._state.change_in(node.module)
+            found = next(self._state.changes(node.module), None)
             change = running.change = None if found is None else str(found)
         self.state_change = self.state_change or change
         node.ended = self._tree.tick()
@@ -240,7 +240,7 @@ class FrameRecording:
         is_spoilt = False
         hooked = [module for module in all_modules(self._model) if has_hooks(module)]
         if self.state_change is None and self._state is not None:
-            found = self._state.change_in(None)
+            found = next(self._state.changes(), None)
             self.state_change = None if found is None else str(found)
         for node, marks in self._kept:
             if not node.is_written_later and any(version_of(tensor) != version for tensor, version in marks):

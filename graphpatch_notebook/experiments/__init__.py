@@ -37,8 +37,7 @@ from graphpatch_notebook.experiments.circuits.selection import circuit, faithful
 from graphpatch_notebook.experiments.datasets.averages import average, mean_values
 from graphpatch_notebook.experiments.datasets.ridge_probes import ridge_probes
 from graphpatch_notebook.experiments.datasets.store import ActivationStore, record_to
-from graphpatch_notebook.experiments.executors.clusters import RayExecutor
-from graphpatch_notebook.experiments.executors.mapping import map_batches
+from graphpatch_notebook.experiments.executors.executors import RayExecutor, map_batches
 from graphpatch_notebook.experiments.methods.ablation import ablate
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
 from graphpatch_notebook.experiments.methods.head_scores import composition_scores, head_scores, keep_heads

@@ -31,7 +31,7 @@ from graphpatch_notebook.checks.meta_runs import copy_on_meta
 from graphpatch_notebook.components import Component, Components, ComponentWeights, Weights, find
 from graphpatch_notebook.errors import ExperimentError, GraphError, GraphPatchWarning, add_note
 from graphpatch_notebook.execution import GENERATION_CONFIG, PatchContext, Recording, active_patches, innermost
-from graphpatch_notebook.experiments.executors.pickling import packed, sendable, unpacked
+from graphpatch_notebook.experiments.executors.executors import dumps, sendable
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
@@ -45,7 +45,6 @@ _RECIPE = """\
         return AutoModelForCausalLM.from_pretrained("gpt2").eval()
 
     pg = remote(cluster, build, input_ids=ids)"""
-_REPAIR = "Use it where the model runs, by a function of the graph there: pg.run_there(function)"
 _CHANGES = "bfloat16 cpu cuda double eval float half requires_grad_ to train type xpu zero_grad".split()
 _REFUSED = (
     "add_module apply load_state_dict register_buffer register_module register_parameter set_submodule to_empty _apply"
@@ -93,9 +92,7 @@ def remote(cluster: Any, recipe: Callable[[], Any], *example_args: Any, **exampl
             "recipe is a function that builds the model where it runs, so that no weights are sent:\n" + _RECIPE
         )
     engines = Engines(cluster)
-    made, (args, kwargs) = engines.run(
-        _build_there, ("the recipe", recipe), ("the inputs", (example_args, example_kwargs))
-    )
+    made, (args, kwargs) = engines.run(_build_there, recipe, (example_args, example_kwargs))
     model, options, placements, are_together = pickle.loads(made)
     if not are_together:
         engines.keep_first()
@@ -131,10 +128,10 @@ class RemoteGraph(PatchableGraph):
         patches = active_patches(self._captured)
         output, kept = self._there.run(
             _call_there,
-            ("a patch", (patches, self._is_strict)),
-            ("an input", (name, args, kwargs)),
-            ("the generation config", getattr(self, GENERATION_CONFIG, None)),
-            ("", torch.is_grad_enabled()),
+            (patches, self._is_strict),
+            (name, args, kwargs),
+            getattr(self, GENERATION_CONFIG, None),
+            torch.is_grad_enabled(),
         )
         for patch, values in zip([patch for _, patch in patches if patch.only_keeps], kept, strict=True):
             patch.forget()
@@ -161,8 +158,8 @@ class RemoteGraph(PatchableGraph):
             raise ExperimentError(
                 "the model runs in engines already, which run cells and batches in one order: leave executor= out"
             )
-        task = ("the function", function), ("an argument", (args, kwargs))
-        return self._there.run(_apply_there, ("a patch", (active_patches(self._captured), self._is_strict)), *task)
+        patches = active_patches(self._captured), self._is_strict
+        return self._there.run(_apply_there, patches, function, (args, kwargs))
 
     @property
     def _is_strict(self) -> bool:
@@ -310,15 +307,15 @@ def _answer(token: str, is_first: bool, task: bytes) -> bytes:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", GraphPatchWarning)
         try:
-            function, *parts = unpacked(task)
+            function, *parts = pickle.loads(task)
             result = function(token, *parts)
-            is_right, answer = True, packed([("what is returned", result if is_first else None)], _REPAIR)
+            is_right, answer = True, dumps(result if is_first else None)
         except (Exception, KeyboardInterrupt) as error:
-            is_right, answer = False, packed([("the error", sendable(error))])
+            is_right, answer = False, dumps(sendable(error))
     given = {
         (str(each.message), each.category): None for each in caught if issubclass(each.category, GraphPatchWarning)
     }
-    return packed([("", (is_right, list(given), answer))])
+    return dumps((is_right, list(given), answer))
 
 
 def _build_there(token: str, recipe: Callable[[], Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -391,8 +388,8 @@ class Engines:
         """Uses only the first engine from now on: one that runs the model alone, and writes files."""
         del self._ids[1:]
 
-    def run(self, function: Callable[..., Any], *parts: tuple[str, Any]) -> Any:
-        """Returns what `function` returns in the first engine. `parts` are its arguments, with names for messages.
+    def run(self, function: Callable[..., Any], *parts: Any) -> Any:
+        """Returns what `function` returns in the first engine. `parts` are its arguments.
 
         Raises:
             ExperimentError: An engine died, or a part cannot be pickled.
@@ -400,7 +397,7 @@ class Engines:
             Exception: What the function raised.
         """
         __tracebackhide__ = True
-        task = packed([("the task", function), *parts], _REPAIR)
+        task = dumps((function, *parts))
         if lost := [engine for engine in self._ids if engine not in self._client.ids]:
             raise ExperimentError(
                 f"engine {lost[0]} of the cluster has died: start the cluster and make the graph again"
@@ -429,11 +426,11 @@ class Engines:
             warn_each_time(message, category)
         for engine, (is_right, _, data) in answers.items():  # the first failure caused the others
             if not is_right:
-                result = unpacked(data)[0]
+                result = pickle.loads(data)
                 if len(self._ids) > 1:
                     add_note(result, f"raised in engine {engine} of {len(self._ids)}")
                 raise result
-        return unpacked(answers[self._ids[0]][2])[0]
+        return pickle.loads(answers[self._ids[0]][2])
 
     def _interrupt(self, waiting: dict[int, Any], answers: dict[int, _Answer]) -> None:
         """Interrupts the engines that have not answered, and waits for them a while."""
@@ -456,7 +453,7 @@ class Engines:
                     continue
                 del waiting[engine]
                 try:
-                    answers[engine] = unpacked(result.get())[0]
+                    answers[engine] = pickle.loads(result.get())
                 except Exception as error:  # ipyparallel raises its own errors
                     raise ExperimentError(
                         f"engine {engine} of the cluster did not answer: {type(error).__name__}: {error}. If it died, "

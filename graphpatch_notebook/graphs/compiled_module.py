@@ -19,7 +19,6 @@ from graphpatch_notebook.capture.held_values import module_at
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import RunComparison
-from graphpatch_notebook.checks.model_state import Holdings
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.graphs.copies import copied_graph
@@ -35,10 +34,9 @@ _build_lock = threading.RLock()
 
 
 class LastComparison(NamedTuple):
-    """The last comparison of a graph with its module by `verify`: the call, what the code could read, the result."""
+    """The last comparison of a graph with its module by `verify`: the call, and the result."""
 
     signature: CallSignature
-    holdings: Holdings
     found: RunComparison
 
 

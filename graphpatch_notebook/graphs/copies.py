@@ -24,7 +24,6 @@ from graphpatch_notebook.capture.records import (
     Structure,
     map_leaves,
 )
-from graphpatch_notebook.checks.model_state import Holdings
 from graphpatch_notebook.graphs.build import BuiltGraph
 from graphpatch_notebook.torch_compat import codegen_of
 
@@ -62,7 +61,7 @@ def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
         return memo[id(frame)]  # type: ignore[no-any-return]
     nodes: dict[Node, Node] = {}
     frames: dict[int, Frame] = {}
-    capture = Capture(frame.capture.options, has_escaped_sizes=frame.capture.has_escaped_sizes)
+    capture = Capture(frame.capture.options)
     for old in frame.walk():
         new = dataclasses.replace(old, nodes=[], names={}, doubts=list(old.doubts), capture=capture)
         frames[id(old)] = memo[id(old)] = new
@@ -76,10 +75,6 @@ def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
         new.nodes = [_connected(nodes[node], nodes, frames) for node in old.nodes]
         new.names = {name: nodes.get(node, node) for name, node in old.names.items()}
         new.output = _mapped(old.output, nodes)
-        new.size_guards = [dataclasses.replace(g, operands=_mapped(g.operands, nodes)) for g in old.size_guards]
-    if frame.capture.holdings is not None:
-        is_as_captured = Holdings.read_within(frame.walk()).is_in(frame.capture.holdings)
-        capture.holdings = Holdings.read_by(*(frames.values() if is_as_captured else ()))
     return memo[id(frame)]  # type: ignore[no-any-return]
 
 

@@ -39,7 +39,6 @@ from graphpatch_notebook.checks.call_signature import (
     current_settings,
 )
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared
-from graphpatch_notebook.checks.model_state import Holdings
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
 from graphpatch_notebook.graphs.build import AUXILIARY, connect_records
 from graphpatch_notebook.graphs.running import unobserved
@@ -77,8 +76,6 @@ class EditedCalls:
             bool(doubts - {Reason.ROUNDS}) or bool(self._example.objects) or any(map(_returns_numbers, frame.calls()))
         )
         self._is_rounded = Reason.ROUNDS in doubts
-        self._holdings = Holdings.read_by(frame)
-        self._is_as_captured = self._holdings.is_in(frame.capture.holdings or self._holdings)
         self._held: set[Hashable] = set()  # the signatures of calls that it was compared in, and held for
         self._has_warned = False
 
@@ -109,17 +106,10 @@ class EditedCalls:
         refused = next(filter(self._is_left_out, differences), None)
         if refused is not None:
             raise self._error(str(refused))
-        self._look_again()
-        if differences or self._goes_by_values or not self._is_as_captured:
+        if differences or self._goes_by_values:
             key = CallSignature.of(values)
             if self._goes_by_values or key not in self._held:
                 self._compare(key, args, kwargs)
-
-    def _look_again(self) -> None:
-        """Drops earlier comparisons if the modules have changed in other ways than by writes and new hooks."""
-        if not self._holdings.is_as_now():
-            self._holdings, self._is_as_captured = Holdings.read_by(self._frame), False
-            self._held.clear()
 
     def _is_left_out(self, difference: Difference) -> bool:
         """Whether the graph holds the differing value as a constant, so that equal results would not prove anything."""

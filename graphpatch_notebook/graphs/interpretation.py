@@ -16,7 +16,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.records import CallNode, Frame, Node, OpNode
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import ModelSnapshot
 from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
 from graphpatch_notebook.graphs.build import DefaultName
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
@@ -82,7 +82,7 @@ class GraphInterpreter:
                 unverified.append(f"{graph_module.path or '<root>'} ({name}): {doubt}")
             return _FrameInterpreter(graph_module, _bound(graph_module, args, kwargs), self._on_node).run()
 
-        state = ModuleState(self._graph_module.frame.module)
+        state = ModelSnapshot(self._graph_module.frame.module)
         with afterwards(lambda: state.restore(counts_writes=True)), holding(interpreter, run_graph):
             result = state.separated(self._graph_module(*args, **kwargs))
         if unverified:
@@ -102,8 +102,6 @@ def _doubt(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dic
     last = graph_module.last_comparison
     if last is None or last.signature.differences([*inputs_of_call(graph_module.frame, args, kwargs).values()]):
         return "it was not compared on such inputs"
-    if not last.holdings.is_as_now():
-        return "what its module holds, or what its code reads, has changed since it was compared"
     return None if last.found.is_equal else str(last.found)
 
 

@@ -10,14 +10,14 @@ from typing import Any, Literal, TypeAlias
 from torch.nn import Module
 
 from graphpatch_notebook.capture import Doubt, Reason, listed_doubts
-from graphpatch_notebook.capture.held_values import outer_objects, reachable_modules
+from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import inputs_of_call
 from graphpatch_notebook.capture.observers import Swaps, invoke
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared, run_and_compare
 from graphpatch_notebook.checks.hooks import HookOwner, owner_of
-from graphpatch_notebook.checks.model_state import Holdings, ModuleState, copied
+from graphpatch_notebook.checks.model_state import copied, preserved
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule, LastComparison
 from graphpatch_notebook.graphs.modules import GraphModule, run_live
 from graphpatch_notebook.graphs.running import (
@@ -29,7 +29,6 @@ from graphpatch_notebook.graphs.running import (
 )
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.values import children
 
 Status: TypeAlias = Literal["equal", "differing", "not comparable", "opaque", "own graph", "not reached"]
 _IN_WORDS: dict[Status, str] = {
@@ -152,17 +151,16 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if root.has_own_graph:
         return VerificationReport(tuple(_report(g, {}) for g in root.walk()))
     verifier = _Verifier(root)
-    state = ModuleState(root.frame.module)
     first, second = copied((args, kwargs)), copied((args, kwargs))
     swaps = Swaps()
-    with afterwards(swaps.let_go, state.restore), observed_by(verifier):
+    with preserved(root.frame.module), afterwards(swaps.let_go), observed_by(verifier):
         swaps.hold(reachable_modules(root.frame.module))
         copy_context().run(root.frame.module, *first[0], **first[1])
     found = verifier.found
     if isinstance(root, CompiledGraphModule) and root in found and found[root].is_equal:
         # Submodules may pass on values that no graph holds: compare once more, running all graphs that are equal.
         equal = frozenset(graph_module for graph_module, comparison in found.items() if comparison.is_equal)
-        with afterwards(state.restore), holding(trusted, equal):
+        with preserved(root.frame.module), holding(trusted, equal):
             if is_hooked(root.frame.module):  # the parameters are there only between the hooks
                 run_in_hook(root.frame.module, lambda *call: verifier.compare_as_a_whole(root, *call), *second)
             else:
@@ -197,7 +195,7 @@ class _Verifier:
         frame = graph_module.frame
         signature = CallSignature.of(inputs_of_call(frame, args, kwargs))
         doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in signature.objects[:1]]
-        if doubts := doubts or [*_hooks_left_out(frame), *_unknown_values(frame)][:1]:
+        if doubts := doubts or [*_hooks_left_out(frame)][:1]:
             result = run(*args, **kwargs)
             comparison = RunComparison(ComparisonOutcome.NOT_COMPARABLE, listed_doubts(doubts))
         else:
@@ -216,7 +214,7 @@ class _Verifier:
 
     def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: RunComparison) -> None:
         self.found[graph_module] = comparison
-        graph_module.last_comparison = LastComparison(signature, Holdings.read_by(graph_module.frame), comparison)
+        graph_module.last_comparison = LastComparison(signature, comparison)
 
     def _graph_module(self, module: Module) -> GraphModule | None:
         """Returns the graph module of the frame that begins, if it was called during capture."""
@@ -249,17 +247,6 @@ def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
         # Other hooks change tensors, which is part of the graph, or only concern the module's own run.
         if HookOwner.USER in map(owner_of, hooks):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, type(module).__name__)
-
-
-def _unknown_values(frame: Frame) -> Iterator[Doubt]:
-    """Yields doubts if the graph holds a tensor that may be replaced before the next run."""
-    constants = [node for node in frame.nodes if node.kind == "constant"]
-    if not constants:
-        return
-    held = set(map(id, outer_objects(frame.module)))
-    for value in frame.module.__dict__.values():
-        held.update(id(item) for _, item in children(value) or ())
-    yield from (Doubt(Reason.HOLDS_UNKNOWN_VALUE, str(n.spec)) for n in constants if id(n.target()) not in held)
 
 
 def _report(graph_module: GraphModule, found: dict[GraphModule, RunComparison]) -> FrameReport:

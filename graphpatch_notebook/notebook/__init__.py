@@ -33,7 +33,7 @@ def register_patch_kind(kind: PatchKind) -> None:
         ... class NegatePatch(Patch[torch.Tensor]):
         ...     def op(self, original_output):
         ...         return -original_output
-        >>> register_patch_kind(PatchKind("negate", NegatePatch, "negates the value", hook_result="-{input}"))
+        >>> register_patch_kind(PatchKind("negate", NegatePatch, "negates the value"))
         >>> del PATCH_KINDS["negate"]
     """
     from graphpatch_notebook.notebook.magics.commands import commands

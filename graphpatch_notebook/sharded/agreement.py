@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import MissingProcessWarning, ShardedCallError
+from graphpatch_notebook.sharded.digests import digest
 from graphpatch_notebook.sharded.placements import SKETCH, is_same_sketch
 from graphpatch_notebook.sharded.processes import Processes
 from graphpatch_notebook.torch_compat import default_store
-from graphpatch_notebook.values import IMMUTABLE, tensor_bytes
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 _PAUSE = 0.002
@@ -41,7 +38,7 @@ class Agreement:
 
         If another process makes another call, all of them raise a `ShardedCallError`.
         """
-        header = digest(what, patches)
+        header = _header(what, patches)
         headers, _ = self._exchanged(what, header)
         if all(torch.equal(header, each) for each in headers):
             return
@@ -61,7 +58,7 @@ class Agreement:
         """
         for first in range(0, len(paths), _ROWS):
             mine = values[first : first + _ROWS]
-            headers, rows = self._exchanged(what, digest(f"the end of {what}", []), mine)
+            headers, rows = self._exchanged(what, _header(f"the end of {what}", []), mine)
             self._check_same_calls(f"the end of {what}", headers)
             for path, one, *others in zip(paths[first : first + _ROWS], *rows, strict=False):
                 if not all(one[0] == each[0] and is_same_sketch(one[1:], each[1:]) for each in others):
@@ -74,7 +71,7 @@ class Agreement:
     def leave(self, what: str, paths: Sequence[str]) -> None:
         """Lets the others know that the call failed here, without waiting for them."""
         for _ in range(0, len(paths), _ROWS):
-            self._send(digest(f"the failure of {what}", []), None)
+            self._send(_header(f"the failure of {what}", []), None)
 
     def _check_same_calls(self, what: str, headers: Sequence[Tensor]) -> None:
         if len({each[0].item() for each in headers}) > 1:
@@ -128,41 +125,6 @@ class Agreement:
             )
 
 
-def digest(what: str, patches: Sequence[tuple[str, Any]]) -> Tensor:
-    """Returns two digests: of the call, and of its patches with the contents of their tensors."""
-    hashed = hashlib.sha256()
-    for path, patch in patches:
-        hashed.update(path.encode())
-        _add(hashed, patch, 0)
-    numbers = [int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")]
-    return torch.tensor([*numbers, int.from_bytes(hashed.digest()[:7], "big")])
-
-
-def _add(hashed: Any, value: Any, depth: int) -> None:
-    """Adds a value to a digest: data by their contents, functions by their names, and other objects by their class."""
-    if isinstance(value, Tensor):
-        hashed.update(f"{tuple(value.shape)}{value.dtype}".encode())
-        if not value.is_meta and not is_distributed(value):
-            hashed.update(tensor_bytes(value).data)
-    elif isinstance(value, IMMUTABLE):
-        hashed.update(repr(value).encode())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value:
-            _add(hashed, item, depth)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            hashed.update(str(key).encode())
-            _add(hashed, item, depth)
-    else:
-        hashed.update(type(value).__qualname__.encode())
-        if inspect.isroutine(value):
-            hashed.update(getattr(value, "__qualname__", "").encode())
-        elif depth < 2:
-            _add_fields(hashed, value, depth)
-
-
-def _add_fields(hashed: Any, value: Any, depth: int) -> None:
-    for name, item in sorted(getattr(value, "__dict__", {}).items()):
-        if not name.startswith("_"):  # what a patch keeps for itself
-            hashed.update(name.encode())
-            _add(hashed, item, depth + 1)
+def _header(what: str, patches: Sequence[tuple[str, Any]]) -> Tensor:
+    """Returns what all processes must have in common: digests of the call, and of its patches."""
+    return torch.tensor([int(digest(value)[:14], 16) for value in (what, list(patches))])

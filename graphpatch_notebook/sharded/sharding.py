@@ -67,7 +67,7 @@ def with_whole_records(local: Frame) -> Frame:
     except MetaRunError as error:
         root, sharding.reason = local, f"no copy of the model can run in one process ({error})"
     else:
-        capture = Capture(local.capture.options, holdings=local.capture.holdings)
+        capture = Capture(local.capture.options)
         device = next((spec.device for node in local.nodes for spec in tensor_specs(node.spec)), torch.device("cpu"))
         for frame in root.walk():
             frame.capture = capture

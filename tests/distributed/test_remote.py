@@ -170,9 +170,9 @@ def test_experiments_run_there(there: PatchableGraph, here: PatchableGraph) -> N
 
 
 def test_engines_that_form_no_group_do_not_all_write(there: PatchableGraph, tmp_path: Path) -> None:
-    inputs: dict[str, Any] = {"input_ids": IDS, "metric": LogitDifference(3, 4), "checkpoint": tmp_path / "sweep.jsonl"}
+    inputs: dict[str, Any] = {"input_ids": IDS, "metric": LogitDifference(3, 4), "checkpoint": tmp_path / "sweep"}
     there.sweep({"layer": [0, 1]}, lambda layer: {f"layers[{layer}].mlp_out": ZeroPatch()}, **inputs)
-    assert len(inputs["checkpoint"].read_bytes().splitlines()) == 3
+    assert len([*inputs["checkpoint"].iterdir()]) == 3
 
 
 def test_errors_and_warnings_come_back(there: PatchableGraph) -> None:

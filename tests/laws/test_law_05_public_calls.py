@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import random
 import types
-from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -70,61 +68,6 @@ def drawing() -> nn.Module:
 
 CASES.append(Case(name="drawing", build=drawing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
 
-COUNTING = """
-import collections
-import torch
-from torch import nn
-
-COUNT, LATEST, SEEN = 0, collections.deque(maxlen=2), {"sizes": [], "calls": collections.Counter()}
-TOTAL, BOX = torch.zeros(6), type("Box", (), {"__module__": __name__})()
-
-class Registry:
-    runs = 0
-
-def note(x, *, seen=[]):
-    global COUNT, FIRST
-    seen.append(1)
-    Registry.runs += len(seen)
-    COUNT += 1
-    FIRST = COUNT == 1
-    SEEN["sizes"].append(tuple(x.shape))
-    SEEN["calls"][x.dtype] += 1
-
-def made():
-    calls = 0
-
-    class Counting(nn.Module):
-        runs = 0
-
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x):
-            nonlocal calls
-            calls += 1
-            type(self).runs += 1
-            BOX.latest = COUNT
-            LATEST.append(COUNT)
-            TOTAL.add_(1)
-            note(x)
-            return self.linear(x)
-
-    return Counting()
-"""
-
-
-def counting() -> nn.Module:
-    """Returns a model that counts its runs outside of it, in globals that no other model has."""
-    torch.manual_seed(0)
-    variables: dict[str, Any] = {"__name__": "counting"}
-    exec(COUNTING, variables)
-    model: nn.Module = variables["made"]()
-    return model.eval()
-
-
-CASES.append(Case(name="counting", build=counting, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
-
 
 class Writing(nn.Module):
     """Writes into its weights, as codebooks that follow a moving average do, and `torch.nn.Embedding` by itself."""
@@ -145,73 +88,6 @@ def writing() -> nn.Module:
 
 
 CASES.append(Case(name="writing", build=writing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
-
-
-def _counts(x: Tensor, calls: list[int]) -> Tensor:
-    calls.append(len(calls))
-    return x + len(calls)
-
-
-class _Scales:
-    """Objects that are called keep state, too."""
-
-    def __init__(self) -> None:
-        self.calls, self.total = 0, torch.zeros(6)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.total += 1
-        return x * self.calls + self.total
-
-
-class _Options(dict):  # type: ignore[type-arg]
-    calls = 0
-
-
-class Uncounted(nn.Module):
-    """Changes what neither the version of a tensor nor the attributes of the module show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scales, self.options = nn.Linear(6, 6), _Scales(), _Options(scale=1)
-        self.replaced, self.written, self.exported, self.graded = (nn.Parameter(torch.ones(6)) for _ in range(4))
-        self.accumulated, self.frozen = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
-        self.accumulated.grad = torch.zeros(6)
-        self.bytes, self.numbers, self.objects = bytearray(1), array("d", [0.0]), np.array([0, None], dtype=object)
-        self.flipped = np.arange(3.0)[::-1]
-        self.bits, self.counts = np.random.PCG64(1), functools.partial(_counts, calls=[])
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.replaced.data = self.replaced.data * 0.5
-        self.written.data.mul_(0.5)
-        self.exported.detach().numpy()[...] *= 0.5
-        self.graded.grad = torch.ones(6) if self.graded.grad is None else self.graded.grad + 1
-        with torch.enable_grad():
-            (self.accumulated.sum() * 2).backward()
-        self.frozen.requires_grad = not self.frozen.requires_grad
-        self.late = self._late()
-        with torch.no_grad():
-            self.late.mul_(2)
-        self.bytes.append(1)
-        self.numbers.append(len(self.numbers))
-        self.objects[0] += 1
-        self.flipped[0] += 1
-        self.options.calls += 1
-        weight = self.replaced + self.written + self.exported + self.late + self.graded.grad + self.accumulated.grad
-        number = len(self.bytes) + sum(self.numbers) + self.objects[0] + float(self.flipped[0]) + self.options.calls
-        out = self.scales(self.linear(x)) * weight.detach() + number
-        return self.counts(out) + float(self.frozen.requires_grad) + self.bits.random_raw() % 7
-
-    def _late(self) -> nn.Parameter:
-        return getattr(self, "late", None) or nn.Parameter(torch.ones(1))
-
-
-def uncounted() -> nn.Module:
-    torch.manual_seed(0)
-    return Uncounted().eval()
-
-
-CASES.append(Case(name="uncounted", build=uncounted, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
 
 
 def described(value: Any, names: dict[int, str], seen: frozenset[int] = frozenset()) -> Any:
@@ -255,12 +131,6 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
     }
     found |= {f"weight {path}": described(weight, {}) for path, weight in model.named_parameters()}
-    forward = type(model).forward
-    if forward.__module__ == "counting":
-        found |= {name: described(value, names) for name, value in forward.__globals__.items() if name.isupper()}
-        found["calls"] = inspect.getclosurevars(forward).nonlocals["calls"], vars(type(model))["runs"]
-        outside = forward.__globals__
-        found["registry"] = outside["Registry"].runs, [*outside["note"].__kwdefaults__["seen"]]
     shared = torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
     return {**found, **dict(zip(("torch", "Python", "numpy"), shared, strict=True))}
 

@@ -126,10 +126,7 @@ def test_pg_graph(models):
     assert probe.activation.shape == (2, 5, 4)
 
 
-def test_a_head_that_hooks_do_not_see(models):
-    models.ok("%graphpatch zero layers[1].attn.heads[-1].z")
-    refused = models.refused("%graphpatch export --hooks")
-    assert "which hooks do not see; patch transformer.h_1.attn.c_proj.x[..., 12:16], the same value" in refused
+def test_a_head_is_a_slice_of_what_follows(models):
     head = logits(models, "pg", {"layers[1].attn.heads[3].z": ZeroPatch()})
     assert torch.equal(
         head, logits(models, "pg", {"transformer.h_1.attn.c_proj.x": ZeroPatch(slice=(..., slice(12, 16)))})

@@ -14,7 +14,7 @@ from IPython.core.completer import provisionalcompleter
 from torch import Tensor
 
 from graphpatch_notebook import Patch, ZeroPatch
-from graphpatch_notebook.errors import ChosenPatchError, ExportError
+from graphpatch_notebook.errors import ChosenPatchError
 from graphpatch_notebook.notebook import PATCH_KINDS, PatchKind, PatchValue, register_patch_kind
 from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.run.runs import Runs
@@ -41,7 +41,7 @@ class ScalePatch(Patch[Tensor]):
 
 @dataclass(kw_only=True, eq=False)
 class FlipPatch(Patch[Tensor]):
-    """A patch without a value, which cannot be written as a hook."""
+    """A patch without a value."""
 
     def op(self, original_output: Tensor) -> Tensor:
         return original_output.flip(-1)
@@ -53,7 +53,6 @@ SCALE = PatchKind(
     "multiplies the value",
     value=PatchValue("factor", "a number", "0.5", help="VALUE is a number."),
     examples=("scale h_0.output 0.5",),
-    hook_statement="{target} *= {value}",
 )
 
 
@@ -110,12 +109,11 @@ def test_it_is_in_session_files(pg: Shell, tmp_path: Path) -> None:
         register_patch_kind(PatchKind("flip", FlipPatch, "turns the value around"))
 
 
-@pytest.mark.parametrize("form", ["graphpatch", "hooks"])
-def test_it_is_exported(pg: Shell, form: Any) -> None:
+def test_it_is_exported(pg: Shell) -> None:
     session = session_of(pg.namespace["pg"])
     session.add(ChosenPatch("down.output", "scale", value="0.5"))
-    source = export(session, form)
-    assert (f"from {__name__} import ScalePatch\n" in source) == (form == "graphpatch")
+    source = export(session)
+    assert f"from {__name__} import ScalePatch\n" in source
     found = {name: pg.namespace[name] for name in ("pg", "model", "x")}
     exec(source, found)
     assert torch.equal(found["output"], expected(pg))
@@ -131,10 +129,8 @@ def test_a_value_of_the_same_run_is_copied_by_its_path(pg: Shell, tmp_path: Path
     (loaded,) = session_file.load(session, tmp_path / "session.json")
     assert str(loaded) == "copy_from down.input 'up.output'"
     found = {name: pg.namespace[name] for name in ("pg", "model", "x")}
-    exec(export(session, "graphpatch"), found)
+    exec(export(session), found)
     assert torch.equal(found["output"], by_hand)
-    with pytest.raises(ExportError, match="cannot be written as a hook"):
-        export(session, "hooks")
     assert (
         "copy_from takes the path of another value in quotes, not a int, 3"
         in pg.run("%graphpatch copy_from up.input 3").err
@@ -161,13 +157,6 @@ def test_a_class_that_cannot_be_imported_is_needed(pg: Shell) -> None:
         session.clear()
     finally:
         del PATCH_KINDS["half"]
-
-
-def test_one_without_a_hook_is_refused_as_a_hook(pg: Shell) -> None:
-    session = session_of(pg.namespace["pg"])
-    session.add(ChosenPatch("down.output", "flip"))
-    with pytest.raises(ExportError, match=r"'down\.output' is a flip patch, a kind that cannot be written as a hook"):
-        export(session, "hooks")
 
 
 def test_it_is_in_the_editor(pg: Shell) -> None:
@@ -215,7 +204,6 @@ def test_names_of_commands_are_refused(name: str) -> None:
         ({"name": "two words"}, "must be an identifier"),
         ({"value": PatchValue("size", "a number", "2")}, "ZeroPatch has no field 'size'"),
         ({"value": PatchValue("slice", "a number", "2"), "keeps": "slice"}, "takes a value or keeps one"),
-        ({"hook_statement": "{part} = 0", "hook_result": "{input} * 0"}, "not both"),
     ],
 )
 def test_mistakes_of_an_entry(fields: dict[str, Any], message: str) -> None:

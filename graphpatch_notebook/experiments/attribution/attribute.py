@@ -172,14 +172,16 @@ def attribute(
     selected = selected_nodes(pg.nodes, paths) if of_all is None else of_all.selected
     wanted = [node for node in selected.nodes if node.is_wanted]
     axis = None if positions is None else PositionAxis(pg, selected, given[1], positions, position_dim)
-    kept = {} if axis is None else {path: KeptDims(dim, **axis.of_rows(path)) for path, dim in axis.dims.items()}
+    kept = {}
+    if axis is not None:
+        kept = {path: KeptDims(dim, row=row, columns=axis.columns) for path, (dim, row) in axis.dims.items()}
     members = {place.path: place for place in selected.places.values() if place.dim is not None}
     if heads is not None:
         if members:
             raise ExperimentError(
                 f"heads= splits values, but {next(iter(selected.places))!r} is one of these parts; drop heads="
             )
-        kept = _with_heads(pg, wanted, paths, heads, {} if axis is None else axis.dims, kept)
+        kept = _with_heads(pg, wanted, paths, heads, kept)
     for path, place in members.items():
         kept[path] = replace(kept.get(path, KeptDims()), heads=place.dim, count=place.count)
     xarray = extra("xarray", "an array of scores")  # fails before the model runs
@@ -199,7 +201,7 @@ def attribute(
     _warn_of_infinite(result)
     if axis is not None:
         weights = {node.path for node in wanted if node.is_state}
-        _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights}, axis.cached)
+        _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights})
     return result
 
 
@@ -265,12 +267,12 @@ def _with_heads(
     nodes: Iterable[ScoredNode],
     paths: Any,
     count: int,
-    sequences: Mapping[str, int],
     kept: Mapping[str, KeptDims],
 ) -> dict[str, KeptDims]:
     """Returns the dimensions of positions and heads in values."""
     if paths is None:
         raise ExperimentError("heads= needs values with separate heads: paths=['h_0.attn.c_proj.x', ...]")
+    sequences = {path: dims.position for path, dims in kept.items() if dims.position is not None}
     dims = head_layout(pg, {node.path: tuple(node.spec.shape) for node in nodes}, count, sequences).dims
     return {path: replace(kept.get(path, KeptDims()), heads=dim, count=count) for path, dim in dims.items()}
 
@@ -355,13 +357,7 @@ def _warn_of_losses(
     warn_of_loss(what, loss, result.attrs["fallbacks"], is_half=is_half)
 
 
-def _warn_of_no_positions(problems: Mapping[str, str], cached: set[int]) -> None:
-    if cached:
-        message = (
-            f"the given key/value cache has positions {min(cached)} to {max(cached)}, which the runs do not compute: "
-            "the scores there are NaN"
-        )
-        warn(message, ExperimentWarning, level_of_caller())
+def _warn_of_no_positions(problems: Mapping[str, str]) -> None:
     if problems:
         message = (
             f"{len(problems)} values have no scores by position (NaN). The most common reasons (see the attribute "

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.attribution.scored_nodes import has_storage
 from graphpatch_notebook.torch_compat import base_of, is_awaited, is_overload, overload_path
 
 if TYPE_CHECKING:
@@ -167,15 +166,10 @@ class Held:
 
 
 class HeldTensors:
-    """The tensors that are held, by their storage, so that they can be copied before the model writes into them.
-
-    Attributes:
-        size: How many bytes they keep, without weights.
-    """
+    """The tensors that are held, by their storage, so that they can be copied before the model writes into them."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[Held]] = {}
-        self.size = 0
 
     def hold(self, tensor: Tensor) -> Held:
         """Returns a tensor as it is now."""
@@ -186,11 +180,8 @@ class HeldTensors:
             )
         if is_awaited(tensor):
             tensor = tensor.detach().clone()  # which waits for it
-        held, storage = Held(tensor), tensor.untyped_storage()
-        known = self._by_storage.setdefault(storage.data_ptr(), [])
-        if not known and not is_weight(tensor):
-            self.size += storage.nbytes()
-        known.append(held)
+        held = Held(tensor)
+        self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(held)
         return held
 
     def before(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -200,12 +191,20 @@ class HeldTensors:
             if target is not None and has_memory(target):
                 for held in self._by_storage.pop(target.untyped_storage().data_ptr(), ()):
                     held.tensor = held.tensor.clone()
-                    self.size += held.tensor.nbytes
 
 
 def is_weight(value: Tensor) -> bool:
     """Whether a tensor is a parameter or a part of one, which is the same in all runs."""
     return isinstance(value, Parameter) or isinstance(base_of(value), Parameter)
+
+
+def has_storage(value: Tensor) -> bool:
+    """Whether a tensor has memory: wrappers of `torch.func` do not."""
+    try:
+        value.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def has_memory(value: Tensor) -> bool:

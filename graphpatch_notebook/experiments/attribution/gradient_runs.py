@@ -7,23 +7,19 @@ The nodes are scored in groups that fit into memory. For each group:
 3. Integrated gradients take further runs, which are interpolated between the two at the roots.
 4. The metric of each run is differentiated once, for all values of the group (`scores_of`).
 
-One-sided scores take two runs for each value instead, on the corrupted inputs: in the first, the value is the clean one
-(`Restored`). Where the value is computed, the two runs begin to differ.
+For one-sided scores, each value is a group of its own, and the clean run is one on the corrupted inputs in which this
+value is the clean one.
 
-Two terms:
-
-- A *root* is a floating-point value that differs between the runs, although nothing that it is computed from differs.
-  A new leaf replaces it, so autograd never reaches the weights, whether they require gradients or not.
-- A *slot* is a difference (clean value - corrupted value) with the gradient edge of the value: one term of a score.
+A *root* is a floating-point value that differs between the runs, although nothing that it is computed from differs. A
+new leaf replaces it, so autograd never reaches the weights, whether they require gradients or not.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +41,7 @@ from graphpatch_notebook.experiments.engine.measurements import noted_metric
 from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch
 from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.warning_places import collected_warnings
@@ -128,21 +124,6 @@ class AttributionResults:
 
 
 @dataclass
-class NodeGroup:
-    """A group of nodes whose values were recorded in both runs.
-
-    Attributes:
-        differences: The differences between the values of the two runs.
-        first: The run on the corrupted inputs and its metric; `None` once its autograd graph is freed.
-        left: Paths that did not fit into this group.
-    """
-
-    differences: Differences
-    first: tuple[GradientRun, Tensor] | None
-    left: set[str]
-
-
-@dataclass
 class AttributionRuns:
     """Runs the model as often as an attribution needs it, and computes the scores.
 
@@ -170,182 +151,131 @@ class AttributionRuns:
 
     def __post_init__(self) -> None:
         self._choices = Choices(self.routing)
-        self._has_run = self._has_measured = False
+        self._state: ModuleState | None = None
         self._roots = Roots()
-        self._only: str | None = None  # the path that is scored against the run in which it alone is restored
         self._copied: set[str] = set()
         self._found = AttributionResults()
         self._found.scores = {node.path: np.zeros(()) for node in self.nodes if node.is_parameter}
 
     def run(self) -> AttributionResults:
         """Returns the scores. The model and the random state are restored."""
-        with collected_warnings() as messages, torch.inference_mode(False), self.watched.context:
-            state = ModuleState(captured(self.pg).module)
-            with afterwards(state.restore):
-                (self._run_one_by_one if self.is_one_sided else self._run_all)(state)
+        state = ModuleState(captured(self.pg).module)
+        with collected_warnings() as messages, torch.inference_mode(False), afterwards(state.restore):
+            (self._run_one_by_one if self.is_one_sided else self._run_all)()
         self.watched.listener = _pass_on
         self._found.roots = list(dict.fromkeys(path for path, _ in self._roots.clean))
         # Paths that were not computed are in `problems`.
         self._found.remarks = [message for message in messages if "never fired" not in message]
         return self._found
 
-    def _run_all(self, state: ModuleState) -> None:
+    def _run_all(self) -> None:
         wanted = {node.path for node in self.nodes if node.is_compared and not node.is_parameter}
-        if list(self.fractions) != [0.0]:
-            wanted = self._scored_on_the_way(wanted, state)
         while wanted:
-            wanted = self._scored(wanted, state)
+            wanted = self._score(wanted)
         infinite = _not_finite(self._found.scores)
         while infinite:
-            infinite = self._scored(infinite, state, is_careful=True)
+            infinite = self._score(infinite, is_careful=True)
         for path in _not_finite(self._found.scores):
             self._found.problems[path] = f"its score is not finite: {self._found.scores.pop(path).sum()}"
 
-    # -- one group -----------------------------------------------------------------------------------------------------
-
-    def _scored_on_the_way(self, wanted: set[str], state: ModuleState) -> set[str]:
-        """Finds all roots, which each interpolated run needs; scores the paths if all of them fit into one group."""
-        compared = self._compared(wanted, state)
-        if not compared.left:
-            self._score(compared, state)
-            return set()
-        left = compared.left
-        del compared
+    def _run_one_by_one(self) -> None:
+        wanted = {node.path: node for node in self.nodes if node.is_wanted and not node.is_parameter}
+        left = set(wanted)
         while left:
-            left = self._compared(left, state).left
-        return wanted
+            clean = CleanValues(left, left, self.max_bytes)
+            with torch.no_grad():
+                metric = self._clean_metric(self._output(clean, self.clean))
+            self._found.problems |= clean.problems
+            for path in left - clean.left - set(clean.problems):
+                self._score_alone(wanted[path], [value.tensor for value in clean.by_path.get(path, ())])
+            left = clean.left
+            self._found.clean = metric
 
-    def _scored(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> set[str]:
-        """Scores as many paths as fit into memory, and returns the remaining ones."""
-        compared = self._compared(wanted, state, is_careful)
-        self._score(compared, state)
-        return compared.left
+    def _score_alone(self, node: ScoredNode, clean: list[Tensor]) -> None:
+        if not node.can_be_cut:
+            problem = "it cannot be replaced: it is the state of a module, or a view that the model fills later"
+            self._found.problems[node.path] = problem
+            return
+        left = {node.path}
+        while left:
+            self._roots = Roots()
+            left = self._score(left, restored=clean, is_careful=True)
+        self._roots = Roots()
+        if node.path in self._found.scores:
+            self._found.changes[node.path] = self._found.clean - self._found.corrupted
 
-    def _compared(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> NodeGroup:
-        """Runs the model on the clean and on the corrupted inputs, and compares the values."""
-        clean = CleanValues(wanted, self._copied, self.max_bytes)
+    def _score(self, wanted: set[str], *, restored: list[Tensor] | None = None, is_careful: bool = False) -> set[str]:
+        """Scores as many paths as fit into memory, and returns the remaining ones.
+
+        With `restored`, the clean run is one on the corrupted inputs in which the wanted path has these values.
+        """
+        # Interpolated runs need all roots.
+        clean = CleanValues(wanted, self._copied, self.max_bytes if self.fractions == [0.0] else 2**62)
         rules = rules_of(self.method)
         with torch.no_grad(), rules.recording():
-            if self._only is None:
-                output = self._output(clean, self.clean, state)
+            if restored is None:
+                output = self._output(clean, self.clean)
             else:
-                restored = Restored(clean, self._only, [*self._roots.clean.values()])
-                output = self._output(restored, self.corrupted, state)
+                values = iter(restored)
+                patch = CustomPatch(custom_op=lambda value: next(values, value).clone())
+                with self.pg.patch(dict.fromkeys(wanted, patch)):
+                    output = self._output(clean, self.corrupted)
             with noted_metric(output):
                 self._found.clean = self._clean_metric(output)
-        if rules.recorded_bytes:
-            clean.shrink(max(self.max_bytes - rules.recorded_bytes, self.max_bytes // 2))
         differences = Differences(clean, is_careful)
         run = GradientRun(differences, self._roots)
-        metric = self._gradient_run(run, state, rules)
-        self._found.fallbacks |= rules.fallbacks
+        metric = self._gradient_run(run, rules)
+        if run.edges and not metric.requires_grad:
+            if restored is None:
+                raise no_gradient()
+            differences.problems |= dict.fromkeys(wanted, _UNREACHED)
         self._found.corrupted = float(metric.detach())
+        self._found.fallbacks |= rules.fallbacks
         self._copied |= differences.rewritten
         left = clean.left | differences.rewritten
         for path in wanted - left:
-            problem = clean.problems.get(path) or _uneven(
-                len(clean.by_path.get(path, ())), run.counts.get(path, -1) + 1
-            )
+            problem = clean.problems.get(path) or _uneven(len(clean.by_path.get(path, ())), run.counts[path])
             if problem is not None:
                 differences.problems.setdefault(path, problem)
         for path in differences.rewritten:
             run.by_path.pop(path, None)
         differences.release()
-        return NodeGroup(differences, (run, metric), left)
+        problems = dict(differences.problems)
+        totals: dict[str, Scores] = {}
+        for fraction in self.fractions:
+            if fraction:
+                del run, metric
+                run = GradientRun(differences, self._roots, fraction, is_first=False)
+                metric = self._gradient_run(run, rules_of(self.method))
+            scores = scores_of(metric, run, differences, self.kept, problems)
+            totals |= {path: totals.get(path, 0.0) + score / len(self.fractions) for path, score in scores.items()}
+        self._found.problems |= problems
+        self._found.scores |= {path: score for path, score in totals.items() if path not in problems}
+        return left
 
     def _clean_metric(self, output: Any) -> float:
         """Returns the metric of the clean run, which must be one number on all processes: gradients are their sums."""
         number = float(metric_number(self.metric(output)))
-        sharding = None if self._has_measured else sharding_of(captured(self.pg).root)
-        self._has_measured = True
-        if sharding is None:
-            return number
-        numbers = sharding.processes.gathered(number)
-        if not np.allclose(numbers, number, rtol=1e-3, atol=1e-6, equal_nan=True):
-            raise ExperimentError(
-                f"the metric differs between the processes: {', '.join(f'{each:.5g}' for each in numbers)} on the "
-                "clean inputs. If the output of the model is split over processes, the metric must put its parts "
-                "together; otherwise give all processes the same inputs and the same metric"
-            )
+        sharding = sharding_of(captured(self.pg).root)
+        if sharding is not None:
+            numbers = sharding.processes.gathered(number)
+            if not np.allclose(numbers, number, rtol=1e-3, atol=1e-6, equal_nan=True):
+                raise ExperimentError(f"the metric differs between the processes: {numbers} on the clean inputs")
         return number
 
-    def _score(self, compared: NodeGroup, state: ModuleState) -> None:
-        differences = compared.differences
-        problems = dict(differences.problems)
-        totals: dict[str, Scores] = {}
-        first, compared.first = compared.first, None
-        for fraction in self.fractions:
-            if first is None or fraction:
-                first = None
-                run = GradientRun(differences, self._roots, fraction, is_first=False)
-                metric = self._gradient_run(run, state, rules_of(self.method))
-            else:
-                run, metric = first
-            scores = scores_of(metric, run, differences, self.kept, problems)
-            totals |= {path: totals[path] + score if path in totals else score for path, score in scores.items()}
-        self._found.problems |= problems
-        count = len(self.fractions)
-        self._found.scores |= {
-            path: score if count == 1 else score / count for path, score in totals.items() if path not in problems
-        }
-
-    # -- one value -----------------------------------------------------------------------------------------------------
-
-    def _run_one_by_one(self, state: ModuleState) -> None:
-        wanted = {node.path for node in self.nodes if node.is_wanted and not node.is_parameter}
-        metric = math.nan
-        while wanted:
-            clean = CleanValues(wanted, self._copied, self.max_bytes)
-            with torch.no_grad():
-                metric = self._clean_metric(self._output(clean, self.clean, state))
-            self._found.problems |= clean.problems
-            rewritten = {
-                path for path, values in clean.by_path.items() if not all(value.is_current for value in values)
-            }
-            self._copied |= rewritten
-            for path in wanted - clean.left - rewritten - set(clean.problems):
-                self._score_alone(path, [value.tensor for value in clean.by_path.get(path, ())], state)
-            wanted = clean.left | rewritten
-        self._found.clean = metric
-
-    def _score_alone(self, path: str, clean: Sequence[Tensor], state: ModuleState) -> None:
-        """Scores one value: the corrupted run in which it alone is restored takes the place of the clean run."""
-        self._roots, self._only = Roots(), path
-        self._roots.clean = {(path, number): value for number, value in enumerate(clean)}
-        compared = self._compared({path}, state, is_careful=True)
-        if compared.left:  # the model writes into the value
-            compared = self._compared({path}, state, is_careful=True)
-        if compared.first is not None:
-            run, metric = compared.first
-            problem = _uneven(len(clean), run.counts.get(path, -1) + 1)
-            if problem is None and not metric.requires_grad:
-                problem = _UNREACHED
-            if problem is not None:
-                compared.differences.problems.setdefault(path, problem)
-        self._score(compared, state)
-        if path in self._found.scores:
-            self._found.changes[path] = self._found.clean - self._found.corrupted
-        self._roots, self._only = Roots(), None
-
-    # -- one run -------------------------------------------------------------------------------------------------------
-
-    def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs, state: ModuleState) -> Any:
-        if self._has_run:
-            state.restore()  # all runs have the same random numbers and buffers
-        self._has_run = True
-        only = self._only
-        self.watched.listener = (
-            listener if only is None else lambda node, value: listener(node, value) if node.path == only else value
-        )
-        with self._choices.recorded() if inputs is self.clean else self._choices.held():
+    def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs) -> Any:
+        if self._state is None:
+            self._state = ModuleState(captured(self.pg).module)
+        else:
+            self._state.restore()  # all runs have the same random numbers and buffers
+        self.watched.listener = listener
+        with self._choices.recorded() if inputs is self.clean else self._choices.held(), self.watched.context:
             return inputs.run(self.pg)
 
-    def _gradient_run(self, run: GradientRun, state: ModuleState, rules: DerivativeRules) -> Tensor:
+    def _gradient_run(self, run: GradientRun, rules: DerivativeRules) -> Tensor:
         with torch.enable_grad(), rules.applied():
-            metric = metric_number(self.metric(self._output(run, self.corrupted, state)))
-        run.finish()
-        if run.edges and not metric.requires_grad and self._only is None:
-            raise no_gradient()
+            metric = metric_number(self.metric(self._output(run, self.corrupted)))
+        run.is_over = True
         return metric
 
 
@@ -364,8 +294,6 @@ def _uneven(clean: int, corrupted: int) -> str | None:
     """Returns a message if a node was not computed equally often in both runs."""
     if clean == corrupted:
         return None if clean else "it was not computed"
-    if not clean or not corrupted:
-        return f"it was computed in the {'clean' if clean else 'corrupted'} run only"
     return f"it was computed {clean} times in the clean run, {corrupted} times in the corrupted run"
 
 
@@ -379,21 +307,12 @@ def no_gradient() -> ExperimentError:
 
 def metric_number(value: Any) -> Tensor:
     """Returns the result of a metric as a tensor without dimensions."""
-    if value is None:
-        raise ExperimentError("the metric returned None: is a return statement missing?")
-    if not isinstance(value, Tensor):
-        shown = f"{value!r} of type" if isinstance(value, (int, float)) else "a value of type"
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        shown = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value)[:80]
         raise ExperimentError(
-            f"the metric returned {shown} {type(value).__name__}: to have a gradient, it must return a tensor with a "
-            "single number (without .item() or float(), and not the whole output of the model)"
+            f"the metric returned {type(value).__name__} {shown}: to have a gradient, it must return a floating-point "
+            "tensor with a single number (not None, without .item(), and not the whole output of the model)"
         )
-    if value.numel() != 1:
-        raise ExperimentError(
-            f"the metric returned a tensor of shape {tuple(value.shape)}: it must return a single number, such as its "
-            ".mean()"
-        )
-    if not value.is_floating_point():
-        raise ExperimentError(f"the metric returned a number of dtype {value.dtype}, which has no gradient")
     return value.reshape(())
 
 
@@ -469,19 +388,6 @@ class CleanValues:
             kept = CleanValue(value, version_of(value))  # not a copy, so ids stay unique while it is kept
         self._by_id[id(kept.tensor)] = kept
         return kept
-
-    def shrink(self, max_bytes: int) -> None:
-        """Leaves the values that exceed a lower limit to another group."""
-        kept: dict[int, CleanValue] = {}
-        for path, values in list(self.by_path.items()):
-            new = {id(value.tensor): value for value in values if id(value.tensor) not in kept}
-            max_bytes -= sum(_cost(value.tensor) for value in new.values())
-            if max_bytes < 0 and new and kept:
-                self.left.add(path)
-                del self.by_path[path]
-            else:
-                kept |= new
-        self._by_id = kept
 
     def release(self) -> None:
         """Frees all values."""
@@ -575,29 +481,6 @@ def _difference(clean: Tensor, value: Tensor, is_careful: bool) -> Tensor:
     return torch.where(clean == value, 0, difference) if is_careful else difference
 
 
-class Restored:
-    """The listener of a run on the corrupted inputs in which one value is its clean value, if it can be.
-
-    It passes all values on to the listener that keeps them.
-    """
-
-    def __init__(self, kept: CleanValues, path: str, clean: Sequence[Tensor]) -> None:
-        self._kept, self._path = kept, path
-        self._left = list(clean)
-
-    def __call__(self, node: ScoredNode, value: Any) -> Any:
-        if node.path == self._path and self._left:
-            clean = self._left.pop(0)
-            if not node.can_be_cut:
-                problem = "it cannot be replaced: it is the state of a module, or a view that the model fills later"
-                self._kept.problems[node.path] = problem
-            elif not isinstance(value, Tensor) or not _are_alike(clean, value):
-                self._kept.problems[node.path] = node.problem(value) or _unlike(clean, value)
-            else:
-                value = clean.clone()
-        return self._kept(node, value)
-
-
 class GradientRun:
     """The listener of one run with gradients.
 
@@ -605,11 +488,12 @@ class GradientRun:
     `roots`; the others only read these. At the roots, `fraction` is 0 for the corrupted value, and 1 for the clean one.
 
     Attributes:
-        counts: How often each path was computed, minus one.
-        edges: The gradient edges of all values that get a gradient.
-        slots: For each edge, the index of the difference that its gradient is multiplied with.
-        by_path: For each path, the indices of its slots, one for each time it was computed; `None` where it has no
+        counts: How often each path was computed.
+        edges: The gradient edges of values that differ.
+        numbers: For each edge, the index of the difference that its gradient is multiplied with.
+        by_path: For each path, the indices of its edges, one for each time it was computed; `None` where it has no
             gradient, or does not need one.
+        is_over: Whether the forward is over: values after this are recomputed in backward.
     """
 
     def __init__(self, differences: Differences, roots: Roots, fraction: float = 0.0, *, is_first: bool = True) -> None:
@@ -618,16 +502,15 @@ class GradientRun:
         self._roots = roots
         self._fraction = fraction
         self._is_first = is_first
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self._depends: dict[Any, bool] = {None: False}
         self._origins: dict[tuple[Any, int], tuple[Any, int]] = {}
         self._named: dict[tuple[Any, int], ScoredNode] = {}
         self._shared: set[tuple[Any, int]] = set()
         self._kept_alive: list[Tensor] = []
         self.is_over = False
-        self._slots: dict[tuple[Any, int, int], int] = {}
         self.edges: list[GradientEdge] = []
-        self.slots: list[int] = []
+        self.numbers: list[int] = []
         self.by_path: dict[str, list[int | None]] = {}
 
     def __call__(self, node: ScoredNode, value: Any) -> Any:
@@ -635,7 +518,8 @@ class GradientRun:
         if self.is_over:  # recomputed in backward
             is_root = (path, 0) in self._roots.clean
             return _writable_copy(value.detach()) if is_root else value
-        occurrence = self.counts[path] = self.counts.get(path, -1) + 1
+        occurrence = self.counts[path]
+        self.counts[path] += 1
         if isinstance(value, Tensor) and value.requires_grad:
             value = self._under_own_name(node, value)
         is_root = (path, occurrence) in self._roots.clean
@@ -654,14 +538,6 @@ class GradientRun:
             self._note(path, occurrence, value, edge)
             return value
         return self._compared(node, occurrence, value)
-
-    def finish(self) -> None:
-        """Marks the end of the forward: values after this are recomputed in backward."""
-        self.is_over = True
-        self._depends.clear()
-        self._origins.clear()
-        self._named.clear()
-        self._shared.clear()
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -755,30 +631,22 @@ class GradientRun:
         return GradientEdge(node, value.output_nr)
 
     def _note(self, path: str, occurrence: int, value: Tensor, edge: GradientEdge) -> None:
-        differences = self._differences
+        differences, number = self._differences, None
         if self._is_first:
-            clean = self._clean.get(path)
-            if clean is None or occurrence >= len(clean):  # a root of an earlier group
+            clean = self._clean.get(path, ())
+            if occurrence >= len(clean):  # a root of an earlier group
                 return
             key = (edge.node, edge.output_nr)
-            number: int | None = differences.add(clean[occurrence], value, self._origins.get(key, key))
+            number = differences.add(clean[occurrence], value, self._origins.get(key, key))
             differences.by_path.setdefault(path, []).append(number)
-        else:
-            numbers = differences.by_path.get(path)
-            if numbers is None:
-                return
-            number = numbers[occurrence] if occurrence < len(numbers) else None
-        slot = None if number is None else self._slot(edge, number)
-        self.by_path.setdefault(path, []).append(slot)
-
-    def _slot(self, edge: GradientEdge, number: int) -> int:
-        key = (edge.node, edge.output_nr, number)
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = self._slots[key] = len(self.slots)
-            self.edges.append(edge)
-            self.slots.append(number)
-        return slot
+        elif occurrence < len(differences.by_path.get(path, ())):
+            number = differences.by_path[path][occurrence]
+        if number is None:
+            self.by_path.setdefault(path, []).append(None)
+            return
+        self.by_path.setdefault(path, []).append(len(self.edges))
+        self.edges.append(edge)
+        self.numbers.append(number)
 
     def _depends_on_root(self, value: Tensor) -> bool:
         """Whether a value depends on a root in the autograd graph. Visits each node once."""
@@ -860,9 +728,6 @@ class KeptDims:
         return sums.T if kept != sorted(kept) else sums
 
 
-_Part: TypeAlias = "tuple[int, KeptDims | None]"
-"""The index of a slot, and the dimensions that are kept."""
-
 _UNREACHED = (
     "no gradient reaches it: the metric does not depend on it, or not through differentiable operations, or it is a "
     "view of a tensor that the model writes into"
@@ -873,46 +738,30 @@ def scores_of(
     metric: Tensor, run: GradientRun, differences: Differences, kept: Mapping[str, KeptDims], problems: dict[str, str]
 ) -> dict[str, Scores]:
     """Returns the scores of one run by path; adds paths without a gradient to `problems`."""
-    wanted = {path: slots for path, slots in run.by_path.items() if path not in differences.problems}
-    parts = dict.fromkeys(
-        (slot, kept.get(path)) for path, slots in wanted.items() for slot in slots if slot is not None
-    )
-    by_part = _by_part(metric, run, differences, parts)
-    scores: dict[str, Scores] = {}
-    for path, slots in wanted.items():
-        found = []
-        for slot, number in zip(slots, differences.by_path[path], strict=True):
-            if number is None:
-                found.append(np.zeros(()))
-            elif slot is None or (score := by_part[slot, kept.get(path)]) is None:
-                problems[path] = _UNREACHED
-            else:
-                found.append(score)
-        if path not in problems:
-            scores[path] = found[0] if len(found) == 1 else np.sum(np.broadcast_arrays(*found), axis=0)
-    return scores
-
-
-def _by_part(
-    metric: Tensor, run: GradientRun, differences: Differences, parts: Iterable[_Part]
-) -> dict[_Part, Scores | None]:
-    """Returns the score of each part; `None` for values that differ between the runs, but have no gradient."""
-    if not run.edges:
-        return {}
-    gradients = gradients_of(metric, run.edges)
-    tensors: dict[_Part, Tensor | None] = {}
+    gradients = gradients_of(metric, run.edges) if run.edges and metric.requires_grad else []
     known: dict[Any, Tensor] = {}  # several names of one tensor often share one gradient
-    for slot, kept in parts:
-        number, gradient = run.slots[slot], gradients[slot]
-        difference = differences.tensors[number]
-        if gradient is None:
-            tensors[slot, kept] = None if bool(difference.any()) else difference.new_zeros(())
+    parts: dict[str, list[Tensor]] = {}
+    for path, numbers in run.by_path.items():
+        if path in differences.problems:
             continue
-        key = (number, kept, gradient.data_ptr(), gradient.stride())
-        if key not in known:
-            known[key] = _reduced(difference, gradient, kept, differences.is_careful)
-        tensors[slot, kept] = known[key]
-    return _as_arrays(tensors)
+        parts[path] = []
+        for edge, number in zip(numbers, differences.by_path[path], strict=True):
+            if number is None:
+                continue
+            difference, gradient = differences.tensors[number], None if edge is None else gradients[edge]
+            if gradient is not None:
+                key = (number, kept.get(path), gradient.data_ptr(), gradient.stride())
+                if key not in known:
+                    known[key] = _reduced(difference, gradient, kept.get(path), differences.is_careful)
+                parts[path].append(known[key])
+            elif edge is None or bool(difference.any()):
+                problems[path] = _UNREACHED
+    arrays = _as_arrays(list(known.values()))
+    return {
+        path: np.asarray(sum(arrays[id(part)] for part in found)) if found else np.zeros(())
+        for path, found in parts.items()
+        if path not in problems
+    }
 
 
 def gradients_of(metric: Tensor, values: Sequence[Tensor] | Sequence[GradientEdge]) -> list[Tensor | None]:
@@ -935,19 +784,14 @@ def _reduced(difference: Tensor, gradient: Tensor, kept: KeptDims | None, is_car
     return product.sum() if kept is None else kept.summed(product)
 
 
-def _as_arrays(tensors: Mapping[_Part, Tensor | None]) -> dict[_Part, Scores | None]:
-    """Returns all tensors as arrays, with one transfer for each device."""
-    arrays: dict[_Part, Scores | None] = dict.fromkeys(tensors)
-    by_device: dict[torch.device, list[tuple[_Part, Tensor]]] = {}
-    for part, tensor in tensors.items():
-        if tensor is not None:
-            by_device.setdefault(tensor.device, []).append((part, tensor))
-    for present in by_device.values():
-        flat = torch.cat([tensor.reshape(-1) for _, tensor in present]).to("cpu").double().numpy()
-        end = 0
-        for part, tensor in present:
-            start, end = end, end + tensor.numel()
-            arrays[part] = flat[start:end].reshape(tuple(tensor.shape))
+def _as_arrays(tensors: Sequence[Tensor]) -> dict[int, Scores]:
+    """Returns all tensors as arrays, by their ids, with one transfer for each device."""
+    arrays: dict[int, Scores] = {}
+    for device in {tensor.device for tensor in tensors}:
+        present = [tensor for tensor in tensors if tensor.device == device]
+        flat = torch.cat([tensor.reshape(-1) for tensor in present]).to("cpu").double()
+        for tensor, part in zip(present, flat.split([tensor.numel() for tensor in present]), strict=True):
+            arrays[id(tensor)] = part.reshape(tensor.shape).numpy()
     return arrays
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
-from graphpatch_notebook.capture.records import Node
+from graphpatch_notebook.capture.records import CallNode
+from graphpatch_notebook.components import operations
+from graphpatch_notebook.components.flow import Flow
 from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode
-from graphpatch_notebook.inspection.data_flow import SourceValue, sources_of
 from graphpatch_notebook.inspection.node_map import NodeMap
 from graphpatch_notebook.inspection.resolution import resolve
-from graphpatch_notebook.values import TensorSpec, spec_at
 
+_SAME = (operations.VIEWS - {"gather", "index_select"}) | operations.SAME_VALUES - {"clamp", "clip", "where"}
 _CLOSE = 1e-5  # float32 sums in different orders
 
 
@@ -32,8 +33,7 @@ def ranked(
 ) -> list[Rank]:
     """Returns the finite scores, largest in magnitude first; all names of one value share a rank.
 
-    Scores that differ by rounding only keep their order, so that ranks do not depend on the machine. Names of one value
-    with different scores (a residual stream, and the input of a norm) have ranks of their own.
+    Names of one value with different scores (a residual stream, and the input of a norm) have ranks of their own.
 
     The label of a score is a path, then others such as a position. `names` has the name that represents all names of a
     value, for each of these.
@@ -42,14 +42,13 @@ def ranked(
         >>> labels = [("a.output",), ("b.input",), ("b.output",)]
         >>> ranked(np.array([1.0, 1.0, -2.0]), labels, dict.fromkeys(["a.output", "b.input"], "a.output"))
         [Rank(number=2, others=[]), Rank(number=0, others=[1])]
-        >>> [rank.number for rank in ranked(np.array([1.0, 1.0000001, 3.0]), labels)]
-        [2, 0, 1]
     """
     names = names or {}
     sizes = np.where(np.isfinite(scores), np.abs(scores), -1.0)
+    order = np.argsort(-sizes, kind="stable").tolist()[: int((sizes >= 0).sum())]
     ranks: list[Rank] = []
     known: dict[tuple[Any, ...], list[Rank]] = {}
-    for number in _by_size(sizes):
+    for number in order:
         path, *more = labels[number]
         if path not in names:
             ranks.append(Rank(number))
@@ -68,42 +67,30 @@ def ranked(
     return ranks
 
 
-def _by_size(sizes: np.ndarray[Any, Any]) -> list[int]:
-    """Returns the indices of sizes that are not negative, largest first; nearly equal sizes keep their order."""
-    runs: list[list[int]] = []
-    for number in np.argsort(-sizes, kind="stable").tolist()[: int((sizes >= 0).sum())]:
-        if runs and _is_close(sizes[runs[-1][0]], sizes[number]):
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return [number for run in runs for number in sorted(run)]
-
-
 def _is_close(score: float, other: float) -> bool:
     return abs(score - other) <= _CLOSE * max(abs(score), abs(other))
-
-
-_RESHAPED = (
-    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze"),
-    *("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "mT", "T", "adjoint"),
-    *("contiguous", "clone", "detach", "to", "type", "type_as", "float", "alias", "requires_grad_"),
-)
-_DROPPED = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
 def same_values(nodes: NodeMap, scored_nodes: Iterable[ScoredNode]) -> dict[str, str]:
     """Returns, for each path whose value has other names among `scored_nodes`, the name that represents them all.
 
-    In the captured graphs, a value keeps its identity when modules pass it on, and when it is reshaped with all its
-    entries and the same dtype. The representative is a module output (of the outermost module, if there are several),
-    otherwise the first name in order of execution.
+    A value keeps its identity when modules pass it on, and when it is reshaped with all its entries. The representative
+    is a module output (of the outermost module, if there are several), otherwise the first name in order of execution.
     """
+    flow = Flow(nodes.root)
     groups: dict[Any, list[ScoredNode]] = {}
-    origins: dict[Any, Any] = {}
     for scored in scored_nodes:
+        node = scored.node
+        if node.kind == "output" and scored.frame.opaque_reason is not None and scored.frame.call is not None:
+            node = scored.frame.call
         dig = resolve(nodes.root, scored.path).dig if scored.is_in_container else ()
-        value = SourceValue(scored.node, scored.frame, dig)
-        groups.setdefault(_origin(value, scored.spec, origins), []).append(scored)
+        value = flow.resolve(node, dig)
+        while value is not None and not isinstance(value.node, CallNode) and value.node.whole.op in _SAME:
+            moving = flow.moving(value.node)
+            if len(moving) != 1 or math.prod(moving[0].shape) != math.prod(value.shape):
+                break
+            value = moving[0]
+        groups.setdefault(scored.path if value is None else value, []).append(scored)
     names: dict[str, str] = {}
     for group in groups.values():
         if len(group) > 1:
@@ -111,43 +98,6 @@ def same_values(nodes: NodeMap, scored_nodes: Iterable[ScoredNode]) -> dict[str,
             standing = min(outputs, key=len, default=group[0].path)
             names |= dict.fromkeys((scored.path for scored in group), standing)
     return names
-
-
-def _origin(value: SourceValue, spec: TensorSpec, known: dict[Any, Any]) -> Any:
-    """Returns the key of the first name of a value; adds all names passed on the way to `known`."""
-    way = [value.key]
-    while way[-1] not in known and (before := _previous_name(value, spec)) is not None:
-        value = before
-        way.append(value.key)
-    origin = known.get(way[-1], way[-1])
-    known.update(dict.fromkeys(way, origin))
-    return origin
-
-
-def _previous_name(value: SourceValue, spec: TensorSpec) -> SourceValue | None:
-    """Returns the previous name of a value, or `None` if it was computed here."""
-    made = value.node.whole
-    if made.kind == "op":
-        if made is not value.node or not _keeps_entries(made):
-            return None
-    elif made.kind not in ("input", "output", "call"):
-        return None
-    sources = list(sources_of(value))
-    if len(sources) != 1:
-        return None
-    given = spec_at(sources[0].node.spec, sources[0].dig)
-    is_same = isinstance(given, TensorSpec) and (given.shape.numel(), given.dtype) == (spec.shape.numel(), spec.dtype)
-    return sources[0] if is_same else None
-
-
-def _keeps_entries(made: Node) -> bool:
-    if made.op in _DROPPED:
-        flag = made.kwargs.get("training", made.args[2] if len(made.args) > 2 else None)
-        return flag is False
-    if made.op == "getitem":  # slices of all entries; lists and masks may reorder entries
-        index = made.args[1] if len(made.args) > 1 else None
-        return all(isinstance(part, (slice, EllipsisType)) for part in (index if type(index) is tuple else (index,)))
-    return made.op in _RESHAPED
 
 
 def names_in(attrs: Mapping[Any, Any]) -> Mapping[str, str]:

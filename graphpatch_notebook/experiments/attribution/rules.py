@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import decomposition_of
-from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.components import operations
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution import composites, relp
@@ -208,14 +207,12 @@ class DerivativeRules:
     Attributes:
         method: The name of the method; empty for the gradients of torch.
         fallbacks: Why a function does not explain the whole change of its result, by its name.
-        recorded_bytes: How much memory the records of the clean run take.
     """
 
     method: ClassVar[str] = ""
 
     def __init__(self) -> None:
         self.fallbacks: dict[str, str] = {}
-        self.recorded_bytes = 0
         self.is_open = False
         self._seen: set[Any] = set()
 
@@ -262,9 +259,8 @@ class SecantRules(DerivativeRules):
     @contextmanager
     def recording(self) -> Iterator[None]:
         self.tape, self._decisions = [], []
-        with _Recording(self) as mode:
+        with _Recording(self):
             yield
-        self.recorded_bytes = mode.size
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -307,16 +303,11 @@ class SecantRules(DerivativeRules):
                 self.fallbacks.setdefault(name, "it decides differently in the other run")
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         results = [part for part in _parts(result) if part.is_floating_point() or part.is_complex()]
-        if inputs and results:
-            if not torch.is_grad_enabled():
-                self.fallbacks.setdefault(name, "the model computes it under torch.no_grad()")
-            elif not any(part.requires_grad for part in results):
-                if name not in _CONSTANT and inputs[0] is args[0]:
-                    self.fallbacks.setdefault(name, "its result has no gradient")
-            elif not has_rule and name not in LINEAR and name not in _OPENED:
-                self.fallbacks.setdefault(name, "it has no rule here, and the derivative of torch")
-        if inputs and raw_name(function) in VALUE_READS:
-            self.fallbacks.setdefault(name, "the model computes in Python with its result")
+        if inputs and results and not torch.is_grad_enabled():
+            self.fallbacks.setdefault(name, "the model computes it under torch.no_grad()")
+        is_known = has_rule or name in LINEAR or name in _OPENED
+        if inputs and not is_known and any(part.requires_grad for part in results):
+            self.fallbacks.setdefault(name, "it has no rule here, and the derivative of torch")
 
     def _parted(self, clean: _Recorded | None, corrupted: _Recorded | None) -> str:
         return (
@@ -327,9 +318,6 @@ class SecantRules(DerivativeRules):
         )
 
 
-_CONSTANT = frozenset(
-    "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty".split()
-)
 _TRANSPARENT = ("View", "Alias", "Clone", "AccumulateGrad", "_Replaced", "CopyBackwards", "CopySlices", "AsStrided")
 
 
@@ -454,11 +442,6 @@ class _Mode(TorchFunctionMode):
 
 class _Recording(_Mode):
     """Records the inputs of each call that has a rule."""
-
-    @property
-    def size(self) -> int:
-        """How many bytes the records take."""
-        return self._writes.size
 
     def _plain(self, func: Any, args: Any, kwargs: Any, *, has_rule: bool) -> Any:
         result = func(*args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,19 +13,11 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
-from graphpatch_notebook.checks.dimensions import Profile, dimensions_of, shape_problem
+from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
 from graphpatch_notebook.components.names import MEMBERS
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.execution import (
-    Entry,
-    GenerationStep,
-    GenerationSteps,
-    Restriction,
-    StepCount,
-    row_dimension,
-    sequence_dim,
-    takes_tokens,
-)
+from graphpatch_notebook.execution import row_dimension, sequence_dim, takes_tokens, token_inputs
+from graphpatch_notebook.experiments.attribution.calls import has_storage
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
@@ -42,8 +34,6 @@ from graphpatch_notebook.experiments.methods.positions import (
 from graphpatch_notebook.inspection.node_map import NodeMap, NodeRows
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve_all
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.patches.kinds import ProbePatch
-from graphpatch_notebook.patches.selections import selection
 from graphpatch_notebook.sharded import sharding_of
 from graphpatch_notebook.values import TensorSpec, leaves
 
@@ -114,10 +104,6 @@ class ScoredNode:
             return f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
         if not has_storage(value):
             return "inside torch.func or vmap, where one tensor represents several values"
-        if value.shape != self.spec.shape:
-            problem = shape_problem(self.frame, self.spec, value.shape)
-            if problem is not None:
-                return f"its name may mean another value for these inputs: {problem}"
         return None
 
 
@@ -190,15 +176,6 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
     return Selected(named, places, found, skipped)
 
 
-def has_storage(value: Tensor) -> bool:
-    """Whether a tensor has memory: wrappers of `torch.func` do not."""
-    try:
-        value.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
-
-
 def _targets(nodes: NodeMap, paths: Iterable[Any]) -> list[Target]:
     """Returns the values that paths and names of components mean."""
     if isinstance(paths, (str, bytes)):
@@ -254,18 +231,16 @@ def _is_computed_float(node: Node) -> bool:
     return any(isinstance(leaf, TensorSpec) and leaf.dtype.is_floating_point for _, leaf in leaves(node.spec))
 
 
-_ALL = selection(slice(None), "positions")
-
-
 class PositionAxis:
     """The chosen positions of a run, and where they are in the values of nodes.
 
     `position_dim` is the sequence dimension, as for `attribute`.
 
     Attributes:
-        dims: The sequence dimension of each path.
-        problems: Why the positions of a path are unknown, or not computed.
-        cached: The positions that some values lack, since they are in a given key/value cache.
+        positions: The chosen positions, counted from the start; numbers of columns, if each row has its own.
+        columns: For each column, the position in each row; empty if positions are the same for all rows.
+        dims: The dimensions of the sequence and (if each row has its own positions) of the batch, of each path.
+        problems: Why the positions of a path are unknown.
 
     Raises:
         ExperimentError: Positions are out of range, or unknown: of a value that is named, or of all values.
@@ -279,130 +254,77 @@ class PositionAxis:
         positions: Positions | RowPositions,
         position_dim: PositionDim,
     ) -> None:
-        self._root = pg.nodes.root
-        rows: Any = positions if are_of_rows(positions) else None
-        self.cached: set[int] = set()
+        root = self._root = pg.nodes.root
+        has_rows = are_of_rows(positions)
         targets = {node.path: node.target for node in selected.nodes if node.is_wanted}
         targets |= {target.path: target for target in selected.targets.values() if target.path in targets}
         is_of_input = not (selected.targets or position_dim is None or isinstance(position_dim, Mapping))
         of_input = self._sequence_of_input(position_dim) if is_of_input else None
         given = {} if is_of_input else given_dims(pg, selected.targets or targets, position_dim)
 
-        def place(_: str, target: Target) -> Restriction:
-            dim, is_encoder = sequence_dim(self._root, target, given.get(target.text), of_input)
-            row = None if rows is None else row_dimension(self._root, target, dim)
-            return Restriction(None, _ALL, dim, is_encoder, row)
+        def place(_: str, target: Target) -> tuple[int, bool, int | None]:
+            dim, is_encoder = sequence_dim(root, target, given.get(target.text), of_input)
+            return dim, is_encoder, row_dimension(root, target, dim) if has_rows else None
 
-        self._places, self.problems = found_or_problems(targets, place)
-        if selected.targets or not self._places:
+        found, self.problems = found_or_problems(targets, place)
+        if selected.targets or not found:
             check_problems(self.problems)
-        self._columns: tuple[tuple[int, ...], ...] = ()
-        self.dims = {path: place.dim for path, place in self._places.items()}
-        self._step = self._step_of(inputs, targets)
-        if rows is None:
-            self.positions = self._chosen(positions)
-        else:
-            if inputs.rows != len(rows):
-                raise ExperimentError(f"positions has {len(rows)} rows, but the batch has {inputs.rows}")
-            if len({place.is_encoder for place in self._places.values()}) > 1:
-                raise ExperimentError(
-                    "positions of each row are those of one sequence: give paths= of the encoder only"
-                )
-            if self._step.past:
-                raise ExperimentError("positions of each row are not known after a cache; give the whole sequence")
-            self._columns = tuple(zip(*rows_of(rows, self._step.length or 0), strict=True))
-            self.positions = list(range(len(self._columns)))
-
-    def of_rows(self, path: str) -> dict[str, Any]:
-        """Returns the fields of `KeptDims` for positions that differ by row."""
-        return {"row": self._places[path].row_dim, "columns": self._columns} if self._columns else {}
+        self.dims = {path: (dim, row) for path, (dim, _, row) in found.items()}
+        self._lengths = {path: self._length(targets[path], dim, e, inputs) for path, (dim, e, _) in found.items()}
+        lengths = set(self._lengths.values())
+        if len(lengths) > 1 and (has_rows or counts_from_end(positions)):
+            raise ExperimentError(
+                f"positions={positions!r} are of one sequence, but values have {sorted(lengths)} positions: count "
+                "from the start, or give paths= of one sequence"
+            )
+        self.columns: tuple[tuple[int, ...], ...] = ()
+        if has_rows:
+            if inputs.rows != len(cast("Any", positions)):
+                raise ExperimentError(f"positions={positions!r} must have {inputs.rows} rows")
+            self.columns = tuple(zip(*rows_of(positions, max(lengths)), strict=True))
+        self.positions = list(range(len(self.columns))) if has_rows else counted_positions(positions, max(lengths))
 
     def row(self, path: str, scores: Scores) -> Scores:
         """Returns the scores of a path at `positions`, or NaN; adds to `problems`."""
-        row, place, step = np.full(len(self.positions), np.nan), self._places.get(path), self._step
-        if place is None:
-            return row
-        if self._columns:
-            return scores if scores.ndim else np.zeros(len(row))
-        if place.is_encoder:
-            lengths = {step.encoder_length: 0}
-        else:
-            lengths = {(step.past or 0) + (step.length or 0): 0, step.length: step.past or 0}
+        length = len(self.columns) or self._lengths.get(path)
+        if length is None:
+            return np.full(len(self.positions), np.nan)
         if scores.ndim == 0:  # equal in both runs
-            scores = np.zeros((step.encoder_length if place.is_encoder else step.length) or 0)
-        if len(scores) not in lengths:
+            scores = np.zeros(length)
+        if len(scores) != length:
             self.problems[path] = f"the positions of its {len(scores)} entries are unknown"
-            return row
-        first = lengths[len(scores)]
-        cached = {position for position in self.positions if position < first}
-        if len(cached) == len(self.positions):
-            self.problems[path] = "these positions are in the given key/value cache, and not computed in the runs"
-            return row
-        self.cached |= cached
-        there = np.asarray(self.positions) - first
-        is_there = (there >= 0) & (there < len(scores))
-        row[is_there] = scores[there[is_there]]
-        return row
+            return np.full(len(self.positions), np.nan)
+        return np.array([scores[at] if at < length else np.nan for at in self.positions])
 
     # -- sequences -----------------------------------------------------------------------------------------------------
 
     def _sequence_of_input(self, dim: Any) -> Profile:
         """Returns the dimension `dim` of the first input that has it, of a model that does not take tokens."""
-        if type(dim) is not int:
-            raise ExperimentError(f"position_dim must be an int, not {dim!r}")
-        if takes_tokens(self._root):
-            raise ExperimentError(f"position_dim={dim} is not that of all values: give paths=, or a dict by path")
+        if type(dim) is not int or takes_tokens(self._root):
+            raise ExperimentError(f"position_dim={dim!r} is not that of all values: give paths=, or a dict by path")
         for node in self._root.inputs():
             if isinstance(node.spec, TensorSpec) and -len(node.spec.shape) <= dim < len(node.spec.shape):
                 return dimensions_of(self._root).profiles(node.spec)[dim]
         raise ExperimentError(f"position_dim={dim} is out of range for all inputs of the model")
 
-    def _length(self, target: Target, inputs: Inputs) -> int:
-        """Returns how long the sequence of a value is in a run: as long as a dimension of an input, or always the same.
-
-        The model does not take tokens.
-        """
+    def _length(self, target: Target, dim: int, is_encoder: bool, inputs: Inputs) -> int:
+        """Returns how long the sequence of a value is in a run: as long as a dimension of an input, or always so."""
+        given = {
+            node.target: given_input(self._root.parameters, node.target, inputs.args, inputs.kwargs)
+            for node in self._root.inputs()
+        }
+        caches = (each for each in (*inputs.args, *inputs.kwargs.values()) if hasattr(each, "get_seq_length"))
+        if any(cache.get_seq_length() for cache in caches):
+            raise ExperimentError("positions= are not known with a cache; give the whole sequence")
+        if takes_tokens(self._root):
+            tokens = [given.get(name) for name in token_inputs(self._root, is_encoder=is_encoder)]
+            return next(value.shape[1] for value in tokens if isinstance(value, Tensor))
         known = dimensions_of(self._root)
-        assert isinstance(target.whole, TensorSpec)
-        profile = known.profiles(target.whole)[self._places[target.path].dim]
+        profile = known.profiles(cast("TensorSpec", target.whole))[dim]
         for node in self._root.inputs():
-            value = given_input(self._root.parameters, node.target, inputs.args, inputs.kwargs)
-            if isinstance(value, Tensor) and isinstance(node.spec, TensorSpec):
-                for dim in known.dims_like(node.spec, profile):
-                    return value.shape[dim]
+            if isinstance(given[node.target], Tensor) and isinstance(node.spec, TensorSpec):
+                for own in known.dims_like(node.spec, profile):
+                    return int(given[node.target].shape[own])
         if known.follows_inputs(profile):
             raise ExperimentError(f"the positions of {target.text!r} are not known: no input has that dimension")
         return profile[0]
-
-    def _step_of(self, inputs: Inputs, targets: Mapping[str, Target]) -> GenerationStep:
-        """Returns the lengths of the sequences and of the cache in a run."""
-        if not takes_tokens(self._root):
-            lengths = {self._length(targets[path], inputs): path for path in self._places}
-            if len(lengths) > 1:
-                (one, first), (other, second), *_ = lengths.items()
-                raise ExperimentError(
-                    f"{second!r} has {other} positions, but {first!r} has {one}; give paths of one sequence at a time"
-                )
-            return GenerationStep(0, 0, *lengths)
-        asking = Entry(
-            Target("", self._root, self._root.output_node, (), (), self._root.output_node.spec),
-            (ProbePatch(),),
-            Restriction(None, _ALL),
-        )
-        steps = GenerationSteps(self._root, [asking], StepCount(), True)
-        steps.begin(inputs.args, inputs.kwargs)
-        return steps.current
-
-    def _chosen(self, given: Positions | RowPositions) -> list[int]:
-        """Returns the given positions, counted from the start."""
-        total, of_encoder = (self._step.past or 0) + (self._step.length or 0), self._step.encoder_length or 0
-        lengths = {of_encoder if place.is_encoder else total for place in self._places.values()}
-        if len(lengths) > 1 and counts_from_end(given):
-            raise ExperimentError(
-                f"positions={given!r} counts from the end, but the encoder has {of_encoder} positions and the decoder "
-                f"{total}: count from the start, or give paths= of one of the two"
-            )
-        longest = max(lengths, default=max(total, of_encoder))
-        if not longest:
-            raise ExperimentError("the sequence has no positions: give inputs with at least one token")
-        return counted_positions(given, longest)

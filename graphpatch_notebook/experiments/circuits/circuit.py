@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -233,23 +232,13 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
             ExperimentError: The text is not a circuit.
         """
         try:
-            given = json.loads(text)
-            if not isinstance(given, dict) or given.get("format") != _FORMAT:
+            given: dict[str, Any] = json.loads(text)
+            if given.pop("format") != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT!r}")
-            edges = given["edges"]
-            circuit = cls(
-                edges=tuple(Edge(_text(s), _text(r), float(score), *map(_position, at)) for s, r, score, *at in edges),
-                feeds={_text(name): tuple(map(_text, senders)) for name, senders in given["feeds"].items()},
-                candidates=int(given["candidates"]),
-                clean=float(given["clean"]),
-                corrupted=float(given["corrupted"]),
-                method=_text(given["method"]),
-                metric=_text(given["metric"]),
-                faithfulness=None if given["faithfulness"] is None else float(given["faithfulness"]),
-                tokens=tuple(map(_text, given.get("tokens", ()))),
-                missing={_text(name): _text(why) for name, why in given.get("missing", {}).items()},
-                ahead=tuple(map(_text, given.get("ahead", ()))),
-            )
+            edges = tuple(Edge(str(s), str(r), float(score), *map(int, at)) for s, r, score, *at in given.pop("edges"))
+            feeds = {str(name): tuple(map(str, senders)) for name, senders in given.pop("feeds").items()}
+            given |= {name: tuple(map(str, given.get(name, ()))) for name in ("tokens", "ahead")}
+            circuit = cls(edges, feeds, **given)
             circuit.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ExperimentError(f"the text is not a circuit: {error}") from None
@@ -258,13 +247,10 @@ with {graph}.patch(circuit_patches({graph}, circuit, {corrupted})):
     def check(self) -> None:
         """Raises a `ValueError` if an edge has a receiver that is not among `feeds`, or is there twice."""
         pairs = [(edge.sender, edge.receiver, edge.position) for edge in self.edges]
-        unknown = next((receiver for _, receiver, _ in pairs if receiver not in self.feeds), None)
-        if unknown is not None:
-            raise ValueError(f"the receiver {unknown!r} is not among its receivers")
-        if len({position is None for _, _, position in pairs}) > 1:
-            raise ValueError("some of its edges have positions, and others have none")
-        if (twice := next((pair for pair, count in Counter(pairs).items() if count > 1), None)) is not None:
-            raise ValueError(f"it has the edge {twice} more than once")
+        if unknown := {edge.receiver for edge in self.edges}.difference(self.feeds):
+            raise ValueError(f"the receivers {sorted(unknown)} are not among its receivers")
+        if len({position is None for _, _, position in pairs}) > 1 or len(set(pairs)) < len(pairs):
+            raise ValueError("it has an edge twice, or some of its edges have positions, and others have none")
 
 
 def place_of(edge: Edge) -> int | None:
@@ -275,15 +261,3 @@ def place_of(edge: Edge) -> int | None:
 def is_local(receiver: str) -> bool:
     """Whether a receiver leads to senders at its own position only; later positions read keys and values, too."""
     return receiver.rpartition(".")[2] in ("q", "mlp")
-
-
-def _position(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} is not a position")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a text")
-    return value

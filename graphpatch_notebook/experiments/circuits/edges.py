@@ -41,7 +41,7 @@ from graphpatch_notebook.experiments.circuits.runs import CircuitRuns
 from graphpatch_notebook.experiments.circuits.stream import NormOfSum, Sum, Summand, Writer, index_of, rows_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.engine.measurements import measurement
-from graphpatch_notebook.experiments.executors.mapping import map_batches
+from graphpatch_notebook.experiments.executors.executors import map_batches
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
@@ -55,7 +55,7 @@ from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured, runs_where_the_model_is
-from graphpatch_notebook.patches.kinds import AddPatch, CustomPatch, Patch, ProbePatch, ReplacePatch
+from graphpatch_notebook.patches.kinds import CustomPatch, Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.warning_places import level_of_caller, warn
@@ -80,7 +80,6 @@ def attribute_edges(
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
     heads: bool = True,
-    experts: bool = False,
     positions: Positions | RowPositions = None,
     max_bytes: int = 2**30,
     batch: int | str | None = "auto",
@@ -126,9 +125,6 @@ def attribute_edges(
         senders: Names of senders, or patterns such as `layers[*].mlp_out`; all by default.
         receivers: Names of receivers, or patterns.
         heads: Whether heads of attention are nodes of their own.
-        experts: Whether experts are senders of their own, `layers[2].experts[5].out` (what the expert writes, times its
-            weight), and `layers[2].shared_experts.out` what is added beside them, in models that keep what each chosen
-            expert of a token writes. Where they do not, `mlp_out` is the sender, and `skipped` says why.
         positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
             or a slice, as for `attribute`. The score of an edge at a position is that of what the sender writes there.
             Scores of all positions sum to those without `positions`, except for `"exact"`, which has the effect of each
@@ -176,11 +172,11 @@ def attribute_edges(
     Choices(routing)  # checks it
     fractions = points if method == "integrated" else [0.0]
     batches = batches_of(pg, metric, clean, corrupted)
-    nodes = nodes_of(pg.nodes.root, heads=heads, experts=experts)
+    nodes = nodes_of(pg.nodes.root, heads=heads)
     _warn_of_skipped(nodes)
     columns, rows = chosen(nodes.senders, senders, "sender"), chosen(nodes.receivers, receivers, "receiver")
     xarray = extra("xarray", "an array of scores")
-    scoring = _Scoring(method, fractions, ends, limit, routing, heads, experts, positions, batch, rows, columns)
+    scoring = _Scoring(method, fractions, ends, limit, routing, heads, positions, batch, rows, columns)
     total = _mean(list(map_batches(pg, scoring, batches, executor=executor, recipe=recipe)))
     coords: dict[str, list[Any]] = {"receiver": nodes.receivers, "sender": nodes.senders}
     if total.positions is not None:
@@ -209,17 +205,11 @@ def attribute_edges(
 
 
 def _ends(one_sided: bool | RestoredEnd, method: str) -> Sequence[RestoredEnd]:
-    """Returns the ends of edges whose single restorations the scores are averaged over.
-
-    Raises:
-        ExperimentError: Something else was given, or the scores have no such ends.
-    """
+    """Returns the ends of edges whose single restorations the scores are averaged over."""
     known: tuple[RestoredEnd, ...] = get_args(RestoredEnd)
     ends = (known if one_sided else ()) if isinstance(one_sided, bool) else (one_sided,)
-    if not all(end in known for end in ends):
-        raise ExperimentError(f"one_sided must be a bool, 'senders' or 'receivers', not {one_sided!r}")
-    if ends and method != "secant":
-        raise ExperimentError(f'one_sided={one_sided!r} restores one component after another: give method="secant"')
+    if not set(ends) <= set(known) or (ends and method != "secant"):
+        raise ExperimentError(f'one_sided={one_sided!r} must be a bool, "senders" or "receivers", with method="secant"')
     return ends
 
 
@@ -252,16 +242,10 @@ class Batch:
     corrupted: Inputs
 
     def number(self, output: Any) -> float:
-        """Returns the metric of an output.
-
-        Raises:
-            ExperimentError: It is not a single number.
-        """
+        """Returns the metric of an output."""
         found = measurement(self.metric(output)).values
         if found.size != 1:
-            raise ExperimentError(
-                f"the metric returned {found.size} numbers: it must return a single number, such as its .mean()"
-            )
+            raise ExperimentError(f"the metric must return a single number, such as its .mean(), not {found.size}")
         return float(found.reshape(()))
 
 
@@ -271,21 +255,18 @@ def batches_of(pg: PatchableGraph, metric: Any, clean: Any, corrupted: Any) -> l
     Raises:
         ExperimentError: They do not fit each other.
     """
-    several = isinstance(clean, list)
-    if several != isinstance(corrupted, list) or (several and len(clean) != len(corrupted)):
-        raise ExperimentError("clean and corrupted must both be lists of inputs of the same length, or neither")
-    pairs = list(zip(clean, corrupted, strict=True)) if several else [(clean, corrupted)]
-    metrics = list(metric) if isinstance(metric, (list, tuple)) else [metric] * len(pairs)
-    if len(metrics) != len(pairs) or not pairs:
+    cleans, others = (given if isinstance(given, list) else [given] for given in (clean, corrupted))
+    metrics = list(metric) if isinstance(metric, (list, tuple)) else [metric] * len(cleans)
+    if not len(metrics) == len(cleans) == len(others) > 0 or isinstance(clean, list) != isinstance(corrupted, list):
         raise ExperimentError(
-            f"there are {len(pairs)} pairs of inputs and {len(metrics)} metrics; give one, or as many"
+            f"clean and corrupted must both be lists of inputs of the same length, or neither, with one metric or as "
+            f"many; not {len(cleans)}, {len(others)} and {len(metrics)}"
         )
     found = []
-    for each, (one, other) in zip(metrics, pairs, strict=True):
+    for each, one, other in zip(metrics, cleans, others, strict=True):
         check_metric(each)
-        inputs = inputs_of(one), inputs_of(other)
-        check_same_input_shapes(pg, *inputs)
-        found.append(Batch(each, *inputs))
+        found.append(Batch(each, inputs_of(one), inputs_of(other)))
+        check_same_input_shapes(pg, found[-1].clean, found[-1].corrupted)
     return found
 
 
@@ -378,7 +359,6 @@ class _Scoring:
     max_bytes: int
     routing: Routing
     heads: bool
-    experts: bool
     positions: Any
     batch: int | str | None
     rows: Sequence[str]
@@ -401,7 +381,7 @@ class _Runs:
         self._pg = pg
         self.scoring = scoring
         self._pair = pair
-        self._nodes = nodes_of(pg.nodes.root, heads=scoring.heads, experts=scoring.experts)
+        self._nodes = nodes_of(pg.nodes.root, heads=scoring.heads)
         self._choices = Choices(scoring.routing)
         self.positions: WrittenPositions | None = None
 
@@ -468,10 +448,9 @@ class _Runs:
         deltas = self._deltas(clean, corrupted, found)
 
         def restored(group: Writer | Reader, number: int) -> dict[str, Patch[Any]]:
-            if isinstance(group, Writer) and group.choice:  # the outputs of the chosen experts of a row are summed
-                return {group.path: AddPatch(value=deltas.of(group)[number], slice=(slice(None), 0))}
             heads = None if group.projection is None else group.projection.heads[number]
-            return {path: _restoring(clean[path], corrupted[path], heads) for path in group.paths}
+            paths = (group.path,) if isinstance(group, Writer) else group.paths
+            return {path: _restoring(clean[path], corrupted[path], heads) for path in paths}
 
         def add(
             what: str, place: Any, patches: dict[str, Patch[Any]], readers: Sequence[Reader], end: Values | None = None

@@ -10,7 +10,6 @@ from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.components import Component, Components, NoWeightError, Projection, find, projection
 from graphpatch_notebook.components.chain import Layer, Stack, Trails
 from graphpatch_notebook.components.flow import Value, walk
-from graphpatch_notebook.components.operations import ADDITIONS
 from graphpatch_notebook.components.proofs import NamedLayer, NamedWrite
 from graphpatch_notebook.components.writes import Write
 from graphpatch_notebook.errors import ExperimentError
@@ -22,13 +21,9 @@ from graphpatch_notebook.experiments.circuits.stream import (
     Sum,
     Writer,
     in_order,
-    is_same,
 )
-from graphpatch_notebook.values import TensorSpec, ValueSpec
 
 _LETTERS = "qkv"
-_LOOP = "they run in a loop over those that are hit: which of its steps is which expert's depends on the inputs"
-_INTO_ROWS = frozenset("index_add index_add_ scatter_add scatter_add_ index_put index_put_".split())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,25 +85,24 @@ class Nodes:
     @property
     def recorded(self) -> list[str]:
         """The paths of values that senders write, that norms read, and that receivers read without a linear map."""
-        paths = [path for writer in self.writers for path in writer.paths]
+        paths = [writer.path for writer in self.writers]
         paths += [norm.path for reader in self.readers for norm in norms_in(reader.source)]
         paths += [path for reader in self.readers if reader.projection is None for path in reader.paths]
         return list(dict.fromkeys(paths))
 
 
-def nodes_of(root: Frame, *, heads: bool = True, experts: bool = False) -> Nodes:
+def nodes_of(root: Frame, *, heads: bool = True) -> Nodes:
     """Returns the senders and receivers of a captured model; each capture is searched once.
 
-    With `heads` and `experts`, heads of attention are nodes of their own, and experts are senders.
+    With `heads`, heads of attention are nodes of their own.
 
     Raises:
         ExperimentError: The model has no layers with a residual stream that can be followed.
     """
-    known: dict[tuple[bool, bool], Nodes] = root.capture.findings.setdefault(nodes_of, {})
-    key = (heads, experts)
-    if key not in known:
-        known[key] = _NodeFinder(root, find(root), heads, experts).found
-    found = known[key]
+    known: dict[bool, Nodes] = root.capture.findings.setdefault(nodes_of, {})
+    if heads not in known:
+        known[heads] = _NodeFinder(root, find(root), heads).found
+    found = known[heads]
     if not found.readers or not found.writers:
         where, why = next(iter({**find(root).missing, **found.skipped}.items()), ("layers[*]", "nothing was found"))
         raise ExperimentError(f"the model has no edges between components: {where}: {why}")
@@ -136,14 +130,13 @@ _Cut = Callable[[Node, Value], bool]
 class _NodeFinder:
     """Finds senders and receivers in what `components` found."""
 
-    def __init__(self, root: Frame, components: Components, heads: bool, experts: bool) -> None:
+    def __init__(self, root: Frame, components: Components, heads: bool) -> None:
         evidence = components.evidence
         self._root = root
         self._components = components
         self._trails: Trails = evidence.trails
         self._flow = evidence.trails.flow
         self._has_heads = heads
-        self._has_experts = experts
         self._by_value: dict[Value, Writer] = {}
         self._written: dict[str, tuple[str, ...]] = {}
         self.found = Nodes()
@@ -181,18 +174,12 @@ class _NodeFinder:
         self.found.streams[stream] = path
 
     def _add_writer(self, stream: str, named: NamedLayer, each: NamedWrite) -> None:
-        writers: list[Writer] = []
-        if self._has_heads and (of_heads := self._of_heads(named, each)) is not None:
-            writers = [of_heads]
-        if self._has_experts and each.mlp is not None and each.mlp.router is not None:
-            writers = self._of_experts(named, each.write.value, each.mlp.router)
-        if not writers:
-            name = f"{named.name}{each.kind}_out"
-            writers = [Writer((name,), each.write.value, self._flow.boundary_path(each.write.value))]
-        for writer in writers:
-            steps = self._steps_to(each.write.value, writer)
-            self._by_value[writer.value] = replace(writer, stream=stream, steps=steps)
-        self._written[f"{named.name}{each.kind}"] = tuple(name for writer in writers for name in writer.names)
+        writer = self._of_heads(named, each) if self._has_heads else None
+        if writer is None:
+            path = self._flow.boundary_path(each.write.value)
+            writer = Writer((f"{named.name}{each.kind}_out",), each.write.value, path)
+        self._by_value[writer.value] = replace(writer, stream=stream, steps=self._steps_to(each.write.value, writer))
+        self._written[f"{named.name}{each.kind}"] = writer.names
 
     def _steps_to(self, written: Value, writer: Writer) -> tuple[StreamStep, ...]:
         """Returns the operations on the value of a sender before it is added to the stream."""
@@ -220,48 +207,6 @@ class _NodeFinder:
             self.found.skipped[f"{start}.heads[*].z"] = str(problem)
             return None
         return writer
-
-    def _of_experts(self, named: NamedLayer, written: Value, router: Value) -> list[Writer]:
-        """Returns the writers of the experts, if the outputs of the chosen ones are summed for each row.
-
-        Other terms, such as the output of a shared expert, are separate senders.
-        """
-        summands = self._summands(written)
-        found = [self._routed(named, value, router) for value in summands]
-        problems = [each for each in found if isinstance(each, str)]
-        if len(problems) == len(summands) or len(summands) > 2:
-            self.found.skipped[f"{named.name}experts[*].out"] = _LOOP if _LOOP in problems else problems[0]
-            return []
-        shared = f"{named.name}shared_experts.out"
-        return [
-            each if isinstance(each, Writer) else Writer((shared,), value, self._flow.boundary_path(value))
-            for each, value in zip(found, summands, strict=True)
-        ]
-
-    def _summands(self, value: Value) -> list[Value]:
-        """Returns the terms of a sum, in order of execution."""
-        moving = self._flow.moving(value.node)
-        if value.op != "sum" and is_same(value) and len(moving) == 1:
-            return self._summands(moving[0])
-        if value.op in ADDITIONS and len(moving) == 2 and "alpha" not in value.node.whole.kwargs:
-            found = [each for part in moving for each in self._summands(part)]
-            return sorted(found, key=lambda each: self._flow.order[each.node])
-        return [value]
-
-    def _routed(self, named: NamedLayer, value: Value, router: Value) -> Writer | str:
-        """Returns the writer of a sum over the chosen experts, or why a value is not such a sum."""
-        flow, moving, made = self._flow, self._flow.moving(value.node), value.node.whole
-        dim = made.kwargs.get("dim", made.args[1] if len(made.args) > 1 else None)
-        if value.op in _INTO_ROWS:
-            return _LOOP
-        if value.op != "sum" or len(moving) != 1 or len(moving[0].shape) != 3 or dim not in (1, -2):
-            return "what each chosen expert writes is not one value"
-        inputs = {place.path: place.value.spec for place in flow.inputs(flow.frame_of[value.node])}
-        numbers = [path for path, spec in inputs.items() if _are_numbers(spec, moving[0].shape[:2])]
-        if len(numbers) != 1:
-            return "the numbers of the chosen experts were not found"
-        names = tuple(f"{named.name}experts[{number}].out" for number in range(router.shape[-1]))
-        return Writer(names, value, flow.path(moving[0]), choice=numbers[0])
 
     def _input_path(self, linear: Value) -> str:
         """Returns the path of the input of a linear map: the input of its module, if it is a module."""
@@ -444,8 +389,3 @@ class _NodeFinder:
             name = f"{stack.prefix}layers[{len(stack.layers) + len(stack.unlike) - 1}].resid_post"
         if problem := self._add_reader(name, (place.path,), place.value):
             self.found.skipped[name] = problem
-
-
-def _are_numbers(spec: ValueSpec, shape: tuple[int, ...]) -> bool:
-    """Whether a value is a tensor of integers of this shape."""
-    return isinstance(spec, TensorSpec) and tuple(spec.shape) == shape and not spec.dtype.is_floating_point

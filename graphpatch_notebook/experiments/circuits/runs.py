@@ -8,7 +8,6 @@ of `circuit_patches` do this: each replaces what a receiver reads, and reads the
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,8 +77,8 @@ def nodes_like(pg: PatchableGraph, feeds: Mapping[str, Sequence[str]]) -> Nodes:
         ExperimentError: The model has other nodes.
     """
     wanted = {receiver: tuple(senders) for receiver, senders in feeds.items()}
-    for heads, experts in itertools.product((True, False), (False, True)):
-        nodes = nodes_of(pg.nodes.root, heads=heads, experts=experts)
+    for heads in (True, False):
+        nodes = nodes_of(pg.nodes.root, heads=heads)
         if nodes.feeds == wanted:
             return nodes
     other = next(iter(set(wanted.items()) ^ set(nodes.feeds.items())), ("", ""))[0]
@@ -288,7 +287,7 @@ class ReadPatch(Patch[Any]):
     def sources(self) -> Sequence[str]:
         """The paths of what the senders write."""
         used = (writer for reader in self.readers for writer in self._used(reader))
-        return list(dict.fromkeys(path for writer in used for path in writer.paths))
+        return list(dict.fromkeys(writer.path for writer in used))
 
     def reading(self, values: Sequence[Any]) -> ReadPatch:
         """Returns a copy with an `op` that uses these values of the senders."""

@@ -18,7 +18,7 @@ from graphpatch_notebook.experiments.circuits.circuit import Circuit, Edge, is_l
 from graphpatch_notebook.experiments.circuits.edges import Batch, batches_of
 from graphpatch_notebook.experiments.circuits.nodes import Nodes
 from graphpatch_notebook.experiments.circuits.runs import CircuitRuns, Kept, kept_edges, nodes_like
-from graphpatch_notebook.experiments.executors.mapping import map_batches
+from graphpatch_notebook.experiments.executors.executors import map_batches
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.patchable_graph import PatchableGraph, runs_where_the_model_is
@@ -108,22 +108,12 @@ def circuit(
 
 
 def _check_scores(scores: Any) -> None:
-    """Checks that scores are those of edges.
-
-    Raises:
-        ExperimentError: They are something else, or have lost their attributes.
-    """
-    if not hasattr(scores, "attrs"):
-        raise ExperimentError(f"scores must be from attribute_edges, not a {type(scores).__name__}")
-    if "feeds" not in scores.attrs:
+    """Checks that scores are those of edges, with their attributes."""
+    attrs = getattr(scores, "attrs", {})
+    if "feeds" not in attrs or "positions" in attrs:
         raise ExperimentError(
-            "the scores are not those of edges: they have no attrs['feeds']. Take those of attribute_edges; arithmetic "
-            "keeps attributes under xarray.set_options(keep_attrs=True)"
-        )
-
-    if "positions" in scores.attrs:
-        raise ExperimentError(
-            "circuits have the same positions in all rows of the batch: give scores of such positions"
+            "scores must be those of attribute_edges, with attrs['feeds'] (arithmetic keeps attributes under "
+            "xarray.set_options(keep_attrs=True)), and with the same positions in all rows"
         )
 
 
@@ -308,17 +298,10 @@ def _metrics(
 
 
 def _counts(sizes: Iterable[int | float], candidates: int) -> list[int]:
-    found = set()
-    for size in sizes:
-        is_share = isinstance(size, float) and 0 < size <= 1
-        if not is_share and (type(size) is not int or not 0 <= size <= candidates):
-            raise ExperimentError(
-                f"sizes are numbers of edges up to {candidates}, or shares of them (floats up to 1.0), not {size!r}"
-            )
-        found.add(max(1, round(size * candidates)) if is_share else int(size))
-    if not found:
-        raise ExperimentError("sizes is empty")
-    return sorted(found)
+    counts = {max(1, round(size * candidates)) if isinstance(size, float) and 0 < size <= 1 else size for size in sizes}
+    if not counts or not all(type(count) is int and 0 <= count <= candidates for count in counts):
+        raise ExperimentError(f"sizes are numbers of edges up to {candidates}, or shares of them (floats up to 1.0)")
+    return sorted(map(int, counts))
 
 
 def _areas(shares: Any, curve: Any) -> tuple[float, float]:

@@ -42,14 +42,12 @@ class NoPathError(ExperimentError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writer:
-    """What a component adds to the residual stream: one sender, or one for each head or expert.
+    """What a component adds to the residual stream: one sender, or one for each head.
 
     Attributes:
-        value: What is added; for heads and experts, the sum of what they write.
-        path: The path of the value that is recorded: `value` itself, what the linear map of the heads reads, or what
-            the chosen experts write, of shape `(rows, chosen, channels)`.
+        value: What is added; for heads, the sum of what they write.
+        path: The path of the value that is recorded: `value` itself, or what the linear map of the heads reads.
         projection: The linear map of the heads.
-        choice: The path of the numbers of the chosen experts, of shape `(rows, chosen)`.
         stream: The stack that it belongs to: what the names of its layers begin with.
         steps: The operations on its value before it is added to the stream.
     """
@@ -58,28 +56,16 @@ class Writer:
     value: Value
     path: str
     projection: Projection | None = None
-    choice: str = ""
     stream: str = ""
     steps: tuple[StreamStep, ...] = ()
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths of all that is recorded."""
-        return (self.path, self.choice) if self.choice else (self.path,)
-
     def change(self, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
         """Returns the value of each sender in one run, minus its value in another: `(senders, rows, channels)`."""
-        if self.choice:
-            return self._by_expert(now) - self._by_expert(before)
         rows = rows_of(now[self.path] - before[self.path])
         if self.projection is None:
             return rows[None]
         weight, heads = self.projection.weight(), self.projection.heads.to(rows.device)
         return torch.stack([rows[:, index_of(numbers)] @ weight[index_of(numbers)] for numbers in heads])
-
-    def _by_expert(self, run: Mapping[str, Tensor]) -> Tensor:
-        written, chosen = run[self.path], run[self.choice]
-        return torch.stack([(written * (chosen == expert)[..., None]).sum(1) for expert in range(len(self.names))])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

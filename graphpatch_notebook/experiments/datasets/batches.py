@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,12 +19,11 @@ from graphpatch_notebook.execution import (
     token_inputs,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.executors.checkpoint import Digester
 from graphpatch_notebook.experiments.methods.arguments import check_graph
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, Selection, selection
-from graphpatch_notebook.values import tensor_bytes
+from graphpatch_notebook.sharded import digest
 
 Dataset: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any]"
 """Inputs of all examples (a tensor, or a dict of tensors), or an iterable of batches of inputs."""
@@ -63,17 +61,8 @@ def _cut(value: Any, part: slice, count: int) -> Any:
 
 
 def digest_of(batch: Inputs) -> str:
-    """Returns a digest of the arguments of a batch: of objects that are not plain data, the class."""
-    digest, digester = hashlib.blake2b(digest_size=16), Digester("a batch")
-    for name, value in (*enumerate(batch.args), *sorted(batch.kwargs.items())):
-        digest.update(f"{name!r}:".encode())
-        if not isinstance(value, Tensor):
-            digest.update(digester.digest(value, str(name)).encode())
-            continue
-        digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
-        if not value.is_meta:
-            digest.update(tensor_bytes(value).data)
-    return digest.hexdigest()
+    """Returns a digest of the arguments of a batch."""
+    return digest(batch.args, dict(sorted(batch.kwargs.items())))
 
 
 def numbered(batches: Iterable[Inputs], first: int = 0) -> Iterator[tuple[int, Inputs]]:

@@ -37,8 +37,8 @@ from graphpatch_notebook.experiments.datasets.batches import (
     read_batch,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.executors.checkpoint import Digester, weights_digest
-from graphpatch_notebook.experiments.executors.mapping import map_batches
+from graphpatch_notebook.experiments.executors.checkpoint import weights_digest
+from graphpatch_notebook.experiments.executors.executors import map_batches
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import PositionSelection, selection
 from graphpatch_notebook.paths import nearest
@@ -104,10 +104,10 @@ def record_to(
     """
     reader = RowReader(pg, patterns, positions)
     settings = {
-        "positions": Digester("positions").digest(positions, "positions"),
+        "positions": digest(positions),
         "dtype": str(dtype),
         "weights": weights_digest(pg),
-        "patches": digest("", active_patches(captured(pg)))[1].item(),
+        "patches": digest(active_patches(captured(pg))),
     }
     processes = processes_of(captured(pg).root)
     if processes is not None and not processes.are_same(str(Path(folder).absolute())):

@@ -13,7 +13,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.held_values import all_modules, plain_tensors
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
-from graphpatch_notebook.checks.model_state import Fingerprint, ModuleState
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.execution import (
     NEVER,
     FrameFlow,
@@ -39,7 +39,7 @@ from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 
-_known: WeakKeyDictionary[PatchableGraph, tuple[Fingerprint, dict[Hashable, Any]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[PatchableGraph, tuple[ModuleState, dict[Hashable, Any]]] = WeakKeyDictionary()
 
 
 def shown_earlier(pg: PatchableGraph, state: ModuleState) -> dict[Hashable, Any]:
@@ -49,10 +49,9 @@ def shown_earlier(pg: PatchableGraph, state: ModuleState) -> dict[Hashable, Any]
         pg: The graph.
         state: The current state of its model.
     """
-    fingerprint = Fingerprint(state)
     known = _known.get(pg)
-    if known is None or known[0] != fingerprint:
-        known = _known[pg] = (fingerprint, {})
+    if known is None or next(known[0].changes(), None) is not None:
+        known = _known[pg] = (state, {})
     return known[1]
 
 
@@ -144,7 +143,7 @@ def clean_run(
         keeps_pairs: Whether to keep the inputs and results of position-wise frames.
         state: The current state of the model, if there is a snapshot of it.
     """
-    state = ModuleState(captured(pg).module, is_look=True) if state is None else state
+    state = ModuleState(captured(pg).module) if state is None else state
     known, kind = shown_earlier(pg, state), kind_of_run(inputs)
     if not notes_reads:
         run = _recorded(pg, inputs, targets, lambda _tree, _given: _Watch(state=state))

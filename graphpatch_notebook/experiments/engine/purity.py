@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import Change, ChangeKind, ModuleState, SharedRandomState
+from graphpatch_notebook.checks.model_state import Change, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution import Entry
 from graphpatch_notebook.experiments.engine.cells import Cell, Cells, patches_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
-from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
+from graphpatch_notebook.experiments.engine.side_effects import Drawing, ReferredValues, change_by
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest, why_plain
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -265,7 +265,7 @@ class _Dependence:
         self._read = _Watched((metric,), self._making)
         self._given = _Watched((inputs.args, inputs.kwargs), self._making)
         self._random = SharedRandomState()
-        self.why_plain, self.look = why_plain(pg), ModuleState(captured(pg).module, is_look=True)
+        self.why_plain, self.look = why_plain(pg), ModuleState(captured(pg).module)
         self.baseline: Measurement | None = None
         self._was_changed = False
 
@@ -280,10 +280,10 @@ class _Dependence:
             return f"the metric refers to {self._read.before.unreadable or 'what make_patches changes'}"
         may_depend = self._read.may_change or self._making.may_read(self.look)
         # A model in training mode may draw random numbers, and patch maps of later cells, too.
-        if not (may_depend or self.draws or self.look.is_training):
+        if not (may_depend or self.draws or any(one.training for one in self.look.root.modules())):
             return None
         change = self._change_by_run()
-        is_random = isinstance(change, Change) and change.kind is ChangeKind.RANDOM
+        is_random = isinstance(change, Drawing)
         if (may_depend and change is not None) or (is_random and self.draws):
             return f"make_patches may depend on what runs change: {change}"
         return f"{change} in training mode; to have none, call pg.eval() first" if is_random and not is_all else None
@@ -299,7 +299,7 @@ class _Dependence:
         """
         if draws and self.baseline is None:  # else it is known that they do not matter
             change = self._change_by_run()
-            if isinstance(change, Change) and change.kind is ChangeKind.RANDOM:
+            if isinstance(change, Drawing):
                 raise ExperimentError(
                     f"make_patches draws random numbers for some cells before earlier ones run, and {change}: let it "
                     "draw from a generator of its own, or write the loop: with pg.patch(make_patches(...)): ..."
@@ -340,15 +340,15 @@ class _Dependence:
 
     @property
     def _is_model_changed(self) -> bool:
-        return self._was_changed or self.look.change_in(None) is not None
+        return self._was_changed or next(self.look.changes(), None) is not None
 
-    def _change_by_run(self) -> Change | str | None:
+    def _change_by_run(self) -> Change | Drawing | str | None:
         self._was_changed = self._is_model_changed
         self.baseline, change = _run_without_patches(
             self._pg, self._inputs, self._metric, self._read.before, backward=self._backward
         )
         # The run may have written into tensors, also if these are put back now, or hold the same.
-        self.look = ModuleState(captured(self._pg).module, is_look=True)
+        self.look = ModuleState(captured(self._pg).module)
         return change
 
 
@@ -401,7 +401,7 @@ def why_in_order(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any
 
 def _run_without_patches(
     pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any], referred: ReferredValues, *, backward: bool
-) -> tuple[Measurement, Change | str | None]:
+) -> tuple[Measurement, Change | Drawing | str | None]:
     """Runs the model and the metric; returns the metric, and what both change. Restores the state of the model."""
     request = SweepRequest(inputs, metric, (), None, backward)
     state = ModuleState(captured(pg).module)

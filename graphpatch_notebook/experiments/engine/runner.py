@@ -27,7 +27,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import plain_tensors
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import SHARED, ModuleState
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import (
     Entry,
@@ -530,7 +530,7 @@ def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, batching: Batchi
     except Exception as error:
         setup.state.restore()
         raise RowsError(f"on several rows it raises {type(error).__name__}: {error}") from None
-    change = setup.state.change(besides=(*SHARED, "own"))
+    change = next(setup.state.changes(), None)
     if change is not None:  # such as a mask that is made for that many rows
         setup.state.restore()
         raise RowsError(f"on several rows it changes itself, as it does not on those of the inputs: {change}")

@@ -46,7 +46,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.held_values import (
-    is_own_generator,
     memory_of,
     names_in,
     names_of,
@@ -56,11 +55,10 @@ from graphpatch_notebook.capture.held_values import (
 )
 from graphpatch_notebook.checks.model_state import (
     Change,
-    ChangeKind,
-    Fingerprint,
     ModuleState,
     SharedRandomState,
     comparable_state,
+    is_generator,
 )
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -170,7 +168,8 @@ class ReferredValues:
     def may_read(self, model: ModuleState) -> bool:
         """Whether functions among these values may read what a run of a model changes."""
         modules = (part for held in self._held.values() if isinstance(held, Module) for part in held.modules())
-        return any(isinstance(held, PatchableGraph) or model.holds(held) for held in (*self._held.values(), *modules))
+        own = set(map(id, model.root.modules()))
+        return any(isinstance(held, PatchableGraph) or id(held) in own for held in (*self._held.values(), *modules))
 
     def may_draw(self, owner: str) -> bool:
         """Whether functions among these values may have drawn from a shared generator, whose state has changed.
@@ -239,7 +238,7 @@ class ReferredValues:
             return gc.get_referents(value)
         if kind is _CACHED:
             return _parts_of_cached(value)
-        if is_own_generator(value):
+        if is_generator(value):
             return self._parts_of_generator(value)
         own = [*slots_of(value).values(), *getattr(value, "__dict__", {}).values(), *_own_classes(kind)]
         if isinstance(value, (Tensor, np.ndarray, Module)):
@@ -348,7 +347,7 @@ def _is_closed(value: Any) -> bool:
     if isinstance(value, (FunctionType, type)):
         return _is_library(value)
     kind: Any = type(value)
-    if not _has_hidden_state(kind) or is_own_generator(value):
+    if not _has_hidden_state(kind) or is_generator(value):
         return False
     place = kind.__module__, kind.__name__
     if place[0] == "torch._C" or place in _ARROW or isinstance(value, (random.Random, np.random.RandomState)):
@@ -420,7 +419,8 @@ def _has_caches(kind: type) -> bool:
 def _contents(value: Any, most_bytes: float) -> Any:
     """Returns the contents of a tensor, an array or a module in a comparable form."""
     if isinstance(value, Module):
-        return Fingerprint(value)
+        tensors = [*value.parameters(), *value.buffers()]
+        return [(id(tensor), version_of(tensor)) for tensor in tensors]
     if isinstance(value, np.ndarray):
         is_read = value.nbytes <= most_bytes and value.dtype != object
         return zlib.crc32(np.ndarray.tobytes(value)) if is_read else ABSENT  # masked arrays change in their own one
@@ -445,12 +445,21 @@ def _memory(value: Any) -> Iterator[Hashable]:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def change_by(run: Callable[[], object], model: Module, state: ModuleState) -> Change | None:
+def change_by(run: Callable[[], object], model: Module, state: ModuleState) -> Change | Drawing | None:
     """Returns what `run` has changed in a model since `state`; calls `run` again if another thread may have done it."""
-    change = state.change()
-    if change is None or change.kind is not ChangeKind.RANDOM or "Python" not in change.name:
-        return change
-    return change if draws_from_python(run, model) else state.change(besides={"Python"})
+    drawn = state.random.changed()
+    if "Python" in drawn and not draws_from_python(run, model):
+        drawn.remove("Python")
+    return Drawing(" and ".join(drawn)) if drawn else next(state.changes(), None)
+
+
+class Drawing(str):
+    """The owners of the random generators that a run draws from."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"the model draws random numbers (of {self[:]})"
 
 
 def draws_from_python(run: Callable[[], object], model: Module) -> bool:

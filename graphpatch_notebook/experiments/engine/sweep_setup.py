@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.held_values import all_modules
-from graphpatch_notebook.checks.model_state import Change, ChangeKind, ModuleState
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import FUSED_MODULES, NEVER, has_hooks, innermost, own_tensors
 from graphpatch_notebook.experiments.engine.batching import Batching, batching_of, most_cells
@@ -19,7 +19,7 @@ from graphpatch_notebook.experiments.engine.clean_run import CleanRun, Mark, cle
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.engine.rows import RowsError
-from graphpatch_notebook.experiments.engine.side_effects import ReferredValues, change_by
+from graphpatch_notebook.experiments.engine.side_effects import Drawing, ReferredValues, change_by
 from graphpatch_notebook.experiments.engine.trimming import is_part, last_position_value, trims
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.interrupts import on_error
@@ -146,7 +146,7 @@ def sweep_setup(
         known: The metric without patches, if it is known.
     """
     targets = _targets(pg, request.paths)
-    state = ModuleState(captured(pg).module) if look is None else look.complete()
+    state = ModuleState(captured(pg).module)
     with on_error(state.restore):
         why = why_plain(pg) if look is None else None
         setup = _setup_after_clean_run(pg, request, targets, state, why, known)
@@ -195,7 +195,7 @@ def _setup_after_clean_run(
         state.restore()
         is_asked_again = memory is None or setup.is_trimmed
         baseline = request.baseline(pg) if is_asked_again else setup.baseline
-        is_random = isinstance(reason, Change) and reason.kind is ChangeKind.RANDOM
+        is_random = isinstance(reason, Drawing)
         return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or memory}{', or the metric does' * is_random}")
     if may_share:
         try:

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from graphpatch_notebook import interrupts
+import numpy as np
+
 from graphpatch_notebook.checks.keywords import check_input_names
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
-from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of, patches_in
+from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
+from graphpatch_notebook.experiments.engine.cells import Cell, CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.purity import MadeCells, made_cells, why_in_order
+from graphpatch_notebook.experiments.engine.measurements import Measurement
+from graphpatch_notebook.experiments.engine.purity import made_cells
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.engine.sweep_setup import SweepRequest
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
-from graphpatch_notebook.experiments.executors.dispatch import Dispatch, check_executor, task_maker
-from graphpatch_notebook.experiments.executors.scheduling import (
-    MADE_BEFORE,
-    Dispatched,
-    Ledger,
-    Progress,
-    remaining,
-    run_here,
-    shown_progress,
-)
-from graphpatch_notebook.experiments.executors.worker import Reference, SweepWork, WatchedRunner
+from graphpatch_notebook.experiments.executors.executors import Lost, Workers, check_executor
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import check_graph, check_metric
 from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.sharded import processes_of
-from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -42,6 +33,10 @@ if TYPE_CHECKING:
 _FEW, _FEW_ALONE = 4, 8
 """With fewer cells, sharing costs more than it saves: they run as in a plain loop. The second is for cells that share
 recorded results alone, and no forwards."""
+_AHEAD = 256
+"""How many chunks an executor has at once: enough to keep a cluster busy."""
+_OTHER_DEVICE, _OTHER_DEVICE_LOW = 1e-4, 2e-2
+"""How much the metric may differ on another device or machine, relative to its largest number; in low precision."""
 
 
 def run_sweep(
@@ -67,86 +62,140 @@ def run_sweep(
     _check_options(batch, backward, checkpoint, checkpoint_key, executor)
     if executor is not None:
         check_executor(executor, recipe, pg)
-        executor = _usable(executor, pg, inputs, metric)
     values = axes_of(axes)
     making = Cells(values, make_patches)
     cells = making.unmade
     is_all = checkpoint is not None or executor is not None
     made = made_cells(pg, making, inputs, metric, is_all=is_all, backward=backward)
-    _check_probes(made.alone if executor is not None else ())
     request = SweepRequest(inputs, metric, made.paths, None if batch == 1 else batch, backward)
     request = _worthwhile(request, len(made.shared))
-    runner = (WatchedRunner if is_all else CellRunner)(pg, request, look=made.look, baseline=made.baseline)
+    runner = CellRunner(pg, request, look=made.look, baseline=made.baseline)
     metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
-    file: Checkpoint | None = None
-    results: dict[int, CellResult] = {}
+    ledger = _Ledger(runner.baseline)
     if checkpoint is not None:
         own = identity(values, checkpoint_key, metric, runner.baseline, inputs, pg, made.made)
-        file, results = _opened(checkpoint, own, cells, pg)
+        ledger = _Ledger(runner.baseline, *_opened(checkpoint, own, pg))
+    results = ledger.results
     shared, alone = runner.chunks(made.shared, made.entries), [[cell] for cell in made.alone]
-    dispatch = None
-    if executor is not None and (chunks := list(remaining([*alone, *shared], results))):
-        work = SweepWork(request, Reference.of(pg, inputs, runner.baseline))
-        task = task_maker(executor, recipe, pg, work, [("the metric", metric), ("what the model runs on", inputs)])
-        dispatch = Dispatch(executor, task, lambda cells, ledger: run_here(runner, [cells], ledger))
+    workers, remarks = None, dict.fromkeys([*made.remarks, *runner.remarks])
+    if executor is not None:
+        workers = Workers(executor, recipe, pg, functools.partial(_CellTask.of, request, runner.baseline))
 
-    def run(shown: Progress) -> None:
-        ledger = Ledger(runner.baseline, file, shown, results)
-        if dispatch is None:
+    def run() -> None:
+        if workers is None:
             _run_in_order(runner, shared, alone, ledger)
         else:
-            dispatched = Dispatched(runner, chunks, ledger, lambda cells: task(cells, 0))
-            deque(dispatch.run(dispatched, ledger, dispatched.may_begin), maxlen=0)
+            _run_elsewhere(workers, [*_remaining([*alone, *shared], results)], ledger, remarks)
         for number in made.later:
             ledger.keep([_made_and_run(runner, making, number)])
 
-    is_whole = _runs_through(run, len(cells), len(results), progress)
-    _warn_of_draws(made, runner)
-    all_remarks = [*made.remarks, *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
-    remarks = list(dict.fromkeys(all_remarks))
+    with _shown_progress(len(cells), len(results), progress) as ledger.progress:
+        is_whole = _runs_through(run)
+    told = [*remarks, *runner.remarks]
     if not is_whole:
-        remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells did not run and are NaN")
-    result, is_finished = _in_spite_of_interrupts(
-        lambda: data_array(values, cells, results, runner.baseline, metric, remarks)
-    )
-    if not (is_whole and is_finished):
+        told.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells did not run and are NaN")
+    result = data_array(values, cells, results, runner.baseline, metric, list(dict.fromkeys(told)))
+    if not is_whole:
         raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
     return result
 
 
+@dataclass
+class _Ledger:
+    """The results of a sweep so far.
+
+    Attributes:
+        baseline: The measurement without patches; all others must have its shape and names.
+        checkpoint: Where results are written, if anywhere.
+        results: The results, by the number of the cell.
+        progress: A progress bar, if there is one.
+    """
+
+    baseline: Measurement
+    checkpoint: Checkpoint | None = None
+    results: dict[int, CellResult] = field(default_factory=dict)
+    progress: Any = None
+
+    def keep(self, results: Sequence[CellResult]) -> None:
+        """Keeps the results of a chunk, in memory and in the checkpoint."""
+        before = len(self.results)
+        results = [self._checked(result) for result in results]
+        self.results |= {result.number: result for result in results}
+        if self.checkpoint is not None:
+            self.checkpoint.append(results)
+        if self.progress is not None:
+            self.progress.update(len(self.results) - before)
+
+    def _checked(self, result: CellResult) -> CellResult:
+        if result.measurement is None or result.measurement.form == self.baseline.form:
+            return result
+        shapes = f"{result.measurement.form} here, and {self.baseline.form} without patches"
+        return CellResult(result.number, None, f"the metric gave numbers of shape and names {shapes}")
+
+
+@contextmanager
+def _shown_progress(total: int, done: int, is_wanted: bool) -> Iterator[Any]:
+    """Shows a progress bar during the block, if it is wanted: a widget in a notebook, a line on stderr elsewhere."""
+    if not is_wanted:
+        yield None
+        return
+    tqdm = extra("tqdm.auto", "the progress of a sweep", ", or say progress=False").tqdm
+    with tqdm(total=total, initial=done, desc="sweep", unit="cell") as bar:
+        yield bar
+
+
+@dataclass(frozen=True)
+class _CellTask:
+    """Runs cells in a worker: given by number and patch map. Returns their results, and remarks."""
+
+    runner: CellRunner
+
+    @classmethod
+    def of(cls, request: SweepRequest, baseline: Measurement, pg: PatchableGraph) -> _CellTask:
+        """Returns it for a graph, whose metric without patches must be `baseline`, up to other kernels and devices."""
+        runner = CellRunner(pg, request)
+        mine, size = runner.baseline.values, np.abs(baseline.values).max(initial=1e-6)
+        is_low = any(parameter.dtype.itemsize < 4 for parameter in pg.parameters())
+        tolerance = _OTHER_DEVICE_LOW if is_low else _OTHER_DEVICE
+        if mine.shape != baseline.values.shape or not np.allclose(
+            mine, baseline.values, tolerance, tolerance * size, equal_nan=True
+        ):
+            raise ExperimentError(
+                f"without patches, the metric is {mine} in a worker and {baseline.values} here: is it the same model?"
+            )
+        return cls(runner)
+
+    def __call__(self, cells: Sequence[tuple[int, PatchMap]]) -> tuple[list[CellResult], list[str]]:
+        return self.runner.run(cells), list(self.runner.remarks)
+
+
+def _run_elsewhere(workers: Workers, chunks: Sequence[list[Cell]], ledger: _Ledger, remarks: dict[str, None]) -> None:
+    contents = ([(cell.number, cell.content) for cell in chunk] for chunk in chunks)
+    for number, found in workers.results(contents, _AHEAD):
+        if isinstance(found, Lost):
+            ledger.keep([CellResult(cell.number, None, found.reason) for cell in chunks[number]])
+        else:
+            ledger.keep(found[0])
+            remarks |= dict.fromkeys(found[1])
+
+
 def _run_in_order(
-    runner: CellRunner, shared: Sequence[list[Cell]], alone: Sequence[list[Cell]], ledger: Ledger
+    runner: CellRunner, shared: Sequence[list[Cell]], alone: Sequence[list[Cell]], ledger: _Ledger
 ) -> None:
     """Runs chunks of cells that may share work, and then those that run alone, in this process."""
-    run_here(runner, [*remaining(shared, ledger.results)], ledger)
+    for chunk in _remaining(shared, ledger.results):
+        ledger.keep(runner.run([(cell.number, cell.patches) for cell in chunk]))
     if shared:
         runner.check_order(shared[0][0], ledger.results.get(shared[0][0].number))
-    run_here(runner, [*remaining(alone, ledger.results)], ledger)
+    for chunk in _remaining(alone, ledger.results):
+        ledger.keep(runner.run([(cell.number, cell.patches) for cell in chunk]))
 
 
-def _warn_of_draws(made: MadeCells, runner: CellRunner) -> None:
-    """Warns if making all patch maps, before any cell ran, has drawn from the generators that patches draw from."""
-    if made.draws and isinstance(runner, WatchedRunner) and runner.has_drawn:
-        warn_each_time(MADE_BEFORE, ExperimentWarning)
-
-
-def _in_spite_of_interrupts(make: Callable[[], DataArray]) -> tuple[DataArray, bool]:
-    """Returns the result, which an interrupt now must not lose, and whether there was none."""
-    result, is_finished = None, True
-    try:
-        with interrupts.deferred():
-            result = make()
-    except KeyboardInterrupt:
-        is_finished = False
-    return (make() if result is None else result), is_finished  # it may come before it could be deferred
-
-
-def _usable(executor: Any, pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Any:
-    """Returns the executor; `None`, with a warning, if cells must run in order."""
-    if (why := why_in_order(pg, inputs, metric)) is None:
-        return executor
-    warn_each_time(_IN_ORDER.format(why), ExperimentWarning)
-    return None
+def _remaining(chunks: Sequence[list[Cell]], done: Mapping[int, CellResult]) -> Iterator[list[Cell]]:
+    """Yields the remaining cells of each chunk. Chunks are not regrouped, since that could change rounding errors."""
+    for chunk in chunks:
+        if rest := [cell for cell in chunk if cell.number not in done]:
+            yield rest
 
 
 def _worthwhile(request: SweepRequest, count: int) -> SweepRequest:
@@ -155,51 +204,20 @@ def _worthwhile(request: SweepRequest, count: int) -> SweepRequest:
     return replace(request, paths=()) if count < (_FEW if may_share else _FEW_ALONE) else request
 
 
-def _check_probes(cells: Sequence[Cell]) -> None:
-    """Checks that no patch keeps values of several cells: in another order, they would be of any of these."""
-    keeping: dict[int, Cell] = {}
-    for cell in cells:
-        for patch in patches_in(cell.patches):
-            if isinstance(patch, Patch) and patch.only_keeps and keeping.setdefault(id(patch), cell) is not cell:
-                raise ExperimentError(
-                    f"several cells ({keeping[id(patch)]}; {cell}) have the same {type(patch).__name__}: with "
-                    "executor= they run in any order, so it would hold what any of them kept. Make one for each cell, "
-                    "or leave out executor="
-                )
-
-
-_IN_ORDER = (
-    "executor= is not used: {}, so cells depend on those before them, and run in this process, one after the other"
-)
-
-_LOST_STATE = (
-    "patches of cells that are done in checkpoint={file!r} changed what they refer to when they ran, or used an "
-    "iterator; the other cells run without that, so their numbers may not be those of a loop: delete the file to get "
-    "these"
-)
-
-
 def _opened(
-    name: str | os.PathLike[str], own: dict[str, Any], cells: Sequence[Cell], pg: PatchableGraph
+    name: str | os.PathLike[str], own: dict[str, Any], pg: PatchableGraph
 ) -> tuple[Checkpoint | None, dict[int, CellResult]]:
-    """Returns the file of a sweep, which the first of several processes writes, and what is done."""
+    """Returns the checkpoint of a sweep, which the first of several processes writes, and what is done."""
     if (processes := processes_of(captured(pg).root)) is None:
-        file = Checkpoint(name, own, cells)
-        return file, _warned_of(file, cells)
-    if not processes.are_same((os.fspath(name), own | {"baseline": None})):  # whose last digits may differ
+        checkpoint = Checkpoint(name, own)
+        return checkpoint, dict(checkpoint.done)
+    if not processes.are_same((os.fspath(name), own | {"numbers without patches": None})):  # last digits may differ
         raise ExperimentError(
-            "checkpoint= is one file of all processes, but they give other names, inputs, metrics or patches: give the "
-            "same on all of them, or leave it out"
+            "checkpoint= is one folder of all processes, but they give other names, inputs, metrics or patches: give "
+            "the same on all of them, or leave it out"
         )
-    file = processes.on_first(lambda: Checkpoint(name, own, cells))
-    return (file if processes.is_first else None), _warned_of(file, cells)
-
-
-def _warned_of(file: Checkpoint, cells: Sequence[Cell]) -> dict[int, CellResult]:
-    """Returns what is done; warns if the other cells would need what these have changed."""
-    if len(file.done) < len(cells) and any(result.has_changed_state for result in file.done.values()):
-        warn_each_time(_LOST_STATE.format(file=str(file.file)), ExperimentWarning)
-    return dict(file.done)
+    checkpoint = processes.on_first(lambda: Checkpoint(name, own))
+    return (checkpoint if processes.is_first else None), dict(checkpoint.done)
 
 
 def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:
@@ -210,11 +228,10 @@ def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:
     return runner.run_whole(number, patches)
 
 
-def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_shown: bool) -> bool:
+def _runs_through(run: Callable[[], None]) -> bool:
     """Calls `run` and returns whether it finished without an interrupt."""
     try:
-        with shown_progress(total, done, is_shown) as shown:
-            run(shown)
+        run()
     except KeyboardInterrupt:
         return False
     return True

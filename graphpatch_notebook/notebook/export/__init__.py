@@ -1,5 +1,4 @@
 """The chosen patches as Python code. Nothing here runs a model or evaluates an expression.
 
-`patch_code` writes code that uses this package, `hook_code` a script with plain forward hooks of torch. Both use
-`source_parts` (names, values, inputs, comments) and `source_code` (layout and display of the result).
+`patch_code` writes the code, and `source_code` has its layout and how it displays itself.
 """

@@ -326,19 +326,18 @@ _EDITING = [
     ),
     Command(
         "export",
-        "[-o NAME|FILE] [--cell] [--hooks] [--force]",
+        "[-o NAME|FILE] [--cell] [--force]",
         "shows the chosen patches as Python code",
         files.export,
-        Arguments((), {"-o": "file", "--cell": None, "--hooks": None, "--force": None}),
+        Arguments((), {"-o": "file", "--cell": None, "--force": None}),
         """
 -o NAME   put the code in a variable
 -o FILE   write a complete script to a file, including the code for the graph
 --cell    put the code in a new cell
---hooks   write plain PyTorch with forward hooks, which does not use graphpatch
 --force   overwrite a variable or file that export did not write
 By default, the code is shown. To keep it, use code = %graphpatch export.
 """,
-        ("export --hooks", "export -o patched.py"),
+        ("export --cell", "export -o patched.py"),
         "Exporting",
     ),
     Command(

@@ -17,10 +17,9 @@ from graphpatch_notebook.notebook.session.workspace import Workspace, counted, i
 from graphpatch_notebook.patchable_graph import captured
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.notebook.export.patch_code import ExportForm
     from graphpatch_notebook.notebook.export.source_code import SourceCode
 
-_EXPORT_OPTIONS = {"-o": True, "--cell": False, "--hooks": False, "--force": False}
+_EXPORT_OPTIONS = {"-o": True, "--cell": False, "--force": False}
 # The first line of an exported file, followed by a hash of the rest. A file whose hash matches may be overwritten.
 MARK = "# Written by %graphpatch export, sha256 "
 
@@ -31,15 +30,14 @@ def export(workspace: Workspace, text: str) -> SourceCode | None:
 
     options, rest = split_options(without_comment(text), _EXPORT_OPTIONS)
     if rest:
-        raise SessionError(f"unexpected argument {rest!r}; write export [-o NAME|FILE] [--cell] [--hooks]")
+        raise SessionError(f"unexpected argument {rest!r}; write export [-o NAME|FILE] [--cell]")
     session = workspace.current().session
     target = options.get("-o")
     is_variable = target is not None and target.isidentifier()
     if target is not None and keyword.iskeyword(target):
         raise SessionError(f"{target!r} is a keyword and cannot be a variable name; for a file, write ./{target}")
-    form: ExportForm = "hooks" if "--hooks" in options else "graphpatch"
     # A file runs on its own, so it also contains the code that creates the graph.
-    code = patch_code.export(session, form, wrap=target is not None and not is_variable)
+    code = patch_code.export(session, wrap=target is not None and not is_variable)
     if target is not None and is_variable:
         _to_variable(workspace.namespace, target, code, "--force" in options)
     elif target is not None:

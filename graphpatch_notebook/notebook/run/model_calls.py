@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphpatch_notebook.capture.inputs import ExampleInputs
-from graphpatch_notebook.checks.model_state import SHARED, ModuleState, copied, copied_output
+from graphpatch_notebook.checks.model_state import ModuleState, copied, copied_output
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.notebook.display.labels import file_label
@@ -158,9 +158,6 @@ def _without_options(arguments: str | None) -> str | None:
     return ", ".join(ast.unparse(argument) for argument in (*call.args, *call.keywords))
 
 
-_RANDOM = (*SHARED, "own")
-
-
 def _generators(graph: PatchableGraph) -> Iterator[Any]:
     """Yields what operations are given; some are random generators of functions that the model's code calls."""
     for frame in captured(graph).root.walk():
@@ -263,7 +260,7 @@ class ModelCalls:
         return job.interruptibly(call)
 
     def _note_change(self, state: ModuleState, results: CallResults) -> None:
-        change = state.change(besides=_RANDOM)
+        change = next(state.changes(), None)
         if change is not None and self._count.done < self._count.total:
             # In place of the `StateWarning`: it says what this means here.
             results.warnings[:] = [text for text in results.warnings if str(change) not in text]

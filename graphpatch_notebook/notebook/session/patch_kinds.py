@@ -68,18 +68,15 @@ class PatchKind:
             patch that keeps nothing.
         keeps_list: Whether that is a list, with one value for each call.
         examples: What follows `%graphpatch` in the examples of the help.
-        hook_statement: The patch as a statement in a forward hook, which changes a copy of the value in place:
-            `{target} += {value}`. `{target}` is the value or its slice; `{part}` is the same, always with brackets.
-        hook_result: The patch as an expression for the new value: `{value}({input})`.
         is_elementwise: Whether each entry is treated alike, so that a new dimension in the slice makes no difference.
 
     Raises:
         ValueError: The name is not an identifier, or the class does not have the fields.
 
     Example:
-        >>> kind = PatchKind("nothing", ZeroPatch, "sets the value to zero", hook_statement="{part} = 0")
-        >>> kind.fields[:2], kind.has_hook
-        (('slice', 'steps'), True)
+        >>> kind = PatchKind("nothing", ZeroPatch, "sets the value to zero")
+        >>> kind.fields[:2]
+        ('slice', 'steps')
     """
 
     name: str
@@ -89,8 +86,6 @@ class PatchKind:
     keeps: str | None = None
     keeps_list: bool = False
     examples: tuple[str, ...] = ()
-    hook_statement: str | None = None
-    hook_result: str | None = None
     is_elementwise: bool = False
 
     def __post_init__(self) -> None:
@@ -100,8 +95,6 @@ class PatchKind:
             raise ValueError(f"{self.patch.__name__} has no field {self.value.field!r}")
         if self.value is not None and self.keeps is not None:
             raise ValueError(f"a patch kind takes a value or keeps one, but {self.name!r} does both")
-        if self.hook_statement is not None and self.hook_result is not None:
-            raise ValueError(f"give hook_statement or hook_result for {self.name!r}, not both")
 
     @property
     def has_slice(self) -> bool:
@@ -112,11 +105,6 @@ class PatchKind:
     def has_positions(self) -> bool:
         """Whether it may be limited to positions: a run ends, and a call is replaced, as a whole."""
         return not (self.patch.stops_run or self.patch.replaces_call)
-
-    @property
-    def has_hook(self) -> bool:
-        """Whether a forward hook can do the same."""
-        return self.keeps is not None or self.hook_statement is not None or self.hook_result is not None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -152,7 +140,6 @@ PATCH_KINDS = {
             ZeroPatch,
             "sets the value to zero",
             examples=("zero h_0.mlp.output[:, -1]", "zero h_0.attn.output|sub_0 --steps decoding"),
-            hook_statement="{part} = 0",
             is_elementwise=True,
         ),
         PatchKind(
@@ -161,7 +148,6 @@ PATCH_KINDS = {
             "adds to the value",
             value=_TENSOR,
             examples=("add h_0.output 0.5 * steering", "add h_0.output[:, -1] noise --steps prefill"),
-            hook_statement="{target} += {value}",
         ),
         PatchKind(
             "replace",
@@ -169,7 +155,6 @@ PATCH_KINDS = {
             "replaces the value",
             value=_TENSOR,
             examples=("replace h_0.mlp.output other_run", "replace h_0.output[:, 3] torch.ones(768) --any-shape"),
-            hook_statement="{part} = {value}",
         ),
         PatchKind(
             "probe",
@@ -228,7 +213,6 @@ PATCH_KINDS = {
                 is_function=True,
             ),
             examples=("custom h_0.output lambda value: value.clamp(-1, 1)", "custom h_0.mlp.output[:, -1] rotate"),
-            hook_result="{value}({input})",
         ),
         PatchKind(
             "splice",

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.checks.model_state import preserved
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.execution import innermost
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
 from graphpatch_notebook.notebook.run.model_calls import alone, in_words
 from graphpatch_notebook.notebook.session.session import Session
@@ -87,7 +86,7 @@ class ComputedView(LinkedView):
         model = captured(session.graph).module
 
         def restoring() -> Callable[[], None]:
-            with afterwards(ModuleState(model).restore):
+            with preserved(model):
                 return work()
 
         return restoring

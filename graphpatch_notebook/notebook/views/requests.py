@@ -299,11 +299,11 @@ def _notes(context: RequestContext, patch: ChosenPatch, before: ChosenPatch | No
 
 def _export(context: RequestContext, payload: Payload) -> Answer:
     form = payload.text("form")
-    if form not in ("graphpatch", "hooks"):
-        raise SessionError(f"unknown form {cut(repr(form))}: it is 'graphpatch' or 'hooks'")
+    if form != "graphpatch":
+        raise SessionError(f"unknown form {cut(repr(form))}: it is 'graphpatch'")
     # With the inputs of *Run*, so that the numbers are equal.
     origin = replace(context.session.origin, arguments=payload.text_or_none("inputs") or context.runs.written())
-    return {"code": str(export(context.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []
+    return {"code": str(export(context.session, origin=origin))}, []
 
 
 # --------------------------------------------------------------------------------------------------------------------

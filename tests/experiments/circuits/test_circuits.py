@@ -457,7 +457,7 @@ def test_positions_of_each_row() -> None:
         one = [{name: ids[[row]] for name, ids in inputs.items()} for inputs in (it.clean, it.corrupted)]
         own.append(attribute_edges(it.pg, it.metric, *one, method="secant", positions=given[row]).values)
     np.testing.assert_allclose(found.values, (own[0] + own[1]) / 2, atol=1e-12)
-    with pytest.raises(ExperimentError, match="circuits have the same positions in all rows of the batch"):
+    with pytest.raises(ExperimentError, match="positions"):
         circuit(it.pg, found)
 
 
@@ -587,7 +587,7 @@ def test_invalid_arguments_are_errors() -> None:
         circuit(it.pg, scores.isel(sender=[0, 1]))
     bare = scores.copy()
     bare.attrs = {}
-    with pytest.raises(ExperimentError, match=r"they have no attrs\['feeds'\]"):
+    with pytest.raises(ExperimentError, match="feeds"):
         faithfulness(it.pg, {"secant": bare}, it.metric, it.clean, it.corrupted)
     with pytest.raises(ExperimentError, match="scores must be from attribute_edges, not a list"):
         faithfulness(it.pg, [scores], it.metric, it.clean, it.corrupted)
@@ -688,153 +688,3 @@ def test_what_adds_up_in_training_mode_only_by_chance_is_an_error() -> None:
     with pytest.warns(ExperimentWarning, match=remark):
         circuit_patches(pg, chosen, it.corrupted)
     assert math.isfinite(attribute_edges(it.pg.eval(), it.metric, it.clean, it.corrupted).attrs["conservation"])
-
-
-class Experts(nn.Module):
-    """Computes the chosen experts of each row, and keeps what each of them writes, or runs one after another."""
-
-    def __init__(self, count: int, width: int, is_loop: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(count, width, width) / 2)
-        self.is_loop = is_loop
-
-    def forward(self, rows: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        if self.is_loop:
-            total = torch.zeros_like(rows)
-            for expert in range(len(self.weight)):
-                at, place = torch.where(chosen == expert)
-                total.index_add_(0, at, (rows[at] @ self.weight[expert]).tanh() * shares[at, place, None])
-            return total
-        written = torch.einsum("rd,rkde->rke", rows, self.weight[chosen]).tanh()
-        return (written * shares[..., None]).sum(dim=1)
-
-
-class ExpertBlock(nn.Module):
-    def __init__(self, shared: bool, is_loop: bool) -> None:
-        super().__init__()
-        self.norm, self.gate, self.experts = nn.LayerNorm(8), nn.Linear(8, 5), Experts(5, 8, is_loop)
-        self.shared = nn.Linear(8, 8) if shared else None
-
-    def forward(self, stream: Tensor) -> Tensor:
-        rows = self.norm(stream).reshape(-1, 8)
-        shares, chosen = self.gate(rows).softmax(-1).topk(2, -1)
-        added = self.experts(rows, chosen, shares)
-        if self.shared is not None:
-            added = added + torch.tanh(self.shared(rows))
-        return stream + added.reshape(stream.shape)
-
-
-class ExpertModel(nn.Module):
-    """A stream with a mixture of experts in each layer."""
-
-    def __init__(self, *, shared: bool = False, is_loop: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed, self.norm, self.head = nn.Embedding(30, 8), nn.LayerNorm(8), nn.Linear(8, 30)
-        self.layers = nn.ModuleList(ExpertBlock(shared, is_loop) for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        stream = self.embed(ids)
-        for layer in self.layers:
-            stream = layer(stream)
-        return self.head(self.norm(stream))
-
-
-def choices_of(model: ExpertModel, ids: Tensor) -> list[Tensor]:
-    """Returns the experts that each layer chooses."""
-    found, stream = [], model.embed(ids)
-    for layer in model.layers:
-        found.append(layer.gate(layer.norm(stream).reshape(-1, 8)).softmax(-1).topk(2, -1)[1])
-        stream = layer(stream)
-    return found
-
-
-def expert_writes(layer: nn.Module, stream: Tensor, chosen: Tensor) -> Tensor:
-    """Returns what each expert adds to each row, if these are chosen."""
-    rows = layer.norm(stream).reshape(-1, 8)
-    shares = layer.gate(rows).softmax(-1).gather(1, chosen)
-    dense = torch.einsum("rd,nde->rne", rows, layer.experts.weight).tanh()
-    return dense * torch.zeros(len(rows), 5).scatter(1, chosen, shares)[..., None]
-
-
-def expert_stream(layer: nn.Module, stream: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the stream after a layer, if these experts are chosen."""
-    rows = layer.norm(stream).reshape(-1, 8)
-    shared = 0 if layer.shared is None else layer.shared(rows).tanh()
-    return stream + (expert_writes(layer, stream, chosen).sum(1) + shared).reshape(stream.shape)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_experts_are_senders_of_their_own(shared: bool) -> None:
-    model = ExpertModel(shared=shared).eval()
-    clean, corrupted = torch.arange(12).reshape(2, 6), torch.arange(12, 24).reshape(2, 6)
-    pg = PatchableGraph(model, clean)
-
-    def metric(logits: Tensor) -> Tensor:
-        return logits[:, -1, 3].sum()
-
-    whole = attribute_edges(pg, metric, clean, corrupted, method="secant", routing="frozen")
-    apart = attribute_edges(pg, metric, clean, corrupted, method="secant", routing="frozen", experts=True)
-    names = [f"layers[0].experts[{number}].out" for number in range(5)]
-    names += ["layers[0].shared_experts.out"] if shared else []
-    summed = apart.sel(sender=names).sum("sender").values
-    np.testing.assert_allclose(summed, np.nan_to_num(whole.sel(sender="layers[0].mlp_out").values), atol=1e-5)
-    assert apart.conservation == pytest.approx(1, abs=1e-5)
-    with pytest.warns(ExperimentWarning, match=r"edges out of @embed differ .*topk .*routing='frozen'"):
-        attribute_edges(pg, metric, clean, corrupted, method="secant")
-
-    exact = attribute_edges(
-        pg, metric, clean, corrupted, method="exact", experts=True, senders=names, receivers="@logits", positions=[2, 5]
-    )
-    writes: dict[str, Tensor] = {}
-    for key, ids in (("clean", clean), ("corrupted", corrupted)):
-        layer, stream = model.layers[0], model.embed(ids)
-        writes[key] = expert_writes(layer, stream, choices_of(model, ids)[0])
-        if shared:
-            writes[key] = torch.cat([writes[key], layer.shared(layer.norm(stream).reshape(-1, 8)).tanh()[:, None]], 1)
-    change = (writes["clean"] - writes["corrupted"]).reshape(2, 6, -1, 8)
-    stream = model.layers[1](model.layers[0](model.embed(corrupted)))
-    before = metric(model.head(model.norm(stream)))
-    for column, position in enumerate((2, 5)):
-        mask = torch.zeros(6, 1).index_fill(0, torch.tensor(position), 1)
-        streams = [stream + mask * change[:, :, number] for number in range(len(names))]
-        effects = torch.stack([metric(model.head(model.norm(each))) - before for each in streams]).detach()
-        found = torch.tensor(exact.sel(receiver="@logits", sender=names).values[:, column]).float()
-        torch.testing.assert_close(found, effects, atol=1e-5, rtol=0)
-
-    circuit_of_all = circuit(pg, apart, edges=apart.attrs["edges"])
-    for has_gradients in (False, True):
-        with torch.set_grad_enabled(has_gradients), pg.patch(circuit_patches(pg, circuit_of_all, corrupted)):
-            torch.testing.assert_close(pg(clean), model(clean), atol=1e-4, rtol=0)
-
-    # Each restored alone, with the choices of the clean run in the layer behind.
-    one_sided = attribute_edges(
-        pg,
-        metric,
-        clean,
-        corrupted,
-        method="secant",
-        routing="frozen",
-        one_sided="senders",
-        experts=True,
-        senders=names,
-    )
-    held = choices_of(model, clean)
-    start = expert_stream(model.layers[0], model.embed(corrupted), held[0])
-    change = expert_writes(model.layers[0], model.embed(clean), held[0]) - expert_writes(
-        model.layers[0], model.embed(corrupted), held[0]
-    )
-    for number, name in enumerate(names[:5]):
-        streams = [start, start + change[:, number].reshape(2, 6, 8)]
-        ends = [model.head(model.norm(expert_stream(model.layers[1], stream, held[1]))) for stream in streams]
-        effect = (metric(ends[1]) - metric(ends[0])).item()
-        assert one_sided.sel(sender=name).sum().item() == pytest.approx(effect, abs=1e-5)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_experts_in_a_loop_are_one_sender(shared: bool) -> None:
-    ids = torch.arange(12).reshape(2, 6)
-    pg = PatchableGraph(ExpertModel(shared=shared, is_loop=True).eval(), ids)
-    scores = attribute_edges(pg, lambda logits: logits[:, -1, 3].sum(), ids, ids.flip(1), experts=True)
-    assert "in a loop over those that are hit" in scores.skipped["layers[0].experts[*].out"]
-    assert "layers[0].mlp_out" in scores.sender.values

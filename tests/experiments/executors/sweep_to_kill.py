@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
         metric=lambda output: output.exp().sum(),
         batch=None,
         progress=False,
-        checkpoint=folder / "sweep.jsonl",
+        checkpoint=folder / "sweep",
         checkpoint_key="halved",
     )
     (folder / "result.bin").write_bytes(result.values.tobytes())

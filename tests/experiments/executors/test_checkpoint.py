@@ -1,15 +1,15 @@
-"""Checkpoint files: a sweep goes on where it was stopped, and with nothing but the same sweep."""
+"""Sweeps that show how far they are, are interrupted or have cells that fail, and continue from a checkpoint."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import warnings
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,19 @@ from graphpatch_notebook import (
     CustomPatch,
     ExperimentError,
     ExperimentWarning,
-    Patch,
     PatchableGraph,
     ProbePatch,
     ReplacePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability
-from graphpatch_notebook.experiments.executors.checkpoint import Digester
+from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability, SweepInterrupted
+from graphpatch_notebook.sharded import digest
 from tests.experiments.executors import sweep_to_kill
 
 ROOT = Path(__file__).parents[3]
 CELLS = 15
+X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.1, -1.0]])
+AXES = {"path": ["sub_0.output", "sub_1.output"], "unit": range(3)}
 
 
 @pytest.fixture
@@ -43,41 +44,137 @@ def pg() -> PatchableGraph:
     return PatchableGraph(model, torch.ones(2, 3))
 
 
-X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.1, -1.0]])
-AXES = {"path": ["sub_0.output", "sub_1.output"], "unit": range(3)}
-
-
 def zeros(path: str, unit: int) -> dict[str, ZeroPatch]:
     return {path: ZeroPatch(slice=(slice(None), unit))}
 
 
-def swept(pg: PatchableGraph, file: Path | None, runs: list[Any] | None = None, **options: Any) -> Any:
-    """A sweep whose cells say in `runs` that they were run."""
-    options = {"axes": AXES, "make_patches": zeros, "inputs": X, "metric": torch.sum, "key": "1"} | options
+Act = Callable[[str, int], object]
+
+
+def swept(pg: PatchableGraph, act: Act = lambda path, unit: None, make_patches: Any = zeros, **options: Any) -> Any:
+    """A sweep that calls `act` in each cell."""
 
     def patches(path: str, unit: int) -> dict[str, Any]:
-        told = CustomPatch(custom_op=Told(path, unit, runs if runs is not None else []))
-        return {path: [told, *options["make_patches"](path, unit).values()]}
+        def op(value: torch.Tensor) -> torch.Tensor:
+            act(path, unit)
+            return value
 
-    return pg.sweep(
-        options["axes"], patches, options["inputs"], metric=options["metric"], batch=None, checkpoint=file,
-        checkpoint_key=options["key"], progress=False,
-    )  # fmt: skip
+        return {path: [CustomPatch(custom_op=op), *make_patches(path, unit).values()]}
+
+    settings: dict[str, Any] = {"metric": torch.sum, "batch": None, "progress": False} | options
+    if "checkpoint" in settings:
+        settings.setdefault("checkpoint_key", "1")
+    return pg.sweep(settings.pop("axes", AXES), patches, settings.pop("inputs", X), **settings)
 
 
-# A list of runs is state, for all that the package knows.
-tells_of_runs = pytest.mark.filterwarnings("ignore:patches of cells that are done")
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-@dataclasses.dataclass
-class Told:
-    path: str
-    unit: int
-    runs: list[Any]
+# -- interrupts and failures -------------------------------------------------------------------------------------------
 
-    def __call__(self, value: Any) -> Any:
-        self.runs.append((self.path, self.unit))
-        return value
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_an_interrupt_keeps_what_is_done(pg: PatchableGraph, tmp_path: Path, has_checkpoint: bool) -> None:
+    runs: list[Any] = []
+
+    def act(*cell: Any) -> None:
+        runs.append(cell)
+        if len(runs) == 5:
+            interrupt()
+
+    options = {"checkpoint": tmp_path / "sweep"} if has_checkpoint else {}
+    whole = swept(pg)
+    with pytest.raises(SweepInterrupted) as caught:
+        swept(pg, act, **options)
+    result = caught.value.result
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert result.values.ravel()[:4].tolist() == whole.values.ravel()[:4].tolist()
+    assert np.isnan(result.values.ravel()[4:]).all()
+    assert "2 of 6 cells" in result.attrs["remarks"][-1]
+    assert result.attrs["errors"] == []
+    assert caught.value.__context__ is None
+    assert len(traceback.extract_tb(caught.value.__traceback__)) <= 4
+    assert torch.equal(pg(X), pg._module(X))
+    if has_checkpoint:
+        assert swept(pg, act, **options).identical(whole)
+        assert len(runs) == 5 + 2
+
+
+def failing(path: str, unit: int) -> None:
+    if (path, unit) == ("sub_0.output", 1):
+        raise RuntimeError("no")
+
+
+def test_one_failing_cell_does_not_lose_the_others(pg: PatchableGraph, tmp_path: Path) -> None:
+    whole, runs = swept(pg), []
+    with pytest.warns(ExperimentWarning) as caught:
+        result = swept(pg, failing, checkpoint=tmp_path / "sweep")
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert np.argwhere(np.isnan(result.values)).tolist() == [[0, 1]]
+    assert np.nansum(result.values) == np.sum(np.where(np.isnan(result.values), 0, whole.values))
+    cell = {"path": "sub_0.output", "unit": 1}
+    assert result.attrs["errors"] == [{"cell": cell, "error": "RuntimeError: no"}]
+    assert swept(pg, lambda *cell: runs.append(cell), checkpoint=tmp_path / "sweep").identical(whole)
+    assert runs == [("sub_0.output", 1)]
+
+
+def test_a_sweep_without_any_number_is_an_error(pg: PatchableGraph) -> None:
+    with pytest.raises(ExperimentError, match="RuntimeError: no"):
+        swept(pg, failing, axes={"path": ["sub_0.output"], "unit": [1]})
+
+
+def test_numbers_of_another_shape_are_a_failure(pg: PatchableGraph) -> None:
+    shapes: list[Any] = []
+
+    def metric(output: torch.Tensor) -> torch.Tensor:
+        return output.sum() if shapes == [("sub_0.output", 2)] else output.sum(0)
+
+    with pytest.warns(ExperimentWarning):
+        result = swept(pg, lambda *cell: shapes.__setitem__(slice(None), [cell]), metric=metric)
+    assert np.isnan(result.values[0, 2]).all()
+    assert np.isnan(result.values).sum() == 2
+    assert result.dims == ("path", "unit", "metric_0")
+
+
+def test_the_numbers_of_a_metric_have_dimensions_of_their_own(pg: PatchableGraph) -> None:
+    def metric(output: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": output.sum()}
+
+    with pytest.raises(ExperimentError, match="'metric'"):
+        pg.sweep({"metric": range(3)}, lambda unit: zeros("sub_0.output", unit), X, metric=metric, progress=False)
+
+
+def test_progress_counts_what_was_done_before(
+    pg: PatchableGraph, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    swept(pg, checkpoint=tmp_path / "sweep")
+    assert capsys.readouterr().err == ""
+    (tmp_path / "sweep" / "000002.json").unlink()
+    swept(pg, checkpoint=tmp_path / "sweep", progress=True)
+    assert re.search(r"sweep: +83%.* 5/6 .*6/6 ", capsys.readouterr().err, re.DOTALL)
+
+
+def test_missing_packages_are_an_error(pg: PatchableGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ExperimentError, match="tqdm"):
+        swept(pg, progress=True)
+    assert swept(pg).shape == (2, 3)
+    monkeypatch.setitem(sys.modules, "xarray", None)
+    with pytest.raises(ExperimentError, match="xarray"):
+        swept(pg)
+
+
+def test_labels_keep_their_types(pg: PatchableGraph) -> None:
+    axes = {"unit": [np.int64(0), torch.tensor(1)], "what": ["a", 1, 2.5, True, slice(0, 2)]}
+    result = pg.sweep(axes, lambda unit, what: {"sub_0.output": ZeroPatch()}, X, metric=torch.sum, progress=False)
+    assert result.coords["unit"].dtype.kind == "i"
+    assert result.coords["what"].values.tolist() == ["a", 1, 2.5, True, "slice(0, 2, None)"]
+    assert list(map(type, result.coords["what"].values)) == [str, int, float, bool, str]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def runs_of(folder: Path) -> list[str]:
@@ -95,213 +192,104 @@ def test_a_killed_process_repeats_at_most_one_chunk(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, sweep_to_kill.__file__, killed], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     assert len(runs_of(killed)) == 9
-    assert not (killed / "result.bin").exists()
-    with (killed / "sweep.jsonl").open("a") as stream:  # ... and as if the next line was being written
-        stream.write('{"cells": [[8, {"values": 1.')
     sweep_to_kill.main(killed)
-
     assert (killed / "result.bin").read_bytes() == (whole / "result.bin").read_bytes()
     assert len(runs_of(whole)) == CELLS
-    assert {cell: n for cell, n in Counter(runs_of(killed)).items() if n > 1} == {"1,3": 2}  # of one cell each
-    assert [json.loads(line) for line in (killed / "sweep.jsonl").read_text().splitlines()]
+    assert {cell: n for cell, n in Counter(runs_of(killed)).items() if n > 1} == {"1,3": 2}
 
 
-def test_done_cells_are_not_run_again(pg: PatchableGraph, tmp_path: Path) -> None:
-    file = tmp_path / "sweep.jsonl"
-    first, again = [], []
-    result = swept(pg, file, first)
-    loaded = swept(pg, file, again)
-    assert len(first) == 6
-    assert again == []
-    assert result.identical(loaded)
-    assert result.values.tobytes() == loaded.values.tobytes()
-
-
-@tells_of_runs
-@pytest.mark.parametrize("keep", range(7))
-def test_each_line_that_is_whole_counts(pg: PatchableGraph, tmp_path: Path, keep: int) -> None:
-    file = tmp_path / "sweep.jsonl"
-    result = swept(pg, file)
-    lines = file.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 7
-    torn = lines[keep + 1][:-1] if keep < 6 else b""
-    file.write_bytes(b"".join(lines[: keep + 1]) + torn)
+@pytest.mark.parametrize("keep", [0, 3, 6])
+def test_done_cells_are_not_run_again(pg: PatchableGraph, tmp_path: Path, keep: int) -> None:
+    result = swept(pg, checkpoint=tmp_path / "sweep")
+    for file in sorted((tmp_path / "sweep").glob("0*.json"))[keep:]:
+        file.unlink()
     runs: list[Any] = []
-    assert swept(pg, file, runs).identical(result)
-    assert len(runs) == 6 - keep
-    assert sorted(file.read_bytes().splitlines()) == sorted(line.rstrip(b"\n") for line in lines)
-
-
-@tells_of_runs
-def test_a_damaged_line_is_run_again(pg: PatchableGraph, tmp_path: Path) -> None:
-    file = tmp_path / "sweep.jsonl"
-    result = swept(pg, file)
-    lines = file.read_bytes().splitlines(keepends=True)
-    lines[2] = b"\0" * 20 + b"\n"
-    file.write_bytes(b"".join(lines))
-    runs: list[Any] = []
-    assert swept(pg, file, runs).identical(result)
-    assert runs == [("sub_0.output", 1)]
-
-
-@tells_of_runs
-def test_failed_cells_are_run_again(pg: PatchableGraph, tmp_path: Path) -> None:
-    file, switch = tmp_path / "sweep.jsonl", tmp_path / "repaired"
-
-    def metric(output: torch.Tensor) -> torch.Tensor:
-        if output[0, 0] == output.new_tensor(failing) and not switch.exists():
-            raise RuntimeError("the disk is away")
-        return output.sum()
-
-    with torch.no_grad(), pg.patch(zeros("sub_0.output", 2)):
-        failing = pg(X)[0, 0].item()
-    with pytest.warns(ExperimentWarning, match=r"1 of 6 cells failed .*path='sub_0.output', unit=2: RuntimeError"):
-        result = swept(pg, file, metric=metric)
-    assert np.isnan(result.values).sum() == 1
-    assert result.attrs["errors"] == [
-        {"cell": {"path": "sub_0.output", "unit": 2}, "error": "RuntimeError: the disk is away"}
-    ]
-    switch.touch()
-    runs: list[Any] = []
-    repaired = swept(pg, file, runs, metric=metric)
-    assert runs == [("sub_0.output", 2)]
-    assert not np.isnan(repaired.values).any()
-    assert repaired.attrs["errors"] == []
+    for count in (6 - keep, 6 - keep):
+        assert swept(pg, lambda *cell: runs.append(cell), checkpoint=tmp_path / "sweep").identical(result)
+        assert len(runs) == count
 
 
 def test_not_a_number_is_a_result(pg: PatchableGraph, tmp_path: Path) -> None:
-    file = tmp_path / "sweep.jsonl"
-
     def metric(output: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {
-            "nan": output.sum() * torch.nan,
-            "inf": output.new_tensor(-torch.inf),
-            "zero": -0.0 * output.abs().sum(),
-        }
+        zero = -0.0 * output.abs().sum()
+        return {"nan": output.sum() * torch.nan, "inf": output.new_tensor(-torch.inf), "zero": zero}
 
-    result, runs = swept(pg, file, metric=metric), []
-    assert swept(pg, file, runs, metric=metric).values.tobytes() == result.values.tobytes()
-    assert runs == []
-    assert result.dims == ("path", "unit", "metric")
+    result = swept(pg, metric=metric, checkpoint=tmp_path / "sweep")
+    again = swept(pg, failing, metric=metric, checkpoint=tmp_path / "sweep")  # nothing runs
+    assert again.values.tobytes() == result.values.tobytes()
 
 
 def replaced(path: str, unit: int) -> dict[str, ReplacePatch]:
     return {path: ReplacePatch(value=torch.arange(2.0), slice=(slice(None), unit))}
 
 
-OTHERS = {
-    "axis": ({"axes": {"path": AXES["path"], "unit": range(2)}}, r"axis 'unit' are \[0, 1, 2\], not \[0, 1\]"),
-    "metric": ({"metric": torch.mean}, "its metric is sum, not mean.*without patches its metric is "),
-    "key": ({"key": "2"}, "its checkpoint_key is '1', not '2'"),
-    "metric's values": ({"metric": Probability(1, None)}, r"its metric is sum, not Probability\(token=1"),
-    "inputs": ({"inputs": X + 1}, "its inputs are others; without patches its metric is "),
-    "patches": (
-        {"make_patches": lambda path, unit: replaced(path, unit) if unit == 1 else zeros(path, unit)},
-        "its patches are others in 2 of 6 cells, the first being path='sub_0.output', unit=1",
-    ),
+OTHERS: dict[str, dict[str, Any]] = {
+    "axes": {"axes": {"path": AXES["path"], "unit": range(2)}},
+    "metric": {"metric": torch.mean},
+    "metric's values": {"metric": Probability(1, None)},
+    "key": {"checkpoint_key": "2"},
+    "inputs": {"inputs": X + 1},
+    "patches": {"make_patches": lambda path, unit: (replaced if unit == 1 else zeros)(path, unit)},
 }
 
 
-@pytest.mark.parametrize(("options", "message"), OTHERS.values(), ids=list(OTHERS))
-def test_another_sweep_is_refused(pg: PatchableGraph, tmp_path: Path, options: Any, message: str) -> None:
-    file = tmp_path / "sweep.jsonl"
-    swept(pg, file)
-    before, runs = file.read_bytes(), []
-    with pytest.raises(ExperimentError, match=rf"{message}.* Give another name, or delete"):
-        swept(pg, file, runs, **options)
-    assert file.read_bytes() == before
-    assert runs == []
+@pytest.mark.parametrize("options", OTHERS.values(), ids=list(OTHERS))
+def test_another_sweep_is_refused(pg: PatchableGraph, tmp_path: Path, options: dict[str, Any]) -> None:
+    swept(pg, checkpoint=tmp_path / "sweep")
+    before = {file: file.read_bytes() for file in (tmp_path / "sweep").iterdir()}
+    with pytest.raises(ExperimentError, match="another sweep"):
+        swept(pg, failing, checkpoint=tmp_path / "sweep", **options)
+    assert {file: file.read_bytes() for file in (tmp_path / "sweep").iterdir()} == before
 
 
 def test_other_weights_are_refused(pg: PatchableGraph, tmp_path: Path) -> None:
-    file = tmp_path / "sweep.jsonl"
-    swept(pg, file)
+    """Also where they do not change the metric without patches."""
     with torch.no_grad():
-        pg.get_parameter("2.bias")[0] += 1e-6
-    message = r"its weights or modes \(.*\) are others; without patches its metric is .* other weights, inputs"
-    with pytest.raises(ExperimentError, match=message):
-        swept(pg, file)
+        pg.get_parameter("2.weight").zero_()
+    swept(pg, checkpoint=tmp_path / "sweep")
+    with torch.no_grad():
+        pg.get_parameter("0.weight")[0, 0] += 1e-6
+    with pytest.raises(ExperimentError, match="weights"):
+        swept(pg, checkpoint=tmp_path / "sweep")
 
 
-@pytest.mark.parametrize("content", [b"my notes\n", b'{"format": "other"}\n', b"[]", b"\xff\0"])
-def test_other_files_are_not_overwritten(pg: PatchableGraph, tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_bytes(content)
-    with pytest.raises(ExperimentError, match="was not written by a sweep"):
-        swept(pg, file)
-    assert file.read_bytes() == content
+def test_other_files_are_not_overwritten(pg: PatchableGraph, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("my notes")
+    with pytest.raises(ExperimentError, match="not written by a sweep"):
+        swept(pg, checkpoint=tmp_path)
+    with pytest.raises(FileExistsError):
+        swept(pg, checkpoint=tmp_path / "notes.txt")
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_file_that_cannot_be_written_is_an_error_at_once(pg: PatchableGraph, tmp_path: Path) -> None:
-    runs: list[Any] = []
-    for file in (tmp_path / "nowhere" / "sweep.jsonl", tmp_path):
-        with pytest.raises(ExperimentError, match=r"checkpoint=.* cannot be used"):
-            swept(pg, file, runs)
-    assert runs == []
+def test_a_sweep_outlives_its_folder(pg: PatchableGraph, tmp_path: Path) -> None:
+    def act(path: str, unit: int) -> None:
+        if unit == 1 and (tmp_path / "sweep").exists():
+            (tmp_path / "sweep").rename(tmp_path / "away")
 
-
-def test_a_sweep_outlives_its_file(pg: PatchableGraph, tmp_path: Path) -> None:
-    file = tmp_path / "folder" / "sweep.jsonl"
-    file.parent.mkdir()
-
-    def metric(output: torch.Tensor) -> torch.Tensor:
-        if len(runs) == 3 and file.exists():
-            file.rename(tmp_path / "away")
-            file.mkdir()
-        return output.sum()
-
-    runs: list[Any] = []
-    with pytest.warns(ExperimentWarning, match="can no longer be written"):
-        result = swept(pg, file, runs, metric=metric)
-    assert result.identical(swept(pg, None, metric=metric).rename(result.name))
-
-
-@pytest.mark.parametrize("is_other", [False, True], ids=["reads", "changes"])
-def test_patches_with_a_state_warn_with_a_checkpoint(pg: PatchableGraph, tmp_path: Path, is_other: bool) -> None:
-    """The state is gone with the process; that it was needed is in the file."""
-    file = tmp_path / "sweep.jsonl"
-
-    def swept_from(state: dict[str, float], fails_at: int | None = None, **options: Any) -> Any:
-        def patches(path: str, unit: int) -> dict[str, CustomPatch]:
-            def op(value: torch.Tensor) -> torch.Tensor:
-                if unit == 0 or is_other:
-                    state["count"] = state.get("count", 0.0) + 1.0
-                return value + state.get("count", 0.0)
-
-            return {path: CustomPatch(op)}
-
-        def metric(output: torch.Tensor) -> torch.Tensor:
-            measured.append(1)
-            if len(measured) == fails_at:
-                raise KeyboardInterrupt
-            return output.sum()
-
-        measured: list[int] = []
-        return pg.sweep(AXES, patches, X, metric=metric, batch=None, checkpoint_key="1", progress=False, **options)
-
-    whole = swept_from({})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(KeyboardInterrupt):
-            swept_from({}, 4, checkpoint=file)
-    with pytest.warns(ExperimentWarning, match="changed what they refer to when they ran, .* without that"):
-        rest = swept_from({}, checkpoint=file)
-    assert not np.array_equal(rest.values, whole.values)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        swept_from({}, checkpoint=file)  # nothing is left to do
+    with pytest.warns(ExperimentWarning, match="in memory only"):
+        result = swept(pg, act, checkpoint=tmp_path / "sweep")
+    assert result.identical(swept(pg))
 
 
 def test_gradients_are_not_kept(pg: PatchableGraph, tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"backward=True .* use one of the two"):
-        pg.sweep(AXES, zeros, X, metric=torch.sum, backward=True, checkpoint=tmp_path / "sweep.jsonl")
+    with pytest.raises(ExperimentError, match=r"backward=True"):
+        pg.sweep(AXES, zeros, X, metric=torch.sum, backward=True, checkpoint=tmp_path / "sweep")
+
+
+def test_functions_need_a_key(pg: PatchableGraph, tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match="CustomPatch"):
+        swept(pg, checkpoint=tmp_path / "sweep", checkpoint_key="")
+    for key in (1, None):
+        with pytest.raises(ExperimentError, match="checkpoint_key"):
+            swept(pg, checkpoint=tmp_path / "sweep", checkpoint_key=key)
+    assert not (tmp_path / "sweep").exists()
+    pg.sweep(AXES, zeros, X, metric=lambda output: output.sum(), checkpoint=tmp_path / "sweep", progress=False)
+    with pytest.raises(ExperimentError, match="metric"):
+        pg.sweep(AXES, zeros, X, metric=lambda output: 1 * output.sum(), checkpoint=tmp_path / "sweep", progress=False)
 
 
 # -- digests -----------------------------------------------------------------------------------------------------------
-
-
-def digest(value: Any) -> str:
-    return Digester("").digest(value, "what is tested")
 
 
 def test_digests_see_what_patches_do() -> None:
@@ -332,6 +320,17 @@ def test_digests_see_what_patches_do() -> None:
         Loss(torch.tensor([[0, 2]])),
         KLDivergence(tensor, None),
         KLDivergence(tensor * 2, None),
+        CustomPatch(custom_op=torch.neg, slice=0),
+        CustomPatch(custom_op=torch.neg, slice=1),
+        CustomPatch(custom_op=lambda t: t),
+        CustomPatch(custom_op=lambda t: t + 1),
+        CustomPatch(custom_op=lambda t: t + 2),
+        [1, 2],
+        (1, 2),
+        [1, [2]],
+        {1, 2},
+        np.arange(3),
+        np.arange(3) + 1,
         torch.sum,
         torch.mean,
     ]
@@ -346,59 +345,6 @@ def test_digests_of_equal_things_are_equal() -> None:
     assert digest(tensor.T) == digest(tensor.T.contiguous())
     assert digest(np.arange(3)) == digest(np.arange(6)[:3])
     assert digest(torch.ones(2, dtype=torch.cfloat).conj()) == digest(torch.ones(2, dtype=torch.cfloat).conj_physical())
-
-
-def test_with_a_key_other_objects_are_seen_as_far_as_they_are_data() -> None:
-    def told(value: Any) -> str:
-        return Digester("key").digest(value, "what is tested")
-
     probe, used = ProbePatch(), ProbePatch()
     used.op(torch.ones(2))
-    assert told(probe) == told(used)
-    assert told(CustomPatch(custom_op=torch.neg, slice=0)) != told(CustomPatch(custom_op=torch.neg, slice=1))
-    assert told(CustomPatch(custom_op=lambda t: t)) == told(CustomPatch(custom_op=lambda t: -t))
-
-
-def test_code_needs_a_key(pg: PatchableGraph, tmp_path: Path) -> None:
-    """Code is not looked at: without a key nobody could tell that it was changed meanwhile."""
-
-    class Own(LogProbability):
-        def __call__(self, output: Any) -> torch.Tensor:
-            return output.sum()
-
-    def custom(path: str, unit: int) -> dict[str, Patch[Any]]:
-        return {path: CustomPatch(custom_op=torch.neg, slice=unit)} if unit == 1 else zeros(path, unit)
-
-    file, settings = tmp_path / "sweep.jsonl", {"checkpoint": tmp_path / "sweep.jsonl", "progress": False}
-    place = r"the patches of path='sub_0.output', unit=1"
-    with pytest.raises(ExperimentError, match=rf'what a CustomPatch does \({place}\): .* checkpoint_key="version 1"'):
-        pg.sweep(AXES, custom, X, metric=torch.sum, **settings)
-    for metric, shown in (
-        (lambda output: output.sum(), r"function does \(the metric <lambda>\)"),
-        (torch.ones(2).dot, r"builtin_function_or_method does \(the metric dot\)"),
-        (Own(1, None), r"Own does \(the metric Own"),
-    ):
-        with pytest.raises(ExperimentError, match=shown):
-            pg.sweep(AXES, zeros, (X[0] if "dot" in shown else X), metric=metric, **settings)
-    assert not file.exists()
-    for metric in (torch.sum, Probability(1, position=None)):
-        pg.sweep(AXES, zeros, X, metric=metric, **settings)
-        file.unlink()
-    with pytest.raises(ExperimentError, match="checkpoint_key must be a text, not 1"):
-        pg.sweep(AXES, zeros, X, metric=torch.sum, checkpoint_key=1, **settings)
-
-
-def test_other_weights_are_seen_without_the_metric(pg: PatchableGraph, tmp_path: Path) -> None:
-    settings = {"metric": Probability(0, position=None), "checkpoint": tmp_path / "sweep", "progress": False}
-    axes = {"unit": range(2)}
-
-    def without(unit: int) -> dict[str, ZeroPatch]:
-        return {"sub_0.output": ZeroPatch(slice=(..., unit))}
-
-    with torch.no_grad():
-        pg.get_parameter("2.weight").zero_()
-    pg.sweep(axes, without, X, **settings)
-    with torch.no_grad():
-        pg.get_parameter("0.weight").mul_(2)
-    with pytest.raises(ExperimentError, match=r"holds another sweep: its weights or modes \(.*\) are others\. Give"):
-        pg.sweep(axes, without, X, **settings)
+    assert digest(probe) == digest(used)

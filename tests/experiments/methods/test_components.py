@@ -206,7 +206,7 @@ def test_attribution_of_positions_of_each_row(pg):
         np.testing.assert_allclose(scores.sel(path=name, position=column), total, atol=1e-7)
         head = sum(part[1].sum() for part in at).item()
         np.testing.assert_allclose(scores.sel(path="layers[0].attn.heads[1].z", position=column), head, atol=1e-7)
-    with pytest.raises(ExperimentError, match="positions has 3 rows, but the batch has 2"):
+    with pytest.raises(ExperimentError, match="positions="):
         attribute(pg, metric, clean, corrupted, paths=[name], positions=[[1], [2], [3]])
 
 

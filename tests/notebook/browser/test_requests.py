@@ -284,7 +284,6 @@ def test_export(front: Front) -> None:
     assert "nothing to export" in front.refused("export", form="graphpatch", inputs=None)["message"]
     front.edit("add", patch=fields("sub_0.output", "zero"))
     assert '"sub_0.output": ZeroPatch()' in front.ask("export", form="graphpatch", inputs=None)["code"]
-    assert "register_forward" in front.ask("export", form="hooks", inputs=None)["code"]
 
 
 def test_the_graph_may_be_gone(front: Front) -> None:

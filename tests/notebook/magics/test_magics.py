@@ -631,16 +631,6 @@ def test_export_to_a_cell(four: Shell) -> None:
     assert "pg.patch" in four.ip.rl_next_input
 
 
-def test_export_as_hooks(pg: Shell) -> None:
-    pg.ok("%graphpatch zero up.output[:, 0:4]")
-    code: Any = pg.ok("code = %graphpatch export --hooks\ncode").value
-    scope: dict[str, Any] = {"model": Mlp(), "x": torch.ones(3, 4)}
-    exec(code, scope)
-    assert "graphpatch" not in {name for name in scope if not name.startswith("_")}
-    pg.ok("%graphpatch zero hidden")
-    assert "hidden" in pg.refused("%graphpatch export --hooks")
-
-
 def test_save_and_load(four: Shell, tmp_path: Path) -> None:
     file = tmp_path / "patches.json"
     assert four.ok(f"%graphpatch save {file}").out == f"saved 4 patches to {file}\n"

@@ -294,28 +294,6 @@ def test_each_call_works_on_a_copy_of_the_inputs() -> None:
         runs.start(None)
 
 
-SWITCH = object()
-
-
-class Mode:
-    pass
-
-
-FAST = Mode()
-
-
-class Switched(nn.Module):
-    def forward(self, x: Tensor, mode: Any = None, other: Any = None) -> Tensor:
-        return x * (2 if mode is SWITCH and other is FAST else 1)
-
-
-def test_values_compared_by_identity_keep_it() -> None:
-    pg = PatchableGraph(Switched(), X, SWITCH, FAST)
-    done(runs := Runs(session_of(pg), dict))
-    assert runs.last is not None
-    assert torch.equal(runs.last.output, X * 2)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # What is left behind
 

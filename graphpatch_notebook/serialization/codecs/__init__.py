@@ -1,0 +1,1 @@
+"""Writes and reads `values`, `tensors`, functions and classes (`names`); `reading` checks JSON."""
