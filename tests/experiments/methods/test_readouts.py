@@ -115,5 +115,5 @@ def test_what_cannot_be_read_is_an_error(gpt2: Any) -> None:
     with pytest.raises(PatchNotFiredError):
         readouts.read("residual", {"layers[0].resid_post": [StopPatch()]})
     vit, image = captured_model("vit")
-    with pytest.raises(ExperimentError, match="a lens view needs"):
+    with pytest.raises(ExperimentError):
         Readouts(vit, Inputs((image,)))

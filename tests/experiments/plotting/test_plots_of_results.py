@@ -19,12 +19,10 @@ from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import (
     LogitDifference,
-    ablate,
     attribute,
     causal_trace,
     load_result,
     path_patch,
-    plot_heads,
     plot_heatmap,
     plot_scores,
     save_result,
@@ -83,28 +81,6 @@ def test_a_normalized_trace(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None
         plot_heatmap(result, relative_to="corrupted")
 
 
-@pytest.mark.parametrize("suffix", [None, "nc"])
-def test_one_of_several_metrics(
-    runs: tuple[PatchableGraph, Tensor, Tensor], tmp_path: Path, suffix: str | None
-) -> None:
-    metrics = {"one": METRIC, "other": LogitDifference(2, 7)}
-    every = causal_trace(
-        *runs, PATHS, None, lambda output: {name: one(output) for name, one in metrics.items()}, progress=False
-    )
-    if suffix is not None:
-        save_result(every, tmp_path / f"trace.{suffix}")
-        every = load_result(tmp_path / f"trace.{suffix}")
-    for name, metric in metrics.items():
-        alone = causal_trace(*runs, PATHS, None, metric, progress=False)
-        ax = plot_heatmap(every.sel(metric=name), relative_to="corrupted")
-        assert np.allclose(ax.collections[0].get_array(), alone.values - alone.attrs["corrupted"], rtol=0, atol=1e-5)
-        assert label(ax).startswith(f"{name} − corrupted")
-        heatmap = show_heatmap(every.sel(metric=name))
-        assert heatmap.heatmap["center"] == f"corrupted {alone.attrs['corrupted']:.4g}"
-    with pytest.raises(ExperimentError, match="relative_to"):
-        plot_heatmap(every[0].transpose("metric", ...), relative_to="corrupted")
-
-
 def test_attribution(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
     pg, clean, corrupted = runs
     result = attribute(pg, METRIC, clean, corrupted)
@@ -119,17 +95,6 @@ def test_attribution(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
     low, high = ax.collections[0].get_clim()
     assert low == -high
     assert label(ax) == f"score ({METRIC.name})"
-
-
-def test_ablated_heads(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
-    pg, clean, _ = runs
-    paths = [f"transformer.h_{layer}.attn.c_proj.x" for layer in range(2)]
-    result = ablate(pg, paths, clean, metric=METRIC, heads=2, positions=[2, 5], progress=False)
-    axes = plot_heads(result, facet="position", tokens=[f" {token}" for token in clean[0].tolist()])
-    assert [ax.get_title() for ax in axes] == [f"position {at}: ␣{clean[0, at].item()}" for at in (2, 5)]
-    low, high = axes[0].collections[0].get_clim()
-    assert (low + high) / 2 == pytest.approx(result.attrs["baseline"])
-    assert [tick.get_text() for tick in axes[0].get_yticklabels()] == ["h_0", "h_1"]
 
 
 def test_patched_edges(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
