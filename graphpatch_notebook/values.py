@@ -348,7 +348,8 @@ _SCALARS = (*NUMBERS, str, bytes, torch.dtype, torch.device, torch.layout, torch
 
 def _plain_number(value: Any) -> Any:
     # Capture counts sizes with a subclass of int that must not outlive it.
-    return int(value) if isinstance(value, int) and type(value) is not int and not isinstance(value, bool) else value
+    is_subclass = isinstance(value, int) and type(value) not in (int, bool)
+    return int.__index__(value) if is_subclass else value
 
 
 def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:

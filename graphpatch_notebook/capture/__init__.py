@@ -55,7 +55,7 @@ from graphpatch_notebook.capture.observers import Swaps, apply_observer, observe
 from graphpatch_notebook.capture.packed_weights import Packing, held_by, packing_of
 from graphpatch_notebook.capture.recorder import FrameCount, OpPlace, Recorder, frame_count
 from graphpatch_notebook.capture.records import Doubt, Frame, Reason, listed_doubts
-from graphpatch_notebook.capture.sizes import Size
+from graphpatch_notebook.capture.sizes import Size, plain
 from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
@@ -124,6 +124,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         )
         warnings.warn(CompilationWarning(message), stacklevel=4)
     root.capture.options = options
+    root.capture.has_escaped_sizes = recorder.escapes.found
     _report_failures(recorder)
     _report_unopened(recorder)
     _check_unused(root, options)
@@ -216,7 +217,7 @@ def _replace_sizes(root: Module, recorder: Recorder) -> None:
 
 def _plain(value: Any, recorder: Recorder) -> Any:
     if type(value) is Size:
-        return int(value)
+        return plain(value)
     if isinstance(value, Tensor):
         return recorder.original(value)
     if isinstance(value, tuple):

@@ -39,11 +39,12 @@ from graphpatch_notebook.capture.records import (
     Reason,
     Ref,
     Site,
+    SizeGuard,
     Structure,
     ValueRead,
     map_leaves,
 )
-from graphpatch_notebook.capture.sizes import Size
+from graphpatch_notebook.capture.sizes import Size, plain
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import (
     NUMBERS,
@@ -97,7 +98,7 @@ class FrameRecorder:
         self._sizes.clear()
 
     def _size(self, value: int, ref: Ref) -> Size:
-        size = Size.of(value, self, ref)
+        size = Size.of(value, self, ref, self.recorder.escapes)
         self._sizes.append(size)
         return size
 
@@ -160,7 +161,7 @@ class FrameRecorder:
         if isinstance(leaf, Tensor):
             return self._lookup(leaf) or self._tensor_from_elsewhere(leaf)
         if type(leaf) is Size:
-            return leaf.ref if leaf.owner is self else self._lookup(leaf) or int(leaf)
+            return leaf.ref if leaf.owner is self else self._lookup(leaf) or self._size_from_elsewhere(leaf)
         if isinstance(leaf, _WITHOUT_A_NODE) or (callable(leaf) and not getattr(leaf, "__closure__", None)):
             return leaf
         known, inside = self._lookup(leaf), children(leaf)
@@ -169,6 +170,10 @@ class FrameRecorder:
         if inside is not None:
             return Structure(type(leaf), tuple((key, self.refs(child)) for key, child in inside))
         return self._object_from_elsewhere(leaf)
+
+    def _size_from_elsewhere(self, size: Size) -> int:
+        self.recorder.escapes.found = True
+        return plain(size)
 
     def _is_unchanged(self, known: Ref, inside: list[tuple[Key, Any]]) -> bool:
         """Whether a container is unchanged since it was recorded: models assign into a child's output."""
@@ -238,7 +243,7 @@ class FrameRecorder:
     def _own_sizes(self, value: Any, node: Node, dig: tuple[Key, ...]) -> Any:
         """Returns `value` with sizes that belong to this frame in place of those of the calling frame."""
         if type(value) is Size:
-            return self._size(int(value), Ref(node, dig))
+            return self._size(plain(value), Ref(node, dig))
         if type(value) in (tuple, list, torch.Size) and any(type(item) is Size for item in value):
             return type(value)([self._own_sizes(item, node, (*dig, i)) for i, item in enumerate(value)])
         return value
@@ -391,6 +396,12 @@ class FrameRecorder:
             else:
                 self.register(value, element)
         node.is_size = True
+
+    def guard_size(self, func: Callable[..., Any] | None, operands: tuple[Any, ...], result: Any) -> None:
+        """Notes what Python found out about sizes: a graph holds as long as it would find the same."""
+        guard = SizeGuard(func, self.refs(operands), result)
+        if guard not in self.record.size_guards:
+            self.record.size_guards.append(guard)
 
     def record_size(self, func: Callable[..., Any], operands: tuple[Any, ...], result: int) -> Any:
         """Records arithmetic on sizes."""

@@ -41,7 +41,7 @@ from graphpatch_notebook.capture.records import (
     Ref,
     Site,
 )
-from graphpatch_notebook.capture.sizes import Size
+from graphpatch_notebook.capture.sizes import Escapes, Size
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload, version_of
@@ -97,6 +97,7 @@ class Recorder(TorchFunctionMode):
         self.failures: list[tuple[Frame, BaseException]] = []
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.kept_sizes: list[Size] = []
+        self.escapes = Escapes()
         self.muted = 0
         self.depth = 0
         self.count = frame_count.get()

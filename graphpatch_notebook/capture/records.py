@@ -112,6 +112,18 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeGuard:
+    """What Python found out about sizes and went on with: `func` of `operands`, or the one operand if there is none.
+
+    Among the operands, sizes are `Ref`s.
+    """
+
+    func: Callable[..., Any] | None
+    operands: tuple[Any, ...]
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """A container of any other class (dataclass, `ModelOutput`, ...) whose children may hold `Ref`s."""
 
@@ -427,10 +439,15 @@ def listed_doubts(doubts: list[Doubt]) -> str:
 
 @dataclass(slots=True, eq=False)
 class Capture:
-    """What all frames of a capture share: how it was captured, and the results of analyses by their function."""
+    """What all frames of a capture share: how it was captured, and the results of analyses by their function.
+
+    Attributes:
+        has_escaped_sizes: Whether the model used a size as a plain number outside of the module call that read it.
+    """
 
     options: ExtractionOptions | None = None
     findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
+    has_escaped_sizes: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -453,6 +470,7 @@ class Frame:
         is_edited: Whether the user edited the graph of this frame, which then runs in place of the module.
         custom_failure: Why the custom extraction function did not return a graph.
         value_reads: The values that were read into Python, and where.
+        size_guards: What Python found out about sizes: branches, for example, depend on it.
     """
 
     module: Module
@@ -471,6 +489,7 @@ class Frame:
     is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
     value_reads: list[ValueRead] = field(default_factory=list)
+    size_guards: list[SizeGuard] = field(default_factory=list)
 
     @property
     def path(self) -> tuple[str, ...]:

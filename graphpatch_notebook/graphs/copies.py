@@ -61,7 +61,7 @@ def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
         return memo[id(frame)]  # type: ignore[no-any-return]
     nodes: dict[Node, Node] = {}
     frames: dict[int, Frame] = {}
-    capture = Capture(frame.capture.options)
+    capture = Capture(frame.capture.options, has_escaped_sizes=frame.capture.has_escaped_sizes)
     for old in frame.walk():
         new = dataclasses.replace(old, nodes=[], names={}, doubts=list(old.doubts), capture=capture)
         frames[id(old)] = memo[id(old)] = new
@@ -75,6 +75,7 @@ def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
         new.nodes = [_connected(nodes[node], nodes, frames) for node in old.nodes]
         new.names = {name: nodes.get(node, node) for name, node in old.names.items()}
         new.output = _mapped(old.output, nodes)
+        new.size_guards = [dataclasses.replace(g, operands=_mapped(g.operands, nodes)) for g in old.size_guards]
     return memo[id(frame)]  # type: ignore[no-any-return]
 
 
